@@ -57,9 +57,10 @@ gets its engine from `polyfed.deploy`."""
 
 
 def population_of(recipe: Recipe) -> Population:
-    """Load the data and deal it to clients; draws come from the run's seed."""
+    """Load the data and deal it to clients."""
     columns: Columns = stacked(recipe.data.load(), recipe.stack)
-    return populate(columns, recipe.clients, keys.key(recipe.seed, "population"))
+    seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
+    return populate(columns, recipe.clients, keys.key(seed, "population"))
 
 
 def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes: int, policy: Policy) -> Model:

@@ -11,6 +11,7 @@ CPU and GPU agree, and the functions run under `torch.func.vmap` with a key per 
 import hashlib
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import overload
 
 import numpy as np
@@ -19,6 +20,8 @@ from torch import Tensor
 
 _MULTIPLIERS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)
 _SHIFTS = (17, 11, 15, 14)
+_MULTIPLIERS_32 = tuple(np.uint32(factor) for factor in _MULTIPLIERS)
+_SHIFTS_32 = tuple(np.uint32(shift) for shift in _SHIFTS[:3])
 _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: decorrelates neighbouring keys (Weyl sequence)
 _SALT = 0x5BD1E995  # keeps counter 0 from being the fixed point 0 of the mixing function
 _MASK = 0xFFFFFFFF
@@ -82,9 +85,7 @@ def permutations(bases: Sequence[int], counts: Sequence[int], device: torch.devi
     Worked out on the host: on rows this short, twenty tensor operations cost more than the numbers.
     """
     longest = max(counts, default=0)
-    counter = np.arange(longest, dtype=np.uint32) * np.uint32(_GOLDEN)
-    offset = np.array(bases, dtype=np.uint32)[:, None]
-    noise = _mix_array(_mix_array(counter ^ np.uint32(_SALT)) + offset).view(np.int32)
+    noise = _mix_array(_positions(longest) + np.array(bases, dtype=np.uint32)[:, None]).view(np.int32)
     if min(counts, default=0) < longest:
         behind = np.arange(longest) >= np.array(counts)[:, None]
         noise = np.where(behind, np.int64(1) << 40, noise)
@@ -116,15 +117,26 @@ def _below(base: int, step: int, limit: int) -> int:
     return ((high << 32) | low) * limit >> 64
 
 
+@lru_cache(maxsize=4)
+def _positions(count: int) -> np.ndarray:
+    """The first round of `bits` at positions 0 to `count`: it knows no key, so that all clients share it."""
+    counter = np.arange(count, dtype=np.uint32) * np.uint32(_GOLDEN)
+    return _mix_array(counter ^ np.uint32(_SALT))
+
+
 def _mix_int(value: int) -> int:
-    for shift, factor in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
-        value = (value ^ (value >> shift)) * factor & _MASK
-    return value
+    value = (value ^ value >> _SHIFTS[0]) * _MULTIPLIERS[0] & _MASK
+    value = (value ^ value >> _SHIFTS[1]) * _MULTIPLIERS[1] & _MASK
+    value = (value ^ value >> _SHIFTS[2]) * _MULTIPLIERS[2] & _MASK
+    return value ^ value >> _SHIFTS[3]
 
 
 def _mix_array(value: np.ndarray) -> np.ndarray:
-    for shift, factor in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
-        value = (value ^ (value >> np.uint32(shift))) * np.uint32(factor)
+    """Overwrites and returns `value`, uint32."""
+    for shift, factor in zip(_SHIFTS_32, _MULTIPLIERS_32, strict=True):
+        value ^= value >> shift
+        value *= factor
+    value ^= value >> np.uint32(_SHIFTS[3])
     return value
 
 

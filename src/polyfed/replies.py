@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from polyfed.errors import BadReply
 from polyfed.messages import Message, rebuilt, trimmed
@@ -84,10 +83,11 @@ class Replies(Mapping[int, Any]):
                 totals[key] = totals.get(key, 0.0) + share
         mean: Tree = {}
         for part in self.parts:
-            for key, value in getattr(part.message, name).items():
-                if totals[key] > 0:
-                    _accumulate(mean, key, value, [weights[c] / totals[key] for c in part.clients])
-        return mean
+            sent: Tree = {key: value for key, value in getattr(part.message, name).items() if totals[key] > 0}
+            shares = {total: [weights[c] / total for c in part.clients] for total in {totals[key] for key in sent}}
+            for total, share in shares.items():
+                _accumulate(mean, {key: value for key, value in sent.items() if totals[key] == total}, share)
+        return {key: value[0] for key, value in mean.items()}
 
 
 def check_form(msg: Message, expected: type[Message], template: Tree) -> None:
@@ -120,7 +120,7 @@ def not_finite(part: Part) -> dict[int, str]:
     if not floats:
         return bad
     # one pass over everything first: a finite sum has finite terms only; one that overflows means a closer look
-    if bool(torch.stack([v.sum().to(torch.float32) for _, _, v in floats]).isfinite().all()):
+    if bool(torch.stack([v.sum(dtype=torch.float32) for _, _, v in floats]).isfinite().all()):
         return bad
     for name, key, value in floats:
         finite_K = torch.isfinite(value.reshape(len(part.clients), -1)).all(1).tolist()
@@ -131,14 +131,17 @@ def not_finite(part: Part) -> dict[int, str]:
     return bad
 
 
-def _accumulate(mean: Tree, key: str, value: Tensor, share_K: list[float]) -> None:
-    if not value.is_floating_point():
-        top = value.amax(0)
+def _accumulate(mean: Tree, sent: Tree, share_K: list[float]) -> None:
+    """Adds the weighted sum over the clients of a part to `mean`, in place; both keep a leading axis."""
+    counters = {key: value for key, value in sent.items() if not value.is_floating_point()}
+    for key, value in counters.items():
+        top = value.amax(0, keepdim=True)
         mean[key] = torch.maximum(mean[key], top) if key in mean else top
-        return
-    if key not in mean:
-        mean[key] = torch.zeros_like(value[0])
-    if len(share_K) == 1:
-        mean[key].add_(value[0], alpha=share_K[0])
-    else:
-        mean[key] += torch.tensordot(torch.tensor(share_K, dtype=value.dtype, device=value.device), value, 1)
+    sums = {key: value for key, value in sent.items() if key not in counters}
+    if len(share_K) > 1:
+        weight = torch.tensor([share_K])
+        sums = {key: torch.tensordot(weight.to(value), value, 1) for key, value in sums.items()}
+    mean.update({key: torch.zeros_like(value) for key, value in sums.items() if key not in mean})
+    if sums:  # all tensors in one call
+        alpha = share_K[0] if len(share_K) == 1 else 1.0
+        torch._foreach_add_([mean[key] for key in sums], list(sums.values()), alpha=alpha)

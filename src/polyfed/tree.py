@@ -44,7 +44,8 @@ def like(tree: Mapping[str, Tensor], fill: float = 0.0) -> Tree:
 
 def clone(tree: Mapping[str, Tensor]) -> Tree:
     """An independent copy, detached from any graph."""
-    return {name: value.detach().clone() for name, value in tree.items()}
+    with torch.no_grad():
+        return {name: value.clone() for name, value in tree.items()}
 
 
 def zip_map(function: Callable[..., Tensor], first: Mapping[str, Tensor], *rest: Mapping[str, Tensor]) -> Tree:

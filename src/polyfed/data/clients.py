@@ -41,6 +41,8 @@ class ClientsSpec:
             the rows that the data marks so, guard rows being left out. "matched": drawn from the global test
             set in the client's label proportions, about its share of it, clients may overlap (6.12). None: no
             own test.
+        seed: draws partition, validation split and modality assignment; None: the run's own. Fixed, it leaves between
+            runs of several seeds only what training itself draws.
         validation: share of each client's training rows, pooled at the server for the choice of the best
             round. With "by-client" it is taken from each natural client before the cut into shards.
     """
@@ -61,6 +63,7 @@ class ClientsSpec:
     only: Mapping[str, list[int]] = field(default_factory=dict)
     holdings: list[list[str]] | None = None
     personal_test: float | Literal["split_personal", "matched"] | None = None
+    seed: int | None = None
     validation: float = 0.0
 
     def __post_init__(self) -> None:
@@ -79,6 +82,7 @@ class ClientsSpec:
             "'reduce' or 'cap'",
         )
         need_share("clients.validation", self.validation)
+        need(self.seed is None or self.seed >= 0, "clients.seed", self.seed, "0 or more")
         self._check_participation()
         self._check_personal_test()
         self._check_assignment()

@@ -3,14 +3,13 @@
 Redrawing a table is cheap, and one shuffle per class serves 100,000 clients without a loop in Python.
 """
 
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from polyfed import keys
 from polyfed.data.columns import Columns
-from polyfed.data.shards import Rows
+from polyfed.data.shards import Rows, Stretches
 from polyfed.errors import RecipeError
 
 MAX_REDRAWS = 1000
@@ -42,7 +41,7 @@ def dirichlet_counts(sizes: Counts, num: int, alpha: float, full: float, draw: n
     return counts
 
 
-def deal(columns: Columns, rows: Rows, counts: Counts, key: int) -> list[Rows]:
+def deal(columns: Columns, rows: Rows, counts: Counts, key: int) -> Stretches:
     """Shuffle each class and deal it by a table of counts; rows beyond the table stay unused.
 
     `counts` has a line per class: all C of them, or those that occur in `rows` in ascending order.
@@ -57,13 +56,7 @@ def deal(columns: Columns, rows: Rows, counts: Counts, key: int) -> list[Rows]:
         owner.append(np.repeat(clients, per_client))
     owners = np.concatenate(owner)
     order = np.argsort(owners, kind="stable")
-    return cut(np.concatenate(dealt)[order], np.concatenate(([0], np.cumsum(counts.sum(0)))))
-
-
-def cut(rows: Rows, bounds: NDArray[np.int64]) -> list[Rows]:
-    """The stretches of `rows` between consecutive bounds."""
-    ends = bounds.tolist()
-    return [rows[start:end] for start, end in pairwise(ends)]
+    return Stretches(np.concatenate(dealt)[order], np.concatenate(([0], np.cumsum(counts.sum(0)))))
 
 
 def enough(columns: Columns, rows: Rows, num: int, min_size: int) -> None:

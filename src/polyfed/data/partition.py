@@ -12,9 +12,9 @@ import numpy as np
 
 from polyfed import keys
 from polyfed.data.columns import Columns
-from polyfed.data.dealing import MAX_REDRAWS, cut, deal, dirichlet_counts, enough, labels
+from polyfed.data.dealing import MAX_REDRAWS, deal, dirichlet_counts, enough, labels
 from polyfed.data.label_skew import ClassesPerClient, MainClass
-from polyfed.data.shards import Rows
+from polyfed.data.shards import Rows, Stretches
 from polyfed.errors import RecipeError
 
 
@@ -40,7 +40,7 @@ class Iid:
         """Deal the rows out."""
         enough(columns, rows, self.num, 1)
         bounds = np.arange(self.num + 1) * len(rows) // self.num
-        return cut(keys.generator(key).permutation(rows), bounds)
+        return Stretches(keys.generator(key).permutation(rows), bounds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ PARTITIONS: dict[str, type] = {
 """Partitions by the name that `[clients] partition` gives."""
 
 
-def natural_clients(columns: Columns, rows: Rows) -> list[Rows]:
+def natural_clients(columns: Columns, rows: Rows) -> Stretches:
     """The given rows of each natural client that has any, in order of their numbers."""
     if columns.client is None:
         raise RecipeError(
@@ -157,10 +157,10 @@ def natural_clients(columns: Columns, rows: Rows) -> list[Rows]:
         )
     client = columns.client.cpu().numpy()[rows]
     order = np.argsort(client, kind="stable")
-    return cut(rows[order], np.concatenate(([0], np.flatnonzero(np.diff(client[order])) + 1, [len(rows)])))
+    return Stretches(rows[order], np.concatenate(([0], np.flatnonzero(np.diff(client[order])) + 1, [len(rows)])))
 
 
-def _dirichlet(spec: Dirichlet, fill: float, columns: Columns, rows: Rows, key: int) -> list[Rows]:
+def _dirichlet(spec: Dirichlet, fill: float, columns: Columns, rows: Rows, key: int) -> Stretches:
     """Draw until the smallest client is large enough; a client is full at `fill` times N/K rows."""
     enough(columns, rows, spec.num, spec.min_size)
     sizes = np.bincount(labels(columns, rows), minlength=columns.num_classes)

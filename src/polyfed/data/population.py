@@ -182,16 +182,20 @@ def _holds(columns: Columns, clients: ClientsSpec, train: Shards, key: int) -> T
 
 
 def _check_partition(partition: Partition, shards: Shards, rows: np.ndarray, num_rows: int) -> None:
-    dealt = torch.bincount(shards.rows, minlength=num_rows)
-    allowed = torch.zeros(num_rows, dtype=torch.int64)
-    allowed[torch.from_numpy(rows)] = 1
-    wrong = (dealt[:num_rows] > allowed).nonzero()[:, 0]
-    if len(dealt) > num_rows or len(wrong):
-        row = int(wrong[0]) if len(wrong) else int(shards.rows.max())
-        raise RecipeError(
-            f"partition {type(partition).__name__} deals row {row} twice, or it is none of the "
-            "training rows it was given"
-        )
+    given = np.zeros(num_rows, dtype=np.bool_)  # a byte a row: counts would be the most that start-up ever holds
+    given[rows] = True
+    dealt = shards.rows.numpy()
+    if len(dealt) == 0 or (dealt.min() >= 0 and dealt.max() < num_rows and given[dealt].all()):
+        given[dealt] = False
+        if given.sum() == len(rows) - len(dealt):
+            return
+        wrong = int(np.flatnonzero(np.bincount(dealt) > 1)[0])
+    else:
+        outside = (dealt < 0) | (dealt >= num_rows)
+        wrong = int(dealt[outside][0] if outside.any() else dealt[~given[dealt]][0])
+    raise RecipeError(
+        f"partition {type(partition).__name__} deals row {wrong} twice, or it is none of the training rows it was given"
+    )
 
 
 def _check(population: Population, clients: ClientsSpec) -> None:

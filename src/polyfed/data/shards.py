@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 import torch
@@ -11,6 +12,27 @@ from torch import Tensor
 from polyfed import keys
 
 Rows = NDArray[np.int64]
+
+
+class Stretches(Sequence[Rows]):
+    """The stretches of one array between consecutive bounds, made when they are looked at: a hundred thousand small
+    arrays take as much as the numbers in them."""
+
+    def __init__(self, rows: Rows, bounds: NDArray[np.int64]) -> None:
+        self.rows, self.bounds = rows, bounds
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @overload
+    def __getitem__(self, at: int) -> Rows: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Rows]: ...
+    def __getitem__(self, at: int | slice) -> Rows | list[Rows]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        number = range(len(self))[at]
+        return self.rows[self.bounds[number] : self.bounds[number + 1]]
 
 
 @dataclass(frozen=True)
@@ -28,6 +50,9 @@ class Shards:
     @classmethod
     def of(cls, parts: Sequence[Rows]) -> "Shards":
         """From one array of rows per client."""
+        if isinstance(parts, Stretches):
+            bounds = parts.bounds.astype(np.int64)
+            return cls(torch.from_numpy(bounds - bounds[0]), torch.from_numpy(parts.rows[bounds[0] : bounds[-1]]))
         sizes = np.fromiter((len(part) for part in parts), np.int64, len(parts))
         rows = np.concatenate(parts) if len(parts) else np.zeros(0)
         return cls._sized(sizes, rows.astype(np.int64, copy=False))
@@ -44,7 +69,8 @@ class Shards:
         """Rows of one client, int64 (n_k,)."""
         if not 0 <= client < len(self):
             raise IndexError(f"client {client} of {len(self)}")
-        return self.rows[int(self.offsets[client]) : int(self.offsets[client + 1])]
+        start, end = self.offsets[client : client + 2].tolist()
+        return self.rows[start:end]
 
     @property
     def sizes(self) -> Tensor:
@@ -70,6 +96,10 @@ class Shards:
 
     def where(self, keep: Tensor) -> "Shards":
         """Only the entries where `keep` (bool, as long as `rows`) is true; clients may become empty."""
+        if bool(keep.all()):
+            return self  # nothing to copy: with many clients these arrays are what a run holds
+        if not bool(keep.any()):
+            return Shards(torch.zeros_like(self.offsets), self.rows[:0])
         sizes = torch.bincount(self.owner[keep], minlength=len(self))
         return self._sized(sizes.numpy(), self.rows[keep].numpy())
 

@@ -159,7 +159,8 @@ class InProcess(ABC):
             return None
         if local is not self.locals.get(client):
             self.locals[client] = clone(local)
-        return Part((client,), rebuilt(released, lambda tensor: tensor.detach().unsqueeze(0)))
+        with torch.no_grad():
+            return Part((client,), rebuilt(released, lambda tensor: tensor.unsqueeze(0)))
 
     def metered(self, ask: Ask, clients: Sequence[int], view: View) -> View:
         """The view of these alike clients, its work counted where the run has a network model."""

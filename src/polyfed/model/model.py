@@ -172,8 +172,7 @@ class Model:
         self._place(w)
         tree = {name: self._slots.own(name) if self._slots.has(name) else leaf(w[name]) for name in w}
         with torch.no_grad():
-            for name, value in tree.items():
-                value.copy_(w[name])
+            torch._foreach_copy_(list(tree.values()), list(w.values()))
         self._live = tree
         try:
             yield tree

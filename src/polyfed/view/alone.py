@@ -88,12 +88,12 @@ class AloneView(View):
         names = trained_names(params, model, only)
         kept: Tree = dict(carry or {})
         lr = train.lr_at(self.round, self.rounds)
-        values, count, epochs = [torch.zeros((), device=self.index.device)], 0, 0
-        if after is not None:
-            values, count, epochs = [after.loss * after.num_steps], int(after.num_steps), after.num_epochs
+        values: list[Tensor] = []
+        count, epochs = (0, 0) if after is None else (int(after.num_steps), after.num_epochs)
         with model.live(params) as w:
             leaves = {name: w[name] for name in names}
-            moments = train.moments({name: leaf.detach() for name, leaf in leaves.items()})
+            frozen = only is not None
+            moments = train.moments(leaves)
             if after is not None:
                 moments = {kind: clone(tree) for kind, tree in after.moments.items()}
             for batch in self._batches(train, model, stream, epochs, count) if on is None else [on]:
@@ -102,7 +102,7 @@ class AloneView(View):
                 if split:
                     grads, value = _term_gradients(value, leaves), torch.stack(list(value.values())).sum()
                 else:
-                    grads = _gradient(value, leaves)
+                    grads = _gradient(value, leaves) if frozen else _collected(value, leaves)
                 count += 1
                 with torch.no_grad():
                     if direction is not None:
@@ -111,15 +111,22 @@ class AloneView(View):
                         grads = summed(grads)
                     train.step(w, grads, moments, lr, count)
                 values.append(value.detach())
-            mean = torch.stack(values).sum() / max(count, 1)
-            return Fit(clone(w), mean, torch.tensor(count), kept, moments, epochs + train.epochs)
+            return Fit(clone(w), self._mean(values, after), torch.tensor(count), kept, moments, epochs + train.epochs)
+
+    def _mean(self, values: list[Tensor], after: Fit | None) -> Tensor:
+        """The mean of the steps' losses, with those of an earlier leg."""
+        mean = torch.stack(values).mean() if values else torch.zeros((), device=self.index.device)
+        if after is None:
+            return mean
+        steps = int(after.num_steps)
+        return (after.loss * steps + mean * len(values)) / max(steps + len(values), 1)
 
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
         """See `View.fold`."""
         with torch.no_grad():
             for start in range(0, len(self.index), batch_size):
                 rows = torch.arange(start, min(start + batch_size, len(self.index)), device=self.index.device)
-                carry = step(carry, self._batch(self._gather(rows), slice(None), None))
+                carry = step(carry, self._gather(rows))
         return carry
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
@@ -132,7 +139,7 @@ class AloneView(View):
         order = keys.permutation(keys.fold_in(order_key, epoch), n, device=self.index.device)
         dropout_key = stream_key(self.key, DROPOUT, stream)
         rows = order[slot * size : min((slot + 1) * size, end)]
-        return self._batch(self._gather(rows), slice(None), keys.fold_in(dropout_key, int(number) - 1))
+        return self._gather(rows, keys.fold_in(dropout_key, int(number) - 1))
 
     def _batches(self, train: Train, model: Model, stream: int, first_epoch: int, first_step: int) -> Iterator[Batch]:
         n = len(self.index)
@@ -146,17 +153,24 @@ class AloneView(View):
             if done >= limit or not end:
                 return
             order = keys.permutation(keys.fold_in(order_key, first_epoch + epoch), n, device=self.index.device)
-            table = self._gather(order)
-            for start in range(0, end, size):
+            # one call cuts a column into all steps of the epoch: slices, step by step, cost four times as much
+            table = self._gather(order[:end])
+            x = {m: value.split(size) for m, value in table.x.items()}
+            present = {m: value.split(size) for m, value in table.present.items()}
+            for slot, (y, rows) in enumerate(zip(table.y.split(size), table.rows.split(size), strict=True)):
                 if done >= limit:
                     return
-                yield self._batch(
-                    table, slice(start, min(start + size, end)), keys.fold_in(dropout_key, first_step + done)
+                yield Batch(
+                    x={m: parts[slot] for m, parts in x.items()},
+                    y=y,
+                    rows=rows,
+                    present={m: parts[slot] for m, parts in present.items()},
+                    key=keys.fold_in(dropout_key, first_step + done),
                 )
                 done += 1
 
-    def _gather(self, rows: Tensor) -> Batch:
-        """All of these rows as one batch, of which steps take slices."""
+    def _gather(self, rows: Tensor, key: int | None = None) -> Batch:
+        """All of these rows as one batch."""
         where = self.index[rows]
         columns = self.columns
         return Batch(
@@ -164,17 +178,19 @@ class AloneView(View):
             y=columns.label[where],
             rows=rows,
             present={m: columns.present[m][where] for m in self.modalities if m in columns.present},
-        )
-
-    @staticmethod
-    def _batch(table: Batch, part: slice, key: int | Tensor | None) -> Batch:
-        return Batch(
-            x={m: value[part] for m, value in table.x.items()},
-            y=table.y[part],
-            rows=table.rows[part],
-            present={m: value[part] for m, value in table.present.items()},
             key=key,
         )
+
+
+def _collected(value: Tensor, leaves: Tree) -> Tree:
+    """The gradient for all leaves of a graph, taken from where `backward` leaves it: `autograd.grad` looks at every
+    leaf in Python first, a thirtieth of a small step. It would also compute what is not asked for."""
+    value.backward()  # type: ignore[no-untyped-call]
+    grads: Tree = {}
+    for name, leaf in leaves.items():
+        found, leaf.grad = leaf.grad, None
+        grads[name] = torch.zeros_like(leaf) if found is None else found
+    return grads
 
 
 def _gradient(value: Tensor, leaves: Tree, retain: bool = False) -> Tree:
