@@ -90,7 +90,7 @@ def main() -> None:
     if options.child:
         child(options.clients[0], options.engine, options.rounds)
         return
-    print("| clients | start-up s | ms a round | processor ms | peak MiB | without the data | beyond interpreter and data |")
+    print("| clients | start-up s | ms a round | processor ms | peak MiB | without data | without interpreter too |")
     print("|---|---|---|---|---|---|---|")
     for clients in options.clients:
         command = [sys.executable, __file__, "--child", "--clients", str(clients), "--engine", options.engine]

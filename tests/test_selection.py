@@ -213,3 +213,14 @@ def test_recipes_reach_every_switch_and_hand_over_the_training() -> None:
 
 def test_draws_come_from_a_stream_of_their_own() -> None:
     assert keys.key(1, "candidates", 1) != keys.key(1, "cohort", 1)
+
+
+def test_a_seed_of_their_own_keeps_the_clients_while_the_run_draws_anew() -> None:
+    def dealt(seed: int, own: int | None) -> Assembly:
+        return assemble(replace(made(Uniform(), clients=replace(CLIENTS, seed=own)), seed=seed))
+
+    rows = [dealt(*seeds).population.train.rows.tolist() for seeds in ((1, 8), (2, 8), (1, None), (2, None), (8, None))]
+    assert rows[0] == rows[1] == rows[4], "the same seed, the same clients"
+    assert rows[2] != rows[3]
+    one, other = dealt(1, 8), dealt(2, 8)
+    assert not same(one.initial, other.initial), "the model still follows the run's seed"

@@ -84,9 +84,9 @@ class Replies(Mapping[int, Any]):
         mean: Tree = {}
         for part in self.parts:
             sent: Tree = {key: value for key, value in getattr(part.message, name).items() if totals[key] > 0}
-            shares = {total: [weights[c] / total for c in part.clients] for total in {totals[key] for key in sent}}
-            for total, share in shares.items():
-                _accumulate(mean, {key: value for key, value in sent.items() if totals[key] == total}, share)
+            for total in dict.fromkeys(totals[key] for key in sent):
+                alike = {key: value for key, value in sent.items() if totals[key] == total}
+                _accumulate(mean, alike, [weights[c] / total for c in part.clients])
         return {key: value[0] for key, value in mean.items()}
 
 

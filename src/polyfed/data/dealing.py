@@ -3,7 +3,6 @@
 Redrawing a table is cheap, and one shuffle per class serves 100,000 clients without a loop in Python.
 """
 
-
 import numpy as np
 from numpy.typing import NDArray
 

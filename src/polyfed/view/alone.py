@@ -155,9 +155,11 @@ class AloneView(View):
             order = keys.permutation(keys.fold_in(order_key, first_epoch + epoch), n, device=self.index.device)
             # one call cuts a column into all steps of the epoch: slices, step by step, cost four times as much
             table = self._gather(order[:end])
-            x = {m: value.split(size) for m, value in table.x.items()}
-            present = {m: value.split(size) for m, value in table.present.items()}
-            for slot, (y, rows) in enumerate(zip(table.y.split(size), table.rows.split(size), strict=True)):
+            x = {m: torch.split(value, size) for m, value in table.x.items()}
+            present = {m: torch.split(value, size) for m, value in table.present.items()}
+            for slot, (y, rows) in enumerate(
+                zip(torch.split(table.y, size), torch.split(table.rows, size), strict=True)
+            ):
                 if done >= limit:
                     return
                 yield Batch(
