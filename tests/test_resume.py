@@ -43,6 +43,14 @@ def _child(folder: str) -> None:
     polyfed.run(longer(), folder, resume=True)
 
 
+def test_a_run_killed_before_its_recipe_was_noted_begins_anew(tmp_path: Path) -> None:
+    made = longer(rounds=1)
+    whole = polyfed.run(made, tmp_path / "whole").result
+    (tmp_path / "hurt").mkdir()
+    (tmp_path / "hurt" / "run.json").write_text((tmp_path / "whole" / "run.json").read_text())
+    assert polyfed.run(made, tmp_path / "hurt", resume=True).result["state_sha256"] == whole["state_sha256"]
+
+
 @pytest.mark.timeout(240)
 def test_twenty_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
     started = time.perf_counter()

@@ -46,7 +46,8 @@ class Records:
             ) from None
         if not resume and (folder / RECIPE).exists():
             raise RecipeError(f"--out {folder} holds another run. Go on with it by --resume, or choose another folder")
-        foreign = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
+        # facts without a recipe: killed between the two by which a run begins
+        foreign = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".") and entry.name != FACTS]
         if foreign and not (folder / RECIPE).exists():
             raise RecipeError(
                 f"--out {folder} is not empty and holds no run ({foreign[0]}, ...). Choose another folder"

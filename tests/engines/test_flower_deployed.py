@@ -98,6 +98,23 @@ def test_a_server_started_again_goes_on_with_the_run(tmp_path: Path) -> None:
     assert devices.serve(tmp_path / "run")["state_sha256"] == first["state_sha256"]
 
 
+def test_a_device_that_changed_its_modalities_is_enrolled_anew_when_the_server_starts_again(tmp_path: Path) -> None:
+    devices = Devices(tmp_path)
+    recipe = devices.app / "recipe.toml"
+    recipe.write_text(recipe.read_text() + "min_replies = 3\n")
+
+    def changing(packet: Packet, config: Mapping[str, Any]) -> Packet:
+        if packet.header.get("ticket", {}).get("round") == 2:
+            devices.configs[0]["modalities"] = "a"
+        return devices(packet, config)
+
+    with pytest.raises(TooFewReplies, match=r"is for modalities \['a', 'b'\], client 0 has \['a'\] now"):
+        serve(recipe, GridPost(DirectGrid(client_app(changing), 3)), {"out": str(tmp_path / "run")}, conduct)
+    assert devices.serve(tmp_path / "run")["rounds"] == 2
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
+    assert [line["trained"]["b"] for line in lines] == [[0, 2], [2]]
+
+
 def test_a_device_whose_policy_forbids_ends_the_run_in_its_own_words(tmp_path: Path, capsys: Any) -> None:
     devices = Devices(tmp_path)
     (devices.places[1] / "policy.toml").write_text('[egress.a]\nserver = ["statistic"]\n')
@@ -203,4 +220,5 @@ def test_nothing_phones_home_unless_asked() -> None:
     from flwr.supercore import telemetry
 
     assert os.environ["FLWR_TELEMETRY_ENABLED"] == telemetry.FLWR_TELEMETRY_ENABLED == "0"
+    assert os.environ["FLWR_DISABLE_UPDATE_CHECK"] == "1"
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"

@@ -1,6 +1,7 @@
 """What the two sides of the wire do with a bad message, a bad client and an interrupted run; no processes needed."""
 
 import json
+import resource
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,11 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 import world
 from engines.direct import grid_of, joined, played
+from engines.misdeeds import not_a_number, renamed, reshaped, with_header
 from polyfed import checkpoint
 from polyfed.deploy import store
 from polyfed.deploy.handlers import Simulated
+from polyfed.deploy.station import book
 from polyfed.engines.flower import DirectGrid, GridPost, client_app
 from polyfed.engines.remote import Remote
 from polyfed.errors import EgressError, RecipeError, TooFewReplies
@@ -47,24 +50,6 @@ def hurt(change: Callable[[Packet, Packet], Packet]) -> Callable[[Any], Any]:
         return answer
 
     return wrap
-
-
-def with_header(reply: Packet, **changes: Any) -> Packet:
-    return Packet(reply.header | changes, reply.body)
-
-
-def renamed(ask: Packet, reply: Packet) -> Packet:
-    tensors = [[f, "a.unheard_of" if n else n, d, s] for f, n, d, s in reply.header["tensors"][:1]]
-    return with_header(reply, tensors=tensors + reply.header["tensors"][1:])
-
-
-def reshaped(ask: Packet, reply: Packet) -> Packet:
-    (field, name, dtype, shape), *rest = reply.header["tensors"]
-    return with_header(reply, tensors=[[field, name, dtype, [*reversed(shape), 1]], *rest])
-
-
-def not_a_number(ask: Packet, reply: Packet) -> Packet:
-    return Packet(reply.header, b"\xff\xff\xff\xff" + reply.body[4:])
 
 
 BAD = {
@@ -276,6 +261,20 @@ def test_a_full_disk_at_a_client_drops_it_and_spoils_nothing(tmp_path: Path, mon
     assert "No space left on device" in told[0][1]
     kept = sorted(p.name for p in (tmp_path / "run" / f"client-{VICTIM}").glob("state-*"))
     assert kept[-1] == "state-000003-000", "round 3 went on from the state of round 1"
+
+
+def test_half_a_row_never_stays_in_a_clients_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "egress.jsonl"
+    book(path, ["first"])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # stands for a disk on which only a part finds room
+    try:
+        with pytest.raises(OSError, match="too large"):
+            book(path, ["second", "x" * 8192])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    book(path, ["third"])
+    assert path.read_text() == "first\nthird\n"
 
 
 def test_a_client_that_changes_its_modalities_is_left_out(tmp_path: Path) -> None:

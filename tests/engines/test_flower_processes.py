@@ -5,10 +5,8 @@ Every test ends by comparing with the sequential engine, bit for bit, where the 
 
 import json
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,54 +15,12 @@ import pytest
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 import polyfed
+from engines.federations import METHODS, PATIENCE, order, outcome, recipe_for, reference, rows, said, until
 from polyfed.deploy import write_app
 from polyfed.deploy.credentials import _authority, _secret, _server, write_credentials
 from polyfed.deploy.local import Local
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-
-DEMO = Path(__file__).resolve().parents[2] / "recipes" / "federation-demo.toml"
-METHODS = {"fedavg": "", "fedprox": "mu = 0.1", "scaffold": "", "moon": "mu = 1.0\nprojection = 8"}
-PATIENCE = 400.0
-"""Seconds; each ask starts a Python process per client, which takes half a minute on a machine that is busy."""
-
-
-def recipe_for(method: str, folder: Path, rounds: int = 2) -> Path:
-    text = DEMO.read_text().replace('name = "fedavg"', f'name = "{method}"\n{METHODS[method]}')
-    text = text.replace("rounds = 3", f"rounds = {rounds}").replace("momentum = 0.9\n", "")
-    path = folder / f"{method}.toml"
-    path.write_text(text + f"\nreply_seconds = {PATIENCE}\n")
-    return path
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "run"} for row in found]
-
-
-def order(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["round"], row["ask"], row["destination"] != "client", row["client"]
-
-
-def reference(recipe: Path, folder: Path) -> tuple[str, list[dict[str, Any]]]:
-    """What the sequential engine gives: digest of the state, ledger."""
-    run = polyfed.run(recipe, folder, engine="sequential")
-    return run.result["state_sha256"], rows(folder / "egress.jsonl")
-
-
-def outcome(out: Path) -> tuple[str, list[dict[str, Any]]]:
-    return json.loads((out / "result.json").read_text())["state_sha256"], rows(out / "egress.jsonl")
-
-
-def until(done: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, f"waited {seconds:g} seconds for {what}"
-        time.sleep(0.2)
-
-
-def said(federation: Local, text: str, times: int = 1) -> Callable[[], bool]:
-    return lambda: federation.log("run").count(text) >= times
 
 
 @pytest.fixture(scope="module")
@@ -218,32 +174,3 @@ def test_an_expired_certificate_is_not_accepted(tmp_path: Path) -> None:
         federation.start_node(0)
         time.sleep(20)
         assert "SuperNode ID" not in federation.log("node-0")
-
-
-def test_a_full_disk_at_a_real_client_leaves_its_last_state_whole(federation: Local, tmp_path: Path) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"no small file system can be mounted here: {mounted.stderr.decode().strip()}")
-    try:
-        from polyfed.deploy.handlers import Simulated
-        from polyfed.deploy.server import engine_by
-        from polyfed.engines.flower import DirectGrid, GridPost, client_app
-        from polyfed.events import Emitter
-        from polyfed.recipe import load_recipe
-        from polyfed.run import conduct
-
-        made = load_recipe(recipe_for("scaffold", tmp_path))
-        made = replace(made, engine=replace(made.engine, name="flower"))
-        post = GridPost(DirectGrid(client_app(Simulated(made, small)), 3))
-        post.enrol(3, 30)
-        told: list[str] = []
-        emit = Emitter([lambda event, **facts: told.append(str(facts.get("reason")))])
-        with pytest.raises(polyfed.errors.TooFewReplies):
-            conduct(made, None, emit, engine=engine_by(post, made.engine))
-        assert any("No space left on device" in reason for reason in told)
-    finally:
-        subprocess.run(["umount", str(small)], check=True)

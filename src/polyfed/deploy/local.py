@@ -17,6 +17,7 @@ import tomli_w
 
 from polyfed.deploy.app import node_config, write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
+from polyfed.engines.flower import QUIET
 from polyfed.errors import PolyfedError, RecipeError
 from polyfed.recipe import load_recipe
 
@@ -163,8 +164,7 @@ class Local:
     def _environment(self) -> Mapping[str, str]:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         own = {"FLWR_HOME": f"{self.folder}/flwr", "PATH": path, "PYTHONUNBUFFERED": "1"}
-        quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-        return quiet | dict(os.environ) | own
+        return QUIET | {"OMP_NUM_THREADS": "1"} | dict(os.environ) | own
 
     def _write_connection(self) -> None:
         home = self.folder / "flwr"

@@ -4,6 +4,7 @@ local state and its own ledger."""
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from polyfed.data import Population
 from polyfed.deploy.store import Store
@@ -16,7 +17,7 @@ from polyfed.ledger import Ledger, lines
 from polyfed.messages import Message, rebuilt
 from polyfed.policy import Policy
 from polyfed.tasks import tasks_of
-from polyfed.tree import SHARED
+from polyfed.tree import SHARED, Tree
 from polyfed.wire import Packet, decode, encode
 
 LEDGER = "egress.jsonl"
@@ -63,7 +64,7 @@ class Station:
         store = Store(folder, type(engine.algorithm))
         self._check_held(packet, ticket.client)
         with store.alone():
-            local = store.begin(ticket)
+            local = self._begun(store, ask, ticket)
             engine.locals = {} if local is None else {ticket.client: local}
             engine.ledger = Ledger(ticket.run)
             missing: dict[int, str] = {}
@@ -75,9 +76,21 @@ class Station:
                 return reason(FAILED, ticket, missing[ticket.client])
             left = engine.locals.get(ticket.client)
             if left is not None and left is not local:
-                store.keep(ticket, left, int(packet.header.get("kept", 0)))
+                modalities = engine.roster[ticket.client].modalities
+                store.keep(ticket, left, modalities, int(packet.header.get("kept", 0)))
         content = encode(rebuilt(part.message, lambda tensor: tensor[0]))
         return Packet(ticket.header(verdict=REPLY) | content.header, content.body)
+
+    def _begun(self, store: Store, ask: Ask, ticket: Ticket) -> Tree | None:
+        """The client's state before a task. If it has other modalities now than it had then, what is of the shape that
+        it would have at first goes on, and what it lacks begins as it would have at first."""
+        found = store.begin(ticket)
+        if found is None or found[1] == self.engine.roster[ticket.client].modalities:
+            return None if found is None else found[0]
+        self.engine.locals, before = {}, found[0]
+        first = self.engine.local(ask, ticket.client)
+        fits = {name for name, value in first.items() if name in before and before[name].shape == value.shape}
+        return {name: before[name] if name in fits else value for name, value in first.items()}
 
     def _check_held(self, packet: Packet, client: int) -> None:
         """Refuse an ask that was made for other modalities than the client has now.
@@ -140,10 +153,21 @@ def enrolment(population: Population, policy: Policy, client: int) -> Packet:
 
 
 def book(path: Path, rows: Iterable[str]) -> None:
-    """Add rows to a client's ledger.
+    """Add rows to a client's ledger, all of them or none.
 
     Raises:
         OSError: they cannot be written; nothing may leave then.
     """
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(row + "\n" for row in rows)
+    with path.open("ab", buffering=0) as file:
+        whole = file.tell()
+        try:
+            _write(file, "".join(row + "\n" for row in rows).encode())
+        except OSError:
+            file.truncate(whole)  # half a row would spoil the next one too
+            raise
+
+
+def _write(file: BinaryIO, text: bytes) -> None:
+    """Write all of it; on a disk that is almost full the first part may go through before the rest fails."""
+    while text:
+        text = text[file.write(text) :]

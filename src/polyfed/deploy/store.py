@@ -61,8 +61,9 @@ class Store:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def begin(self, ticket: Ticket) -> Tree | None:
-        """The state a task begins with, or None where there is none yet; what later places left is forgotten.
+    def begin(self, ticket: Ticket) -> tuple[Tree, tuple[str, ...]] | None:
+        """The state a task begins with and the modalities the client had then, or None where there is none yet; what
+        later places left is forgotten.
 
         Raises:
             BadReply: the ask is stale: a later one of this or of a later session has been answered.
@@ -81,18 +82,19 @@ class Store:
             return None
         found = checkpoint.load(self._path(places[-1]), self.owner)
         assert found is not None, "a place is listed when its checkpoint is whole"
-        local: Tree = found[1]["local"]
-        return local
+        return found[1]["local"], tuple(found[1]["modalities"])
 
-    def keep(self, ticket: Ticket, local: Tree, kept: int) -> None:
+    def keep(self, ticket: Ticket, local: Tree, modalities: tuple[str, ...], kept: int) -> None:
         """Write the state a task left, and forget those that no ask can want any more.
 
         Args:
             ticket: of the task.
             local: the state.
+            modalities: of the client.
             kept: the newest round that the server will never ask again.
         """
-        checkpoint.save(self._path(ticket.place), ticket.round, {"local": local}, self.owner)
+        content = {"local": local, "modalities": list(modalities)}
+        checkpoint.save(self._path(ticket.place), ticket.round, content, self.owner)
         settled = [place for place in self._places() if place[0] <= kept]
         if len(settled) < 2:
             return
