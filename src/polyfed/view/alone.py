@@ -1,6 +1,6 @@
 """One client alone: plain autograd with in-place optimiser steps on one live module."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,13 @@ from polyfed.view.base import (
     DROPOUT,
     FOLD_BATCH,
     ORDER,
-    Direction,
     Fit,
-    Loss,
+    Job,
     Step,
     View,
     split_loss,
     stream_key,
     summed,
-    trained_names,
     usable_rows,
 )
 
@@ -67,47 +65,31 @@ class AloneView(View):
         index = self.index[:0] if self.test_index is None else self.test_index
         return AloneView(self.columns, index, self.modalities, self.model, self.key, self.round, self.rounds)
 
-    def minimise(
-        self,
-        loss: Loss,
-        params: Tree,
-        *,
-        train: Train,
-        model: Model | None = None,
-        direction: Direction | None = None,
-        carry: Mapping[str, Tensor] | None = None,
-        only: Collection[str] | None = None,
-        stream: int = 0,
-        split: bool = False,
-        after: Fit | None = None,
-        on: Batch | None = None,
-    ) -> Fit:
-        """See `View.minimise`."""
-        assert after is None or train.steps is None, "a training counted in steps has no legs"
-        model = model or self.model
-        names = trained_names(params, model, only)
-        kept: Tree = dict(carry or {})
+    def fit(self, job: Job) -> Fit:
+        """See `View.fit`."""
+        train, model, after, direction = job.train, job.model or self.model, job.after, job.direction
+        names = job.trained(model)
+        kept: Tree = dict(job.carry or {})
         lr = train.lr_at(self.round, self.rounds)
         values: list[Tensor] = []
         count, epochs = (0, 0) if after is None else (int(after.num_steps), after.num_epochs)
-        with model.live(params) as w:
+        with model.live(job.params) as w:
             leaves = {name: w[name] for name in names}
-            frozen = only is not None
             moments = train.moments(leaves)
             if after is not None:
                 moments = {kind: clone(tree) for kind, tree in after.moments.items()}
-            for batch in self._batches(train, model, stream, epochs, count) if on is None else [on]:
-                value, aux = split_loss(loss(w, batch))
+            for batch in self._batches(train, model, job.stream, epochs, count) if job.on is None else [job.on]:
+                value, aux = split_loss(job.loss(w, batch))
                 grads: Any
-                if split:
+                if job.split:
                     grads, value = _term_gradients(value, leaves), torch.stack(list(value.values())).sum()
                 else:
-                    grads = _gradient(value, leaves) if frozen else _collected(value, leaves)
+                    grads = _collected(value, leaves) if job.only is None else _gradient(value, leaves)
                 count += 1
                 with torch.no_grad():
                     if direction is not None:
                         grads, kept = direction(grads, w, aux, kept)
-                    elif split:
+                    elif job.split:
                         grads = summed(grads)
                     train.step(w, grads, moments, lr, count)
                 values.append(value.detach())

@@ -56,6 +56,30 @@ class Fit:
     num_epochs: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One local training: the arguments of `View.minimise`, which says what they mean."""
+
+    loss: Loss
+    params: Tree
+    train: Train
+    model: Model | None = None
+    direction: Direction | None = None
+    carry: Mapping[str, Tensor] | None = None
+    only: Collection[str] | None = None
+    stream: int = 0
+    split: bool = False
+    after: Fit | None = None
+    on: Batch | None = None
+
+    def trained(self, model: Model) -> list[str]:
+        """The names that it moves: trainable, and chosen by name or block where `only` is given."""
+        names = list(model.trainable(self.params))
+        if self.only is None:
+            return names
+        return [name for name in names if name in self.only or block_of(name) in self.only]
+
+
 class View(ABC):
     """One client's rows as a task sees them; under the vectorised engine the same text sees many at once.
 
@@ -71,7 +95,6 @@ class View(ABC):
     round: int
     rounds: int
 
-    @abstractmethod
     def minimise(
         self,
         loss: Loss,
@@ -105,6 +128,26 @@ class View(ABC):
                 speak of all legs. For methods that look at their data between epochs. Not with `train.steps`.
             on: take one step, on this batch, in place of all those of `train`; with `after`, the next one.
         """
+        assert after is None or train.steps is None, "a training counted in steps has no legs"
+        return self.fit(
+            Job(
+                loss=loss,
+                params=params,
+                train=train,
+                model=model,
+                direction=direction,
+                carry=carry,
+                only=only,
+                stream=stream,
+                split=split,
+                after=after,
+                on=on,
+            )
+        )
+
+    @abstractmethod
+    def fit(self, job: Job) -> Fit:
+        """Do what `minimise` was asked for."""
 
     @abstractmethod
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
@@ -160,14 +203,6 @@ def stream_key(client: int | Tensor, purpose: int, number: int) -> int | Tensor:
 def stream_key(client: int | Tensor, purpose: int, number: int) -> int | Tensor:
     """The key of one of a client's streams: batch order, dropout, whatever a task draws."""
     return keys.fold_in(keys.fold_in(client, purpose), number)
-
-
-def trained_names(params: Tree, model: Model, only: Collection[str] | None) -> list[str]:
-    """The names that local training moves: trainable, and chosen by name or block when `only` is given."""
-    names = list(model.trainable(params))
-    if only is None:
-        return names
-    return [name for name in names if name in only or block_of(name) in only]
 
 
 def usable_rows(n: int, batch_size: int, skip_single: bool) -> int:

@@ -10,8 +10,8 @@ from polyfed.batch import Batch
 from polyfed.model import Model
 from polyfed.network import TRAINING_PASSES, Count
 from polyfed.optim import Train
-from polyfed.tree import SHARED, Tree, blocks
-from polyfed.view.base import FOLD_BATCH, Fit, Loss, Step, View, usable_rows
+from polyfed.tree import SHARED, blocks
+from polyfed.view.base import FOLD_BATCH, Fit, Job, Step, View, usable_rows
 
 
 class MeteredView(View):
@@ -35,15 +35,15 @@ class MeteredView(View):
         self._model, self._count = model, count
         self.num_rows, self.key, self.round, self.rounds = view.num_rows, view.key, view.round, view.rounds
 
-    def minimise(self, loss: Loss, params: Tree, **options: Any) -> Fit:
-        """See `View.minimise`."""
-        train, model = options["train"], options.get("model") or self._model
-        if options.get("on") is not None:
+    def fit(self, job: Job) -> Fit:
+        """See `View.fit`."""
+        train, model = job.train, job.model or self._model
+        if job.on is not None:
             train = replace(train, steps=1)
         rows = [rows_trained(n, train, skip_single=model.has_batchnorm) for n in self._num_rows]
-        own = [block for block in blocks(params) if block in (*self._modalities, SHARED)]
+        own = [block for block in blocks(job.params) if block in (*self._modalities, SHARED)]
         self._count(own, rows, TRAINING_PASSES)
-        return self._view.minimise(loss, params, **options)
+        return self._view.fit(job)
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
         """See `View.batch`."""

@@ -8,7 +8,7 @@ which is the only thing `vmap` feeds in besides messages and local state. Client
 rows carry `ok = False`, and a client that has run out of steps keeps its old values.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,15 +27,14 @@ from polyfed.view.base import (
     DROPOUT,
     FOLD_BATCH,
     ORDER,
-    Direction,
     Fit,
+    Job,
     Loss,
     Step,
     View,
     split_loss,
     stream_key,
     summed,
-    trained_names,
     usable_rows,
 )
 
@@ -120,54 +119,39 @@ class StackedView(View):
             self.columns, stack, self.keys, self.lane, self.modalities, self.model, self.round, self.rounds
         )
 
-    def minimise(
-        self,
-        loss: Loss,
-        params: Tree,
-        *,
-        train: Train,
-        model: Model | None = None,
-        direction: Direction | None = None,
-        carry: Mapping[str, Tensor] | None = None,
-        only: Collection[str] | None = None,
-        stream: int = 0,
-        split: bool = False,
-        after: Fit | None = None,
-        on: Batch | None = None,
-    ) -> Fit:
-        """See `View.minimise`."""
-        assert after is None or train.steps is None, "a training counted in steps has no legs"
-        model = model or self.model
-        names = trained_names(params, model, only)
+    def fit(self, job: Job) -> Fit:
+        """See `View.fit`."""
+        train, model, after, direction = job.train, job.model or self.model, job.after, job.direction
+        names = job.trained(model)
         epochs = after.num_epochs if after else 0
-        skip = model.has_batchnorm
-        if on is None:
-            plan = make_plan(self.keys, self._sizes, train, skip_single=skip, stream=stream, first_epoch=epochs)
+        if job.on is None:
+            skip = model.has_batchnorm
+            plan = make_plan(self.keys, self._sizes, train, skip_single=skip, stream=job.stream, first_epoch=epochs)
             count, number, live = plan.count[self.lane], plan.number[self.lane], plan.live
         else:
             count, live = torch.ones_like(self.num_rows), (True,)
 
-        gradient = _gradient_of(loss, model, split)
-        w = {name: self._own(value) for name, value in params.items()}
+        gradient = _gradient_of(job.loss, model, job.split)
+        w = {name: self._own(value) for name, value in job.params.items()}
         moments = train.moments({name: w[name] for name in names})
-        kept: Tree = dict(carry or {})
+        kept: Tree = dict(job.carry or {})
         lr = train.lr_at(self.round, self.rounds)
         values: list[Tensor] = [torch.zeros((), device=self.lane.device)]
         if after is not None:
             moments, values = _snapshot(after.moments), [after.loss * after.num_steps]
             count = count + after.num_steps
-            number = number + after.num_steps if on is None else count
-        steps = self._steps(plan, number, stream) if on is None else [(on, self.lane >= 0, count)]
+            number = number + after.num_steps if job.on is None else count
+        steps = self._steps(plan, number, job.stream) if job.on is None else [(job.on, self.lane >= 0, count)]
         for t, (batch, alive, nth) in enumerate(steps):
             before = None if live[t] else _snapshot((w, moments, kept))
             trained = {name: w[name] for name in names}
             grads, (value, aux, buffers) = gradient(trained, {n: v for n, v in w.items() if n not in trained}, batch)
             w.update(buffers)
-            if split:
+            if job.split:
                 value = torch.stack(list(value.values())).sum()
             if direction is not None:
                 grads, kept = direction(grads, w, aux, kept)
-            elif split:
+            elif job.split:
                 grads = summed(grads)
             train.step(w, grads, moments, lr, nth)
             if before is not None:
