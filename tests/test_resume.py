@@ -12,8 +12,15 @@ import pytest
 
 import polyfed
 from polyfed import checkpoint, keys
-from polyfed.errors import CheckpointError, PolyfedError, RecipeError
+from polyfed.assembly import assemble
+from polyfed.errors import CheckpointError, EgressError, PolyfedError, RecipeError
+from polyfed.events import Emitter
+from polyfed.optim import Train
+from polyfed.policy import Policy
 from polyfed.recipe import CheckpointSpec, Recipe
+from polyfed.records import Records
+from polyfed.run import _Loop
+from polyfed.settings import EngineSpec
 from world import AWKWARD, algorithm, recipe
 
 
@@ -95,6 +102,45 @@ def test_a_finished_run_can_be_given_more_rounds(tmp_path: Path) -> None:
     polyfed.run(replace(made, rounds=4), tmp_path / "run")
     more = polyfed.run(made, tmp_path / "run", resume=True)
     assert more.result["state_sha256"] == polyfed.run(made).result["state_sha256"]
+
+
+def test_fewer_rounds_than_played_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    polyfed.run(longer("fedavg", rounds=4), tmp_path)
+    before = files(tmp_path), (tmp_path / "recipe.toml").read_bytes()
+    with pytest.raises(CheckpointError, match="holds 4 rounds, the recipe says rounds = 2"):
+        polyfed.run(longer("fedavg", rounds=2), tmp_path, resume=True)
+    assert before == (files(tmp_path), (tmp_path / "recipe.toml").read_bytes())
+
+
+def test_more_rounds_are_refused_where_the_learning_rate_runs_over_all_of_them(tmp_path: Path) -> None:
+    falling = Train(lr=0.1, lr_end=0.01, lr_schedule="cosine", batch_size=16)
+    polyfed.run(longer("fedavg", rounds=2, train=falling), tmp_path)
+    with pytest.raises(CheckpointError, match=r"lr_schedule = 'cosine' spreads over all of them"):
+        polyfed.run(longer("fedavg", rounds=4, train=falling), tmp_path, resume=True)
+
+
+def test_going_on_with_nothing_says_that_it_begins(tmp_path: Path) -> None:
+    notes: list[str] = []
+    listener = lambda event, **facts: notes.append(facts["text"]) if event == "note" else None  # noqa: E731
+    polyfed.run(longer("fedavg", rounds=1), tmp_path / "new", resume=True, listeners=[listener])
+    assert notes == [f"{tmp_path / 'new'} has no round to go on from: the run begins"]
+
+
+def test_what_crossed_in_a_round_that_failed_is_in_the_ledger(tmp_path: Path) -> None:
+    """The first client's reply has left when the second is refused; nothing of that may be missing from the file."""
+    policy = {"b": {"server": []}}
+    made = replace(longer("fedavg", rounds=1), engine=EngineSpec(name="sequential"))
+    assembly = assemble(made)
+    assembly.engine.policy = Policy.parse(policy, assembly.population.columns.modalities)
+    holders = [client for client in range(len(assembly.fed.clients)) if "b" in assembly.fed.clients[client].modalities]
+    records = Records(tmp_path, resume=False)
+    with pytest.raises(EgressError):
+        _Loop(assembly, records, Emitter()).run()
+    rows = [json.loads(line) for line in (tmp_path / "egress.jsonl").read_text().splitlines()]
+    sent = {row["client"] for row in rows if row["destination"] == "client"}
+    assert sent, "the round had begun"
+    assert {row["client"] for row in rows if row["verdict"] == "refused"} <= set(holders)
+    assert any(row["verdict"] == "refused" for row in rows)
 
 
 def test_rounds_since_a_sparse_checkpoint_are_played_again(tmp_path: Path) -> None:

@@ -23,6 +23,10 @@ Moments = dict[str, Tree]
 """Optimiser state: one tree per moment; empty for plain SGD."""
 
 
+WHOLE_RUN_SCHEDULES = ("linear", "cosine", "authors")
+"""Schedules of the learning rate under which a round's rate depends on how many rounds the run has."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """How a client trains: the [train] section of a recipe.

@@ -22,7 +22,8 @@ from polyfed.evaluation import Evaluation
 from polyfed.model import ModelSpec
 from polyfed.network import Network
 from polyfed.optim import ServerOptimiser, Train
-from polyfed.selection import SELECTORS
+from polyfed.registry import find, name_of
+from polyfed.selection import SELECTORS, Selector
 from polyfed.settings import CheckpointSpec, EngineSpec
 
 SECTIONS = (
@@ -149,7 +150,7 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
     stack = {"stack": data.pop("stack")} if "stack" in data else {}
     return Recipe(
         **_checked("the head of the recipe", Recipe, top),
-        data=_named("[data]", SOURCES, data),
+        data=build("[data]", *_class("[data]", SOURCES, object, data)),
         **_checked("[data]", Recipe, stack),
         clients=clients,
         model=build("[model]", ModelSpec, sections["model"]),
@@ -181,14 +182,6 @@ def plain(part: Any) -> dict[str, Any]:
     return {f.name: _toml(value) for f in fields(part) if f.init and (value := getattr(part, f.name)) is not None}
 
 
-def name_of(part: Any, registry: Mapping[str, type]) -> str:
-    """The name under which a part is registered, or the path of the user's own class."""
-    for name, cls in registry.items():
-        if type(part) is cls:
-            return name
-    return f"{type(part).__module__}:{type(part).__qualname__}"
-
-
 def _toml(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return plain(value)
@@ -200,7 +193,7 @@ def _toml(value: Any) -> Any:
 
 
 def _algorithm(sections: Mapping[str, Any], clients: ClientsSpec) -> Algorithm:
-    cls, table = _class("[algorithm]", ALGORITHMS, sections["algorithm"])
+    cls, table = _class("[algorithm]", ALGORITHMS, Algorithm, sections["algorithm"])
     own = {f.name for f in fields(cls)}
     given: dict[str, Any] = {}
     for part, section in PARTS.items():
@@ -210,11 +203,11 @@ def _algorithm(sections: Mapping[str, Any], clients: ClientsSpec) -> Algorithm:
             continue
         entry = sections.get(section, {})
         if part == "selector":
-            entry = {"name": "uniform"} | dict(entry)
+            kind, rest = _class(f"[{section}]", SELECTORS, Selector, {"name": "uniform"} | dict(entry))
             taken: dict[str, Any] = {"participation": clients.participation}
-            if "train" in getattr(SELECTORS.get(entry["name"]), "__dataclass_fields__", ()):
+            if "train" in {f.name for f in fields(kind)}:
                 taken["train"] = given["train"]  # a selector that trains clients trains them as the algorithm does
-            given[part] = _named(f"[{section}]", SELECTORS, entry, **taken)
+            given[part] = build(f"[{section}]", kind, rest, **taken)
         else:
             kind = {"train": Train, "evaluation": Evaluation, "server": ServerOptimiser}[part]
             given[part] = build(f"[{section}]", kind, entry)
@@ -228,19 +221,22 @@ def _network(table: Mapping[str, Any] | None) -> Any:
     return build("[network]", Network, table)
 
 
-def _named(where: str, registry: Mapping[str, type], table: Mapping[str, Any], **given: Any) -> Any:
-    cls, rest = _class(where, registry, table)
-    return build(where, cls, rest, **given)
-
-
-def _class(where: str, registry: Mapping[str, type], table: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
+def _class(
+    where: str, registry: Mapping[str, type], base: type, table: Mapping[str, Any]
+) -> tuple[type, dict[str, Any]]:
+    """The class that a section names, and the section's other keys."""
     rest = dict(table)
     name = rest.pop("name", None)
     if name is None:
         raise RecipeError(f"{where} needs a name; {did_you_mean('', registry)}")
-    if name not in registry:
-        raise RecipeError(f"{where} name = '{name}' is unknown; {did_you_mean(str(name), registry)}")
-    return registry[name], rest
+    try:
+        cls = find(str(name), registry)
+    except RecipeError as error:
+        raise RecipeError(f"{where} name = {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, base) and dataclasses.is_dataclass(cls)):
+        wanted = "a dataclass" if base is object else f"a subclass of {base.__name__} and a dataclass"
+        raise RecipeError(f"{where} name = '{name}' must be {wanted}; it is {cls!r}")
+    return cls, rest
 
 
 def _checked(

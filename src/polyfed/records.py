@@ -12,6 +12,7 @@ import tomli_w
 from polyfed.checkpoint import replace_text
 from polyfed.errors import CheckpointError, RecipeError
 from polyfed.ledger import Entry, lines
+from polyfed.optim import WHOLE_RUN_SCHEDULES
 
 ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
     "rounds.jsonl",
@@ -37,7 +38,7 @@ class Records:
     """
 
     def __init__(self, folder: Path, *, resume: bool) -> None:
-        self.folder = folder
+        self.folder, self.resume = folder, resume
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -107,6 +108,23 @@ class Records:
         """Write the result."""
         replace_text(self.folder / RESULT, json.dumps(strict(result), indent=1))
 
+    def _check_rounds(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        """More rounds are fine, unless the rounds played would have been others in the longer run."""
+        path = self.folder / ROUNDS
+        done = path.read_bytes().count(b"\n") if path.exists() else 0
+        if done > now["rounds"]:
+            raise CheckpointError(
+                f"--resume: {self.folder} holds {done} rounds, the recipe says rounds = {now['rounds']}. Give at "
+                f"least {done}, or another --out folder"
+            )
+        schedule = now.get("train", {}).get("lr_schedule", "constant")
+        if before["rounds"] != now["rounds"] and done and schedule in WHOLE_RUN_SCHEDULES:
+            raise CheckpointError(
+                f"--resume: {self.folder} holds a run of {before['rounds']} rounds, the recipe says "
+                f"{now['rounds']}, and train.lr_schedule = '{schedule}' spreads over all of them: the rounds played "
+                "had other learning rates. Use the rounds of the run, or another --out folder"
+            )
+
     def _check_same(self, recipe: dict[str, Any]) -> None:
         before = tomllib.loads((self.folder / RECIPE).read_text(encoding="utf-8"))
         # through TOML: what is compared is what was written
@@ -117,6 +135,7 @@ class Records:
                     f"--resume: {self.folder} holds a run with {path} = {old!r}, the recipe says {new!r}. "
                     "Use the recipe of the run, or another --out folder"
                 )
+        self._check_rounds(before, now)
 
 
 def strict(value: Any) -> Any:

@@ -23,8 +23,9 @@ from polyfed.errors import RecipeError, did_you_mean
 from polyfed.events import Emitter, Listener
 from polyfed.ledger import TO_CLIENT, Entry
 from polyfed.model import Model
-from polyfed.recipe import Recipe, load_recipe, name_of
+from polyfed.recipe import Recipe, load_recipe
 from polyfed.records import Records, run_id
+from polyfed.registry import name_of
 from polyfed.report import write_report
 from polyfed.tree import Tree
 
@@ -143,8 +144,10 @@ class _Loop:
             self.emit("round-started", round=round)
             try:
                 state = self._round(round, state)
-            except KeyboardInterrupt:
-                self.emit("run-stopped", round=round, reason="interrupted")
+            except BaseException as error:
+                self._settle(round)  # whatever ended the round: what has crossed is in the ledger
+                if isinstance(error, KeyboardInterrupt):
+                    self.emit("run-stopped", round=round, reason="interrupted")
                 raise
         result = self._result(state)
         folder = None
@@ -161,6 +164,8 @@ class _Loop:
         if found is None:
             if self.records is not None:
                 self.records.rewind({})
+                if self.records.resume:
+                    self.emit("note", text=f"{self.records.folder} has no round to go on from: the run begins")
             self.fed.begin(0)
             state = algorithm.init(self.fed, self.assembly.initial)
             self.fed.template = getattr(state, "params", self.assembly.initial)

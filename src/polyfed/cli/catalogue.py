@@ -21,6 +21,7 @@ from polyfed.data.sources import Facts
 from polyfed.errors import RecipeError, did_you_mean
 from polyfed.messages import LABELS, Message
 from polyfed.recipe import PARTS
+from polyfed.registry import find
 from polyfed.tasks import tasks_of
 
 SERVER_TASKS = ("score",)
@@ -61,9 +62,11 @@ class Carried:
 
 def algorithm_named(name: str) -> type[Algorithm]:
     """The class behind `[algorithm] name`; RecipeError names the nearest."""
-    if name not in ALGORITHMS:
-        raise RecipeError(f"no algorithm '{name}'; {did_you_mean(name, ALGORITHMS)}")
-    return ALGORITHMS[name]
+    try:
+        cls: type[Algorithm] = find(name, ALGORITHMS)
+    except RecipeError as error:
+        raise RecipeError(f"algorithm {error}") from error
+    return cls
 
 
 def source_named(name: str) -> type:

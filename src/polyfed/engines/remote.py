@@ -82,10 +82,17 @@ class Remote(InProcess):
         if not asked:
             return
         answers = self.post.exchange(self._letters(ask, asked, send), self.terms.reply_seconds)
+        refused: EgressError | None = None
         for client in asked:
-            reply = self._reply(ask, client, answers.get(client, self._too_late()), missing)
+            try:
+                reply = self._reply(ask, client, answers.get(client, self._too_late()), missing)
+            except EgressError as error:
+                refused = refused or error
+                continue
             if reply is not None:
                 yield Part((client,), rebuilt(reply, lambda tensor: tensor.to(self.device).unsqueeze(0)))
+        if refused is not None:  # only now: what the others sent has arrived all the same, and is booked
+            raise refused
 
     def _too_late(self) -> str:
         return f"no answer within {self.terms.reply_seconds:g} seconds"

@@ -2,17 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 from torch import nn
 
-from polyfed.errors import ModelError
+from polyfed.errors import ModelError, RecipeError
 from polyfed.model.checks import known_fields, one_of
 from polyfed.model.encoder import EncoderSpec, Mlp, Shape
 from polyfed.model.hugging_face import HuggingFace
 from polyfed.model.images import Cnn4, ResNet18
 from polyfed.model.sequences import ConvGru, Transformer
+from polyfed.registry import own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +39,10 @@ class Custom(EncoderSpec):
         return module
 
     def _class(self) -> Any:
-        module, _, name = self.kind.partition(":")
         try:
-            return getattr(import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ModelError(
-                f"kind = {self.kind!r} cannot be imported ({error}). It must read 'package.module:Class', "
-                "and the folder of the package must be on PYTHONPATH."
-            ) from error
+            return own(self.kind)
+        except RecipeError as error:
+            raise ModelError(f"kind = {error}") from error
 
 
 ENCODERS: dict[str, type[EncoderSpec]] = {

@@ -1,0 +1,44 @@
+"""Parts of a run by name: those that polyfed brings, and the user's own as `package.module:Class`."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from polyfed.errors import RecipeError, did_you_mean
+
+
+def find(name: str, registered: Mapping[str, type]) -> Any:
+    """The class of a registered name, or the user's own class of a path.
+
+    Raises:
+        RecipeError: with the nearest name, or what hindered the import.
+    """
+    if ":" in name:
+        return own(name)
+    if name not in registered:
+        raise RecipeError(f"'{name}' is unknown; {did_you_mean(name, registered)}; or your own, 'package.module:Class'")
+    return registered[name]
+
+
+def own(path: str) -> Any:
+    """What `package.module:Class` leads to.
+
+    Raises:
+        RecipeError: it cannot be imported.
+    """
+    module, _, name = path.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RecipeError(
+            f"'{path}' cannot be imported ({error}). It must read 'package.module:Class', and the folder of the "
+            "package must be on PYTHONPATH (PYTHONPATH=. for a module in this folder)"
+        ) from error
+
+
+def name_of(part: Any, registered: Mapping[str, type]) -> str:
+    """The name under which a part's class is registered, or the path of the user's own."""
+    for name, cls in registered.items():
+        if type(part) is cls:
+            return name
+    return f"{type(part).__module__}:{type(part).__qualname__}"

@@ -1,0 +1,93 @@
+"""The user's own parts by path in a recipe: they run, resume and are told of as those that polyfed brings."""
+
+from pathlib import Path
+
+import pytest
+
+import polyfed
+from polyfed.errors import RecipeError
+from polyfed.recipe import load_recipe
+
+MODULE = """
+from dataclasses import dataclass
+from polyfed.algorithm import Averaging
+from polyfed.selection import Uniform
+from polyfed.tree import squared_distance
+
+@dataclass(frozen=True, kw_only=True)
+class Pull(Averaging):
+    '''FedAvg with a pull towards the global model.'''
+    mu: float = 0.1
+
+    def loss(self, site, w, batch, got, local):
+        return super().loss(site, w, batch, got, local) + self.mu / 2 * squared_distance(got.params, w)
+
+@dataclass(frozen=True, kw_only=True)
+class First(Uniform):
+    '''Always the first clients.'''
+
+    def choose(self, memory, params, fed):
+        return list(range(3)), memory
+
+class NoDataclass: ...
+"""
+
+RECIPE = """
+rounds = 3
+[data]
+name = "cg-digits"
+[clients]
+partition = "iid"
+num = 6
+[model]
+embedding = 8
+[model.encoders]
+gray = { kind = "mlp", hidden = [8] }
+color = { kind = "mlp", hidden = [8] }
+[algorithm]
+name = "own_parts:Pull"
+mu = 0.5
+[selection]
+name = "own_parts:First"
+[train]
+batch_size = 64
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_parts.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "own.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_own_algorithm_and_selector_run_from_a_recipe_and_resume(recipe: Path, tmp_path: Path) -> None:
+    polyfed.run(load_recipe(recipe, ["rounds=2"]), tmp_path / "run")
+    first = (tmp_path / "run" / "recipe.toml").read_text()
+    assert 'name = "own_parts:Pull"' in first, "the resolved recipe names the class as the recipe did"
+    assert 'name = "own_parts:First"' in first
+    more = polyfed.run(load_recipe(recipe), tmp_path / "run", resume=True)
+    assert more.result["algorithm"] == "own_parts:Pull"
+    assert [row["cohort"] for row in more.rounds] == [[0, 1, 2]] * 3
+    assert more.result["state_sha256"] == polyfed.run(recipe).result["state_sha256"]
+    again = polyfed.run(tmp_path / "run" / "recipe.toml")
+    assert again.result["state_sha256"] == more.result["state_sha256"], "the resolved recipe is a recipe"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.name=own_parts:Push", r"\[algorithm\] name = 'own_parts:Push' cannot be imported .*PYTHONPATH"),
+        ("algorithm.name=nowhere:Pull", "No module named 'nowhere'"),
+        ("algorithm.name=own_parts:First", "must be a subclass of Algorithm and a dataclass"),
+        ("selection.name=own_parts:Pull", "must be a subclass of Selector and a dataclass"),
+        ("data.name=own_parts:NoDataclass", "must be a dataclass"),
+        ("algorithm.name=fedavgg", r"did you mean 'fedavg'.*or your own, 'package.module:Class'"),
+        ("algorithm.nu=1.0", r"\[algorithm\] has no option 'nu'"),
+    ],
+)
+def test_what_is_wrong_with_an_own_part_is_said(recipe: Path, override: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(recipe, [override])
