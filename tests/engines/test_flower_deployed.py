@@ -98,21 +98,25 @@ def test_a_server_started_again_goes_on_with_the_run(tmp_path: Path) -> None:
     assert devices.serve(tmp_path / "run")["state_sha256"] == first["state_sha256"]
 
 
-def test_a_device_that_changed_its_modalities_is_enrolled_anew_when_the_server_starts_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "then"), [("a,b", "a"), ("a", "a,b")])
+def test_a_device_that_changed_its_modalities_is_enrolled_anew_when_the_server_starts_again(
+    first: str, then: str, tmp_path: Path
+) -> None:
     devices = Devices(tmp_path)
     recipe = devices.app / "recipe.toml"
     recipe.write_text(recipe.read_text() + "min_replies = 3\n")
+    devices.configs[0]["modalities"] = first
 
     def changing(packet: Packet, config: Mapping[str, Any]) -> Packet:
         if packet.header.get("ticket", {}).get("round") == 2:
-            devices.configs[0]["modalities"] = "a"
+            devices.configs[0]["modalities"] = then
         return devices(packet, config)
 
-    with pytest.raises(TooFewReplies, match=r"is for modalities \['a', 'b'\], client 0 has \['a'\] now"):
+    with pytest.raises(TooFewReplies, match=r"is for modalities .*, client 0 has .* now"):
         serve(recipe, GridPost(DirectGrid(client_app(changing), 3)), {"out": str(tmp_path / "run")}, conduct)
     assert devices.serve(tmp_path / "run")["rounds"] == 2
     lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
-    assert [line["trained"]["b"] for line in lines] == [[0, 2], [2]]
+    assert [0 in line["trained"]["b"] for line in lines] == ["b" in first, "b" in then]
 
 
 def test_a_device_whose_policy_forbids_ends_the_run_in_its_own_words(tmp_path: Path, capsys: Any) -> None:
