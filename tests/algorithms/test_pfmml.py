@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from oracles import pfmml as oracle
-from polyfed.algorithms.blocks import Layout
+from polyfed.algorithms.blocks import Layout, layouts
 from polyfed.algorithms.coefficients import Step, aggregate, learned, own_coefficients, scheduled
 from polyfed.data import ClientsSpec
 from polyfed.errors import RecipeError
@@ -273,6 +273,23 @@ def test_the_literal_sign_makes_own_coefficients_fall_where_ours_rise() -> None:
         _, state, _ = played(recipe(method, "vectorised", clients=clients, rounds=6))
         own[sign] = float(own_coefficients(state.blocks["a"].logits, torch.ones(6, dtype=torch.bool)).mean())
     assert own[1] < 1 / 6 < own[-1]
+
+
+def test_per_size_learns_a_small_block_as_if_it_were_the_largest() -> None:
+    def first_change(**options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+        method = algorithm("pfmml", uploads=1.0, **options)
+        fed, _ = scripted(method, [[1, 1]] * 5, seed=2)
+        *_, last = rounds(fed, method, 2)
+        return fed, {block: entry.logits - 1 / 5 for block, entry in last.blocks.items()}
+
+    fed, raw = first_change()
+    _, per_size = first_change(scale="per-size")
+    sizes = {block: layout.num_trainable for block, layout in layouts(fed, fed.template).items()}
+    largest = max(sizes.values())
+    assert len(set(sizes.values())) > 1, "blocks of one size would prove nothing"
+    for block, size in sizes.items():
+        assert bool((raw[block] != 0).any())
+        torch.testing.assert_close(per_size[block], raw[block] * largest / size)
 
 
 @pytest.mark.parametrize("options", [{"uploads": -1}, {"uploads": 0.0}, {"uploads": 1.5}, {"max_age": -1}])

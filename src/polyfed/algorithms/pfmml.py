@@ -65,7 +65,9 @@ class Pfmml(Algorithm):
         alpha: price of a second under `linear`; the paper tries 1e-4, 1e-3, 1e-2.
         grad_sign: sign of a device's drift as an estimate of its gradient: -1, since a device moves down it; 1 is
             the paper's literal text (W1).
-        scale: `raw` takes the drift as it is, `per-step` divides it by learning rate and steps (W2).
+        scale: `raw` takes the drift as it is, `per-step` divides it by learning rate and steps (W2); `per-size` takes
+            every block for one as large as the largest. Inner products grow with the numbers in a block, so that under
+            `raw` the coefficients of a small shared block hardly move (docs/results/pfmml.md).
         record: `last` learns from a device's newest copy however old, `previous-round` only from last round's (W3).
         learn: update coefficients `after` mixing, as in the paper, or `before` (W4).
         softmax_over: `all` devices or the block's `owners` share the coefficients that enter the score (W5).
@@ -78,7 +80,7 @@ class Pfmml(Algorithm):
     rule: Literal["ratio", "linear"] = "ratio"
     alpha: float = 1e-4
     grad_sign: Literal[-1, 1] = -1
-    scale: Literal["raw", "per-step"] = "raw"
+    scale: Literal["raw", "per-step", "per-size"] = "raw"
     record: Literal["last", "previous-round"] = "last"
     learn: Literal["after", "before"] = "after"
     softmax_over: Literal["all", "owners"] = "all"
@@ -105,10 +107,14 @@ class Pfmml(Algorithm):
         trained = fed.ask(self.practise, list(fed.clients.eligible), Start())
         asked = exchange.wanted(self._schedule(state, fed))
         uploads = fed.ask(self.upload, list(asked), asked)
-        step = self._step(fed)
+        step, laid = self._step(fed), layouts(fed, state.params)
+        largest = max(layout.num_trainable for layout in laid.values())
         blocks = {}
-        for block, layout in layouts(fed, state.params).items():
-            blocks[block] = self._after(state.blocks[block], layout.gather(uploads), layout, step, fed.round)
+        for block, layout in laid.items():
+            own = step
+            if self.scale == "per-size":
+                own = replace(step, rate=step.rate * largest / max(layout.num_trainable, 1))
+            blocks[block] = self._after(state.blocks[block], layout.gather(uploads), layout, own, fed.round)
         return replace(state, blocks=blocks, waited_for=sorted(asked), train_loss=mean_loss(trained))
 
     def evaluate(self, state: PfmmlState, fed: Federation) -> Measured:
