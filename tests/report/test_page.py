@@ -3,13 +3,16 @@ import hashlib
 import json
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import polyfed.report
 from polyfed.errors import DataError, RecipeError
 from polyfed.report import compare, write_comparison, write_report
+from polyfed.report.history import MOST_FRAMES, Frames
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&"
@@ -113,6 +116,32 @@ def test_curves_hold_the_rounds_file(made_run):
     assert list(series) == ["all modalities", "audio alone", "text alone", "video alone", "validation"]
     ranked = charts["ranked"]["series"][0]["values"]
     assert ranked == pytest.approx(sorted(rows[-1]["personal_accuracy"].values()), rel=1e-5)
+
+
+def test_matrices_are_kept_evenly_over_rounds_and_the_last_always():
+    for rounds in (1, 16, 17, 100, 333):
+        frames = Frames()
+        for number in range(1, rounds + 1):
+            frames.add(number, [[float(number)]])
+            assert frames.rounds[-1] == number
+        assert frames.rounds[0] == 1
+        assert len(frames.rounds) <= MOST_FRAMES + 1
+        assert {b - a for a, b in pairwise(frames.rounds[:-1])} <= {frames.stride}
+        assert frames.tables == [[[float(number)]] for number in frames.rounds]
+
+
+def test_accuracy_is_drawn_against_what_it_took(made_run):
+    folder = made_run(rounds=4)
+    rows = [
+        json.loads(line) | {"simulated_seconds": 2.5} for line in (folder / "rounds.jsonl").read_text().splitlines()
+    ]
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    charts = {chart["name"]: chart for chart in read(write_report(folder)).drawn["charts"]}
+    assert charts["price-time"]["x"] == [2.5, 5.0, 7.5, 10.0]
+    moved = np.cumsum([row["bytes_up"] + row["bytes_down"] for row in rows]) / 1e6
+    assert charts["price-bytes"]["x"] == pytest.approx(moved.tolist())
+    series = {one["label"]: one["values"] for one in charts["price-time"]["series"]}
+    assert series["all modalities"] == pytest.approx([row["metrics"]["global"]["accuracy"] for row in rows], rel=1e-5)
 
 
 def test_untrusted_text_stays_text(made_run):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 from polyfed.report.history import History
@@ -84,6 +85,7 @@ def charts_of(history: History, modalities: Sequence[str]) -> list[Chart]:
         ranked(history),
         traffic(history),
         timing(history),
+        *prices(history),
         *logged(history, modalities),
     ]
     return [chart for chart in charts if any(v is not None for s in chart.series for v in s.values)]
@@ -173,6 +175,27 @@ def timing(history: History) -> Chart:
     return Chart("timing", "Seconds per round", caption, "seconds", history.rounds, _present(history, wanted))
 
 
+def prices(history: History) -> list[Chart]:
+    """Accuracy against what it took: bytes, and simulated time where the recipe has a network model."""
+    series = _present(
+        history, [("all modalities", "global.accuracy", 0, False), ("clients' own", "personal.mean", 1, False)]
+    )
+    up, down = (history.columns.get(f"bytes_{way}", ()) for way in ("up", "down"))
+    moved = list(accumulate((a or 0.0) + (b or 0.0) for a, b in zip(up, down, strict=True)))
+    passed = list(accumulate(second or 0.0 for second in history.columns.get("simulated_seconds", ())))
+    caption = "Accuracy when so much had been spent since round 1; clients' own: the mean over their own test rows."
+    charts = []
+    if moved and moved[-1]:
+        megabytes = [value / 1e6 for value in moved]
+        charts.append(
+            Chart("price-bytes", "Accuracy against bytes", caption, "share", megabytes, series, "MB, both ways")
+        )
+    if passed and passed[-1]:
+        title = "Accuracy against simulated time"
+        charts.append(Chart("price-time", title, caption, "share", passed, series, "simulated seconds"))
+    return charts
+
+
 def logged(history: History, modalities: Sequence[str]) -> list[Chart]:
     """What the algorithm logs: one chart for each name, `name.part` sharing the chart of `name`."""
     families: dict[str, dict[str, Values]] = {}
@@ -181,8 +204,9 @@ def logged(history: History, modalities: Sequence[str]) -> list[Chart]:
         families.setdefault(family, {})[part or family] = values
     charts = []
     for number, (family, parts) in enumerate(sorted(families.items())):
+        of_modalities = any(part in modalities for part in parts)
         series = [
-            Series(part, values, colour_of(part, modalities) if part in modalities else place)
+            Series(part, values, colour_of(part, modalities) if of_modalities else place)
             for place, (part, values) in enumerate(parts.items())
         ]
         title = family.replace("_", " ")

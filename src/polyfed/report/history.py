@@ -16,6 +16,43 @@ MOST_CELLS = 64
 """Longest side of a logged matrix as drawn; larger ones are averaged down to it."""
 
 
+MOST_FRAMES = 16
+"""A logged matrix is shown at so many rounds at most, the last among them."""
+
+
+@dataclass
+class Frames:
+    """A logged matrix over rounds, thinned out evenly as they come.
+
+    Attributes:
+        rounds: when, ascending.
+        tables: the matrix then.
+        stride: every so many of those logged is kept, and always the last.
+    """
+
+    rounds: list[int] = field(default_factory=list)
+    tables: list[list[list[float | None]]] = field(default_factory=list)
+    stride: int = 1
+    _seen: int = 0
+    _passing: bool = False  # the newest stands there only until another one comes
+
+    def add(self, round: int, table: list[list[float]]) -> None:
+        """Take in the matrix of a round."""
+        if self._passing:
+            del self.rounds[-1], self.tables[-1]
+        self._passing = self._seen % self.stride != 0
+        self._seen += 1
+        self.rounds.append(round)
+        self.tables.append(shrunk(table))
+        if not self._passing and len(self.rounds) > MOST_FRAMES:
+            self.rounds, self.tables, self.stride = self.rounds[::2], self.tables[::2], 2 * self.stride
+
+    def drawn(self) -> dict[str, Any]:
+        """What the page's script gets: values to four digits."""
+        short = [[[v if v is None else float(f"{v:.4g}") for v in row] for row in table] for table in self.tables]
+        return {"rounds": self.rounds, "tables": short}
+
+
 @dataclass
 class History:
     """The numbers of a run.
@@ -25,7 +62,7 @@ class History:
         columns: dotted name -> one value a round, None where the round has none or it is not finite.
         participation: who took part.
         personal: the last measured accuracy of each client on its own test rows.
-        tables: the last matrix that the algorithm logged under each name.
+        tables: matrices that the algorithm logged, by name.
         reasons: why clients did not answer, and how often.
     """
 
@@ -33,7 +70,7 @@ class History:
     rounds: list[int] = field(default_factory=list)
     columns: dict[str, list[float | None]] = field(default_factory=dict)
     personal: dict[str, float] = field(default_factory=dict)
-    tables: dict[str, list[list[float | None]]] = field(default_factory=dict)
+    tables: dict[str, "Frames"] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -46,7 +83,8 @@ class History:
         for column in self.columns.values():
             column.extend([None] * (done + 1 - len(column)))
         self.personal = row.get("personal_accuracy") or self.personal
-        self.tables |= {name: shrunk(table) for name, table in row.get("tables", {}).items()}
+        for name, table in row.get("tables", {}).items():
+            self.tables.setdefault(name, Frames()).add(int(row["round"]), table)
         for reason in row.get("missing", {}).values():
             self.reasons[str(reason)] = self.reasons.get(str(reason), 0) + 1
 

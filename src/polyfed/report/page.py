@@ -54,7 +54,7 @@ def write_report(dir: str | Path) -> Path:
         drawn={
             "charts": shown,
             "participation": past.participation.table(modalities),
-            "tables": past.tables,
+            "tables": {name: frames.drawn() for name, frames in past.tables.items()},
         },
     )
     return _write(folder.path / REPORT, text)

@@ -269,9 +269,10 @@ function participation(place, facts) {
   });
 }
 
-function matrix(place, values, title) {
-  const known = values.flat().filter((v) => Number.isFinite(v));
+function matrix(place, frames, title) {
+  const known = frames.tables.flat(2).filter((v) => Number.isFinite(v));
   const low = Math.min(0, ...known), high = Math.max(0, ...known), far = Math.max(-low, high) || 1;
+  let values = frames.tables.at(-1);
   const paint = (r, c) => {
     const value = values[r][c];
     return Number.isFinite(value) ? [colour(value < 0 ? "c2" : "heat"), Math.abs(value) / far, null] : [colour("asked"), 1, null];
@@ -284,7 +285,24 @@ function matrix(place, values, title) {
   bar.style.background = `linear-gradient(to right, ${low < 0 ? "var(--c2), " : ""}var(--idle), var(--heat))`;
   element("span", scale, written(high, "number"));
   map.listen(element("p", place, "Point at a cell.", { class: "read", "aria-live": "polite" }));
+  map.show = (round) => {
+    values = frames.tables[Math.max(0, frames.rounds.findLastIndex((other) => other <= round))];
+    map.draw();
+  };
   return map;
+}
+
+function slide(matrices, tables) {
+  const rounds = [...new Set(Object.values(tables).flatMap((frames) => frames.rounds))].sort((a, b) => a - b);
+  const input = document.getElementById("matrix-slide"), output = document.getElementById("matrix-round");
+  const show = () => {
+    output.textContent = rounds[input.value];
+    matrices.forEach((map) => map.show(rounds[input.value]));
+  };
+  input.max = rounds.length - 1;
+  input.value = input.max;
+  input.addEventListener("input", show);
+  show();
 }
 
 // ---- start
@@ -296,5 +314,7 @@ for (const place of document.querySelectorAll("[data-values]")) {
   });
 }
 for (const place of document.querySelectorAll("[data-participation]")) pictures.push(...participation(place, drawn.participation));
-for (const place of document.querySelectorAll("[data-table]")) pictures.push(matrix(place, drawn.tables[place.dataset.table], place.dataset.table));
+const matrices = [...document.querySelectorAll("[data-table]")].map((place) => matrix(place, drawn.tables[place.dataset.table], place.dataset.table));
+if (matrices.length) slide(matrices, drawn.tables);
+pictures.push(...matrices);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => pictures.forEach((picture) => picture.draw()));
