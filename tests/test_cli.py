@@ -142,8 +142,10 @@ def test_missing_recipe_is_named(polyfed_command):
 def test_check_prints_clients_blocks_and_crossings(polyfed_command, recipe):
     code, out, _ = polyfed_command("check", recipe)
     assert code == 0
-    for pattern in (r"gray \+ color +4", r"gray +2", r"Update\.params +parameters +color +server"):
+    for pattern in (r"gray \+ color +4", r"gray +2", r"color +parameters +server .* Update\.params \(update\)"):
         assert re.search(pattern, out)
+    assert re.search(r"gray: +parameters only", out)
+    assert re.search(r"labels: +nothing", out)
 
 
 def test_check_of_a_forbidden_recipe_ends_with_3_and_names_the_cure(polyfed_command, recipe):
@@ -197,7 +199,8 @@ def test_every_algorithm_explains_its_hyper_parameters_and_what_crosses(polyfed_
     for option in hyper_parameters(ALGORITHMS[name]):
         assert option.about, f"{name}.{option.name} is not explained in its class's docstring"
         assert option.name in out
-    assert {row.field for row in crossings(ALGORITHMS[name])} <= set(out.split())
+    words = set(re.findall(r"\w+", out))
+    assert {part for row in crossings(ALGORITHMS[name]) for part in row.field.split(".")} <= words
 
 
 def test_hyper_parameters_are_read_off_the_dataclass():

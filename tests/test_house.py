@@ -26,6 +26,7 @@ LAYERS = [
         "recipe",
         "assembly",
         "check",
+        "rehearsal",
         "run",
         "records",
         "checkpoint",

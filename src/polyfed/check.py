@@ -1,15 +1,16 @@
-"""What a recipe will let leave, told before anything runs."""
+"""What a recipe can let leave, told before anything runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from torch import Tensor
 
 from polyfed.assembly import Assembly, assemble, facts_of
-from polyfed.errors import EgressError
+from polyfed.errors import EgressError, RecipeError
 from polyfed.messages import LABELS, Message
 from polyfed.recipe import Recipe
+from polyfed.rehearsal import Place, Size, rehearse
 from polyfed.tasks import tasks_of
 from polyfed.tree import SHARED
 
@@ -19,7 +20,10 @@ class Planned:
     """Something a task of the algorithm can send.
 
     Attributes:
-        bytes: of one reply where the model fixes it (parameters, gradients), else None.
+        bytes: of one reply: as rehearsed, or what the block takes (parameters, gradients); None if neither tells.
+        bytes_per_row: more, for each row that the reply speaks of.
+        rehearsed: whether a rehearsed first round sent it (`polyfed.rehearsal`); what depends on the state of the
+            run or on the data may come later, or never.
         cure: the line that would allow it, empty when it is allowed.
     """
 
@@ -32,6 +36,8 @@ class Planned:
     bytes: int | None
     allowed: bool
     cure: str = ""
+    bytes_per_row: float = 0.0
+    rehearsed: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,11 +47,13 @@ class Check:
     Attributes:
         facts: clients, blocks and their bytes, the resolved policy; as in run.json.
         planned: everything that can leave, allowed or not.
+        remarks: what the rehearsal could not do; sizes may be missing then.
     """
 
     recipe: Recipe
     facts: dict[str, Any]
     planned: tuple[Planned, ...]
+    remarks: tuple[str, ...] = ()
 
     @property
     def refused(self) -> tuple[Planned, ...]:
@@ -54,9 +62,32 @@ class Check:
 
 
 def check(recipe: Recipe) -> Check:
-    """Validate a recipe against its data and list what will cross."""
+    """Validate a recipe against its data, rehearse a round on a few rows, and list what can cross.
+
+    Raises:
+        PolyfedError: what a run would refuse before its first round.
+    """
     assembly = assemble(recipe)
-    return Check(recipe, facts_of(assembly), tuple(plan(assembly)))
+    sizes, remarks = _rehearsed(assembly)
+    return Check(recipe, facts_of(assembly), tuple(plan(assembly, sizes)), remarks)
+
+
+def _rehearsed(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
+    """Sizes, and why some are not known: a round on a few rows can fail where one on all of them would not."""
+    failed: dict[str, None] = {}
+
+    def listen(event: str, **facts: Any) -> None:
+        if event == "client-failed":
+            failed[f"task {facts['task']}: {facts['trace'].strip().splitlines()[-1]}"] = None
+
+    try:
+        sizes = rehearse(assembly.recipe, assembly.population, listen)
+    except RecipeError:
+        raise
+    except Exception as error:
+        sizes = {}
+        failed[f"the server's half: {type(error).__name__}: {error}"] = None
+    return sizes, tuple(f"A round rehearsed on a few rows failed, so some sizes are not known: {why}" for why in failed)
 
 
 def refuse_forbidden(assembly: Assembly) -> None:
@@ -76,11 +107,12 @@ def refuse_forbidden(assembly: Assembly) -> None:
     raise EgressError("the policy forbids what this algorithm sends:\n" + "\n".join(lines))
 
 
-def plan(assembly: Assembly) -> Iterator[Planned]:
-    """Everything the algorithm's tasks can send, block by block."""
+def plan(assembly: Assembly, rehearsed: Mapping[Place, Size] | None = None) -> Iterator[Planned]:
+    """Everything the algorithm's tasks can send, block by block; `rehearsed` are the sizes that were seen."""
     algorithm = assembly.algorithm
     modalities = assembly.fed.clients.modalities
     sizes = facts_of(assembly, 0)["blocks"]
+    seen = rehearsed or {}
     for name, task in tasks_of(algorithm).items():
         if name == "score" or (name == "score_own" and not assembly.fed.clients.tested):
             continue  # examiners are the server's own rows
@@ -91,6 +123,8 @@ def plan(assembly: Assembly) -> Iterator[Planned]:
                 if not algorithm.will_send(name, field, block, assembly.policy):
                     continue
                 allowed = assembly.policy.allows(kind, block, info.scope)
+                size = seen.get((name, field, block))
+                known = sizes.get(block) if kind in ("parameters", "gradients") else None
                 yield Planned(
                     task=name,
                     message=reply.__name__,
@@ -98,9 +132,11 @@ def plan(assembly: Assembly) -> Iterator[Planned]:
                     kind=kind,
                     block=block,
                     destination=info.scope,
-                    bytes=sizes.get(block) if kind in ("parameters", "gradients") else None,
+                    bytes=known if size is None else size.fixed,
                     allowed=allowed,
                     cure="" if allowed else assembly.policy.cure(kind, block, info.scope),
+                    bytes_per_row=0.0 if size is None else size.per_row,
+                    rehearsed=size is not None,
                 )
 
 

@@ -11,7 +11,7 @@ from laws.rows import ROWS, Row
 from polyfed import checkpoint
 from polyfed.algorithms import ALGORITHMS
 from polyfed.assembly import assemble
-from polyfed.check import plan
+from polyfed.check import Planned, check, plan
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.optim import Train
@@ -61,6 +61,26 @@ def test_nothing_crosses_that_check_did_not_announce(name: str) -> None:
     rows = played(made)[2]
     crossed = {(r["message"], r["field"], r["kind"], r["block"], r["destination"]) for r in rows}
     assert {row for row in crossed if row[-1] != "client"} <= planned
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_reply_is_larger_than_check_said(name: str) -> None:
+    made = world(name)
+    said: dict[tuple[str, str, str], list[Planned]] = {}
+    for planned in check(made).planned:
+        said.setdefault((planned.message, planned.field, planned.block), []).append(planned)
+    parts, _, rows = played(made)
+    for row in (r for r in rows if r["destination"] != "client"):
+        num_rows = max(int(parts.fed.clients.num_rows[row["client"]]), *(row["shape"] or [0]))
+        replies = said[row["message"], row["field"], row["block"]]
+        assert row["bytes"] <= max((p.bytes or 0) + p.bytes_per_row * num_rows for p in replies), row
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_check_rehearses_without_a_fault(name: str) -> None:
+    checked = check(world(name))
+    assert checked.remarks == ()
+    assert sum(row.rehearsed for row in checked.planned) >= len(checked.planned) / 2
 
 
 @pytest.mark.parametrize("name", NAMES)

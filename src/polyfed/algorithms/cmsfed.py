@@ -149,7 +149,11 @@ class CmsFed(Averaging):
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """The template's own task is never asked, and the first look at everyone only where modalities are chosen."""
-        return task != "update" and (task != "explore" or self.modality_selection)
+        if task == "update" or (task == "explore" and not self.modality_selection):
+            return False
+        if task == "explore" and field == "params":
+            return self.gradient_split != "exact"
+        return block != SHARED or field not in ("encoder_gradient", "ratio")
 
     # the server's half
 

@@ -24,7 +24,7 @@ from polyfed.node import Site
 from polyfed.optim import Moments, Train
 from polyfed.replies import Replies
 from polyfed.tasks import task
-from polyfed.tree import Tree, block_of
+from polyfed.tree import SHARED, Tree, block_of
 from polyfed.view import Fit, View
 from polyfed.view.metered import steps_trained
 
@@ -239,9 +239,9 @@ class Cut:
         return dict(fed.ask(self.close, active, sends))
 
 
-def will_send(cut: Cut, task: str, field: str) -> bool:
-    """What `Algorithm.will_send` says of a cut's tasks, apart from blocks."""
-    if task == "cut.close":
+def will_send(cut: Cut, task: str, field: str, block: str) -> bool:
+    """What `Algorithm.will_send` says of a cut's tasks."""
+    if task == "cut.close" or (task == "cut.finish" and block == SHARED):  # the head, which a client has under a U
         return cut.u_shaped
     return not (field == "labels" and cut.u_shaped)
 

@@ -21,6 +21,7 @@ from polyfed.federation import Federation
 from polyfed.losses import cross_entropy
 from polyfed.messages import Message, carries, message
 from polyfed.node import Site
+from polyfed.policy import Policy
 from polyfed.prototypes import Prototypes, masked_mean, there
 from polyfed.replies import Replies
 from polyfed.tasks import task
@@ -79,6 +80,10 @@ class FedProto(Averaging):
 
     sends: ClassVar[type[Message]] = Shared
     replies: ClassVar[type[Message]] = Learned
+
+    def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
+        """Models stay at home under `original`."""
+        return field != "params" or self.mode == "mm_fedavg"
 
     def init(self, fed: Federation, params: Tree) -> ProtoState:
         """Averaging's state; no prototypes yet."""

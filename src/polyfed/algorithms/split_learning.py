@@ -68,7 +68,7 @@ class SplitLearning(Algorithm):
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Labels only where they do not stay."""
-        return will_send(self.cut, task, field)
+        return will_send(self.cut, task, field, block)
 
     def round(self, state: SplitState, fed: Federation) -> SplitState:
         """One turn for each of the cohort, in a random order."""

@@ -53,7 +53,7 @@ class SplitFed(Algorithm):
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Labels only where they do not stay."""
-        return will_send(self.cut, task, field)
+        return will_send(self.cut, task, field, block)
 
     def round(self, state: SplitState, fed: Federation) -> SplitState:
         """All clients of the cohort at once, then the means."""

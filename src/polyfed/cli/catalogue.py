@@ -6,6 +6,7 @@ what crosses is what the tasks declare.
 
 import dataclasses
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -19,10 +20,15 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.data import SOURCES
 from polyfed.data.sources import Facts
 from polyfed.errors import RecipeError, did_you_mean
-from polyfed.messages import LABELS, Message
+from polyfed.messages import DESTINATIONS, KINDS, LABELS, Message
+from polyfed.policy import Policy
 from polyfed.recipe import PARTS
 from polyfed.registry import find
 from polyfed.tasks import tasks_of
+from polyfed.tree import SHARED
+
+ANY = "any"
+"""Stands for a modality while there is no data to name one."""
 
 SERVER_TASKS = ("score",)
 """Tasks that run on the server's own rows: nothing of theirs crosses a client's border."""
@@ -131,22 +137,34 @@ def attributes(cls: type) -> dict[str, str]:
 
 
 def crossings(cls: type[Algorithm]) -> Iterator[Carried]:
-    """What the tasks of an algorithm receive and answer, with its default hyper-parameters."""
-    for name, task in tasks_of(cls()).items():
-        if name in SERVER_TASKS:
-            continue
+    """What the tasks of an algorithm can receive and answer, with its default hyper-parameters."""
+    algorithm = cls()
+    for name, task in tasks_of(algorithm).items():
         info = task.__polyfed_task__  # type: ignore[attr-defined]
-        for way, kind in zip(("down", info.scope), info.types(task), strict=True):
-            for field, carried in kind.kinds.items():
-                yield Carried(name, way, f"{kind.__name__}.{field}", carried, _blocks(kind, field))
+        got, reply = info.types(task)
+        answers = [field for field in reply.kinds if _can_send(algorithm, name, field)]
+        if name in SERVER_TASKS or (reply.kinds and not answers):
+            continue  # never asked of a client
+        for way, kind, fields in (("down", got, got.kinds), (info.scope, reply, answers)):
+            for field in fields:
+                yield Carried(name, way, f"{kind.__name__}.{field}", kind.kinds[field], _blocks(kind, field))
+
+
+def _can_send(algorithm: Algorithm, task: str, field: str) -> bool:
+    """Whether a field can hold anything of a modality, or of none, under the strictest policy or the most open."""
+    rules = {(ANY, destination): frozenset(KINDS) for destination in DESTINATIONS}
+    cases = itertools.product((ANY, SHARED), (Policy(), Policy(rules)))
+    return any(algorithm.will_send(task, field, block, policy) for block, policy in cases)
 
 
 def _blocks(kind: type[Message], field: str) -> str:
     if kind.kinds[field] == "labels":
         return LABELS
     if get_type_hints(kind)[field] is Tensor:
-        return kind.owners[field] or "shared"
-    return "each block" if kind.kinds[field] in ("parameters", "gradients") else "each modality"
+        return kind.owners[field] or SHARED
+    if kind.kinds[field] in ("parameters", "gradients", "statistic"):
+        return f"modalities, {SHARED}"
+    return "modalities"
 
 
 def _kind(annotation: Any) -> str:

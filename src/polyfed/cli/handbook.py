@@ -8,7 +8,8 @@ from rich.text import Text
 from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import catalogue
 from polyfed.cli.catalogue import Option
-from polyfed.cli.tables import plain_table, stacked, titled
+from polyfed.cli.crossing import Carrier, carriers
+from polyfed.cli.plain import plain_table, stacked, titled
 from polyfed.data import SOURCES
 
 
@@ -23,11 +24,15 @@ def algorithm_list() -> Group:
 def algorithm_page(name: str) -> Group:
     """One algorithm: idea, hyper-parameters, what crosses."""
     cls = catalogue.algorithm_named(name)
-    crossing = plain_table("task", "way", "message.field", "kind", "block", left=5)
+    groups: dict[tuple[str, str, str], list[Carrier]] = {}
     for row in catalogue.crossings(cls):
-        crossing.add_row(row.task, row.way, row.field, row.kind, row.blocks)
+        groups.setdefault((row.way, row.kind, row.blocks), []).append((row.task, row.field))
+    crossing = plain_table("way", "kind", "of", "in (task)", left=4)
+    for (way, kind, blocks), rows in sorted(groups.items(), key=lambda item: item[0][0] != "down"):
+        crossing.add_row(way, kind, blocks, Text(carriers(rows)))
     options = _options("[algorithm]", catalogue.hyper_parameters(cls))
-    return stacked(Text(catalogue.explanation(cls)), options, titled("What crosses", crossing))
+    hint = Text("Under the defaults of its options; polyfed check tells of a recipe, with bytes and verdicts.", "dim")
+    return stacked(Text(catalogue.explanation(cls)), options, titled("What can cross", crossing), hint)
 
 
 def source_list() -> Group:

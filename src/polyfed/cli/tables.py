@@ -4,11 +4,13 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Group, JustifyMethod, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from polyfed.check import Check
+from polyfed.cli import crossing
+from polyfed.cli.plain import plain_table, stacked, titled
 from polyfed.report.compare import Column, Comparison
 from polyfed.report.words import bytes_of, number_of, seconds_of
 
@@ -46,29 +48,18 @@ def _scores(metrics: dict[str, dict[str, float]]) -> Iterator[tuple[str, str]]:
 
 
 def check_tables(check: Check) -> Group:
-    """Clients, blocks and their sizes, and what will cross."""
+    """Clients, blocks and their sizes, and what can cross."""
     recipe = check.recipe.table()
     head = (
         f"{recipe['algorithm']['name']} on {recipe['data']['name']}: {recipe['rounds']} rounds, seed {recipe['seed']}"
     )
-    crossing = plain_table("task", "message.field", "kind", "block", "to", "bytes a reply", "policy", left=5)
-    for row in check.planned:
-        crossing.add_row(
-            row.task,
-            f"{row.message}.{row.field}",
-            row.kind,
-            Text(row.block),
-            row.destination,
-            "–" if row.bytes is None else bytes_of(row.bytes),
-            "allowed" if row.allowed else Text("REFUSED", "bold red"),
-        )
-    cures = dict.fromkeys(row.cure for row in check.refused)
     return stacked(
         Text(head, "bold"),
         _clients(check.facts),
         _blocks(check.facts),
-        titled("Will cross", crossing),
-        *(Text(f"would be allowed by {cure}") for cure in cures),
+        crossing.crossing_table(check),
+        *crossing.remarks(check),
+        crossing.in_short(check),
     )
 
 
@@ -128,24 +119,3 @@ def _fitting(comparison: Comparison, columns: Sequence[Column], width: int) -> l
         runs[-1].append(column)
         room -= need
     return runs
-
-
-def plain_table(*columns: str, left: int = 1) -> Table:
-    """A table without lines; the first `left` columns are words, the others numbers."""
-    named = any(columns)
-    table = Table(box=None, show_header=named, pad_edge=False)
-    for number, column in enumerate(columns):
-        justify: JustifyMethod = "left" if number < left or not named else "right"
-        table.add_column(Text(column, "dim"), justify=justify, overflow="fold")
-    return table
-
-
-def titled(title: str, table: Table) -> Group:
-    """A table under its title, which may be wider than the table."""
-    return Group(Text(title, "bold"), table)
-
-
-def stacked(*parts: RenderableType) -> Group:
-    """Parts with a blank line between them."""
-    spaced = [entry for part in parts for entry in (Text(""), part)]
-    return Group(*spaced[1:])

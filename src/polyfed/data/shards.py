@@ -103,6 +103,10 @@ class Shards:
         sizes = torch.bincount(self.owner[keep], minlength=len(self))
         return self._sized(sizes.numpy(), self.rows[keep].numpy())
 
+    def first(self, most: int) -> "Shards":
+        """The first `most` rows of every client."""
+        return self.where(torch.arange(len(self.rows)) - self.offsets[self.owner] < most)
+
     def repeated(self, times: int) -> "Shards":
         """Every client `times` times in a row, each copy with the same rows."""
         if times == 1:

@@ -130,10 +130,14 @@ class InProcess(ABC):
         own = self.population.test
         return None if own is None or client < 0 else own[client].to(self.device)
 
+    def node(self, clients: tuple[int, ...], site: Site) -> Node:
+        """The gate of these alike clients."""
+        return Node(clients, site, self.ledger)
+
     def alone(self, ask: Ask, client: int, send: Send, missing: dict[int, str]) -> Part | None:
         """Run one client by itself."""
         site = self.site(client)
-        node = Node((client,), site, self.ledger)
+        node = self.node((client,), site)
         view = AloneView(
             columns=self.columns,
             index=self.rows(client),

@@ -1,0 +1,26 @@
+"""Plain tables for the terminal, their titles, and the space between them."""
+
+from rich.console import Group, JustifyMethod, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+
+def plain_table(*columns: str, left: int = 1) -> Table:
+    """A table without lines; the first `left` columns are words, the others numbers."""
+    named = any(columns)
+    table = Table(box=None, show_header=named, pad_edge=False)
+    for number, column in enumerate(columns):
+        justify: JustifyMethod = "left" if number < left or not named else "right"
+        table.add_column(Text(column, "dim"), justify=justify, overflow="fold")
+    return table
+
+
+def titled(title: str, table: Table) -> Group:
+    """A table under its title, which may be wider than the table."""
+    return Group(Text(title, "bold"), table)
+
+
+def stacked(*parts: RenderableType) -> Group:
+    """Parts with a blank line between them."""
+    spaced = [entry for part in parts for entry in (Text(""), part)]
+    return Group(*spaced[1:])

@@ -1,0 +1,146 @@
+"""What `polyfed check` says of a recipe: sizes of what can leave, exact and in time."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyfed.algorithm import Averaging
+from polyfed.check import Check, Planned, check
+from polyfed.cli.crossing import grouped, sentence, size
+from polyfed.errors import RecipeError
+from polyfed.messages import Message, carries, message
+from polyfed.tree import Tree
+from test_egress import OPEN, Leaky
+from world import algorithm, played, recipe
+
+LABELS = {"labels": {"server": ["labels"]}}
+
+
+@message
+class Chatty(Message):
+    """An update with a statistic that is none, and one entry per row."""
+
+    params: Tree = carries("parameters")
+    loss: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic")
+    sketch: Tensor = carries("statistic")
+    losses: Tensor = carries("statistic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Talker(Averaging):
+    """FedAvg that hides 2,000 numbers, and as many as it has rows, among its statistics."""
+
+    replies = Chatty
+
+    def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Chatty, Tree]:
+        rows = data.collect(lambda batch: {"y": batch.y.float()})["y"]
+        return Chatty(fit.params, fit.loss, data.num_rows, torch.zeros(2000), rows), local
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faulty(Averaging):
+    """Its clients fail."""
+
+    def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Tree) -> Any:
+        raise ValueError("no reply today")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misconfigured(Averaging):
+    """Its server half does not like the recipe."""
+
+    def init(self, fed: Any, params: Tree) -> Any:
+        raise RecipeError("[algorithm] is not for these clients")
+
+
+def found(checked: Check, field: str, block: str = "shared") -> Planned:
+    (row,) = [r for r in checked.planned if (r.field, r.block) == (field, block)]
+    return row
+
+
+def test_a_statistic_of_two_thousand_numbers_shows_by_its_size() -> None:
+    row = found(check(recipe(Talker())), "sketch")
+    assert (row.kind, row.bytes, row.bytes_per_row, row.rehearsed) == ("statistic", 8000, 0.0, True)
+
+
+def test_what_grows_with_the_rows_is_told_per_row_declared_or_not() -> None:
+    row = found(check(recipe(Talker())), "losses")
+    assert (row.bytes, row.bytes_per_row) == (0, 4.0)
+
+
+def test_sensitive_kinds_have_sizes_also_where_the_policy_refuses_them() -> None:
+    checked = check(recipe(Leaky()))
+    assert {row.kind for row in checked.refused} == {"raw", "labels", "embeddings"}
+    assert found(checked, "inputs", "a").bytes == 16 * 4
+    assert found(checked, "features", "b").bytes == 6 * 4
+    assert found(checked, "targets", "labels").bytes == 4
+
+
+def test_bytes_of_a_reply_are_those_of_the_ledger() -> None:
+    made = recipe(Leaky(), egress=OPEN)
+    said = {(r.field, r.block): r.bytes for r in check(made).planned}
+    sent = {(r["field"], r["block"]): r["bytes"] for r in played(made)[2] if r["destination"] == "server"}
+    assert sent == said
+
+
+def test_a_rehearsal_neither_trains_nor_fails_the_check_where_a_task_does() -> None:
+    checked = check(recipe(Faulty()))
+    assert checked.remarks == (
+        "A round rehearsed on a few rows failed, so some sizes are not known: task update: ValueError: no reply today",
+    )
+    assert size([found(checked, "loss")], known=False) == "not known"
+    assert found(checked, "params", "a").bytes == checked.facts["blocks"]["a"]
+
+
+def test_what_the_servers_half_refuses_is_refused_by_check() -> None:
+    with pytest.raises(RecipeError, match="not for these clients"):
+        check(recipe(Misconfigured()))
+
+
+def test_a_check_leaves_the_run_as_it_was() -> None:
+    made = recipe(algorithm("scaffold"))
+    before = played(made)[2]
+    check(made)
+    assert played(made)[2] == before
+
+
+def test_one_line_a_modality_kind_and_destination() -> None:
+    planned = check(recipe(algorithm("cmsfed", chi=1.0))).planned
+    groups = grouped(planned)
+    assert len(groups) < len(planned) / 3
+    assert sum(len(rows) for rows in groups.values()) == len(planned)
+    assert list(dict.fromkeys(block for block, _, _ in groups)) == ["a", "b", "shared"]
+
+
+def test_several_tasks_show_the_largest_reply() -> None:
+    one = Planned("first", "Up", "x", "statistic", "shared", "server", 8, True, rehearsed=True)
+    more = [one, replace(one, field="y"), replace(one, task="second", bytes=12)]
+    assert size(more) == "16 B"
+    assert size([replace(one, bytes=0, bytes_per_row=256.0)]) == "256 B a row"
+    assert size([replace(one, bytes_per_row=256.0)]) == "8 B + 256 B a row"
+    assert size([replace(one, rehearsed=False)]) == "none in a first round"
+
+
+@pytest.mark.parametrize(
+    ("name", "egress", "sentences"),
+    [
+        ("fedavg", {}, {"a": "parameters only", "b": "parameters only", "labels": "nothing"}),
+        (
+            "centralized",
+            {"a": {"server": ["raw"]}, "b": {"server": []}} | LABELS,
+            {
+                "a": "raw samples may leave",
+                "b": "nothing; the policy refuses: raw samples",
+                "labels": "labels may leave",
+            },
+        ),
+    ],
+)
+def test_a_plain_sentence_for_each_modality(name: str, egress: Any, sentences: dict[str, str]) -> None:
+    checked = check(recipe(algorithm(name), egress=egress))
+    for block, words in sentences.items():
+        assert sentence([row for row in checked.planned if row.block == block], checked) == words
