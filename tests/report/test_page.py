@@ -135,12 +135,16 @@ def test_accuracy_is_drawn_against_what_it_took(made_run):
     rows = [
         json.loads(line) | {"simulated_seconds": 2.5} for line in (folder / "rounds.jsonl").read_text().splitlines()
     ]
+    for number, row in enumerate(rows, 1):
+        row["logged"] |= {"exchanges": 2 * number, "local_rounds": 10 * number}
     (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    charts = {chart["name"]: chart for chart in read(write_report(folder)).drawn["charts"]}
-    assert charts["price-time"]["x"] == [2.5, 5.0, 7.5, 10.0]
+    charts = {chart["title"]: chart for chart in read(write_report(folder)).drawn["charts"]}
+    assert charts["Accuracy against simulated time"]["x"] == [2.5, 5.0, 7.5, 10.0]
     moved = np.cumsum([row["bytes_up"] + row["bytes_down"] for row in rows]) / 1e6
-    assert charts["price-bytes"]["x"] == pytest.approx(moved.tolist())
-    series = {one["label"]: one["values"] for one in charts["price-time"]["series"]}
+    assert charts["Accuracy against bytes"]["x"] == pytest.approx(moved.tolist())
+    assert charts["Test loss against exchanges"]["x"] == [2, 4, 6, 8]
+    assert charts["Accuracy against local rounds"]["x"] == [10, 20, 30, 40]
+    series = {one["label"]: one["values"] for one in charts["Accuracy against simulated time"]["series"]}
     assert series["all modalities"] == pytest.approx([row["metrics"]["global"]["accuracy"] for row in rows], rel=1e-5)
 
 

@@ -176,23 +176,31 @@ def timing(history: History) -> Chart:
 
 
 def prices(history: History) -> list[Chart]:
-    """Accuracy against what it took: bytes, and simulated time where the recipe has a network model."""
-    series = _present(
-        history, [("all modalities", "global.accuracy", 0, False), ("clients' own", "personal.mean", 1, False)]
-    )
-    up, down = (history.columns.get(f"bytes_{way}", ()) for way in ("up", "down"))
-    moved = list(accumulate((a or 0.0) + (b or 0.0) for a, b in zip(up, down, strict=True)))
-    passed = list(accumulate(second or 0.0 for second in history.columns.get("simulated_seconds", ())))
-    caption = "Accuracy when so much had been spent since round 1; clients' own: the mean over their own test rows."
+    """Accuracy against what it took: bytes, simulated time where the recipe has a network model, and, with the test
+    loss, the local rounds and exchanges of a method that counts them."""
+    scores = [("all modalities", "global.accuracy", 0, False), ("clients' own", "personal.mean", 1, False)]
+    loss = [("test", "global.loss", 1, False)]
+    up, down, seconds = (history.columns.get(name, ()) for name in ("bytes_up", "bytes_down", "simulated_seconds"))
+    moved = accumulate((a or 0.0) + (b or 0.0) for a, b in zip(up, down, strict=True))
+    spent: list[tuple[str, str, list[float], bool]] = [
+        ("bytes", "MB, both ways", [total / 1e6 for total in moved], False),
+        ("simulated time", "simulated seconds", list(accumulate(value or 0.0 for value in seconds)), False),
+    ]
+    for name in ("local rounds", "exchanges"):
+        counted = history.columns.get(f"logged.{name.replace(' ', '_')}", ())
+        spent.append((name, name, [value or 0.0 for value in counted], True))
     charts = []
-    if moved and moved[-1]:
-        megabytes = [value / 1e6 for value in moved]
-        charts.append(
-            Chart("price-bytes", "Accuracy against bytes", caption, "share", megabytes, series, "MB, both ways")
-        )
-    if passed and passed[-1]:
-        title = "Accuracy against simulated time"
-        charts.append(Chart("price-time", title, caption, "share", passed, series, "simulated seconds"))
+    for number, (what, label, x, with_loss) in enumerate(spent):
+        if not x or not x[-1]:
+            continue
+        caption = "When so much had been spent since round 1; clients' own: the mean over their own test rows."
+        series = _present(history, scores)
+        charts.append(Chart(f"price-{number}", f"Accuracy against {what}", caption, "share", x, series, label))
+        if with_loss:
+            curves = _present(history, loss)
+            charts.append(
+                Chart(f"price-loss-{number}", f"Test loss against {what}", caption, "number", x, curves, label)
+            )
     return charts
 
 
