@@ -114,6 +114,9 @@ def test_ctrl_c_says_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch
         (("--engine", "warp"), 2, "warp"),
         (("--resume",), 2, "--out"),
         (("--set", 'egress.color.server=["statistic"]'), 3, "parameters of color"),
+        (("--set", 'egress.colour.server=["raw"]'), 2, "digits.toml: [egress] has no row 'colour'"),
+        (("--set", "clients.missing={grey=0.2}"), 2, "digits.toml: clients.missing names modality 'grey'"),
+        (("--set", "rounds=0"), 2, "digits.toml: rounds = 0"),
         (("--set", 'data={name="npz", path="nowhere.npz", modalities=["a"]}'), 5, "nowhere.npz"),
     ],
 )

@@ -142,9 +142,21 @@ BASE: dict[str, Any] = {
     [
         ("algorithm", {"name": "fedprx"}, "did you mean 'fedprox'"),
         ("algorithm", {"mue": 0.1}, "[algorithm] has no option 'mue'; did you mean 'mu'"),
-        ("algorithm", {"mu": "much"}, "[algorithm] mu = 'much': input should be a valid number"),
+        ("algorithm", {"mu": "much"}, "[algorithm] mu = 'much': must be a number"),
         ("train", {"lr": -1.0}, "[train] lr = -1.0: must be 0 or more"),
-        ("train", {"epochs": 1.5}, "[train] epochs = 1.5"),
+        ("train", {"epochs": 1.5}, "[train] epochs = 1.5: must be a whole number"),
+        ("train", {"epochs": 0}, "[train] epochs = 0: must be 1 or more"),
+        ("train", {"steps": 0}, "[train] steps = 0: must be 1 or more"),
+        ("train", {"batch_size": -1}, "[train] batch_size = -1: must be 0 or more"),
+        ("evaluation", {"every": -1}, "[evaluation] every = -1: must be 0 (only the last round) or more"),
+        ("evaluation", {"personal": 1}, "[evaluation] personal = 1: must be true or false"),
+        ("checkpoint", {"every": -1}, "[checkpoint] every = -1: must be 0 (only the last round) or more"),
+        ("engine", {"min_replies": -1}, "[engine] min_replies = -1: must be 0 or more"),
+        ("engine", {"client_cpus": 0.0}, "[engine] client_cpus = 0.0: must be above 0"),
+        ("clients", {"missing": {"a": "half"}}, "[clients] missing.a = {'a': 'half'}: must be a number"),
+        ("model", {"head": ["a"]}, "[model] head[0] = ['a']: must be a whole number"),
+        ("egress", {"a": 5}, '[egress] a = 5: write [egress.a] and below it server = ["parameters"]'),
+        ("egress", {"a": {"server": "raw"}}, "[egress.a] server = 'raw': must be a list of kinds"),
         ("train", {"optimiser": "sdg"}, "[train] optimiser = 'sdg'"),
         ("clients", {"participation": 0}, "participation = 0"),
         ("clients", {"participation": 1.5}, "participation = 1.5"),
@@ -165,6 +177,25 @@ def test_a_wrong_recipe_says_where_what_and_the_nearest_name(section: str, chang
         assemble(parse_recipe(table))
     assert words in str(error.value)
     assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rounds": 0}, "rounds = 0: must be 1 or more, as nothing would be trained"),
+        ({"rounds": 1.5}, "rounds = 1.5: must be a whole number"),
+        ({"seed": -1}, "seed = -1: must be 0 or more"),
+    ],
+)
+def test_a_wrong_key_before_the_sections_is_named_as_it_is_written(change: Any, words: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        parse_recipe(BASE | change)
+    assert str(error.value) == words
+
+
+def test_steps_make_up_for_no_epochs_and_objects_may_train_nothing() -> None:
+    assert parse_recipe({**BASE, "train": {"epochs": 0, "steps": 3}}).algorithm.train.steps == 3
+    assert replace(parse_recipe(BASE), rounds=0).rounds == 0
 
 
 def test_more_clients_than_there_are_is_an_error() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polyfed import metrics
 from polyfed.batch import Batch
+from polyfed.errors import RecipeError
 from polyfed.messages import Message, carries, message
 from polyfed.model import Model
 from polyfed.tree import Tree
@@ -47,6 +48,11 @@ class Evaluation:
     every: int = 1
     personal: bool = True
     unimodal: Literal["auto", "head", "zero"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse values that have no meaning."""
+        if self.every < 0:
+            raise RecipeError(f"[evaluation] every = {self.every}: must be 0 (only the last round) or more")
 
     def due(self, round: int, rounds: int) -> bool:
         """Whether this round is evaluated."""

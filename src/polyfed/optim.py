@@ -75,8 +75,9 @@ class Train:
         for name in ("momentum", "beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise RecipeError(f"[train] {name} = {getattr(self, name)}: must lie in [0, 1)")
-        if self.epochs < 0 or self.batch_size < 0 or (self.steps is not None and self.steps < 0):
-            raise RecipeError("[train] epochs, steps and batch_size must be 0 or more")
+        for name in ("epochs", "steps", "batch_size"):
+            if (getattr(self, name) or 0) < 0:
+                raise RecipeError(f"[train] {name} = {getattr(self, name)}: must be 0 or more")
         if self.nesterov and not self.momentum:
             raise RecipeError("[train] nesterov = true needs momentum > 0")
         if self.lr_schedule != "constant" and self.lr_end is None:

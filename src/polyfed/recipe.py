@@ -5,24 +5,23 @@ name the nearest one, values are checked against the field's type by pydantic in
 """
 
 import dataclasses
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any
 
 from polyfed.algorithm import Algorithm
 from polyfed.algorithms import ALGORITHMS
 from polyfed.data import SOURCES, ClientsSpec
 from polyfed.errors import RecipeError, did_you_mean
 from polyfed.evaluation import Evaluation
+from polyfed.messages import KINDS
 from polyfed.model import ModelSpec
 from polyfed.network import Network
 from polyfed.optim import ServerOptimiser, Train
 from polyfed.registry import find, name_of
+from polyfed.schema import checked
 from polyfed.selection import SELECTORS, Selector
 from polyfed.settings import CheckpointSpec, EngineSpec
 
@@ -74,8 +73,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
-        if self.rounds < 0 or self.seed < 0:
-            raise RecipeError("rounds and seed must be 0 or more")
+        for name in ("rounds", "seed"):
+            if getattr(self, name) < 0:
+                raise RecipeError(f"{name} = {getattr(self, name)}: must be 0 or more")
 
     def table(self) -> dict[str, Any]:
         """The resolved recipe, every default written out, in the layout of the file."""
@@ -145,32 +145,51 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
     for section in ("data", "algorithm", "model"):
         if section not in sections:
             raise RecipeError(f"section [{section}] is missing")
+    _refuse_idle(top, sections.get("train", {}))
     clients = build("[clients]", ClientsSpec, sections.get("clients", {}))
     data = dict(sections["data"])
     stack = {"stack": data.pop("stack")} if "stack" in data else {}
     return Recipe(
-        **_checked("the head of the recipe", Recipe, top),
+        **checked("", Recipe, top),
         data=build("[data]", *_class("[data]", SOURCES, object, data)),
-        **_checked("[data]", Recipe, stack),
+        **checked("[data]", Recipe, stack),
         clients=clients,
         model=build("[model]", ModelSpec, sections["model"]),
         algorithm=_algorithm(sections, clients),
         engine=build("[engine]", EngineSpec, sections.get("engine", {})),
         checkpoint=build("[checkpoint]", CheckpointSpec, sections.get("checkpoint", {})),
-        egress=_checked("[egress]", _Egress, {"rows": sections.get("egress", {})})["rows"],
+        egress=_egress(sections.get("egress", {})),
         network=_network(sections.get("network")),
         name=name,
     )
 
 
-@dataclass(frozen=True)
-class _Egress:
-    rows: dict[str, dict[str, list[str]]]
+def _refuse_idle(top: Mapping[str, Any], train: Mapping[str, Any]) -> None:
+    """Refuse what trains nothing. Objects may say so, to look at a start; in a file it is a slip."""
+    for where, key, table in (("", "rounds", top), ("[train] ", "epochs", train), ("[train] ", "steps", train)):
+        if table.get(key) == 0 and not (key == "epochs" and "steps" in train):
+            raise RecipeError(f"{where}{key} = 0: must be 1 or more, as nothing would be trained")
+
+
+def _egress(rows: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
+    """The policy's table; its words are judged by `Policy.parse`, which knows the modalities."""
+    for block, row in rows.items():
+        if not isinstance(row, Mapping):
+            raise RecipeError(
+                f'[egress] {block} = {row!r}: write [egress.{block}] and below it server = ["parameters"]'
+            )
+        for destination, kinds in row.items():
+            if not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+                raise RecipeError(
+                    f'[egress.{block}] {destination} = {kinds!r}: must be a list of kinds, as in ["parameters"]; '
+                    f"Allowed: {', '.join(KINDS)}"
+                )
+    return {block: {destination: list(kinds) for destination, kinds in row.items()} for block, row in rows.items()}
 
 
 def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
     """An instance of a section's dataclass; `given` are fields that are not written in this section."""
-    values = _checked(where, cls, table, frozenset(given))
+    values = checked(where, cls, table, frozenset(given))
     try:
         return cls(**values, **given)
     except TypeError as error:  # a required field
@@ -237,26 +256,6 @@ def _class(
         wanted = "a dataclass" if base is object else f"a subclass of {base.__name__} and a dataclass"
         raise RecipeError(f"{where} name = '{name}' must be {wanted}; it is {cls!r}")
     return cls, rest
-
-
-def _checked(
-    where: str, cls: type, table: Mapping[str, Any], elsewhere: frozenset[str] = frozenset()
-) -> dict[str, Any]:
-    """The values of a section, each checked against its field's type."""
-    hints = get_type_hints(cls)
-    allowed = [f.name for f in fields(cls) if f.init and f.name not in elsewhere]
-    values = {}
-    for key, value in table.items():
-        if key not in allowed:
-            raise RecipeError(f"{where} has no option '{key}'; {did_you_mean(key, allowed)}")
-        try:
-            # through JSON: strict mode then takes an array for a tuple, but still no "5" for 5
-            values[key] = TypeAdapter(hints[key]).validate_json(json.dumps(value, default=str), strict=True)
-        except ValidationError as error:
-            first = error.errors()[0]
-            spot = "".join(f"[{part!r}]" for part in first["loc"] if isinstance(part, int))
-            raise RecipeError(f"{where} {key}{spot} = {value!r}: {first['msg'].lower()}") from None
-    return values
 
 
 def _apply(table: dict[str, Any], override: str) -> None:

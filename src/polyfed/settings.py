@@ -44,12 +44,12 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
-        if min(self.threads, self.stack, self.min_replies, self.nodes) < 0:
-            raise RecipeError("[engine] threads, stack, min_replies and nodes must be 0 or more")
-        if min(self.enrol_seconds, self.reply_seconds, self.message_megabytes, self.client_cpus) <= 0:
-            raise RecipeError(
-                "[engine] enrol_seconds, reply_seconds, message_megabytes and client_cpus must be above 0"
-            )
+        for name in ("threads", "stack", "min_replies", "nodes"):
+            if getattr(self, name) < 0:
+                raise RecipeError(f"[engine] {name} = {getattr(self, name)}: must be 0 or more")
+        for name in ("enrol_seconds", "reply_seconds", "message_megabytes", "client_cpus"):
+            if not getattr(self, name) > 0:
+                raise RecipeError(f"[engine] {name} = {getattr(self, name)}: must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,11 @@ class CheckpointSpec:
     """
 
     every: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse values that have no meaning."""
+        if self.every < 0:
+            raise RecipeError(f"[checkpoint] every = {self.every}: must be 0 (only the last round) or more")
 
     def due(self, round: int, rounds: int) -> bool:
         """Whether this round is kept."""

@@ -34,6 +34,12 @@ def test_padding_counts_nothing(answers: tuple[torch.Tensor, torch.Tensor]) -> N
     assert float(metrics.top_k_hits(logits, y, ok)) == float(metrics.top_k_hits(logits[:150], y[:150], None))
 
 
+def test_top_five_of_five_classes_says_nothing_and_is_left_out() -> None:
+    none = torch.zeros(())
+    assert "top5" not in metrics.summary(torch.eye(5), none, none)
+    assert "top5" in metrics.summary(torch.eye(6), none, none)
+
+
 def test_ties_in_top_k_go_to_the_smaller_class() -> None:
     flat = torch.zeros(2, 8)
     assert float(metrics.top_k_hits(flat, torch.tensor([4, 5]), None)) == 1.0  # classes 0..4 are the first five

@@ -74,3 +74,11 @@ def test_a_call_without_its_parts_says_what_is_missing(words, capsys):
         main(("data", *words))
     assert stop.value.code == 2
     assert "polyfed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["cg-digits", "npz"])
+def test_a_source_that_is_read_as_it_is_says_so(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(("data", "prepare", name, "--from", "a", "--to", "b"))
+    assert stop.value.code == 2
+    assert f"'{name}' needs no preparation: a recipe reads it as it is, [data] name" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from polyfed.data.extraction import OnCorrupt
 from polyfed.data.prepare import prepare
 from polyfed.data.prepared import Prepared
 from polyfed.data.sources import SOURCES
+from polyfed.data.sources.media_set import MediaSet
 from polyfed.errors import RecipeError
 from polyfed.recipe import build
 
@@ -97,7 +98,7 @@ def _options(name: str, source: Path, settings: Sequence[str]) -> dict[str, Any]
             table[key.strip()] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
             table[key.strip()] = text.strip()  # a bare word
-    if name not in SOURCES:
-        return table  # `prepare` says which names there are
+    if not issubclass(SOURCES.get(name, object), MediaSet):
+        return table  # `prepare` says which names there are, and which need no preparation
     built = build("[data]", SOURCES[name], table | {"path": str(source)})
     return {key: getattr(built, key) for key in table}

@@ -9,7 +9,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -98,7 +99,7 @@ def run(
     loaded = polyfed.load_recipe(recipe, [*(overrides or []), *words])
     folder = out if out is not None else unused(Path("runs"), loaded.name)
     try:
-        with Progress() as progress:
+        with Progress() as progress, naming(recipe):
             finished = polyfed.run(loaded, out=folder, resume=resume, listeners=[progress])
     except KeyboardInterrupt:
         settings = [part for word in (*(overrides or []), *words) for part in ("--set", word)]
@@ -114,8 +115,10 @@ def run(
 
 @app.command()
 def check(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Validate a recipe; print clients, blocks, sizes and what will cross. Nothing is trained."""
-    checked = polyfed.check(polyfed.load_recipe(recipe, overrides or []))
+    """Validate a recipe; print clients, blocks, sizes and what can cross. Nothing leaves a client."""
+    loaded = polyfed.load_recipe(recipe, overrides or [])
+    with naming(recipe):
+        checked = polyfed.check(loaded)
     if as_json:
         print_json(plan_of(checked))
     else:
@@ -160,7 +163,7 @@ def report(
 def algorithms(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False)] = None,
 ) -> None:
-    """List the algorithms, or tell what one does, its hyper-parameters and what crosses."""
+    """List the algorithms, or tell what one does, its hyper-parameters and what can cross."""
     show(handbook.algorithm_list() if name is None else handbook.algorithm_page(name))
 
 
@@ -209,6 +212,15 @@ def write_flower_app(
         folder = deploy.write_credentials(dir.with_name(f"{dir.name}-credentials"), keys)
         lines.append(f"certificates and {keys} node keys, for development only, in {folder}")
     show(*map(Text, lines))
+
+
+@contextmanager
+def naming(recipe: Path) -> Iterator[None]:
+    """Put the recipe's name before errors that show only once recipe and data meet; reading it names it already."""
+    try:
+        yield
+    except (RecipeError, polyfed.errors.EgressError) as error:
+        raise type(error)(f"recipe {recipe}: {error}") from None
 
 
 def unused(parent: Path, name: str) -> Path:

@@ -61,7 +61,11 @@ def _source(name: str, folder: str | Path, options: dict[str, Any]) -> MediaSet:
     cls = SOURCES[name]
     if not issubclass(cls, MediaSet):
         able = ", ".join(sorted(key for key, value in SOURCES.items() if issubclass(value, MediaSet)))
-        raise RecipeError(f"'{name}' needs no preparation: give its path in a recipe. These do: {able}")
+        where = ', path = "DIR"' if "path" in getattr(cls, "__dataclass_fields__", ()) else ""
+        raise RecipeError(
+            f"'{name}' needs no preparation: a recipe reads it as it is, [data] name = \"{name}\"{where}. "
+            f"These need it: {able}"
+        )
     allowed = {f.name: f for f in fields(cls) if f.name not in ("path", "cache")}
     for option in options:
         if option not in allowed:

@@ -1,0 +1,67 @@
+"""Values of a recipe's section against the types of the dataclass it configures, by pydantic in strict mode."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from polyfed.errors import RecipeError, did_you_mean
+
+
+def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """The values of a section, each checked against its field's type.
+
+    Args:
+        where: the section, as `[train]`; empty before the first one.
+        cls: its dataclass.
+        table: keys and values as written.
+        elsewhere: fields that are written in another section.
+
+    Raises:
+        RecipeError: with section, key, value, and what is allowed or the nearest name.
+    """
+    hints = get_type_hints(cls)
+    allowed = [f.name for f in fields(cls) if f.init and f.name not in elsewhere]
+    values = {}
+    for key, value in table.items():
+        if key not in allowed:
+            raise RecipeError(f"{where} has no option '{key}'; {did_you_mean(key, allowed)}")
+        try:
+            # through JSON: strict mode then takes an array for a tuple, but still no "5" for 5
+            values[key] = TypeAdapter(hints[key]).validate_json(json.dumps(value, default=str), strict=True)
+        except ValidationError as error:
+            inside = value if isinstance(value, Mapping) else ()
+            spot = "".join(
+                f".{part}" if part in inside else f"[{part}]"
+                for part in error.errors()[0]["loc"]
+                if isinstance(part, int) or part in inside
+            )
+            raise RecipeError(f"{where} {key}{spot} = {_shown(value)}: must be {_wanted(error)}".lstrip()) from None
+    return values
+
+
+WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a word in quotes",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table",
+}
+"""What pydantic's errors say, in the words of who writes TOML."""
+
+
+def _wanted(error: ValidationError) -> str:
+    """What a value may be: one wish for each type that its field allows."""
+    wishes = (WANTED.get(e["type"], e["msg"].lower().removeprefix("input should be ")) for e in error.errors())
+    return " or ".join(dict.fromkeys(wishes))
+
+
+def _shown(value: Any) -> str:
+    """A value as TOML writes it, where that differs from Python."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
