@@ -19,7 +19,8 @@ class EngineSpec:
         min_replies: a round in which fewer clients answer ends the run (exit code 4).
         debug: let a client's exception through, with client, round, task and shapes.
         nodes: flower: clients to wait for before the first round of a deployment; 0 means [clients] num.
-        enrol_seconds: flower: how long to wait for them; the run starts with those that came, if enough.
+        min_nodes: flower: fewer of them by then end the run before its first round (exit code 4); 0 means all.
+        enrol_seconds: flower: how long to wait for them.
         reply_seconds: flower: how long a client may take for an ask; who is later is left out of it.
         on_refusal: flower: a client whose policy refuses ends the run (exit code 3), or is left out of the ask.
         relay: flower: `server-sees` says that messages between clients of a silo pass through the server, which
@@ -35,6 +36,7 @@ class EngineSpec:
     min_replies: int = 1
     debug: bool = False
     nodes: int = 0
+    min_nodes: int = 0
     enrol_seconds: float = 120.0
     reply_seconds: float = 600.0
     on_refusal: Literal["stop", "drop"] = "stop"
@@ -44,7 +46,7 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
-        for name in ("threads", "stack", "min_replies", "nodes"):
+        for name in ("threads", "stack", "min_replies", "nodes", "min_nodes"):
             if getattr(self, name) < 0:
                 raise RecipeError(f"[engine] {name} = {getattr(self, name)}: must be 0 or more")
         for name in ("enrol_seconds", "reply_seconds", "message_megabytes", "client_cpus"):

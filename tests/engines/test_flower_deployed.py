@@ -1,7 +1,6 @@
 """The path of real devices (own folder, own data, own policy, facts from enrolment), without the processes."""
 
 import json
-import shlex
 import stat
 import tomllib
 from collections.abc import Mapping
@@ -14,11 +13,10 @@ import pytest
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 import polyfed
-from polyfed.deploy import write_app, write_nodes
-from polyfed.deploy.app import node_config
+from engines.devices import RECIPE, Devices
+from polyfed.deploy import write_app
 from polyfed.deploy.credentials import write_credentials
-from polyfed.deploy.handlers import Deployed, NodeConfig, policy_on
-from polyfed.deploy.local import _held
+from polyfed.deploy.device import NodeConfig, policy_on
 from polyfed.deploy.server import only_server, serve
 from polyfed.engines.flower import DirectGrid, GridPost, client_app
 from polyfed.engines.letters import Enrolment
@@ -26,58 +24,6 @@ from polyfed.errors import BadReply, EgressError, RecipeError, TooFewReplies
 from polyfed.recipe import load_recipe
 from polyfed.run import conduct
 from polyfed.wire import Packet
-
-RECIPE = """
-seed = 3
-rounds = 2
-[data]
-name = "toy"
-rows = 240
-classes = 4
-[clients]
-partition = "dirichlet"
-num = 3
-alpha = 2.0
-holdings = [["a", "b"], ["a"], ["b"]]
-personal_test = 0.2
-[model]
-embedding = 6
-[model.encoders]
-a = { kind = "mlp", hidden = [8] }
-b = { kind = "mlp", hidden = [8] }
-[train]
-batch_size = 16
-lr = 0.1
-[algorithm]
-name = "scaffold"
-[engine]
-enrol_seconds = 2.0
-"""
-
-
-class Devices:
-    """Three devices in folders, as SuperNodes see them."""
-
-    def __init__(self, folder: Path) -> None:
-        (folder / "recipe.toml").write_text(RECIPE)
-        self.recipe = folder / "recipe.toml"
-        self.app = write_app(self.recipe, folder / "app")
-        self.places = write_nodes(load_recipe(self.recipe), folder)
-        held = _held(self.places)
-        words = [shlex.split(node_config(p, k, held[k])) for k, p in enumerate(self.places)]
-        self.configs: list[dict[str, Any]] = [dict(word.split("=", 1) for word in line) for line in words]
-        for config in self.configs:
-            config["client"] = int(config["client"])
-        self.handler = Deployed(self.app / "recipe.toml")
-
-    def __call__(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
-        return self.handler(packet, self.configs[config["partition-id"]])
-
-    def serve(self, out: Path) -> dict[str, Any]:
-        post = GridPost(DirectGrid(client_app(self), 3))
-        serve(self.app / "recipe.toml", post, {"out": str(out)}, conduct)
-        result: dict[str, Any] = json.loads((out / "result.json").read_text())
-        return result
 
 
 def test_devices_equal_the_simulation_bit_for_bit(tmp_path: Path) -> None:
@@ -166,13 +112,6 @@ def test_a_wrong_policy_file_is_refused_and_named(text: str, words: str, tmp_pat
     with pytest.raises(RecipeError, match=words) as caught:
         policy_on(NodeConfig(data="x.npz", client=0, modalities="a", policy=str(own)), recipe, ("a", "b"))
     assert "own.toml" in str(caught.value)
-
-
-def test_a_misspelt_node_configuration_names_the_nearest_word(tmp_path: Path) -> None:
-    devices = Devices(tmp_path)
-    answer = devices.handler(Packet({"want": "enrol"}), {"dta": "x.npz", "client": 0, "modalities": "a"})
-    assert answer.header["verdict"] == "failed"
-    assert "did you mean 'data'" in answer.header["reason"]
 
 
 def test_an_enrolment_is_not_believed() -> None:

@@ -21,7 +21,8 @@ from rich.text import Text
 
 import polyfed
 from polyfed.check import Check
-from polyfed.cli import handbook, preparation, tables
+from polyfed.cli import deployment, handbook, preparation, tables
+from polyfed.deploy.inspection import inspect
 from polyfed.errors import PolyfedError, RecipeError
 from polyfed.progress import Progress
 from polyfed.report import REPORT, compare, write_comparison, write_report
@@ -114,9 +115,21 @@ def run(
 
 
 @app.command()
-def check(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def check(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    node: Annotated[
+        str | None,
+        typer.Option(metavar="CONFIG", help="Check this device: words of --node-config, or its policy file."),
+    ] = None,
+) -> None:
     """Validate a recipe; print clients, blocks, sizes and what can cross. Nothing leaves a client."""
     loaded = polyfed.load_recipe(recipe, overrides or [])
+    if node is not None:
+        inspection = inspect(loaded, node)
+        show(deployment.device_tables(inspection))
+        raise typer.Exit(polyfed.errors.EgressError.exit_code if inspection.refused else 0)
     with naming(recipe):
         checked = polyfed.check(loaded)
     if as_json:
@@ -198,20 +211,18 @@ def write_flower_app(
         bool, typer.Option("--local", help="Also start it: a SuperLink and a SuperNode a client, on this machine.")
     ] = False,
     keys: Annotated[
-        int, typer.Option(metavar="N", help="Write development certificates and N node keys to DIR-credentials.")
+        int, typer.Option(min=0, metavar="N", help="Write what is missing of N node keys to DIR-credentials.")
     ] = 0,
 ) -> None:
     """Write a Flower app of a recipe, for `flwr run`; see docs/deploy.md."""
-    from polyfed import deploy
-
-    if local:
-        raise typer.Exit(deploy.run_locally(recipe, dir))
-    deploy.write_app(recipe, dir)
-    lines = [f"app in {dir}; start it with: flwr run {dir} CONNECTION --stream"]
-    if keys:
-        folder = deploy.write_credentials(dir.with_name(f"{dir.name}-credentials"), keys)
-        lines.append(f"certificates and {keys} node keys, for development only, in {folder}")
-    show(*map(Text, lines))
+    if not local:
+        show(*deployment.written(recipe, dir, keys))
+        return
+    try:
+        show(*deployment.run_here(recipe, dir))
+    except KeyboardInterrupt:
+        typer.echo(f"all processes have ended; go on with: {deployment.again(recipe, dir)}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 @contextmanager

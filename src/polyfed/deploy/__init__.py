@@ -19,7 +19,7 @@ def write_credentials(folder: Path, nodes: int) -> Path:
     return credentials.write_credentials(folder, nodes)
 
 
-def run_locally(recipe_path: Path, folder: Path) -> int:
+def run_locally(recipe_path: Path, folder: Path) -> Path:
     """See `polyfed.deploy.local.run_locally`."""
     try:
         from polyfed.deploy import local

@@ -1,17 +1,20 @@
 """Flower apps from recipes, and folders of data for the clients of a demonstration."""
 
 import re
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import tomli_w
 
-from polyfed.assembly import population_of
-from polyfed.data import Population
+from polyfed.assembly import model_of, population_of
+from polyfed.data import Columns, Population, stacked
 from polyfed.data.columns import OWN_TEST, TEST
-from polyfed.errors import RecipeError
+from polyfed.errors import DataError, RecipeError
+from polyfed.policy import Policy
 from polyfed.recipe import Recipe, load_recipe
+from polyfed.registry import own
 
 APP, RECIPE, NODES = "polyfed_app.py", "recipe.toml", "nodes"
 
@@ -31,20 +34,24 @@ client = client_app(Deployed(RECIPE))
 '''
 
 
-def write_app(recipe_path: str | Path, folder: str | Path) -> Path:
+def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str], None] = lambda text: None) -> Path:
     """Write a Flower app that `flwr run` starts: its recipe, a module with both halves, and Flower's project file.
 
+    The path of the recipe's [data], where the server's own rows are, becomes absolute: the app's configuration `data`.
+
     Args:
-        recipe_path: the recipe; relative paths in it are read on the server, from where its process runs.
+        recipe_path: the recipe.
         folder: for the app; must be new or empty, or hold an app of this recipe's name.
+        warn: is told why there will be no global evaluation, if the recipe's data cannot be read here.
 
     Returns:
         the folder.
 
     Raises:
-        RecipeError: the recipe is wrong, or the folder holds something else.
+        PolyfedError: the recipe is wrong, or the folder holds something else.
     """
     recipe, folder = load_recipe(recipe_path), Path(folder)
+    _check(recipe, warn)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / APP).exists():
         raise RecipeError(f"{folder} is not empty and holds no polyfed app. Choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,11 +61,33 @@ def write_app(recipe_path: str | Path, folder: str | Path) -> Path:
     return folder
 
 
+def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
+    """Find here what would end the run on the server: an encoder that cannot be imported, a model that cannot be
+    built."""
+    for encoder in recipe.model.encoders.values():
+        if ":" in encoder.kind:
+            own(encoder.kind)
+    try:
+        columns: Columns = stacked(recipe.data.load(), recipe.stack)
+    except DataError as error:
+        place = "flwr run --run-config 'data=\"...\"'" if data_of(recipe) else "the recipe's [data]"
+        warn(f"no global evaluation unless the server can read these rows: {error}. {place} says where they are there")
+        return
+    shapes = {name: column.shape for name, column in columns.modalities.items()}
+    model_of(recipe, shapes, columns.num_classes, Policy.parse(recipe.egress, shapes))
+
+
+def data_of(recipe: Recipe) -> str:
+    """The absolute path of the recipe's data; "" where it has none."""
+    path = getattr(recipe.data, "path", "")
+    return str(Path(path).expanduser().absolute()) if path else ""
+
+
 def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
     """Write a folder for each client of a recipe, as if it were a device: its rows, its policy, its configuration.
 
     `data.npz` holds only the modalities the client has, in the order in which a simulation would train on its rows,
-    so that a deployment on these folders equals the simulation.
+    so that a deployment on these folders equals the simulation. A policy that is there stays as it is.
 
     Returns:
         the folders `nodes/0`, `nodes/1`, ... below `folder`.
@@ -69,10 +98,12 @@ def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
         place = Path(folder) / NODES / str(client)
         place.mkdir(parents=True, exist_ok=True)
         np.savez(place / "data.npz", **_arrays(population, client))  # type: ignore[arg-type]
+        written.append(place)
+        if (place / "policy.toml").exists():
+            continue
         rules = {block: {to: list(kinds) for to, kinds in row.items()} for block, row in recipe.egress.items()}
         head = "# What may leave this client. Its own file: the server's recipe can only forbid more.\n"
         (place / "policy.toml").write_text(head + tomli_w.dumps({"egress": rules}), encoding="utf-8")
-        written.append(place)
     return written
 
 
@@ -101,6 +132,7 @@ def _arrays(population: Population, client: int) -> dict[str, np.ndarray]:
 
 def _project(recipe: Recipe, folder: Path) -> dict[str, object]:
     name = re.sub(r"[^a-z0-9]+", "-", recipe.name.lower()).strip("-") or "run"
+    config = {"out": str((folder / "run").absolute()), "data": data_of(recipe)}
     return {
         "project": {
             "name": f"polyfed-{name}",
@@ -116,7 +148,7 @@ def _project(recipe: Recipe, folder: Path) -> dict[str, object]:
                     "publisher": "polyfed",
                     "fab-include": [APP, RECIPE],
                     "components": {"serverapp": "polyfed_app:server", "clientapp": "polyfed_app:client"},
-                    "config": {"out": str((folder / "run").absolute())},
+                    "config": config,
                 }
             }
         },

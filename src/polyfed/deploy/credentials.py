@@ -20,12 +20,19 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
+from polyfed.errors import RecipeError
+
+SERVER = ("ca.pem", "server.pem", "server.key")
+"""The authority and the server's certificate, which belong together."""
+
 DAYS = 30
 """A development certificate is valid for so long: short, since nobody will remember to revoke it (inferred)."""
 
 
 def write_credentials(folder: str | Path, nodes: int, hosts: Sequence[str] = ("127.0.0.1", "localhost")) -> Path:
     """Write `ca.pem`, `server.pem`, `server.key`, and `node-<k>.key` with `node-<k>.pub` for every node.
+
+    What is there stays, since it may be in use: only what is missing is added.
 
     Args:
         folder: made if it is not there; keys are readable by their owner only.
@@ -34,21 +41,50 @@ def write_credentials(folder: str | Path, nodes: int, hosts: Sequence[str] = ("1
 
     Returns:
         the folder.
+
+    Raises:
+        RecipeError: `nodes` is negative, or the server's certificate that is there is not whole or has expired.
     """
     folder = Path(folder)
+    if nodes < 0:
+        raise RecipeError(f"{nodes} node keys; give a number from 0 (--keys)")
     folder.mkdir(parents=True, exist_ok=True)
+    there = [name for name in SERVER if (folder / name).exists()]
+    if not there:
+        _write_server(folder, hosts)
+    else:
+        _check_server(folder, there)
+    for node in range(nodes):
+        if not (folder / f"node-{node}.key").exists():
+            _write_node(folder, node)
+    return folder
+
+
+def _write_server(folder: Path, hosts: Sequence[str]) -> None:
     authority, ca = _authority()
     key, certificate = _server(authority, ca, hosts)
     (folder / "ca.pem").write_bytes(ca.public_bytes(Encoding.PEM))
     (folder / "server.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
     _secret(folder / "server.key", key, PrivateFormat.PKCS8)
-    for node in range(nodes):
-        # Flower 1.41 takes elliptic curve keys of NIST in OpenSSH's format
-        own = ec.generate_private_key(ec.SECP384R1())
-        _secret(folder / f"node-{node}.key", own, PrivateFormat.OpenSSH)
-        public = own.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-        (folder / f"node-{node}.pub").write_bytes(public)
-    return folder
+
+
+def _check_server(folder: Path, there: Sequence[str]) -> None:
+    """Refuse a server's certificate that cannot be used any more; the authority's key was not kept, so none can be
+    added."""
+    cure = f"Move {', '.join(SERVER)} elsewhere and run this again; every device then needs the new ca.pem"
+    if missing := [name for name in SERVER if name not in there]:
+        raise RecipeError(f"{folder} holds {', '.join(there)}, but no {', '.join(missing)}. {cure}")
+    until = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes()).not_valid_after_utc
+    if until < datetime.now(UTC):
+        raise RecipeError(f"{folder}/server.pem expired on {until:%Y-%m-%d}. {cure}")
+
+
+def _write_node(folder: Path, node: int) -> None:
+    # Flower 1.41 takes elliptic curve keys of NIST in OpenSSH's format
+    key = ec.generate_private_key(ec.SECP384R1())
+    _secret(folder / f"node-{node}.key", key, PrivateFormat.OpenSSH)
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    (folder / f"node-{node}.pub").write_bytes(public)
 
 
 def _authority() -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:

@@ -3,10 +3,10 @@
 Every process is started with the commands that docs/deploy.md gives for real machines.
 """
 
+import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,16 +15,21 @@ from pathlib import Path
 
 import tomli_w
 
-from polyfed.deploy.app import node_config, write_app, write_nodes
+from polyfed import errors
+from polyfed.deploy.app import data_of, node_config, write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
+from polyfed.deploy.lock import alone_in
+from polyfed.deploy.processes import HOST, free_ports, groups_of, handling, interrupt, listens, lives, signal_group
+from polyfed.deploy.server import ERROR, placed
 from polyfed.engines.flower import QUIET
 from polyfed.errors import PolyfedError, RecipeError
-from polyfed.recipe import load_recipe
+from polyfed.recipe import Recipe, load_recipe
+from polyfed.records import RECIPE as RUN_RECIPE
+from polyfed.records import RESULT
 
-HOST = "127.0.0.1"
 CONNECTION = "polyfed-local"
-START_SECONDS = 60.0
-"""How long a process may take until it listens, on a busy machine."""
+START_SECONDS, STOP_SECONDS = 60.0, 5.0
+"""How long a process may take until it listens, on a busy machine, and until it has ended."""
 
 
 class Local:
@@ -45,10 +50,9 @@ class Local:
         self.nodes = write_nodes(recipe, self.folder)
         self.held = _held(self.nodes)
         self.credentials = self.folder / "credentials"
-        if not self.credentials.exists():
-            write_credentials(self.credentials, len(self.nodes))
+        write_credentials(self.credentials, len(self.nodes))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.ports = _free_ports(1 + len(self.nodes))
+        self.ports = free_ports(1 + len(self.nodes))
         self._write_connection()
 
     @property
@@ -57,7 +61,13 @@ class Local:
         return self.app / "run"
 
     def start(self) -> None:
-        """Start the SuperLink, make the nodes' keys known to it, start the SuperNodes."""
+        """Start the SuperLink, make the nodes' keys known to it, start the SuperNodes.
+
+        The SuperLink of an earlier life is forgotten, with its keys and its opinion of which nodes are alive: what a
+        run goes on from lies in the folders of the server and of the nodes.
+        """
+        for old in self.folder.glob("link.db*"):
+            old.unlink()
         self.start_link()
         for client in range(len(self.nodes)):
             self.flwr("supernode", "register", str(self.credentials / f"node-{client}.pub"), CONNECTION)
@@ -71,7 +81,7 @@ class Local:
         words += f" --ssl-keyfile {pem}/server.key --enable-supernode-auth --database {self.folder}/link.db"
         self._start("link", "flower-superlink", *words.split(), "--disable-runtime-dependency-installation")
         end = time.monotonic() + START_SECONDS
-        while not _listens(self.ports[0]):
+        while not listens(self.ports[0]):
             if self.processes["link"].poll() is not None or time.monotonic() > end:
                 raise RecipeError(f"the SuperLink did not start; see {self.folder}/link.log")
             time.sleep(0.2)
@@ -126,16 +136,25 @@ class Local:
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
         """End a process and all that it started, at once unless told otherwise."""
         process = self.processes.pop(name)
-        _signal_group(process.pid, how)
+        signal_group(process.pid, how)
         process.wait()
 
     def stop(self) -> None:
-        """End everything."""
-        for name in reversed(list(self.processes)):
-            _signal_group(self.processes[name].pid, signal.SIGTERM)
-        time.sleep(1.0)
-        for name in reversed(list(self.processes)):
-            self.kill(name)
+        """End everything, also what Flower started in sessions of its own; another Ctrl-C does not hinder it."""
+        with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
+            groups = {group for process in self.processes.values() for group in groups_of(process.pid)}
+            for how in (signal.SIGTERM, signal.SIGKILL):
+                for group in groups:
+                    signal_group(group, how)
+                end = time.monotonic() + STOP_SECONDS
+                while time.monotonic() < end and not self._ended(groups):
+                    time.sleep(0.1)
+            self.processes.clear()
+
+    def _ended(self, groups: set[int]) -> bool:
+        for process in self.processes.values():
+            process.poll()  # otherwise it stays, as a zombie
+        return not any(lives(group) for group in groups)
 
     def log(self, name: str) -> str:
         """What a process has written so far, nothing if it has not been started."""
@@ -164,6 +183,8 @@ class Local:
     def _environment(self) -> Mapping[str, str]:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         own = {"FLWR_HOME": f"{self.folder}/flwr", "PATH": path, "PYTHONUNBUFFERED": "1"}
+        if modules := os.environ.get("PYTHONPATH"):  # the processes start in another folder
+            own["PYTHONPATH"] = os.pathsep.join(os.path.abspath(part) for part in modules.split(os.pathsep))
         return QUIET | {"OMP_NUM_THREADS": "1"} | dict(os.environ) | own
 
     def _write_connection(self) -> None:
@@ -174,28 +195,59 @@ class Local:
         (home / "config.toml").write_text(tomli_w.dumps(table))
 
 
-def run_locally(recipe_path: str | Path, folder: str | Path) -> int:
-    """Run a recipe as a federation on loopback, printing the server's log; the exit code of the run.
+def run_locally(recipe_path: str | Path, folder: str | Path) -> Path:
+    """Run a recipe as a federation on loopback, printing the server's log; the run's folder.
 
-    Ctrl-C ends all processes; the same call goes on with the run.
+    Ctrl-C ends all processes; the same call goes on with the run. Where the run is at its end, nothing is started.
+
+    Raises:
+        PolyfedError: what ended the run; or another call holds the folder.
     """
-    import json
+    folder = Path(folder).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    cure = "End it by Ctrl-C there, or choose another folder"
+    with alone_in(folder, "another call runs a federation here", cure), handling(interrupt, signal.SIGTERM):
+        out = folder / "app" / "run"
+        if finished(load_recipe(recipe_path), out):
+            _say(f"the run in {out} is at its end: nothing to do. Another folder begins another run")
+            return out
+        with Local(recipe_path, folder) as federation:
+            _say(f"starting a SuperLink and {len(federation.nodes)} SuperNodes; their logs: {federation.folder}/*.log")
+            federation.start()
+            _show(federation)
+    if (out / ERROR).exists():
+        told = json.loads((out / ERROR).read_text())
+        raise getattr(errors, told["error"], PolyfedError)(told["text"])
+    if not (out / RESULT).exists():
+        raise PolyfedError(f"the run ended without a result; see the logs in {folder}")
+    return out
 
-    with Local(recipe_path, folder) as federation:
-        failed = federation.out / "error.json"
-        failed.unlink(missing_ok=True)
-        federation.start()
-        process = federation.run()
-        with (federation.folder / "run.log").open("rb") as log:
-            while process.poll() is None:
-                print(log.read().decode(errors="replace"), end="", flush=True)  # noqa: T201  its output is this log
-                time.sleep(0.2)
-            print(log.read().decode(errors="replace"), end="", flush=True)  # noqa: T201
-        if failed.exists():
-            return int(json.loads(failed.read_text())["exit_code"])
-        if not (federation.out / "result.json").exists():
-            raise PolyfedError(f"the run ended without a result; see the logs in {federation.folder}")
-    return 0
+
+def finished(recipe: Recipe, out: Path) -> bool:
+    """Whether a folder holds the result of this recipe, on whichever machine."""
+    if (out / ERROR).exists() or not (out / RESULT).exists():
+        return False
+    if json.loads((out / RESULT).read_text())["rounds"] != recipe.rounds:
+        return False
+    before, now = (load_recipe(out / RUN_RECIPE).table(), placed(recipe, data_of(recipe)).table())
+    return all(before.get(key) == now.get(key) for key in {*before, *now} - {"engine", "checkpoint"})
+
+
+def _show(federation: Local) -> None:
+    """Print the server's log until the run has ended."""
+    path = federation.folder / "run.log"
+    before = path.stat().st_size if path.exists() else 0
+    process = federation.run()
+    with path.open("rb") as log:
+        log.seek(before)
+        while process.poll() is None:
+            print(log.read().decode(errors="replace"), end="", flush=True)  # noqa: T201  its output is this log
+            time.sleep(0.2)
+        print(log.read().decode(errors="replace"), end="", flush=True)  # noqa: T201
+
+
+def _say(text: str) -> None:
+    print(f"polyfed: {text}", flush=True)  # noqa: T201  as the log that follows
 
 
 def _held(nodes: list[Path]) -> list[tuple[str, ...]]:
@@ -212,26 +264,3 @@ def _held(nodes: list[Path]) -> list[tuple[str, ...]]:
 
 def _command(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(1.0)
-        return probe.connect_ex((HOST, port)) == 0
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for probe in sockets:
-        probe.bind((HOST, 0))
-    ports = [int(probe.getsockname()[1]) for probe in sockets]
-    for probe in sockets:
-        probe.close()
-    return ports
-
-
-def _signal_group(pid: int, how: signal.Signals) -> None:
-    try:
-        os.killpg(pid, how)
-    except ProcessLookupError:
-        return

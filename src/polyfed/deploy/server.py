@@ -1,11 +1,10 @@
 """The server's start: who takes part, and the same loop as any run, with a post in place of an engine's own clients."""
 
-import fcntl
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from polyfed.assembly import population_of
 from polyfed.data import Column, Columns, Population, Shards, stacked
 from polyfed.data.columns import LEFT_OUT, TEST, VALIDATION
 from polyfed.deploy.handlers import MEGABYTE, Simulated
+from polyfed.deploy.lock import alone_in
 from polyfed.engines.inprocess import InProcess
 from polyfed.engines.letters import ENROLLED, REFUSED, Enrolment
 from polyfed.engines.remote import Remote, Terms
@@ -25,6 +25,9 @@ from polyfed.recipe import Recipe, load_recipe
 from polyfed.records import Records
 from polyfed.settings import EngineSpec
 from polyfed.wire import Packet
+
+ERROR = "error.json"
+"""What ended a run, beside its records; gone when the run goes on."""
 
 
 def terms_of(spec: EngineSpec) -> Terms:
@@ -48,6 +51,12 @@ _T = TypeVar("_T")
 
 Conduct = Callable[..., _T]
 """`polyfed.run.conduct`: assembles a run and brings it to its end."""
+
+
+def placed(recipe: Recipe, data: str) -> Recipe:
+    """A recipe as a server runs it: on this engine, its own rows where they are on this machine."""
+    source = replace(recipe.data, path=data) if data else recipe.data
+    return replace(recipe, data=source, engine=replace(recipe.engine, name="flower"))
 
 
 def simulate(recipe: Recipe, records: Records | None, emit: Emitter, conduct: Conduct[_T]) -> _T:
@@ -96,47 +105,38 @@ def serve(recipe_path: Path, post: Any, config: Mapping[str, Any], conduct: Cond
     Args:
         recipe_path: the recipe that came with the app.
         post: carries packets.
-        config: the run's configuration: `out`, a folder on the server.
+        config: the run's configuration: `out`, a folder on the server, and `data`, where the server's own rows are, if
+            the recipe's [data] has a path.
         conduct: `polyfed.run.conduct`.
 
     Raises:
         PolyfedError: it ends the run; its text and exit code are also left in `out/error.json`.
     """
     out = Path(str(config.get("out", "runs/flower"))).expanduser()
+    (out / ERROR).unlink(missing_ok=True)
     try:
-        recipe = load_recipe(recipe_path)
-        recipe = replace(recipe, engine=replace(recipe.engine, name="flower"))
+        recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
         records = Records(out, resume=True)
         emit = Emitter([_Log()])
         with only_server(out):
             population = enrolled(recipe, post, emit)
             conduct(recipe, records, emit, population=population, engine=engine_by(post, recipe.engine))
+        (out / ERROR).unlink(missing_ok=True)  # of another server, which was refused meanwhile
     except PolyfedError as error:
         told = {"error": type(error).__name__, "text": str(error), "exit_code": error.exit_code}
         if out.is_dir():
-            (out / "error.json").write_text(json.dumps(told, indent=1))
+            (out / ERROR).write_text(json.dumps(told, indent=1))
         print(f"polyfed: {error} (exit code {error.exit_code})", flush=True)  # noqa: T201  the app's log is its screen
         raise
 
 
-@contextmanager
-def only_server(out: Path, seconds: float = 90.0) -> Iterator[None]:
+def only_server(out: Path, seconds: float = 90.0) -> AbstractContextManager[None]:
     """Hold the run's folder; a server whose SuperLink was killed may live on for some seconds.
 
     Raises:
         RecipeError: another server still holds it after `seconds`.
     """
-    end = time.monotonic() + seconds
-    with (out / ".lock").open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise RecipeError(f"{out}: another server is writing this run. Stop it (flwr stop)") from None
-                time.sleep(0.5)
-        yield
+    return alone_in(out, "another server is writing this run", "Stop it (flwr list, flwr stop) or end it", seconds)
 
 
 class _Log:
@@ -148,7 +148,9 @@ class _Log:
             judged = row.get("metrics", {}).get("global", {})
             shown = "".join(f", {name} {judged[name]:.4f}" for name in ("accuracy", "loss") if name in judged)
             text = f"round {row['round']}: {len(row['cohort'])} asked, {row['bytes_up']} bytes up{shown}"
-        elif event in ("client-missing", "note"):
+        elif event == "note":
+            text = facts["text"]
+        elif event == "client-missing":
             text = f"{event}: " + ", ".join(f"{name} {value}" for name, value in facts.items())
         else:
             return
@@ -159,27 +161,52 @@ def enrolled(recipe: Recipe, post: Any, emit: Emitter) -> Population:
     """Wait for the clients of a deployment; what the server knows of them is what they say.
 
     Raises:
-        TooFewReplies: fewer than `min_replies` came in time.
+        TooFewReplies: fewer than `min_nodes`, or than `min_replies`, came in time.
         EgressError: one refused, and the recipe says to stop then.
         DataError: they contradict each other, or the server's own data.
     """
     spec = recipe.engine
     wanted = spec.nodes or recipe.clients.num or 1
-    answers: list[Packet] = post.enrol(wanted, spec.enrol_seconds)
+    answers: list[Packet] = post.enrol(wanted, spec.enrol_seconds, _Waiting(wanted, spec.enrol_seconds, emit))
     known: list[Enrolment] = []
+    absent: list[str] = []
     for answer in answers:
         try:
             known.append(told_by(answer))
         except (BadReply, EgressError) as error:
             if isinstance(error, EgressError) and spec.on_refusal == "stop":
                 raise
-            emit("note", text=f"a node did not enrol: {error}")
-    if len(known) < max(1, spec.min_replies):
+            absent.append(f"a node did not enrol: {error}")
+    why = "; ".join(absent or ["no other node answered"])
+    if len(known) < max(spec.min_nodes or wanted, spec.min_replies, 1):
         raise TooFewReplies(
-            f"{len(known)} of {wanted} clients came within {spec.enrol_seconds:g} seconds ([engine] enrol_seconds), "
-            f"min_replies = {spec.min_replies}. Look at the SuperNodes' logs"
+            f"{len(known)} of {wanted} clients came within {spec.enrol_seconds:g} seconds ([engine] enrol_seconds). "
+            f"{why}. Look at the SuperNodes' logs; a run that may begin without some says so by [engine] min_nodes"
         )
+    if len(known) < wanted:
+        emit("note", text=f"WARNING: starting with {len(known)} of {wanted} clients. {why}")
     return population_from(known, columns_from(known, recipe, emit))
+
+
+class _Waiting:
+    """Says how many have enrolled: when that changes, and now and then while nothing does."""
+
+    EVERY = 30.0
+    """Seconds without news between two lines."""
+
+    def __init__(self, wanted: int, seconds: float, emit: Emitter) -> None:
+        self.wanted, self.seconds, self.emit = wanted, seconds, emit
+        self.said: int | None = None
+        self.moment = 0.0
+
+    def __call__(self, answers: Sequence[Packet]) -> None:
+        count = sum(answer.header.get("verdict") == ENROLLED for answer in answers)
+        now = time.monotonic()
+        if count == self.said and now - self.moment < self.EVERY:
+            return
+        self.said, self.moment = count, now
+        word = "waiting: " if count < self.wanted else ""
+        self.emit("note", text=f"{word}{count} of {self.wanted} enrolled")
 
 
 def told_by(answer: Packet) -> Enrolment:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from polyfed.data import Population
+from polyfed.deploy.faults import Fault, in_short
 from polyfed.deploy.store import Store
 from polyfed.engines import Sequential
 from polyfed.engines.inprocess import roster_of
@@ -33,15 +34,21 @@ class Station:
         folder: for local state and ledgers; a folder a client and run below it.
         relay: messages for the client's silo may pass through the server.
         limit: most bytes of a message.
+        discreet: errors of this client are raised as a `Fault`, so that only their kind is told to the server.
     """
 
     engine: Sequential
     folder: Path
     relay: bool = False
     limit: int = 2**29
+    discreet: bool = False
 
     def answer(self, packet: Packet, client: int) -> Packet:
-        """Do what a packet asks; whatever goes wrong is an answer too, so that nothing of it can stop the client."""
+        """Do what a packet asks; whatever goes wrong is an answer too, so that nothing of it can stop the client.
+
+        Raises:
+            Fault: something is wrong at a `discreet` client.
+        """
         ticket = None
         try:
             ticket = Ticket.read(packet.header)
@@ -53,6 +60,8 @@ class Station:
         except BadReply as error:
             return reason(FAILED, ticket, f"the message {error}")
         except (PolyfedError, OSError) as error:
+            if self.discreet:
+                raise Fault(in_short(error)) from error
             return reason(FAILED, ticket, f"{type(error).__name__}: {error}")
 
     def _work(self, packet: Packet, ticket: Ticket) -> Packet:
@@ -72,6 +81,8 @@ class Station:
                 part = engine.alone(ask, ticket.client, got, missing)
             finally:
                 book(folder / LEDGER, lines(engine.ledger.drain(), ticket.run))
+            if part is None and self.discreet:
+                raise Fault(f"{missing[ticket.client].partition(':')[0]} in task {ask.name}")
             if part is None:
                 return reason(FAILED, ticket, missing[ticket.client])
             left = engine.locals.get(ticket.client)

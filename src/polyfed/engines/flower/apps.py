@@ -14,6 +14,7 @@ from flwr.simulation import run_simulation
 
 from polyfed.engines.flower.codec import packet_of, records
 from polyfed.engines.flower.post import GridPost
+from polyfed.engines.flower.process import end_with_parent, speak_last
 from polyfed.engines.letters import FAILED
 from polyfed.wire import Packet
 
@@ -39,11 +40,13 @@ def client_app(handler: Handler) -> ClientApp:
 
 
 def server_app(main: Callable[["GridPost", Mapping[str, Any]], None]) -> ServerApp:
-    """The ServerApp that runs `main` with a post and the run's configuration."""
+    """The ServerApp that runs `main` with a post and the run's configuration, in a process of its own."""
     app = ServerApp()
 
     @app.main()
     def start(grid: Grid, context: Context) -> None:
+        speak_last()
+        end_with_parent()
         main(GridPost(grid), dict(context.run_config))
 
     return app

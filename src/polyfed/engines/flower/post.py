@@ -1,7 +1,7 @@
 """Packets over a grid of Flower's: enrolling nodes, sending asks, waiting for replies until a deadline."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
@@ -47,8 +47,15 @@ class GridPost:
         self._asked: set[int] = set()  # nodes that have been asked to enrol
         self._enrolling: set[str] = set()
 
-    def enrol(self, wanted: int, seconds: float) -> list[Packet]:
-        """Ask nodes who they are, until `wanted` have enrolled or the time is up.
+    def enrol(
+        self, wanted: int, seconds: float, heard: Callable[[Sequence[Packet]], None] = lambda answers: None
+    ) -> list[Packet]:
+        """Ask nodes who they are, until `wanted` have answered or the time is up.
+
+        Args:
+            wanted: how many.
+            seconds: how long to wait.
+            heard: is told of the answers so far after every look.
 
         Returns:
             all answers; those that are no enrolment say why (`refused`, `failed`).
@@ -60,6 +67,7 @@ class GridPost:
             self._greet(seconds)
             found = self._greeted()
             answers += found
+            heard(answers)
             if not found:
                 self._pause(started, end)
         return answers

@@ -1,0 +1,78 @@
+"""Words and tables of `polyfed app` and of `polyfed check --node`."""
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from polyfed import deploy
+from polyfed.cli import tables
+from polyfed.cli.plain import plain_table, stacked, titled
+from polyfed.deploy.inspection import Inspection
+from polyfed.records import RESULT
+from polyfed.report import REPORT
+
+
+def run_here(recipe: Path, folder: Path) -> Iterator[RenderableType]:
+    """Run a federation on this machine; what it reached."""
+    out = deploy.run_locally(recipe, folder)
+    yield tables.result_table(json.loads((out / RESULT).read_text()))
+    yield Text(f"files in {out}, picture in {out / REPORT}")
+
+
+def again(recipe: Path, folder: Path) -> str:
+    """The command that goes on with an interrupted federation."""
+    return shlex.join(["polyfed", "app", str(folder), "--recipe", str(recipe), "--local"])
+
+
+def written(recipe: Path, folder: Path, keys: int) -> Iterator[RenderableType]:
+    """Write an app and, if wanted, credentials; what was written."""
+    credentials = folder.with_name(f"{folder.name}-credentials")
+    warnings: list[str] = []
+    deploy.write_app(recipe, folder, warnings.append)
+    yield from (Text(f"warning: {text}") for text in warnings)
+    yield Text(f"app in {folder}; start it with: flwr run {folder} CONNECTION --stream")
+    if not keys:
+        return
+    before = {path.name for path in credentials.glob("*")}
+    deploy.write_credentials(credentials, keys)
+    new = sorted(path.name for path in credentials.glob("*") if path.name not in before)
+    if before:
+        yield Text(f"in {credentials}, what was there is kept; new: {', '.join(new) or 'nothing'}")
+    else:
+        yield Text(f"certificates and {keys} node keys, for development only, in {credentials}")
+
+
+def device_tables(inspection: Inspection) -> Group:
+    """A device before its SuperNode is started: its data, its policy, and what of a recipe it would let out."""
+    node = inspection.node
+    policy = plain_table("block", "to the server", "to its silo", left=3)
+    for block, row in inspection.policy.table(node.held).items():
+        policy.add_row(Text(block), *(", ".join(row[place]) or "nothing" for place in ("server", "silo")))
+    crossing = plain_table("task", "message.field", "kind", "block", "to", "this device", left=6)
+    for sent in inspection.planned:
+        verdict = "allows" if sent.allowed else Text("REFUSES", "bold red")
+        crossing.add_row(
+            sent.task, f"{sent.message}.{sent.field}", sent.kind, Text(sent.block), sent.destination, verdict
+        )
+    cures = dict.fromkeys(row.cure for row in inspection.refused)
+    parts: list[RenderableType] = [*_data(inspection), titled("May leave", policy)]
+    if inspection.planned:
+        parts.append(titled("The recipe would send", crossing))
+    parts += [Text(f"would be allowed by {cure}") for cure in cures]
+    return stacked(*parts)
+
+
+def _data(inspection: Inspection) -> Iterator[RenderableType]:
+    if inspection.rows is None:
+        yield Text(f"policy {inspection.node.policy} is valid", "bold")
+        return
+    node, (trained, tested) = inspection.node, inspection.rows
+    table = plain_table("modality", "shape of a sample", left=2)
+    for name, shape in inspection.shapes.items():
+        table.add_row(Text(name), str(shape))
+    head = f"client {node.client}: {trained:,} rows to train on, {tested:,} of its own to test on"
+    yield titled(f"{head}, labels 0..{inspection.num_classes - 1}", table)

@@ -1,0 +1,83 @@
+"""Processes of this machine: their groups, signals and ports."""
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import current_thread, main_thread
+from typing import Any
+
+HOST = "127.0.0.1"
+
+
+def listens(port: int) -> bool:
+    """Whether something on this machine listens there."""
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((HOST, port)) == 0
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nothing listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    for probe in sockets:
+        probe.bind((HOST, 0))
+    ports = [int(probe.getsockname()[1]) for probe in sockets]
+    for probe in sockets:
+        probe.close()
+    return ports
+
+
+def signal_group(group: int, how: signal.Signals) -> None:
+    """Send a signal to a process group, if it is there."""
+    try:
+        os.killpg(group, how)
+    except ProcessLookupError:
+        return
+
+
+def lives(group: int) -> bool:
+    """Whether a process group has a member."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def groups_of(pid: int) -> set[int]:
+    """The process groups of a process and of all that it started; without /proc its own."""
+    children: dict[int, list[tuple[int, int]]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            _, parent, group = stat.read_text().rpartition(")")[2].split()[:3]  # the name may hold spaces
+        except OSError:  # it has ended
+            continue
+        children.setdefault(int(parent), []).append((int(stat.parent.name), int(group)))
+    found, seen = {pid}, [pid]
+    for one in seen:
+        for child, own in children.get(one, ()):
+            seen.append(child)
+            found.add(own)
+    return found
+
+
+@contextmanager
+def handling(handler: Any, *kinds: signal.Signals) -> Iterator[None]:
+    """Handle these signals so; only a process's first thread can."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = {kind: signal.signal(kind, handler) for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, old in before.items():
+            signal.signal(kind, old)
+
+
+def interrupt(*_: object) -> None:
+    """A handler: as Ctrl-C."""
+    raise KeyboardInterrupt

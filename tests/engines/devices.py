@@ -1,0 +1,69 @@
+"""Three devices in folders, and the server that serves them, without processes."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polyfed.deploy import write_app, write_nodes
+from polyfed.deploy.app import node_config
+from polyfed.deploy.handlers import Deployed
+from polyfed.deploy.local import _held
+from polyfed.deploy.server import serve
+from polyfed.engines.flower import DirectGrid, GridPost, client_app
+from polyfed.recipe import load_recipe
+from polyfed.run import conduct
+from polyfed.wire import Packet
+
+RECIPE = """
+seed = 3
+rounds = 2
+[data]
+name = "toy"
+rows = 240
+classes = 4
+[clients]
+partition = "dirichlet"
+num = 3
+alpha = 2.0
+holdings = [["a", "b"], ["a"], ["b"]]
+personal_test = 0.2
+[model]
+embedding = 6
+[model.encoders]
+a = { kind = "mlp", hidden = [8] }
+b = { kind = "mlp", hidden = [8] }
+[train]
+batch_size = 16
+lr = 0.1
+[algorithm]
+name = "scaffold"
+[engine]
+enrol_seconds = 2.0
+"""
+
+
+class Devices:
+    """Three devices in folders, as SuperNodes see them."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "recipe.toml").write_text(RECIPE)
+        self.recipe = folder / "recipe.toml"
+        self.app = write_app(self.recipe, folder / "app")
+        self.places = write_nodes(load_recipe(self.recipe), folder)
+        held = _held(self.places)
+        words = [shlex.split(node_config(p, k, held[k])) for k, p in enumerate(self.places)]
+        self.configs: list[dict[str, Any]] = [dict(word.split("=", 1) for word in line) for line in words]
+        for config in self.configs:
+            config["client"] = int(config["client"])
+        self.handler = Deployed(self.app / "recipe.toml")
+
+    def __call__(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
+        return self.handler(packet, self.configs[config["partition-id"]])
+
+    def serve(self, out: Path) -> dict[str, Any]:
+        post = GridPost(DirectGrid(client_app(self), 3))
+        serve(self.app / "recipe.toml", post, {"out": str(out)}, conduct)
+        result: dict[str, Any] = json.loads((out / "result.json").read_text())
+        return result
