@@ -81,12 +81,16 @@ class Replies(Mapping[int, Any]):
             share = sum(weights[c] for c in part.clients)
             for key in getattr(part.message, name):
                 totals[key] = totals.get(key, 0.0) + share
+        alike: dict[float, list[str]] = {}
+        for key, total in totals.items():
+            if total > 0:
+                alike.setdefault(total, []).append(key)
         mean: Tree = {}
         for part in self.parts:
-            sent: Tree = {key: value for key, value in getattr(part.message, name).items() if totals[key] > 0}
-            for total in dict.fromkeys(totals[key] for key in sent):
-                alike = {key: value for key, value in sent.items() if totals[key] == total}
-                _accumulate(mean, alike, [weights[c] / total for c in part.clients])
+            tree = getattr(part.message, name)
+            for total, keys in alike.items():
+                sent = {key: tree[key] for key in keys if key in tree}
+                _accumulate(mean, sent, [weights[c] / total for c in part.clients])
         return {key: value[0] for key, value in mean.items()}
 
 

@@ -134,8 +134,26 @@ class InProcess(ABC):
         """The gate of these alike clients."""
         return Node(clients, site, self.ledger)
 
+    def received(self, ask: Ask, clients: Sequence[int], send: Send) -> dict[int, Any]:
+        """What each of these clients takes in, booked; a message to all is cut once for those that own the same."""
+        if not isinstance(send, Message):
+            nodes = {client: self.node((client,), self.site(client)) for client in clients}
+            return {client: node.receive(ask, self._to_device(send[client])) for client, node in nodes.items()}
+        alike: dict[int, list[int]] = {}
+        for client in clients:
+            alike.setdefault(id(self.site(client)), []).append(client)
+        found: dict[int, Any] = {}
+        for group in alike.values():
+            got = self.node(tuple(group), self.site(group[0])).receive(ask, self._to_device(send))
+            found |= dict.fromkeys(group, got)
+        return {client: found[client] for client in clients}
+
     def alone(self, ask: Ask, client: int, send: Send, missing: dict[int, str]) -> Part | None:
-        """Run one client by itself."""
+        """Run one client by itself, from what is sent to it."""
+        return self.worked(ask, client, self.received(ask, (client,), send)[client], missing)
+
+    def worked(self, ask: Ask, client: int, got: Any, missing: dict[int, str]) -> Part | None:
+        """Run one client by itself, on what it has received."""
         site = self.site(client)
         node = self.node((client,), site)
         view = AloneView(
@@ -148,7 +166,6 @@ class InProcess(ABC):
             rounds=ask.rounds,
             test_index=self.test_rows(client),
         )
-        got = node.receive(ask, self._to_device(send if isinstance(send, Message) else send[client]))
         try:
             reply, local = ask.task(site, self.metered(ask, (client,), view), self.local(ask, client), got)
             released = node.release(ask, reply, stacked=False)

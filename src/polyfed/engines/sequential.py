@@ -13,7 +13,7 @@ class Sequential(InProcess):
     name = "sequential"
 
     def _run(self, ask: Ask, clients: Sequence[int], send: Send, missing: dict[int, str]) -> Iterator[Part]:
-        for client in clients:
-            part = self.alone(ask, client, send, missing)
+        for client, got in self.received(ask, clients, send).items():
+            part = self.worked(ask, client, got, missing)
             if part is not None:
                 yield part
