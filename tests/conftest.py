@@ -9,6 +9,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))  # `world` and `oracles` are the tests' own modules
 torch.set_num_threads(1)
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`pytest tests/laws --own module:Class`: the laws on an algorithm of one's own (docs/own-method.md)."""
+    parser.addoption("--own", metavar="module:Class", help="an algorithm of your own that must keep the laws")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give `--own` a row among the laws' before they are collected."""
+    if path := config.getoption("--own"):
+        from laws.rows import ROWS, Row
+        from polyfed.algorithms import ALGORITHMS
+        from polyfed.registry import own
+
+        sys.path.insert(0, os.getcwd())
+        ALGORITHMS["own"], ROWS["own"] = own(path), Row()
+
+
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 

@@ -1,11 +1,18 @@
-"""The examples run."""
+"""The examples run, and so does the Python of the pages that show some."""
 
+import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
+from laws.rows import Row
+from world import furthest, played, recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
@@ -13,3 +20,52 @@ def test_example_runs_and_learns(path: Path, capsys: pytest.CaptureFixture[str])
     result = runpy.run_path(str(path))["main"](rounds=4)
     assert result["metrics"]["global"]["accuracy"] > 0.2
     assert capsys.readouterr().out
+
+
+def test_the_first_script_of_the_page_is_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = _python_of(ROOT / "docs" / "own-method.md")[0]
+    (tmp_path / "mine.py").write_text(script)
+    runpy.run_path(str(tmp_path / "mine.py"), run_name="__main__")
+    assert "metrics.global.accuracy" in capsys.readouterr().out
+
+
+def test_the_method_in_the_readme_is_complete() -> None:
+    found: dict[str, object] = {}
+    exec(_python_of(ROOT / "README.md")[0], found)
+    method = found["FedProx"](mu=0.1)  # type: ignore[operator]
+    one, two = (played(recipe(method, engine, rounds=2))[1].params for engine in ("sequential", "vectorised"))
+    assert furthest(one, two) < 1e-5
+
+
+def test_pieces_of_the_page_stand_in_the_example() -> None:
+    code = "".join((ROOT / "examples" / "steady.py").read_text().split())
+    for part in (
+        r"agreement: Tree = .*",
+        r"step = subtract.*",
+        r"agreement = \{.*",
+        r"return Steady.*",
+        r"return like.*",
+    ):
+        (line,) = set(re.findall(part, (ROOT / "docs" / "own-method.md").read_text()))
+        assert "".join(line.split()) in code
+
+
+@pytest.mark.slow
+def test_the_laws_can_be_run_on_a_method_of_ones_own() -> None:
+    words = ["tests/laws", "--own", "examples.steady:Steady", "-k", "own", "-p", "no:cacheprovider"]
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"1\d passed", done.stdout)
+
+
+def test_the_example_keeps_its_state_alike_on_both_engines() -> None:
+    method = runpy.run_path(str(ROOT / "examples" / "steady.py"))["Steady"]()
+    one, state_one, ledger_one = played(recipe(method, "sequential"))
+    two, state_two, ledger_two = played(recipe(method, "vectorised"))
+    assert furthest(state_one.params, state_two.params) < Row().tolerance
+    assert ledger_one == ledger_two
+    assert all(furthest(one.engine.locals[c], two.engine.locals[c]) < 10 * Row().tolerance for c in one.engine.locals)
+
+
+def _python_of(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
