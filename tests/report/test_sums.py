@@ -56,6 +56,19 @@ def test_sums_equal_a_plain_loop(made_run):
     assert sum(sums.crossings.values()) + sum(sums.refused.values()) == 5000
 
 
+def test_sums_of_each_client_equal_a_plain_loop_and_add_up(made_run):
+    folder = made_run()
+    rows = list(random_rows(3000))
+    ledger(folder, rows)
+    sums = egress.aggregate(Folder(folder))
+    wanted = Counter()
+    for row in rows:
+        if row["verdict"] == "allowed":
+            wanted[row["client"], row["block"], row["kind"], row["destination"]] += row["bytes"]
+    assert sums.clients == wanted
+    assert sum(sums.clients.values()) == sum(sums.bytes.values())
+
+
 def test_sums_do_not_depend_on_how_many_shapes_are_kept(made_run, monkeypatch):
     folder = made_run()
     ledger(folder, random_rows(500))

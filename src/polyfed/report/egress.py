@@ -9,7 +9,11 @@ from polyfed.records import EGRESS
 from polyfed.report.folder import Folder, damaged
 
 MOST_SHAPES = 100_000
-"""Distinct row endings counted before they are summed up; keeps memory flat when every row has its own shape."""
+"""Distinct pairs of client and row ending counted before they are summed up; keeps memory flat when every row has its
+own shape."""
+
+CLIENT = '"client":'
+"""Stands before a client's number in a row."""
 
 Place = tuple[str, str, str]
 """(block, kind, destination)"""
@@ -24,12 +28,14 @@ class Egress:
         crossings: number of rows, likewise.
         refused: number of rows that the policy refused, likewise; they count no bytes.
         messages: bytes by (message, field, kind, destination).
+        clients: bytes by (client, block, kind, destination).
     """
 
     bytes: Counter[Place]
     crossings: Counter[Place]
     refused: Counter[Place]
     messages: Counter[tuple[str, str, str, str]]
+    clients: Counter[tuple[int, str, str, str]]
 
     @property
     def places(self) -> list[Place]:
@@ -41,39 +47,61 @@ def aggregate(folder: Folder) -> Egress:
     """Sum up a run's egress.jsonl.
 
     A row's head (run, round, ask, client) differs from row to row, its tail (from "message" on) is shared by
-    thousands: tails are counted as text and parsed once each.
+    thousands: pairs of client and tail are counted as text, and a tail is parsed when it is first met.
 
     Raises:
         DataError: a row is damaged.
     """
-    egress = Egress(Counter(), Counter(), Counter(), Counter())
-    tails: Counter[str] = Counter()
+    egress = Egress(Counter(), Counter(), Counter(), Counter(), Counter())
+    counts: Counter[tuple[str, str]] = Counter()
     first_seen: dict[str, int] = {}
     for number, line in folder.egress_lines():
         tail = line[line.find('"message"') :] if '"message"' in line else line
-        tails[tail] += 1
+        counts[_client(line), tail] += 1
         first_seen.setdefault(tail, number)
-        if len(tails) > MOST_SHAPES:
-            _add(egress, tails, first_seen, folder)
-    _add(egress, tails, first_seen, folder)
+        if len(counts) > MOST_SHAPES:
+            _add(egress, counts, first_seen, folder)
+    _add(egress, counts, first_seen, folder)
     return egress
 
 
-def _add(egress: Egress, tails: Counter[str], first_seen: dict[str, int], folder: Folder) -> None:
-    for tail, count in tails.items():
+def _client(line: str) -> str:
+    """The client's number as it stands in a line."""
+    start = line.find(CLIENT) + len(CLIENT)
+    return line[start : line.find(",", start)]
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """What a row says from "message" on."""
+
+    place: Place
+    message: tuple[str, str, str, str]
+    bytes: int
+    refused: bool
+
+    @classmethod
+    def parse(cls, text: str) -> "_Tail":
+        row: dict[str, Any] = json.loads("{" + text)
+        block, kind, way = (str(row[key]) for key in ("block", "kind", "destination"))
+        message = (str(row["message"]), str(row["field"]), kind, way)
+        return cls((block, kind, way), message, int(row["bytes"]), row["verdict"] != "allowed")
+
+
+def _add(egress: Egress, counts: Counter[tuple[str, str]], first_seen: dict[str, int], folder: Folder) -> None:
+    parsed: dict[str, _Tail] = {}
+    for (client, text), count in counts.items():
         try:
-            row: dict[str, Any] = json.loads("{" + tail)
-            place = (str(row["block"]), str(row["kind"]), str(row["destination"]))
-            size = int(row["bytes"]) * count
-            refused = row["verdict"] != "allowed"
-            crossing = (str(row["message"]), str(row["field"]), str(row["kind"]), str(row["destination"]))
+            tail = parsed.get(text) or parsed.setdefault(text, _Tail.parse(text))
+            sender = int(client)
         except (ValueError, KeyError, TypeError) as error:
-            raise damaged(folder.path / EGRESS, error, first_seen[tail]) from None
-        if refused:
-            egress.refused[place] += count
+            raise damaged(folder.path / EGRESS, error, first_seen[text]) from None
+        if tail.refused:
+            egress.refused[tail.place] += count
         else:
-            egress.bytes[place] += size
-            egress.crossings[place] += count
-            egress.messages[crossing] += size
-    tails.clear()
+            egress.bytes[tail.place] += tail.bytes * count
+            egress.crossings[tail.place] += count
+            egress.messages[tail.message] += tail.bytes * count
+            egress.clients[sender, *tail.place] += tail.bytes * count
+    counts.clear()
     first_seen.clear()

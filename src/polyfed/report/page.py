@@ -19,7 +19,7 @@ from markupsafe import Markup
 from polyfed.checkpoint import replace_text
 from polyfed.errors import RecipeError
 from polyfed.messages import KINDS, LABELS
-from polyfed.report import charts, egress, history, words
+from polyfed.report import charts, egress, history, senders, words
 from polyfed.report.compare import Comparison, modalities_of
 from polyfed.report.curves import curves_of
 from polyfed.report.folder import Folder
@@ -42,6 +42,7 @@ def write_report(dir: str | Path) -> Path:
     past = history.read(folder)
     modalities = modalities_of(folder)
     shown = [chart.table() for chart in charts.charts_of(past, modalities)]
+    crossed = egress.aggregate(folder)
     text = _render(
         "run.html",
         folder=folder,
@@ -50,7 +51,8 @@ def write_report(dir: str | Path) -> Path:
         tiles=tiles(folder, past, modalities),
         groups=holdings(folder),
         charts=shown,
-        ways=matrices(egress.aggregate(folder), folder, modalities),
+        ways=matrices(crossed, folder, modalities),
+        senders=senders.senders(crossed, folder),
         drawn={
             "charts": shown,
             "participation": past.participation.table(modalities),
