@@ -4,6 +4,7 @@ is found out before anything is started. No processes."""
 import json
 import logging
 import os
+import socket
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from polyfed.deploy.inspection import inspect
 from polyfed.deploy.local import finished
 from polyfed.deploy.server import only_server, placed, serve
 from polyfed.engines.flower import DirectGrid, GridPost, client_app
-from polyfed.engines.flower.process import LAST_WORD, speak_last
+from polyfed.engines.flower.process import LAST_WORD, _address, _refuses, speak_last
 from polyfed.errors import DataError, ModelError, RecipeError, TooFewReplies
 from polyfed.recipe import load_recipe
 from polyfed.run import conduct
@@ -97,14 +98,16 @@ def test_a_crash_of_the_users_own_kind_is_traced_on_the_device_only(
 def test_a_run_begins_with_all_devices_unless_the_recipe_says_otherwise(tmp_path: Path, capsys: Any) -> None:
     devices = Devices(tmp_path)
     (devices.places[1] / "policy.toml").write_text("x =")
-    with pytest.raises(TooFewReplies, match=r"2 of 3 clients came.*client 1: its policy file is not valid") as caught:
+    with pytest.raises(
+        TooFewReplies, match=r"2 of 3 clients enrolled .*Not enrolled: client 1: its policy file is not valid"
+    ) as caught:
         devices.serve(tmp_path / "run")
     assert caught.value.exit_code == 4
     (devices.app / "recipe.toml").write_text(RECIPE + "min_nodes = 2\n")
     devices.serve(tmp_path / "run")
     out = capsys.readouterr().out
     assert "waiting: 2 of 3 enrolled" in out
-    assert "WARNING: starting with 2 of 3 clients. a node did not enrol: client 1: its policy file is not valid" in out
+    assert "WARNING: starting with 2 of 3 clients. Not enrolled: client 1: its policy file is not valid" in out
     assert "note: text" not in out
 
 
@@ -230,9 +233,11 @@ def test_a_device_is_checked_before_it_starts(tmp_path: Path, capsys: Any) -> No
         main(("check", str(devices.recipe), "--node", config))
     assert stop.value.code == 3
     assert 'would be allowed by [egress.a] server = ["parameters", "statistic"]' in capsys.readouterr().out
-    # what it says is what the device then does
-    answer = devices.handler(HELLO, devices.configs[1])
-    assert answer.header["verdict"] == "enrolled"
+    with pytest.raises(SystemExit):
+        main(("check", str(devices.recipe), "--node", config, "--json"))
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["rows"] == found.rows[0]
+    assert facts["egress"]["a"]["server"] == ["statistic"]
 
 
 def test_a_policy_file_is_checked_alone(tmp_path: Path) -> None:
@@ -283,6 +288,19 @@ def test_a_run_is_finished_when_its_recipe_has_a_result(tmp_path: Path) -> None:
     assert not finished(load_recipe(tmp_path / "more.toml"), out)
     (tmp_path / "other.toml").write_text(RECIPE.replace("lr = 0.1", "lr = 0.2"))
     assert not finished(load_recipe(tmp_path / "other.toml"), out)
+
+
+def test_a_server_knows_where_its_superlink_is_and_when_nobody_listens_there() -> None:
+    assert _address(["flwr-serverapp", "--runtime-api-address", "127.0.0.1:8000", "--token", "x"]) == (
+        "127.0.0.1",
+        8000,
+    )
+    assert _address(["flwr-serverapp", "--runtime-api-address", "[::1]:8000"]) == ("::1", 8000)
+    assert _address(["pytest", "-q"]) is None
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = listening.getsockname()
+        assert not _refuses(address)
+    assert _refuses(address)
 
 
 def test_the_sentence_of_a_users_fault_is_flowers_last_word(monkeypatch: Any) -> None:

@@ -3,7 +3,9 @@
 import json
 import shlex
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -64,6 +66,19 @@ def device_tables(inspection: Inspection) -> Group:
         parts.append(titled("The recipe would send", crossing))
     parts += [Text(f"would be allowed by {cure}") for cure in cures]
     return stacked(*parts)
+
+
+def device_facts(inspection: Inspection) -> dict[str, Any]:
+    """What `check --node --json` prints."""
+    node, (trained, tested) = inspection.node, inspection.rows or (None, None)
+    return {
+        "client": None if inspection.rows is None else node.client,
+        "rows": trained,
+        "test_rows": tested,
+        "shapes": inspection.shapes,
+        "egress": inspection.policy.table(node.held),
+        "planned": [asdict(row) for row in inspection.planned],
+    }
 
 
 def _data(inspection: Inspection) -> Iterator[RenderableType]:

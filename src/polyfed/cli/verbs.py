@@ -128,7 +128,10 @@ def check(
     loaded = polyfed.load_recipe(recipe, overrides or [])
     if node is not None:
         inspection = inspect(loaded, node)
-        show(deployment.device_tables(inspection))
+        if as_json:
+            print_json(deployment.device_facts(inspection))
+        else:
+            show(deployment.device_tables(inspection))
         raise typer.Exit(polyfed.errors.EgressError.exit_code if inspection.refused else 0)
     with naming(recipe):
         checked = polyfed.check(loaded)

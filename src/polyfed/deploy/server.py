@@ -176,12 +176,12 @@ def enrolled(recipe: Recipe, post: Any, emit: Emitter) -> Population:
         except (BadReply, EgressError) as error:
             if isinstance(error, EgressError) and spec.on_refusal == "stop":
                 raise
-            absent.append(f"a node did not enrol: {error}")
-    why = "; ".join(absent or ["no other node answered"])
+            absent.append(str(error))
+    why = f"Not enrolled: {'; '.join(absent)}" if absent else "No other node answered"
     if len(known) < max(spec.min_nodes or wanted, spec.min_replies, 1):
         raise TooFewReplies(
-            f"{len(known)} of {wanted} clients came within {spec.enrol_seconds:g} seconds ([engine] enrol_seconds). "
-            f"{why}. Look at the SuperNodes' logs; a run that may begin without some says so by [engine] min_nodes"
+            f"{len(known)} of {wanted} clients enrolled ([engine] nodes, enrol_seconds = {spec.enrol_seconds:g}). "
+            f"{why}. A run that may begin without some says so by [engine] min_nodes"
         )
     if len(known) < wanted:
         emit("note", text=f"WARNING: starting with {len(known)} of {wanted} clients. {why}")

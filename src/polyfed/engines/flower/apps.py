@@ -14,7 +14,7 @@ from flwr.simulation import run_simulation
 
 from polyfed.engines.flower.codec import packet_of, records
 from polyfed.engines.flower.post import GridPost
-from polyfed.engines.flower.process import end_with_parent, speak_last
+from polyfed.engines.flower.process import end_with_link, speak_last
 from polyfed.engines.letters import FAILED
 from polyfed.wire import Packet
 
@@ -46,7 +46,7 @@ def server_app(main: Callable[["GridPost", Mapping[str, Any]], None]) -> ServerA
     @app.main()
     def start(grid: Grid, context: Context) -> None:
         speak_last()
-        end_with_parent()
+        end_with_link()
         main(GridPost(grid), dict(context.run_config))
 
     return app

@@ -1,0 +1,90 @@
+"""Beginning, interrupting and ending a federation of real processes. Slow; `make check-all`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+
+from engines.federations import PATIENCE, recipe_for, reference, said, until
+from polyfed.deploy.local import Local
+from polyfed.deploy.server import only_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+POLYFED = str(Path(sys.executable).with_name("polyfed"))
+
+
+def command(recipe: Path, folder: Path, log: IO[bytes]) -> "subprocess.Popen[bytes]":
+    """`make federation`, for this recipe."""
+    words = [POLYFED, "app", str(folder), "--recipe", str(recipe), "--local"]
+    return subprocess.Popen(words, stdout=log, stderr=log)
+
+
+def living(folder: Path) -> list[int]:
+    """Processes that were started for a federation: Flower's home, which all inherit, tells them apart."""
+    mark = f"FLWR_HOME={folder}/flwr".encode()
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (place / "environ").read_bytes():
+                found.append(int(place.name))
+        except OSError:  # it has ended, or is not ours
+            continue
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to see what is left over")
+def test_one_command_goes_on_after_ctrl_c_and_has_nothing_to_do_at_the_end(tmp_path: Path) -> None:
+    recipe, folder = recipe_for("fedavg", tmp_path), tmp_path / "fed"
+    text = lambda: (tmp_path / "log").read_text(errors="replace")  # noqa: E731
+    with (tmp_path / "log").open("wb") as log:
+        first = command(recipe, folder, log)
+        until(lambda: "polyfed: round 1:" in text(), "round 1")
+        other = command(recipe, folder, log)
+        assert other.wait(PATIENCE) == 2
+        assert f"another call runs a federation here (process {first.pid})" in text()
+        first.send_signal(signal.SIGINT)
+        assert first.wait(PATIENCE) == 130
+        assert living(folder) == []
+        assert "go on with: polyfed app" in text()
+        assert command(recipe, folder, log).wait(PATIENCE) == 0
+        assert "resumed after round 1" in text()
+        assert "waiting: 1 of 3 enrolled" in text()
+        assert living(folder) == []
+        started = (folder / "link.log").stat().st_size
+        assert command(recipe, folder, log).wait(PATIENCE) == 0
+        assert (folder / "link.log").stat().st_size == started, "nothing was started"
+    assert "is at its end: nothing to do" in text()
+    assert text().count(f"picture in {folder}/app/run/report.html") == 2
+    result = json.loads((folder / "app" / "run" / "result.json").read_text())
+    assert result["state_sha256"] == reference(recipe, tmp_path / "one")[0]
+
+
+def test_a_server_ends_by_itself_when_its_superlink_is_gone(tmp_path: Path) -> None:
+    with Local(recipe_for("fedavg", tmp_path, rounds=50), tmp_path / "fed") as federation:
+        federation.start()
+        federation.run()
+        until(said(federation, "polyfed: round 1:"), "round 1")
+        os.killpg(federation.processes["link"].pid, signal.SIGTERM)  # the stream of its log keeps it alive for long
+        with only_server(federation.out, seconds=30.0):
+            assert federation.processes["link"].poll() is None
+
+
+def test_a_users_fault_is_the_last_word_and_the_device_says_why(tmp_path: Path) -> None:
+    with Local(recipe_for("fedavg", tmp_path), tmp_path / "fed") as federation:
+        (federation.nodes[1] / "policy.toml").write_text("x =\n")
+        federation.start()
+        federation.run().wait(PATIENCE)
+        told = federation.log("run").strip()
+        assert told.splitlines()[-1].startswith("polyfed: 2 of 3 clients enrolled")
+        assert told.endswith("(exit code 4)")
+        assert "Traceback" not in told
+        assert str(federation.nodes[1]) not in told, "the server hears no path of a device"
+        assert f"policy {federation.nodes[1]}/policy.toml: Invalid value" in federation.log("node-1")
