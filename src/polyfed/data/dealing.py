@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from polyfed import keys
 from polyfed.data.columns import Columns
 from polyfed.data.shards import Rows, Stretches
-from polyfed.errors import RecipeError
+from polyfed.errors import DataError, RecipeError
 
 MAX_REDRAWS = 1000
 """Draws before a partition gives up (6.11)."""
@@ -59,7 +59,12 @@ def deal(columns: Columns, rows: Rows, counts: Counts, key: int) -> Stretches:
 
 
 def enough(columns: Columns, rows: Rows, num: int, min_size: int) -> None:
-    """Raise RecipeError unless `num` clients can have `min_size` rows each."""
+    """Raise RecipeError unless `num` clients can have `min_size` rows each; DataError where there is no row at all."""
+    if not len(rows):
+        raise DataError(
+            f"data '{columns.name}' has no training row to deal to clients (split 0). A server's own test rows are "
+            "such data: there, devices bring their rows, and `polyfed check RECIPE --node ...` checks one of them"
+        )
     if len(rows) < num * max(1, min_size):
         raise RecipeError(
             f"{num} clients of at least {max(1, min_size)} rows need {num * max(1, min_size)} training rows; "

@@ -249,6 +249,7 @@ def columns_from(known: list[Enrolment], recipe: Recipe, emit: Emitter) -> Colum
     for name, shape in shapes.items():
         if own.column(name).shape != shape:
             raise DataError(f"samples of '{name}' have shape {shape} at the clients, {own.column(name).shape} here")
+    emit("note", text=f"the global test set: {len(own.rows(TEST))} of the {len(own)} rows of [data]")
     return replace(own, num_classes=max(own.num_classes, num_classes))
 
 
