@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-
 PIECE = 16384
 """Numbers of a block that are looked at together: 333 rows of them, 5 MB, stay in a processor's cache."""
 
