@@ -14,6 +14,9 @@ from polyfed.rehearsal import Place, Size, rehearse
 from polyfed.tasks import tasks_of
 from polyfed.tree import SHARED
 
+SERVER_TASKS = ("score",)
+"""Tasks that run on the server's own rows: nothing of theirs crosses a client's border."""
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -114,12 +117,12 @@ def plan(assembly: Assembly, rehearsed: Mapping[Place, Size] | None = None) -> I
     sizes = facts_of(assembly, 0)["blocks"]
     seen = rehearsed or {}
     for name, task in tasks_of(algorithm).items():
-        if name == "score" or (name == "score_own" and not assembly.fed.clients.tested):
+        if name in SERVER_TASKS or (name == "score_own" and not assembly.fed.clients.tested):
             continue  # examiners are the server's own rows
         info = task.__polyfed_task__  # type: ignore[attr-defined]
         reply = info.types(task)[1]
         for field, kind in reply.kinds.items():
-            for block in _blocks(reply, field, modalities):
+            for block in blocks_of(reply, field, modalities):
                 if not algorithm.will_send(name, field, block, assembly.policy):
                     continue
                 allowed = assembly.policy.allows(kind, block, info.scope)
@@ -140,7 +143,8 @@ def plan(assembly: Assembly, rehearsed: Mapping[Place, Size] | None = None) -> I
                 )
 
 
-def _blocks(reply: type[Message], field: str, modalities: tuple[str, ...]) -> tuple[str, ...]:
+def blocks_of(reply: type[Message], field: str, modalities: tuple[str, ...]) -> tuple[str, ...]:
+    """The blocks that a field of a message can hold something of."""
     kind = reply.kinds[field]
     if kind == "labels":
         return (LABELS,)

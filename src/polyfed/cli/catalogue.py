@@ -11,16 +11,15 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
-
-from torch import Tensor
+from typing import Any, get_args
 
 from polyfed.algorithm import Algorithm
 from polyfed.algorithms import ALGORITHMS
+from polyfed.check import SERVER_TASKS, blocks_of
 from polyfed.data import SOURCES
 from polyfed.data.sources import Facts
 from polyfed.errors import RecipeError, did_you_mean
-from polyfed.messages import DESTINATIONS, KINDS, LABELS, Message
+from polyfed.messages import DESTINATIONS, KINDS
 from polyfed.policy import Policy
 from polyfed.recipe import PARTS
 from polyfed.registry import find
@@ -30,8 +29,8 @@ from polyfed.tree import SHARED
 ANY = "any"
 """Stands for a modality while there is no data to name one."""
 
-SERVER_TASKS = ("score",)
-"""Tasks that run on the server's own rows: nothing of theirs crosses a client's border."""
+MODALITIES = ("modalities",)
+"""Stands for all of them."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,13 @@ def crossings(cls: type[Algorithm]) -> Iterator[Carried]:
             continue  # never asked of a client
         for way, kind, fields in (("down", got, got.kinds), (info.scope, reply, answers)):
             for field in fields:
-                yield Carried(name, way, f"{kind.__name__}.{field}", kind.kinds[field], _blocks(kind, field))
+                yield Carried(
+                    name,
+                    way,
+                    f"{kind.__name__}.{field}",
+                    kind.kinds[field],
+                    ", ".join(blocks_of(kind, field, MODALITIES)),
+                )
 
 
 def _can_send(algorithm: Algorithm, task: str, field: str) -> bool:
@@ -155,16 +160,6 @@ def _can_send(algorithm: Algorithm, task: str, field: str) -> bool:
     rules = {(ANY, destination): frozenset(KINDS) for destination in DESTINATIONS}
     cases = itertools.product((ANY, SHARED), (Policy(), Policy(rules)))
     return any(algorithm.will_send(task, field, block, policy) for block, policy in cases)
-
-
-def _blocks(kind: type[Message], field: str) -> str:
-    if kind.kinds[field] == "labels":
-        return LABELS
-    if get_type_hints(kind)[field] is Tensor:
-        return kind.owners[field] or SHARED
-    if kind.kinds[field] in ("parameters", "gradients", "statistic"):
-        return f"modalities, {SHARED}"
-    return "modalities"
 
 
 def _kind(annotation: Any) -> str:

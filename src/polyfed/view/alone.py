@@ -135,7 +135,7 @@ class AloneView(View):
             if done >= limit or not end:
                 return
             order = keys.permutation(keys.fold_in(order_key, first_epoch + epoch), n, device=self.index.device)
-            # one call cuts a column into all steps of the epoch: slices, step by step, cost four times as much
+            # one call cuts a column into all steps of the epoch: cheaper than a slice a step (docs/performance.md)
             table = self._gather(order[:end])
             x = {m: torch.split(value, size) for m, value in table.x.items()}
             present = {m: torch.split(value, size) for m, value in table.present.items()}
