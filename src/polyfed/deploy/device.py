@@ -48,9 +48,9 @@ class NodeConfig:
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
         if self.client < 0:
-            raise RecipeError(f"--node-config client = {self.client}; clients are numbered from 0")
+            raise RecipeError(f"{WHERE} client = {self.client}; clients are numbered from 0")
         if self.relay not in ("refused", "server-sees"):
-            raise RecipeError(f"--node-config relay = '{self.relay}'; allowed: refused, server-sees")
+            raise RecipeError(f"{WHERE} relay = '{self.relay}'; allowed: refused, server-sees")
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ def _in_order(node: NodeConfig, facts: Facts | None) -> tuple[str, ...]:
         return node.held
     strange = [name for name in node.held if name not in facts.shapes]
     if strange:
-        raise DataError(f"--node-config modalities: the federation has no '{strange[0]}', only {list(facts.shapes)}")
+        raise DataError(f"{WHERE} modalities: the federation has no '{strange[0]}', only {list(facts.shapes)}")
     return tuple(name for name in facts.shapes if name in node.held)
 
 
