@@ -3,11 +3,7 @@
 import os
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from threading import current_thread, main_thread
-from typing import Any
 
 HOST = "127.0.0.1"
 
@@ -62,20 +58,6 @@ def groups_of(pid: int) -> set[int]:
             seen.append(child)
             found.add(own)
     return found
-
-
-@contextmanager
-def handling(handler: Any, *kinds: signal.Signals) -> Iterator[None]:
-    """Handle these signals so; only a process's first thread can."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    before = {kind: signal.signal(kind, handler) for kind in kinds}
-    try:
-        yield
-    finally:
-        for kind, old in before.items():
-            signal.signal(kind, old)
 
 
 def interrupt(*_: object) -> None:

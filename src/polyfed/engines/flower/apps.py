@@ -4,7 +4,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from threading import Event, current_thread, main_thread
+from threading import Event
 from typing import Any
 
 from flwr.app import Context, Message
@@ -14,7 +14,7 @@ from flwr.simulation import run_simulation
 
 from polyfed.engines.flower.codec import packet_of, records
 from polyfed.engines.flower.post import GridPost
-from polyfed.engines.flower.process import end_with_link, speak_last
+from polyfed.engines.flower.process import end_with_link, handling, speak_last
 from polyfed.engines.letters import FAILED
 from polyfed.wire import Packet
 
@@ -74,7 +74,8 @@ def simulate(main: Callable[[GridPost], None], handler: Handler, clients: int, c
             interrupted = True
 
     config: Any = {"client_resources": {"num_cpus": cpus, "num_gpus": 0.0}}
-    with _quiet(), _interruptible(stop):
+    # Ctrl-C stops the server, which then ends the simulation: interrupting the simulation itself blocks it
+    with _quiet(), handling(lambda *_: stop.set(), signal.SIGINT):
         try:
             run_simulation(app, client_app(handler), clients, backend_config=config)
         finally:
@@ -93,16 +94,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-@contextmanager
-def _interruptible(stop: Event) -> Iterator[None]:
-    """Have Ctrl-C stop the server, which then ends the simulation: interrupting the simulation itself blocks it."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: stop.set())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
