@@ -1,5 +1,6 @@
 import json
 import re
+import warnings
 
 import pytest
 
@@ -8,6 +9,7 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import main
 from polyfed.cli.catalogue import crossings, hyper_parameters, options
 from polyfed.data import SOURCES
+from polyfed.errors import PolyfedWarning
 
 RECIPE = """seed = 1
 rounds = 2
@@ -53,6 +55,14 @@ def polyfed_command(capsys):
         return stop.value.code, out, err
 
     return call
+
+
+def test_a_warning_of_ours_is_one_line_without_source(polyfed_command, recipe):
+    with pytest.warns(PolyfedWarning, match=r"participation = 3 has no effect") as caught:
+        polyfed_command("check", recipe, "--set", "algorithm.name=fedamp")
+    (own,) = (w for w in caught if w.category is PolyfedWarning)
+    assert warnings.formatwarning(own.message, own.category, "recipe.py", 1) == f"polyfed: warning: {own.message}\n"
+    assert "UserWarning: torch's" in warnings.formatwarning("torch's", UserWarning, "torch.py", 1)
 
 
 def test_run_ends_with_a_table_and_leaves_its_files(polyfed_command, recipe, tmp_path):
@@ -208,7 +218,7 @@ def test_every_algorithm_explains_its_hyper_parameters_and_what_crosses(polyfed_
 
 def test_hyper_parameters_are_read_off_the_dataclass():
     (mu, aggregation) = hyper_parameters(ALGORITHMS["fedprox"])
-    assert (mu.name, mu.kind, mu.default) == ("mu", "float", "0.01")
+    assert (mu.name, mu.kind, mu.default) == ("mu", "float, 0 or more", "0.01")
     assert mu.about.startswith("strength of the pull")
     assert aggregation.kind == '"weighted" | "uniform"'
 

@@ -10,15 +10,18 @@ import torch
 
 import polyfed
 from polyfed.algorithm import Averaging, Broadcast, Update
+from polyfed.algorithms import ALGORITHMS
 from polyfed.assembly import assemble
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Npz, Toy
 from polyfed.errors import DataError, PolyfedError, RecipeError, TooFewReplies
 from polyfed.model import ModelSpec
-from polyfed.optim import Train
+from polyfed.optim import ServerOptimiser, Train
 from polyfed.recipe import parse_recipe
 from polyfed.replies import Replies
-from polyfed.selection import Uniform
+from polyfed.schema import ranges
+from polyfed.selection import SELECTORS, Uniform
+from polyfed.settings import EngineSpec
 from polyfed.tree import Tree
 from world import AWKWARD, PLAIN, algorithm, furthest, played, recipe
 
@@ -191,6 +194,33 @@ def test_a_wrong_key_before_the_sections_is_named_as_it_is_written(change: Any, 
     with pytest.raises(RecipeError) as error:
         parse_recipe(BASE | change)
     assert str(error.value) == words
+
+
+OUTSIDE = (float("nan"), -1.0, 0.0, 2.0, -1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (kind, name)
+        for kind in [*ALGORITHMS.values(), *SELECTORS.values(), Train, ServerOptimiser, EngineSpec]
+        for name in ranges(kind)
+    ],
+    ids=lambda part: part if isinstance(part, str) else part.__name__,
+)
+def test_every_option_with_a_range_is_refused_outside_of_it(kind: Any, name: str) -> None:
+    within = ranges(kind)[name]
+    outside = [value for value in OUTSIDE if not within.holds(value)]
+    assert len(outside) >= 2
+    for value in outside:
+        with pytest.raises(RecipeError, match=rf"\] {name} = {value}: must be {within.words}"):
+            kind(**{name: value})
+
+
+def test_a_share_of_clients_that_an_algorithm_does_not_draw_is_told() -> None:
+    table = {**BASE, "algorithm": {"name": "fedamp"}, "clients": {**BASE["clients"], "participation": 0.5}}
+    with pytest.warns(UserWarning, match="participation = 0.5 has no effect: algorithm 'fedamp' asks every client"):
+        parse_recipe(table)
 
 
 def test_steps_make_up_for_no_epochs_and_objects_may_train_nothing() -> None:

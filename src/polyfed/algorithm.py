@@ -24,6 +24,7 @@ from polyfed.node import Site
 from polyfed.optim import Moments, ServerOptimiser, Train
 from polyfed.policy import Policy
 from polyfed.replies import Replies
+from polyfed.schema import check_ranges
 from polyfed.selection import Selector, Uniform
 from polyfed.tasks import task
 from polyfed.tree import Tree
@@ -79,6 +80,10 @@ class Algorithm(ABC):
 
     train: Train = Train()
     evaluation: Evaluation = Evaluation()
+
+    def __post_init__(self) -> None:
+        """Refuse options outside the ranges that their types name; one that refuses more calls this one first."""
+        check_ranges("[algorithm]", self)
 
     @abstractmethod
     def init(self, fed: Federation, params: Tree) -> Any:

@@ -46,6 +46,10 @@ class CheckpointError(PolyfedError):
     exit_code = 5
 
 
+class PolyfedWarning(UserWarning):
+    """Something in a recipe has no effect or is not what it says; the run goes on."""
+
+
 class Diverged(PolyfedError):
     """Training left the finite numbers; names the client and the term where it is known."""
 

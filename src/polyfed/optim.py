@@ -11,12 +11,13 @@ Federated Visual Classification", 2019 (FedAvgM).
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from polyfed.errors import RecipeError
+from polyfed.schema import DECAY, NOT_NEGATIVE, POSITIVE, check_ranges
 from polyfed.tree import Tree, like
 
 Moments = dict[str, Tree]
@@ -51,33 +52,25 @@ class Train:
         clip_norm: gradients are scaled down to this 2-norm; 0 switches clipping off.
     """
 
-    epochs: int = 1
-    steps: int | None = None
-    batch_size: int = 32
+    epochs: Annotated[int, NOT_NEGATIVE] = 1
+    steps: Annotated[int | None, NOT_NEGATIVE] = None
+    batch_size: Annotated[int, NOT_NEGATIVE] = 32
     optimiser: Literal["sgd", "adam", "adamw"] = "sgd"
-    lr: float = 0.05
-    lr_end: float | None = None
+    lr: Annotated[float, NOT_NEGATIVE] = 0.05
+    lr_end: Annotated[float | None, NOT_NEGATIVE] = None
     lr_schedule: Literal["constant", "linear", "cosine", "step", "authors"] = "constant"
-    lr_step: int = 80
-    momentum: float = 0.0
+    lr_step: Annotated[int, NOT_NEGATIVE] = 80
+    momentum: Annotated[float, DECAY] = 0.0
     nesterov: bool = False
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    clip_norm: float = 0.0
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
+    beta1: Annotated[float, DECAY] = 0.9
+    beta2: Annotated[float, DECAY] = 0.999
+    eps: Annotated[float, POSITIVE] = 1e-8
+    clip_norm: Annotated[float, NOT_NEGATIVE] = 0.0
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
-        for name in ("lr", "weight_decay", "clip_norm"):
-            if not getattr(self, name) >= 0:
-                raise RecipeError(f"[train] {name} = {getattr(self, name)}: must be 0 or more")
-        for name in ("momentum", "beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise RecipeError(f"[train] {name} = {getattr(self, name)}: must lie in [0, 1)")
-        for name in ("epochs", "steps", "batch_size"):
-            if (getattr(self, name) or 0) < 0:
-                raise RecipeError(f"[train] {name} = {getattr(self, name)}: must be 0 or more")
+        check_ranges("[train]", self)
         if self.nesterov and not self.momentum:
             raise RecipeError("[train] nesterov = true needs momentum > 0")
         if self.lr_schedule != "constant" and self.lr_end is None:
@@ -162,19 +155,15 @@ class ServerOptimiser:
     """
 
     optimiser: Literal["none", "avgm", "adam", "adagrad", "yogi"] = "none"
-    lr: float = 1.0
-    momentum: float = 0.9
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 1e-3
+    lr: Annotated[float, POSITIVE] = 1.0
+    momentum: Annotated[float, DECAY] = 0.9
+    beta1: Annotated[float, DECAY] = 0.9
+    beta2: Annotated[float, DECAY] = 0.99
+    tau: Annotated[float, POSITIVE] = 1e-3
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
-        if not self.lr > 0 or not self.tau > 0:
-            raise RecipeError("[server] lr and tau must be above 0")
-        for name in ("momentum", "beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise RecipeError(f"[server] {name} = {getattr(self, name)}: must lie in [0, 1)")
+        check_ranges("[server]", self)
 
     def moments(self, params: Mapping[str, Tensor]) -> Moments:
         """The state before the first round."""

@@ -6,6 +6,7 @@ name the nearest one, values are checked against the field's type by pydantic in
 
 import dataclasses
 import tomllib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from polyfed.algorithm import Algorithm
 from polyfed.algorithms import ALGORITHMS
 from polyfed.data import SOURCES, ClientsSpec
-from polyfed.errors import RecipeError, did_you_mean
+from polyfed.errors import PolyfedWarning, RecipeError, did_you_mean
 from polyfed.evaluation import Evaluation
 from polyfed.messages import KINDS
 from polyfed.model import ModelSpec
@@ -230,6 +231,13 @@ def _algorithm(sections: Mapping[str, Any], clients: ClientsSpec) -> Algorithm:
         else:
             kind = {"train": Train, "evaluation": Evaluation, "server": ServerOptimiser}[part]
             given[part] = build(f"[{section}]", kind, entry)
+    if "selector" not in own and clients.participation != 1.0:
+        warnings.warn(
+            f"[clients] participation = {clients.participation} has no effect: algorithm "
+            f"'{sections['algorithm']['name']}' asks every client in every round",
+            PolyfedWarning,
+            stacklevel=2,
+        )
     built: Algorithm = build("[algorithm]", cls, table, **given)
     return built
 

@@ -1,13 +1,55 @@
 """Values of a recipe's section against the types of the dataclass it configures, by pydantic in strict mode."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from polyfed.errors import RecipeError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Within:
+    """The range of an option, as metadata of its type: `mu: Annotated[float, NOT_NEGATIVE] = 0.0`.
+
+    Attributes:
+        words: what a value must be, after "must be".
+        holds: whether a value lies inside; false for NaN.
+    """
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+NOT_NEGATIVE = Within("0 or more", lambda value: value >= 0)
+POSITIVE = Within("above 0", lambda value: value > 0)
+AT_LEAST_ONE = Within("1 or more", lambda value: value >= 1)
+PROBABILITY = Within("from 0 to 1", lambda value: 0 <= value <= 1)
+FRACTION = Within("above 0, at most 1", lambda value: 0 < value <= 1)
+DECAY = Within("from 0 up to, not including, 1", lambda value: 0 <= value < 1)
+
+
+def check_ranges(section: str, spec: object) -> None:
+    """Refuse options outside the ranges that their types name; None is outside of none.
+
+    Raises:
+        RecipeError: with section, key, value and what is allowed.
+    """
+    for name, within in ranges(type(spec)).items():  # type: ignore[arg-type]
+        value = getattr(spec, name)
+        if value is not None and not within.holds(value):
+            raise RecipeError(f"{section} {name} = {value}: must be {within.words}")
+
+
+@cache
+def ranges(cls: type) -> dict[str, Within]:
+    """The options of a dataclass whose type names a range."""
+    hints = get_type_hints(cls, include_extras=True)
+    found = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(cls)}
+    return {name: entry for name, extras in found.items() for entry in extras if isinstance(entry, Within)}
 
 
 def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozenset[str] = frozenset()) -> dict[str, Any]:

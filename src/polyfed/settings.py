@@ -1,9 +1,10 @@
 """The sections of a recipe that say how it is run, not what is learnt: [engine] and [checkpoint]."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from polyfed.errors import RecipeError
+from polyfed.schema import NOT_NEGATIVE, POSITIVE, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,27 +32,22 @@ class EngineSpec:
 
     name: Literal["vectorised", "sequential", "flower"] = "vectorised"
     device: Literal["cpu", "cuda", "auto"] = "cpu"
-    threads: int = 0
-    stack: int = 0
-    min_replies: int = 1
+    threads: Annotated[int, NOT_NEGATIVE] = 0
+    stack: Annotated[int, NOT_NEGATIVE] = 0
+    min_replies: Annotated[int, NOT_NEGATIVE] = 1
     debug: bool = False
-    nodes: int = 0
-    min_nodes: int = 0
-    enrol_seconds: float = 120.0
-    reply_seconds: float = 600.0
+    nodes: Annotated[int, NOT_NEGATIVE] = 0
+    min_nodes: Annotated[int, NOT_NEGATIVE] = 0
+    enrol_seconds: Annotated[float, POSITIVE] = 120.0
+    reply_seconds: Annotated[float, POSITIVE] = 600.0
     on_refusal: Literal["stop", "drop"] = "stop"
     relay: Literal["refused", "server-sees"] = "refused"
-    message_megabytes: int = 512
-    client_cpus: float = 1.0
+    message_megabytes: Annotated[int, POSITIVE] = 512
+    client_cpus: Annotated[float, POSITIVE] = 1.0
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
-        for name in ("threads", "stack", "min_replies", "nodes", "min_nodes"):
-            if getattr(self, name) < 0:
-                raise RecipeError(f"[engine] {name} = {getattr(self, name)}: must be 0 or more")
-        for name in ("enrol_seconds", "reply_seconds", "message_megabytes", "client_cpus"):
-            if not getattr(self, name) > 0:
-                raise RecipeError(f"[engine] {name} = {getattr(self, name)}: must be above 0")
+        check_ranges("[engine]", self)
 
 
 @dataclass(frozen=True, kw_only=True)

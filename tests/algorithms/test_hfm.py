@@ -10,7 +10,7 @@ from algorithms.silo_world import OPEN, Silos, silo_model
 from oracles.hfm import Settings, centralised, encode, hfm, top, vfl
 from polyfed.algorithms import ALGORITHMS
 from polyfed.data import ClientsSpec
-from polyfed.errors import DataError, EgressError, RecipeError
+from polyfed.errors import DataError, EgressError, RecipeError, TooFewReplies
 from polyfed.model import ModelSpec
 from polyfed.network import Network
 from polyfed.optim import Train
@@ -314,6 +314,11 @@ def test_misaligned_silos_are_refused_with_the_ids(ids: dict[int, list[int]], wo
 def test_an_alignment_error_names_five_ids_and_counts_the_rest() -> None:
     with pytest.raises(DataError, match="only 4 has ids 0, 1, 2, 3, 4 and 3 more, only 7 has ids 8"):
         check_aligned(2, {4: torch.arange(8), 7: torch.tensor([8])})
+
+
+def test_a_silo_of_which_no_device_answers_is_told() -> None:
+    with pytest.raises(TooFewReplies, match="silo 2: none of its devices"):
+        check_aligned(2, {})
 
 
 def test_wrong_arrangements_and_settings_are_refused() -> None:

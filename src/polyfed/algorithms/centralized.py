@@ -7,7 +7,7 @@ afresh.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from polyfed.model import ModelSpec
 from polyfed.node import Site
 from polyfed.policy import Policy
 from polyfed.replies import Replies
+from polyfed.schema import POSITIVE
 from polyfed.tasks import task
 from polyfed.tree import Tree
 from polyfed.view import Fit, View
@@ -69,12 +70,11 @@ class Centralized(Algorithm):
         width: hidden sizes and the embedding are multiplied by this; the PartialFL paper compares with a larger model.
     """
 
-    width: float = 1.0
+    width: Annotated[float, POSITIVE] = 1.0
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
-        if not self.width > 0:
-            raise RecipeError(f"[algorithm] width = {self.width}: must be above 0")
+        super().__post_init__()
         if self.train.steps is not None:
             raise RecipeError(
                 "centralized counts in epochs, as its training goes on over rounds: leave out train.steps"

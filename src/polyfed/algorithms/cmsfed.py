@@ -15,7 +15,7 @@ This file is the clients' half and the round; who is chosen is in `cmsfed_choice
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from polyfed.optim import Train
 from polyfed.policy import Policy
 from polyfed.prototypes import Prototypes
 from polyfed.replies import Replies
+from polyfed.schema import DECAY, NOT_NEGATIVE
 from polyfed.selection import Uniform
 from polyfed.tasks import task
 from polyfed.tree import SHARED, Tree, select, vector
@@ -116,7 +117,7 @@ class CmsFed(Averaging):
     """
 
     chi: float = 2.0
-    alpha_p: float = 1.0
+    alpha_p: Annotated[float, NOT_NEGATIVE] = 1.0
     beta_mode: Literal["clip", "hard"] = "clip"
     pce_target: Literal["global_weak", "batch_weak"] = "global_weak"
     gradient_split: Literal["exact", "delta"] = "exact"
@@ -125,22 +126,15 @@ class CmsFed(Averaging):
     greedy: Literal["stochastic", "full"] = "stochastic"
     init_pass: Literal["epoch", "step"] = "epoch"
     prototypes: Literal["global", "local"] = "global"
-    prototype_momentum: float = 0.0
+    prototype_momentum: Annotated[float, DECAY] = 0.0
     modality_selection: bool = True
-    sketch: int = 0
-    hysteresis: float = 0.0
-    feature_norm: float = 0.0
+    sketch: Annotated[int, NOT_NEGATIVE] = 0
+    hysteresis: Annotated[float, NOT_NEGATIVE] = 0.0
+    feature_norm: Annotated[float, NOT_NEGATIVE] = 0.0
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
-        if (
-            min(self.alpha_p, self.sketch, self.hysteresis, self.feature_norm) < 0
-            or not 0 <= self.prototype_momentum < 1
-        ):
-            raise RecipeError(
-                "[algorithm] alpha_p, sketch, hysteresis and feature_norm must be 0 or more, "
-                "prototype_momentum in [0, 1)"
-            )
+        super().__post_init__()
         if self.modality_selection and type(self.selector) is not Uniform:
             raise RecipeError(
                 "cmsfed selects clients itself, so [selection] has no effect; remove it, or set "

@@ -12,6 +12,7 @@ than two modalities "the other" one is the mean of all others; representations h
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ from polyfed.model import Model
 from polyfed.node import Site
 from polyfed.optim import Moments
 from polyfed.policy import Policy
+from polyfed.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.selection import Selector, Uniform
 from polyfed.tasks import task
 from polyfed.tree import Tree
@@ -110,17 +112,12 @@ class CreamFL(Algorithm):
         selector: which clients take part, the [selection] section.
     """
 
-    inter: float = 0.5
-    intra: float = 0.5
-    temperature: float = 0.5
-    distil: float = 0.3
-    server_epochs: int = 1
+    inter: Annotated[float, NOT_NEGATIVE] = 0.5
+    intra: Annotated[float, NOT_NEGATIVE] = 0.5
+    temperature: Annotated[float, POSITIVE] = 0.5
+    distil: Annotated[float, NOT_NEGATIVE] = 0.3
+    server_epochs: Annotated[int, NOT_NEGATIVE] = 1
     selector: Selector = Uniform()
-
-    def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
-        if not self.temperature > 0 or min(self.inter, self.intra, self.distil, self.server_epochs) < 0:
-            raise RecipeError("[algorithm] temperature must be above 0, weights and server_epochs 0 or more")
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Only the server's own rows are asked to `publish`."""

@@ -9,7 +9,7 @@ the others keep theirs.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,12 @@ from polyfed.algorithms import blocks as exchange
 from polyfed.algorithms.blocks import Blocks, Installed, Wanted, layouts
 from polyfed.algorithms.local import Done, Start
 from polyfed.batch import Batch
-from polyfed.errors import RecipeError
 from polyfed.evaluation import Measured
 from polyfed.federation import Federation
 from polyfed.losses import cross_entropy
 from polyfed.network import Timetable
 from polyfed.node import Site
+from polyfed.schema import AT_LEAST_ONE, DECAY, FRACTION, NOT_NEGATIVE, POSITIVE
 from polyfed.tasks import task
 from polyfed.tree import Tree, squared_distance
 from polyfed.view import View
@@ -77,21 +77,18 @@ class FedAmp(Algorithm):
 
     uploads: float | int = 1.0
     heuristic: bool = False
-    lam: float = 1.0
-    alpha: float = 1e4
-    alpha_decay: float = 0.1
-    alpha_every: int = 30
-    sigma: float = 0.0
-    self_weight: float = 0.0
+    lam: Annotated[float, NOT_NEGATIVE] = 1.0
+    alpha: Annotated[float, POSITIVE] = 1e4
+    alpha_decay: Annotated[float, FRACTION] = 0.1
+    alpha_every: Annotated[int, AT_LEAST_ONE] = 30
+    sigma: Annotated[float, NOT_NEGATIVE] = 0.0
+    self_weight: Annotated[float, DECAY] = 0.0
     start: Literal["own", "cloud"] = "own"
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
+        super().__post_init__()
         exchange.check_uploads(self.uploads)
-        if not (self.lam >= 0 and self.alpha > 0 and 0 < self.alpha_decay <= 1 and self.alpha_every >= 1):
-            raise RecipeError("[algorithm] lam >= 0, alpha > 0, 0 < alpha_decay <= 1 and alpha_every >= 1 are needed")
-        if not (self.sigma >= 0 and 0 <= self.self_weight < 1):
-            raise RecipeError("[algorithm] sigma must be 0 or more, self_weight a share from 0 to below 1")
 
     def init(self, fed: Federation, params: Tree) -> FedAmpState:
         """Every client and every cloud model starts from the same model."""

@@ -10,6 +10,7 @@ where nothing helps. Of every block, `uploads` owners send theirs, and all owner
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from polyfed.messages import Message, carries, message
 from polyfed.network import Timetable
 from polyfed.node import Site
 from polyfed.replies import Replies
+from polyfed.schema import NOT_NEGATIVE, PROBABILITY
 from polyfed.tasks import task
 from polyfed.tree import Tree, block_of, blocks
 from polyfed.view import View
@@ -87,17 +89,16 @@ class FedFomo(Algorithm):
 
     uploads: float | int = 1.0
     every: int = 5
-    candidates: int = 0
-    explore: float = 0.3
-    explore_decay: float = 0.05
+    candidates: Annotated[int, NOT_NEGATIVE] = 0
+    explore: Annotated[float, PROBABILITY] = 0.3
+    explore_decay: Annotated[float, NOT_NEGATIVE] = 0.05
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
+        super().__post_init__()
         exchange.check_uploads(self.uploads)
-        if not (self.every >= 2 and 0 <= self.explore <= 1):
-            raise RecipeError("[algorithm] every must be 2 or more, explore a chance from 0 to 1")
-        if self.candidates < 0 or self.explore_decay < 0:
-            raise RecipeError("[algorithm] candidates and explore_decay must be 0 or more")
+        if self.every < 2:
+            raise RecipeError(f"[algorithm] every = {self.every}: must be 2 or more")
 
     def init(self, fed: Federation, params: Tree) -> FedFomoState:
         """Nobody prefers anybody."""

@@ -12,6 +12,7 @@ features the server takes up with one tower each, summed in its first common lay
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from polyfed import keys, metrics
 from polyfed.algorithm import Algorithm, Broadcast, State
 from polyfed.algorithms.towers import mlps
 from polyfed.batch import Batch
-from polyfed.errors import RecipeError
 from polyfed.evaluation import Measured, OwnScore
 from polyfed.federation import Federation
 from polyfed.losses import cross_entropy, distillation
@@ -29,6 +29,7 @@ from polyfed.model import Model
 from polyfed.node import Site
 from polyfed.optim import Moments
 from polyfed.replies import Replies
+from polyfed.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from polyfed.selection import Selector, Uniform
 from polyfed.tasks import task
 from polyfed.tree import Tree
@@ -78,17 +79,12 @@ class FedGKT(Algorithm):
         selector: which clients take part, the [selection] section.
     """
 
-    alpha: float = 1.0
-    temperature: float = 3.0
-    server_epochs: int = 2
+    alpha: Annotated[float, NOT_NEGATIVE] = 1.0
+    temperature: Annotated[float, POSITIVE] = 3.0
+    server_epochs: Annotated[int, NOT_NEGATIVE] = 2
     server_hidden: tuple[int, ...] = (256, 256)
-    server_embedding: int = 128
+    server_embedding: Annotated[int, AT_LEAST_ONE] = 128
     selector: Selector = Uniform()
-
-    def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
-        if not self.temperature > 0 or self.alpha < 0 or self.server_epochs < 0:
-            raise RecipeError("[algorithm] temperature must be above 0, alpha and server_epochs 0 or more")
 
     # the clients' half
 

@@ -12,17 +12,17 @@ blocks of all clients that took part are averaged by rows.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from polyfed.algorithm import Averaging, Broadcast, State, mean_loss
 from polyfed.batch import Batch
-from polyfed.errors import RecipeError
 from polyfed.evaluation import Measured
 from polyfed.federation import Federation
 from polyfed.node import Site
+from polyfed.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.tree import SHARED, Tree, block_of, blocks, select, squared_distance, vector
 
 
@@ -46,14 +46,9 @@ class FedMSplit(Averaging):
     """
 
     mode: Literal["personal", "block_mean"] = "personal"
-    lam: float = 0.01
+    lam: Annotated[float, NOT_NEGATIVE] = 0.01
     similarity: Literal["cosine", "dot"] = "cosine"
-    temperature: float = 0.1
-
-    def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
-        if self.temperature <= 0 or self.lam < 0:
-            raise RecipeError("[algorithm] temperature must be above 0 and lam 0 or more")
+    temperature: Annotated[float, POSITIVE] = 0.1
 
     def init(self, fed: Federation, params: Tree) -> SplitState:
         """Averaging's state; every client starts from the common model."""

@@ -10,7 +10,7 @@ released code. With more than two modalities each is compared with the mean of t
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from polyfed.losses import cross_entropy
 from polyfed.model import Model
 from polyfed.node import Site
 from polyfed.prototypes import FLOOR, there
+from polyfed.schema import NOT_NEGATIVE
 from polyfed.tree import Tree, block_of
 from polyfed.view import View
 from polyfed.view.base import Direction
@@ -41,9 +42,9 @@ class FedOgm(Averaging):
             weight matrices, for encoders without convolutions.
     """
 
-    alpha: float = 0.8
+    alpha: Annotated[float, NOT_NEGATIVE] = 0.8
     ge: bool = True
-    active_rounds: int = 70
+    active_rounds: Annotated[int, NOT_NEGATIVE] = 70
     scale_params: Literal["conv4d", "all_weights"] = "conv4d"
 
     def init(self, fed: Federation, params: Tree) -> Any:

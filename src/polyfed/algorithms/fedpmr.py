@@ -10,7 +10,7 @@ With more than two modalities each is compared with the strongest.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from polyfed.batch import Batch
 from polyfed.losses import cross_entropy
 from polyfed.node import Site
 from polyfed.prototypes import Prototypes
+from polyfed.schema import NOT_NEGATIVE
 from polyfed.tasks import task
 from polyfed.tree import Tree
 from polyfed.view import Fit, View
@@ -40,12 +41,12 @@ class FedPmr(Averaging):
         per_epochs: it acts in so many first local epochs of the run (E_r of the paper).
     """
 
-    alpha: float = 1.0
+    alpha: Annotated[float, NOT_NEGATIVE] = 1.0
     coef: Literal["clip", "hard"] = "clip"
-    active_rounds: int = 70
+    active_rounds: Annotated[int, NOT_NEGATIVE] = 70
     per: bool = False
-    mu: float = 0.01
-    per_epochs: int = 10
+    mu: Annotated[float, NOT_NEGATIVE] = 0.01
+    per_epochs: Annotated[int, NOT_NEGATIVE] = 10
 
     @task()
     def update(self, site: Site, data: View, local: Tree, got: Broadcast) -> tuple[Update, Tree]:  # type: ignore[override]

@@ -8,7 +8,7 @@ FedAvg, and the prototypical cross-entropy of every modality against global prot
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from polyfed.node import Site
 from polyfed.policy import Policy
 from polyfed.prototypes import Prototypes, masked_mean, there
 from polyfed.replies import Replies
+from polyfed.schema import NOT_NEGATIVE
 from polyfed.tasks import task
 from polyfed.tree import Tree
 from polyfed.view import Fit, View
@@ -73,9 +74,9 @@ class FedProto(Averaging):
 
     mode: Literal["mm_fedavg", "original"] = "mm_fedavg"
     proto_weight: Literal["count", "uniform"] = "count"
-    lam: float = 1.0
-    alpha_p: float = 1.0
-    active_rounds: int = 70
+    lam: Annotated[float, NOT_NEGATIVE] = 1.0
+    alpha_p: Annotated[float, NOT_NEGATIVE] = 1.0
+    active_rounds: Annotated[int, NOT_NEGATIVE] = 70
     judge: Literal["logits", "prototype"] = "prototype"
 
     sends: ClassVar[type[Message]] = Shared

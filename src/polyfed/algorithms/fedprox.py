@@ -4,11 +4,12 @@ Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heteroge
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from polyfed.algorithm import Averaging
 from polyfed.batch import Batch
 from polyfed.node import Site
+from polyfed.schema import NOT_NEGATIVE
 from polyfed.tree import Tree, squared_distance
 
 
@@ -20,7 +21,7 @@ class FedProx(Averaging):
         mu: strength of the pull; 0 is FedAvg. The PartialFL paper uses 0.01, the original searches 0.001 to 1.
     """
 
-    mu: float = 0.01
+    mu: Annotated[float, NOT_NEGATIVE] = 0.01
 
     def loss(self, site: Site, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
         """Cross-entropy and the proximal term."""

@@ -5,13 +5,14 @@ silos are averaged by their rows (algorithms.md 3.4). With `mu` it is FedProx (E
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from polyfed.algorithm import Averaging
 from polyfed.batch import Batch
 from polyfed.errors import RecipeError
 from polyfed.federation import Federation
 from polyfed.node import Site
+from polyfed.schema import NOT_NEGATIVE
 from polyfed.tree import Tree, squared_distance
 
 
@@ -23,7 +24,7 @@ class Hfl(Averaging):
         mu: strength of the proximal term; 0 leaves it out.
     """
 
-    mu: float = 0.0
+    mu: Annotated[float, NOT_NEGATIVE] = 0.0
 
     def init(self, fed: Federation, params: Tree) -> Any:
         """Averaging's state.

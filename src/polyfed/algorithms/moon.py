@@ -12,7 +12,7 @@ first participation both references are the same model, so the term is the const
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from polyfed.federation import Federation
 from polyfed.losses import cross_entropy
 from polyfed.messages import Message
 from polyfed.node import Site
+from polyfed.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.tree import Tree
 from polyfed.view import Fit, View
 
@@ -46,9 +47,9 @@ class Moon(Averaging):
         per_modality: contrast each modality by itself instead of their concatenation.
     """
 
-    mu: float = 1.0
-    temperature: float = 0.5
-    projection: int = 256
+    mu: Annotated[float, NOT_NEGATIVE] = 1.0
+    temperature: Annotated[float, POSITIVE] = 0.5
+    projection: Annotated[int, NOT_NEGATIVE] = 256
     per_modality: bool = False
 
     def init(self, fed: Federation, params: Tree) -> Any:

@@ -12,7 +12,7 @@ several of them every contrastive term is the mean over those a client owns (our
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from polyfed.node import Site
 from polyfed.optim import Moments
 from polyfed.policy import Policy
 from polyfed.replies import Replies
+from polyfed.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.tasks import task
 from polyfed.tree import SHARED, Tree, digest, select, squared_distance
 from polyfed.view import Fit, View
@@ -77,11 +78,11 @@ class PartialFL(Averaging):
     """
 
     aggregation: Literal["weighted", "uniform"] = "uniform"
-    beta: float = 0.01
-    temperature: float = 0.1
+    beta: Annotated[float, NOT_NEGATIVE] = 0.01
+    temperature: Annotated[float, POSITIVE] = 0.1
     negatives: Negatives = "intra"
     normalise: bool = True
-    mu: float = 0.0
+    mu: Annotated[float, NOT_NEGATIVE] = 0.0
     global_model: Literal["private", "all"] = "private"
     inputs: Literal["embeddings", "raw"] = "embeddings"
     local_start: Literal["own", "common"] = "own"
@@ -90,13 +91,6 @@ class PartialFL(Averaging):
 
     sends: ClassVar[type[Message]] = Guided
     replies: ClassVar[type[Message]] = GuidedUpdate
-
-    def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
-        if not self.temperature > 0:
-            raise RecipeError(f"[algorithm] temperature = {self.temperature}: must be above 0")
-        if self.beta < 0 or self.mu < 0:
-            raise RecipeError("[algorithm] beta and mu must be 0 or more")
 
     # what is shared
 

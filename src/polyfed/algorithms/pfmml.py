@@ -11,7 +11,7 @@ collects, mixes and learns (steps 2 to 6). That downloads open a round is what t
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -21,12 +21,12 @@ from polyfed.algorithms import blocks as exchange
 from polyfed.algorithms.blocks import Blocks, Installed, Layout, Wanted, layouts, owners
 from polyfed.algorithms.coefficients import BlockState, Step, aggregate, learned, own_coefficients, scheduled
 from polyfed.algorithms.local import Done, Start
-from polyfed.errors import RecipeError
 from polyfed.evaluation import Measured
 from polyfed.federation import Federation
 from polyfed.losses import cross_entropy
 from polyfed.network import TRAINING_PASSES, Timetable
 from polyfed.node import Site
+from polyfed.schema import NOT_NEGATIVE
 from polyfed.tasks import task
 from polyfed.tree import SHARED, Tree
 from polyfed.view import View
@@ -75,10 +75,10 @@ class Pfmml(Algorithm):
     """
 
     uploads: float | int = 1 / 3
-    coefficient_lr: float = 0.01
-    max_age: int = 10
+    coefficient_lr: Annotated[float, NOT_NEGATIVE] = 0.01
+    max_age: Annotated[int, NOT_NEGATIVE] = 10
     rule: Literal["ratio", "linear"] = "ratio"
-    alpha: float = 1e-4
+    alpha: Annotated[float, NOT_NEGATIVE] = 1e-4
     grad_sign: Literal[-1, 1] = -1
     scale: Literal["raw", "per-step", "per-size"] = "raw"
     record: Literal["last", "previous-round"] = "last"
@@ -88,9 +88,8 @@ class Pfmml(Algorithm):
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
+        super().__post_init__()
         exchange.check_uploads(self.uploads)
-        if not (self.coefficient_lr >= 0 and self.max_age >= 0 and self.alpha >= 0):
-            raise RecipeError("[algorithm] coefficient_lr, max_age and alpha must be 0 or more")
 
     def init(self, fed: Federation, params: Tree) -> PfmmlState:
         """Equal coefficients; every device starts from the same blocks."""

@@ -65,6 +65,7 @@ class Scaffold(Averaging):
 
     def __post_init__(self) -> None:
         """Refuse optimisers for which option II is wrong."""
+        super().__post_init__()
         if self.train.optimiser != "sgd" or self.train.momentum:
             raise RecipeError("scaffold needs plain SGD: [train] optimiser = 'sgd', momentum = 0")
 

@@ -56,6 +56,7 @@ class SplitLearning(Algorithm):
 
     def __post_init__(self) -> None:
         """Make the tasks' owner."""
+        super().__post_init__()
         object.__setattr__(self, "cut", Cut(train=self.train, u_shaped=self.u_shaped))
 
     def init(self, fed: Federation, params: Tree) -> SplitState:

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from polyfed.algorithm import Algorithm
 from polyfed.algorithms import ALGORITHMS
@@ -163,7 +163,10 @@ def _can_send(algorithm: Algorithm, task: str, field: str) -> bool:
 
 
 def _kind(annotation: Any) -> str:
-    """A type as a recipe's author reads it: choices of a Literal are written out."""
+    """A type as a recipe's author reads it: choices of a Literal are written out, and ranges."""
+    if get_origin(annotation) is Annotated:
+        plain, *ranges = get_args(annotation)
+        return ", ".join([_kind(plain), *(entry.words for entry in ranges)])
     text = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
     text = re.sub(r"\b(?:typing|collections\.abc)\.", "", text)
     return re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " | ").replace("'", '"'), text)

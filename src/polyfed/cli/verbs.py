@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -23,7 +24,7 @@ import polyfed
 from polyfed.check import Check
 from polyfed.cli import deployment, handbook, preparation, tables
 from polyfed.deploy.inspection import inspect
-from polyfed.errors import PolyfedError, RecipeError
+from polyfed.errors import PolyfedError, PolyfedWarning, RecipeError
 from polyfed.progress import Progress
 from polyfed.report import REPORT, compare, write_comparison, write_report
 
@@ -35,6 +36,9 @@ WIDE = 200
 
 COMPARISON = "comparison.html"
 """Where `compare --html` writes if it is not told."""
+
+PYTHONS_OWN = warnings.formatwarning
+"""How Python writes a warning."""
 
 app = typer.Typer(
     name="polyfed",
@@ -271,6 +275,7 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: always; 0, the exit code of a `PolyfedError`, or 2 for words that are no call.
     """
+    warnings.formatwarning = _as_one_line
     try:
         app(args=None if args is None else list(args))
     except PolyfedError as error:
@@ -280,3 +285,10 @@ def main(args: Sequence[str] | None = None) -> None:
         # the reader has gone (`| head`); a later flush must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
+
+
+def _as_one_line(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
+    """Our own warnings as our errors look, others as Python writes them."""
+    if issubclass(category, PolyfedWarning):
+        return f"polyfed: warning: {message}\n"
+    return PYTHONS_OWN(message, category, *where, **line)

@@ -14,7 +14,7 @@ from polyfed import keys
 from polyfed.data.columns import Columns
 from polyfed.data.dealing import MAX_REDRAWS, Counts, deal, enough, labels
 from polyfed.data.shards import Rows
-from polyfed.errors import DataError, RecipeError
+from polyfed.errors import DataError, PolyfedWarning, RecipeError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,9 @@ class MainClass:
             counts[:, client] += taken
             left -= taken
         if short:
-            warnings.warn(f"main-class: {short} clients got less of their main class than asked", stacklevel=3)
+            warnings.warn(
+                f"main-class: {short} clients got less of their main class than asked", PolyfedWarning, stacklevel=3
+            )
         return counts
 
 

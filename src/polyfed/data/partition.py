@@ -22,7 +22,7 @@ class Partition(Protocol):
     """Deals rows to clients; users may bring their own."""
 
     def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
-        """One array of rows per client, in order of clients."""
+        """One array of rows per client, in order of clients. `rows` is the partition's own: it may reorder it."""
         ...
 
 
@@ -40,7 +40,8 @@ class Iid:
         """Deal the rows out."""
         enough(columns, rows, self.num, 1)
         bounds = np.arange(self.num + 1) * len(rows) // self.num
-        return Stretches(keys.generator(key).permutation(rows), bounds)
+        keys.generator(key).shuffle(rows)  # in place: with many rows a second copy is the peak of a run's memory
+        return Stretches(rows, bounds)
 
 
 @dataclass(frozen=True, kw_only=True)

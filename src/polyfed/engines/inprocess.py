@@ -11,6 +11,7 @@ from torch import Tensor
 from polyfed import keys
 from polyfed.algorithm import Algorithm
 from polyfed.data import Population
+from polyfed.engines.heap import keep_freed_memory
 from polyfed.errors import PolyfedError
 from polyfed.federation import TEST, VALIDATION, Ask, Roster, Send
 from polyfed.ledger import Ledger
@@ -60,6 +61,7 @@ class InProcess(ABC):
         debug: bool = False,
         clock: Clock | None = None,
     ) -> None:
+        keep_freed_memory()
         self.population, self.model, self.algorithm, self.initial = population, model, algorithm, initial
         self.policy, self.ledger, self.emit, self.debug, self.clock = policy, ledger, emit, debug, clock
         self.device = torch.device(device)

@@ -9,6 +9,7 @@ from polyfed import keys
 from polyfed.errors import RecipeError
 from polyfed.federation import Federation
 from polyfed.replies import Replies
+from polyfed.schema import check_ranges
 from polyfed.tree import Tree
 
 
@@ -24,6 +25,7 @@ class Selector(ABC):
 
     def __post_init__(self) -> None:
         """Refuse a share or a count that has no meaning."""
+        check_ranges("[selection]", self)
         value = self.participation
         if not (value >= 1 if isinstance(value, int) else 0 < value <= 1):
             raise RecipeError(

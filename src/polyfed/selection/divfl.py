@@ -7,7 +7,7 @@ cohort's are renewed ("no overheads"), so that gradients taken at different mode
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from polyfed.messages import Message, carries, message
 from polyfed.node import Site
 from polyfed.optim import Train
 from polyfed.replies import Replies
+from polyfed.schema import NOT_NEGATIVE
 from polyfed.selection.base import Selector
 from polyfed.tasks import task
 from polyfed.tree import Tree, subtract, vector
@@ -66,7 +67,7 @@ class DivFl(Selector):
     grad: Literal["delta", "at_global"] = "delta"
     greedy: Literal["stochastic", "lazy", "full"] = "stochastic"
     weights: Literal["samples", "clusters"] = "samples"
-    sketch: int = 0
+    sketch: Annotated[int, NOT_NEGATIVE] = 0
     train: Train = Train()
 
     def start(self, params: Tree) -> Diversity:

@@ -6,7 +6,7 @@ Cho, Wang, Joshi, "Towards Understanding Biased Client Selection in Federated Le
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from polyfed.messages import Message, carries, message
 from polyfed.node import Site
 from polyfed.optim import Train
 from polyfed.replies import Replies
+from polyfed.schema import AT_LEAST_ONE
 from polyfed.selection.base import Selector
 from polyfed.tasks import task
 from polyfed.tree import Tree
@@ -54,17 +55,11 @@ class PowD(Selector):
         allow_incongruent: losses of clients with different modalities are not comparable, which is refused otherwise.
     """
 
-    d: int = 10
+    d: Annotated[int, AT_LEAST_ONE] = 10
     candidates: Literal["size", "uniform"] = "size"
     variant: Literal["full", "batch", "reported"] = "full"
-    batch_size: int = 64
+    batch_size: Annotated[int, AT_LEAST_ONE] = 64
     allow_incongruent: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
-        super().__post_init__()
-        if self.d < 1 or self.batch_size < 1:
-            raise RecipeError("[selection] d and batch_size must be 1 or more")
 
     def start(self, params: Tree) -> dict[int, float]:
         """No loss known."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from polyfed.errors import DataError, RecipeError
+from polyfed.errors import DataError, RecipeError, TooFewReplies
 from polyfed.federation import Roster
 
 SHOWN = 5
@@ -37,11 +37,14 @@ def check_aligned(silo: int, ids: Mapping[int, Tensor]) -> None:
 
     Args:
         silo: its number, for the message.
-        ids: per device, the sample ids of its rows, int64 (N_m,).
+        ids: per device that answered, the sample ids of its rows, int64 (N_m,).
 
     Raises:
+        TooFewReplies: no device answered.
         DataError: naming the devices and the ids.
     """
+    if not ids:
+        raise TooFewReplies(f"silo {silo}: none of its devices told its sample ids; see the events for the reasons")
     (first, wanted), *others = ids.items()
     for client, found in others:
         if torch.equal(found, wanted):

@@ -14,7 +14,7 @@ has it. All devices of one modality, across silos, are one group of the vectoris
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from polyfed.node import Site
 from polyfed.optim import Train
 from polyfed.policy import Policy
 from polyfed.replies import Replies
+from polyfed.schema import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE
 from polyfed.silos.alignment import check_aligned, devices_of_silos
 from polyfed.silos.exchange import (
     Copy,
@@ -92,23 +93,19 @@ class Vertical(Algorithm):
         mu: strength of the proximal term (Eq. 4) over what was received from above; 0 leaves it out.
     """
 
-    q: int = 5
-    r: int = 2
+    q: Annotated[int, AT_LEAST_ONE] = 5
+    r: Annotated[int, AT_LEAST_ONE] = 2
     local_unit: Literal["epoch", "step"] = "epoch"
     head_update: Literal["device_average", "server"] = "device_average"
-    batch_fraction: float = 0.1
+    batch_fraction: Annotated[float, FRACTION] = 0.1
     resample: bool = True
     eval_embeddings: bool = True
-    inner_batch: int = 64
-    mu: float = 0.0
+    inner_batch: Annotated[int, AT_LEAST_ONE] = 64
+    mu: Annotated[float, NOT_NEGATIVE] = 0.0
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
-        for name in ("q", "r", "inner_batch"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"[algorithm] {name} = {getattr(self, name)}: must be at least 1")
-        if not 0 < self.batch_fraction <= 1 or self.mu < 0:
-            raise RecipeError("[algorithm] batch_fraction must lie in (0, 1], mu be 0 or more")
+        super().__post_init__()
         if self.train.epochs != 1 or self.train.steps is not None:
             raise RecipeError("[train] epochs and steps have no effect here: [algorithm] q counts the local rounds")
 
