@@ -49,7 +49,7 @@ def algorithm(name: str, **options: Any) -> Algorithm:
     return cls(**(defaults | options))
 
 
-def recipe(method: Algorithm, engine: str = "sequential", encoders: Any = None, **changes: Any) -> Recipe:
+def recipe(method: Algorithm, engine: str | EngineSpec = "sequential", encoders: Any = None, **changes: Any) -> Recipe:
     """Six clients of 22 to 70 rows; a third of them lack modality `b`, half of the others keep both."""
     base = Recipe(
         data=Toy(rows=330, classes=4, seed=3),
@@ -57,7 +57,7 @@ def recipe(method: Algorithm, engine: str = "sequential", encoders: Any = None, 
         model=ModelSpec(embedding=6, encoders=encoders or PLAIN),
         clients=ClientsSpec(partition="dirichlet", num=6, alpha=1.0, holdings=[["a", "b"], ["a"], ["a", "b"], ["b"]]),
         rounds=3,
-        engine=EngineSpec(name=engine),  # type: ignore[arg-type]
+        engine=EngineSpec(name=engine) if isinstance(engine, str) else engine,  # type: ignore[arg-type]
     )
     return replace(base, **changes)
 

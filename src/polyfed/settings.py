@@ -16,7 +16,8 @@ class EngineSpec:
         device: `cpu`, `cuda`, or `auto` (CUDA when there is one).
         threads: of PyTorch on the CPU; 0 leaves its default. Small models run best with 1: threads that wait for
             each other cost more than they give, many times more on a machine that has other work.
-        stack: most clients in one stack of the vectorised engine; 0 lets a memory budget decide.
+        stack: most clients in one stack of the vectorised engine; 0 lets a memory budget decide, and on a CPU does
+            not stack models with 2-d convolutions, which are slower so.
         min_replies: a round in which fewer clients answer ends the run (exit code 4).
         debug: let a client's exception through, with client, round, task and shapes.
         nodes: flower: clients to wait for before the first round of a deployment; 0 means [clients] num.

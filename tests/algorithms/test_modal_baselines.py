@@ -17,11 +17,13 @@ from polyfed.batch import Batch
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.errors import EgressError, RecipeError
+from polyfed.events import Emitter
 from polyfed.model import ModelSpec
 from polyfed.optim import Train
 from polyfed.prototypes import Prototypes
 from polyfed.recipe import parse_recipe
 from polyfed.selection import Uniform
+from polyfed.settings import EngineSpec
 from polyfed.tree import select
 from world import algorithm, furthest, played, recipe, same
 
@@ -68,23 +70,43 @@ def test_ogm_without_strength_and_noise_is_fedavg_bit_for_bit(engine: str) -> No
     assert same(ours.params, theirs.params)
 
 
+def stacked(engine: str) -> EngineSpec:
+    """An engine that stacks convolutions on a CPU too, which it leaves alone by default."""
+    return EngineSpec(name=engine, stack=6)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ogm_touches_convolutions_only(engine: str) -> None:
     def after(name: str, **options: Any) -> Any:
         train = Train(lr=0.1, batch_size=0, steps=1)
         method = algorithm(name, train=train, selector=Uniform(participation=1.0), **options)
-        return played(recipe(method, engine, data=IMAGES, model=CONV, clients=COMPLETE, rounds=1))[1].params
+        changes = {"data": IMAGES, "model": CONV, "clients": COMPLETE, "rounds": 1, "engine": stacked(engine)}
+        return played(recipe(method, **changes))[1].params
 
     ours, theirs = after("fedogm"), after("fedavg")
     moved = {n for n in ours if furthest({n: ours[n]}, {n: theirs[n]}) > 1e-6}
     assert moved == {n for n in ours if ours[n].dim() == 4}
 
 
+def test_convolutions_are_stacked_on_a_cpu_only_if_the_recipe_insists() -> None:
+    def told(spec: EngineSpec) -> list[str]:
+        events: list[tuple[str, Any]] = []
+        made = recipe(algorithm("fedavg"), data=IMAGES, model=CONV, rounds=1, engine=spec)
+        parts = assemble(made, emit=Emitter([lambda event, **facts: events.append((event, facts))]))
+        parts.fed.begin(1)
+        made.algorithm.round(made.algorithm.init(parts.fed, parts.initial), parts.fed)
+        return [facts["reason"] for event, facts in events if event == "looped"]
+
+    (reason,) = told(EngineSpec(name="vectorised"))
+    assert "[engine] stack insists" in reason
+    assert not told(EngineSpec(name="vectorised", stack=6))
+
+
 @pytest.mark.parametrize("ge", [False, True])
 def test_ogm_engines_agree_on_convolutions(ge: bool) -> None:
     def run(engine: str) -> Any:
         method = algorithm("fedogm", ge=ge, train=Train(lr=0.05, batch_size=16))
-        return played(recipe(method, engine, data=IMAGES, model=CONV, rounds=2))[1].params
+        return played(recipe(method, data=IMAGES, model=CONV, rounds=2, engine=stacked(engine)))[1].params
 
     assert furthest(run("sequential"), run("vectorised")) < 5e-5
 

@@ -29,12 +29,16 @@ STACK_BYTES = 512 * 2**20
 """Default budget of a stack: parameters, gradients, moments and the batch of all its clients together. Half a GiB
 keeps two cores busy without touching the memory of a laptop; measured in docs/performance.md."""
 
+CONVOLVES = "2-d convolutions fill a CPU as they are, stacked they take up to twice the time; [engine] stack insists"
+"""Why a stack is not made by default; measured in docs/performance.md."""
+
 
 class Vectorised(InProcess):
     """Runs alike clients stacked.
 
     Args:
-        stack: most clients in a stack; 0 lets `STACK_BYTES` decide.
+        stack: most clients in a stack; 0 lets `STACK_BYTES` decide, and has models that convolve over images run one
+            client after another on a CPU.
     """
 
     name = "vectorised"
@@ -57,8 +61,11 @@ class Vectorised(InProcess):
                     yield single
 
     def _groups(self, ask: Ask, clients: Sequence[int], send: Send) -> Iterator[list[int]]:
-        if ask.loop_because:
-            self._note(ask, ask.loop_because)
+        loop_because = ask.loop_because
+        if not loop_because and not self.stack and self.device.type == "cpu" and self.model.convolves:
+            loop_because = CONVOLVES
+        if loop_because:
+            self._note(ask, loop_because)
             yield from ([client] for client in clients)
             return
         alike: dict[Any, list[int]] = {}

@@ -50,6 +50,7 @@ class Model:
         modalities: all modalities, in order.
         num_classes: C.
         has_batchnorm: some layer uses batch statistics, so a training batch of one row is of no use.
+        convolves: some layer is a convolution over two or more dimensions.
         sequential: features are sequences (B, T, E) rather than (B, E).
     """
 
@@ -78,6 +79,7 @@ class Model:
         self._flops: dict[str, int] = {}
         layers = [layer for module in self._modules.values() for layer in module.modules()]
         self.has_batchnorm = any(isinstance(layer, BatchNorm) for layer in layers)
+        self.convolves = any(isinstance(layer, nn.Conv2d | nn.Conv3d) for layer in layers)
         self.sequential = self._fusion.sequential
 
     # names and sizes
