@@ -28,7 +28,7 @@ SAME: dict[str, dict[str, Any]] = {
     "clients": {"partition": "dirichlet", "num": 20, "alpha": 0.5, "participation": 1.0, "validation": 0.1},
     "model": {"fusion": "concat", "embedding": 64, "head": [64]},
     "train": {"batch_size": 16},
-    "evaluation": {"every": 0},
+    "evaluate": {"every": 0},
     "engine": {"threads": 1},
 }
 

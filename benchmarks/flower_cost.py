@@ -75,7 +75,7 @@ def main() -> None:
     words.add_argument("--clients", type=int, default=8)
     words.add_argument("--rounds", type=int, default=10)
     given = words.parse_args()
-    recipe = load_recipe(RECIPE, [f"clients.num={given.clients}", f"rounds={given.rounds}", "evaluation.every=0"])
+    recipe = load_recipe(RECIPE, [f"clients.num={given.clients}", f"rounds={given.rounds}", "evaluate.every=0"])
     size = sum(polyfed.check(recipe).facts["blocks"].values())
     cpus = recipe.engine.client_cpus
     found = {"clients": given.clients, "bytes_each_way": size, "floor": floor(given.clients, given.rounds, size, cpus)}

@@ -73,7 +73,7 @@ def child(folder: Path, rows: int, engine: str) -> None:
             "model": {"embedding": 16, "encoders": encoders},
             "train": {"batch_size": 20, "lr": 0.05},
             "algorithm": {"name": "fedavg"},
-            "evaluation": {"every": 4},
+            "evaluate": {"every": 4},
             "engine": {"name": engine, "threads": 1},
         }
     )

@@ -30,7 +30,7 @@ SECTIONS = (
     ("[model]", ModelSpec, ()),
     ("[train]", Train, ()),
     ("[server]", ServerOptimiser, ()),
-    ("[evaluation]", Evaluation, ()),
+    ("[evaluate]", Evaluation, ()),
     ("[network]", Network, ()),
     ("[engine]", EngineSpec, ()),
     ("[checkpoint]", CheckpointSpec, ()),

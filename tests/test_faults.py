@@ -151,8 +151,8 @@ BASE: dict[str, Any] = {
         ("train", {"epochs": 0}, "[train] epochs = 0: must be 1 or more"),
         ("train", {"steps": 0}, "[train] steps = 0: must be 1 or more"),
         ("train", {"batch_size": -1}, "[train] batch_size = -1: must be 0 or more"),
-        ("evaluation", {"every": -1}, "[evaluation] every = -1: must be 0 (only the last round) or more"),
-        ("evaluation", {"personal": 1}, "[evaluation] personal = 1: must be true or false"),
+        ("evaluate", {"every": -1}, "[evaluate] every = -1: must be 0 (only the last round) or more"),
+        ("evaluate", {"personal": 1}, "[evaluate] personal = 1: must be true or false"),
         ("checkpoint", {"every": -1}, "[checkpoint] every = -1: must be 0 (only the last round) or more"),
         ("engine", {"min_replies": -1}, "[engine] min_replies = -1: must be 0 or more"),
         ("engine", {"client_cpus": 0.0}, "[engine] client_cpus = 0.0: must be above 0"),
@@ -283,6 +283,22 @@ def test_odd_arrays_are_told_by_name(changes: Any, words: str, tmp_path: Path) -
     with pytest.raises(DataError) as error:
         assemble(replace(made, model=one, clients=ClientsSpec(num=3)))
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["partialfl", "fedgkt", "creamfl"])
+def test_methods_that_take_rows_for_complete_refuse_data_in_which_some_are_not(name: str, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    there = draw.random(60) > 0.5
+    arrays = {"a": draw.normal(size=(60, 4)), "b": draw.normal(size=(60, 3)), "label": np.arange(60) % 3}
+    np.savez(tmp_path / "gaps.npz", **arrays, b_present=there)
+    np.savez(tmp_path / "whole.npz", **arrays, b_present=np.ones(60, bool))
+    made = recipe(algorithm(name), clients=ClientsSpec(partition="iid", num=3))
+    egress = {"a": {"server": ["parameters", "embeddings", "raw"]}, "b": {"server": ["parameters"]}}
+    if name == "partialfl":
+        made = replace(made, egress=egress)
+    assemble(replace(made, data=Npz(path=tmp_path / "whole.npz", modalities=("a", "b"))))
+    with pytest.raises(RecipeError, match=r"some rows of a client lack b \('b_present'\)"):
+        assemble(replace(made, data=Npz(path=tmp_path / "gaps.npz", modalities=("a", "b"))))
 
 
 def test_a_truncated_or_missing_file_and_a_missing_modality_are_told(tmp_path: Path) -> None:

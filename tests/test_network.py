@@ -149,6 +149,7 @@ def test_late_clients_are_dropped_with_a_reason_and_the_round_goes_on() -> None:
     assert done.result["simulated_seconds"] == 3.0
 
 
+@pytest.mark.filterwarnings("ignore:.*measures nothing")  # time is counted here, nothing else
 def test_a_resumed_run_counts_the_same_seconds(tmp_path: Path) -> None:
     made = recipe(algorithm("pfmml", uploads=2), network=Network())
     whole = run(made)

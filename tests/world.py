@@ -1,5 +1,6 @@
 """A small federation for tests: unequal clients, a modality missing here and there, dropout and BatchNorm."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,11 @@ from polyfed.assembly import Assembly, assemble
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.evaluation import Evaluation
+from polyfed.federation import Ask, Send
 from polyfed.model import ModelSpec
 from polyfed.optim import Train
 from polyfed.recipe import EngineSpec, Recipe
+from polyfed.replies import Answer
 from polyfed.selection import Uniform
 
 PLAIN = {"a": {"kind": "mlp", "hidden": [12]}, "b": {"kind": "mlp", "hidden": [10]}}
@@ -60,6 +63,22 @@ def recipe(method: Algorithm, engine: str | EngineSpec = "sequential", encoders:
         engine=EngineSpec(name=engine) if isinstance(engine, str) else engine,  # type: ignore[arg-type]
     )
     return replace(base, **changes)
+
+
+def losing(parts: Assembly, task: str, *clients: int) -> list[int]:
+    """Have some clients' replies to a task get lost on the way; the list fills with who was lost."""
+    engine, lost = parts.fed.engine, list[int]()
+    answer = engine.answer
+
+    def faulty(ask: Ask, asked: Sequence[int], send: Send) -> Answer:
+        got = answer(ask, asked, send)
+        gone = {client: "lost" for client in clients if client in asked and ask.name.endswith(task)}
+        lost.extend(gone)
+        left = [kept for part in got.parts if (kept := part.without(gone)) is not None]
+        return Answer(left, got.missing | gone)
+
+    engine.answer = faulty  # type: ignore[method-assign]
+    return lost
 
 
 def played(made: Recipe) -> tuple[Assembly, Any, list[dict[str, Any]]]:

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
-from polyfed import metrics
+from polyfed import metrics, prototypes
 from polyfed.batch import Batch
-from polyfed.evaluation import Evaluation, Measured, OwnScore, Scores, own_score, scores
+from polyfed.errors import RecipeError
+from polyfed.evaluation import ClassMeans, Evaluation, Examination, Measured, OwnScore, Scores, own_score, scores
 from polyfed.federation import TEST, VALIDATION, Federation, Send
 from polyfed.losses import cross_entropy
 from polyfed.messages import Message, carries, message
@@ -75,15 +76,24 @@ class Algorithm(ABC):
 
     Attributes:
         train: local training, the [train] section.
-        evaluation: the [evaluation] section.
+        evaluation: the [evaluate] section.
     """
 
     train: Train = Train()
     evaluation: Evaluation = Evaluation()
 
+    sees_missing_rows: ClassVar[bool] = True
+    """Whether rows that lack a modality which others of the same client have are told apart; else they are refused."""
+
     def __post_init__(self) -> None:
         """Refuse options outside the ranges that their types name; one that refuses more calls this one first."""
         check_ranges("[algorithm]", self)
+        if self.evaluation.unimodal == "prototype" and not isinstance(self, Averaging):
+            raise RecipeError(
+                "[evaluate] unimodal = 'prototype' needs clients that send class means of the global model's features, "
+                f"which {type(self).__name__} does not have them do; only methods that average parameters do. Allowed "
+                "here: 'auto', 'head', 'zero'"
+            )
 
     @abstractmethod
     def init(self, fed: Federation, params: Tree) -> Any:
@@ -138,14 +148,21 @@ class Algorithm(ABC):
     def judge_globally(self, state: Any, fed: Federation) -> dict[str, dict[str, float]]:
         """The groups `global`, `validation` and `unimodal` for the global model `state.params`."""
         measured: dict[str, dict[str, float]] = {}
-        replies = fed.ask(self.score, fed.examiners, Broadcast(state.params))
+        near = self.class_prototypes(state.params, fed) if TEST in fed.examiners else {}
+        send = Examination(state.params, {m: p.mean for m, p in near.items()}, {m: p.active for m, p in near.items()})
+        replies = fed.ask(self.score, fed.examiners, send)
         for examiner, group in ((TEST, "global"), (VALIDATION, "validation")):
             if examiner in replies:
                 sums: Scores = replies[examiner]
                 measured[group] = metrics.summary(sums.confusion, sums.top5_hits, sums.loss_sum)
         if TEST in replies:
+            fed.emit("judged", round=fed.round, confusion=replies[TEST].confusion)
             measured["unimodal"] = {m: metrics.accuracy(c) for m, c in replies[TEST].unimodal.items()}
         return measured
+
+    def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
+        """Class means by modality, for the examiners; none unless one modality alone is judged by them."""
+        return {}
 
     def judge_personally(self, fed: Federation, send: Send) -> tuple[dict[str, float], dict[int, float]]:
         """The group `personal`, and accuracy by client."""
@@ -158,9 +175,9 @@ class Algorithm(ABC):
         return got.params
 
     @task()
-    def score(self, site: Site, data: View, local: Tree, got: Broadcast) -> tuple[Scores, Tree]:
+    def score(self, site: Site, data: View, local: Tree, got: Examination) -> tuple[Scores, Tree]:
         """Judge a model on an examiner's rows."""
-        return scores(site.model, got.params, site.modalities, data, self.evaluation.unimodal), local
+        return scores(site.model, got, site.modalities, data, self.evaluation.unimodal), local
 
     @task()
     def score_own(self, site: Site, data: View, local: Tree, got: Broadcast) -> tuple[OwnScore, Tree]:
@@ -228,6 +245,29 @@ class Averaging(Algorithm):
     def weights(self, replies: Replies) -> Mapping[int, float]:
         """Weight of each client in a mean."""
         return replies.numbers("num_rows") if self.aggregation == "weighted" else dict.fromkeys(replies, 1.0)
+
+    def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
+        """Class means of the features over all training rows, merged by rows; clients receive encoders only."""
+        if self.evaluation.unimodal != "prototype":
+            return {}
+        model = fed.site.model
+        head = set(model.head())
+        encoders = {name: params[name] for name in model.names(model.modalities) if name not in head}
+        told = fed.ask(self.class_means, list(fed.clients.eligible), Broadcast(encoders))
+        merged = prototypes.gathered({}, [(reply.prototypes, reply.rows_per_class) for reply in told.values()])
+        return {m: near for m, near in merged.items() if bool(near.active.any())}
+
+    @task()
+    def class_means(self, site: Site, data: View, local: Tree, got: Broadcast) -> tuple[ClassMeans, Tree]:
+        """The class means of the client's training rows, asked before an evaluation by `prototype` and only then."""
+        model = site.model
+
+        def features(batch: Batch) -> Tree:
+            return {m: model.vector(z) for m, z in model.features(got.params, batch).items()}
+
+        sizes = {m: model.feature_size(m) for m in site.modalities if m in model.modalities}
+        means, rows = prototypes.class_means(data.fold, features, sizes, site.num_classes)
+        return ClassMeans({m: p.sent for m, p in means.items()}, rows), local
 
     @task()
     def update(self, site: Site, data: View, local: Tree, got: Message) -> tuple[Message, Tree]:

@@ -158,13 +158,32 @@ def device_of(recipe: Recipe) -> torch.device:
 
 
 def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
-    """Small facts for run.json: clients (at most `limit`), bytes of each block, the resolved policy."""
+    """Small facts for run.json: clients (at most `limit`), bytes of each block, the resolved policy.
+
+    Under `classes-per-client` and `main-class` also what each of these clients was dealt (algorithms.md 6.12).
+    """
     roster, modalities = assembly.fed.clients, assembly.fed.clients.modalities
     sizes = {block: size_bytes(select(assembly.initial, [block])) for block in blocks(assembly.initial)}
     shown = [roster[client] for client in range(min(limit, len(roster)))]
     return {
         "num_clients": len(roster),
-        "clients": [{"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)} for c in shown],
+        "clients": [
+            {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)} | _dealt(assembly, c.id) for c in shown
+        ],
         "blocks": sizes,
         "egress": assembly.policy.table(modalities),
     }
+
+
+def _dealt(assembly: Assembly, client: int) -> dict[str, Any]:
+    """The classes that a client owns, or its main class, where the partition gave it some; class numbers."""
+    population, partition = assembly.population, assembly.recipe.clients.partition
+    if partition not in ("classes-per-client", "main-class"):
+        return {}
+    rows = torch.cat([shards[client] for shards in (population.train, population.test) if shards is not None])
+    if bool((rows < 0).any()):  # rows of devices elsewhere: a server does not know their labels
+        return {}
+    if partition == "main-class":
+        return {"main_class": client % population.columns.num_classes}
+    # own test rows count: a share split off for tests may have taken all that a client has of a rare class
+    return {"classes": sorted(set(population.columns.label.cpu()[rows].tolist()))}

@@ -1,21 +1,33 @@
 """What a recipe can let leave, told before anything runs."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 from torch import Tensor
 
+from polyfed.algorithm import Algorithm
+from polyfed.algorithms import ALGORITHMS
 from polyfed.assembly import Assembly, assemble, facts_of
-from polyfed.errors import EgressError, RecipeError
-from polyfed.messages import LABELS, Message
+from polyfed.errors import EgressError, PolyfedWarning, RecipeError
+from polyfed.federation import Ask, Send
+from polyfed.messages import DESTINATIONS, KINDS, LABELS, Message
+from polyfed.policy import Policy
 from polyfed.recipe import Recipe
+from polyfed.registry import name_of
 from polyfed.rehearsal import Place, Size, rehearse
+from polyfed.replies import Answer
 from polyfed.tasks import tasks_of
 from polyfed.tree import SHARED
 
 SERVER_TASKS = ("score",)
 """Tasks that run on the server's own rows: nothing of theirs crosses a client's border."""
+
+CLASS_MEANS = "class_means"
+"""The averaging methods' task for `[evaluate] unimodal = "prototype"`."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,7 @@ def check(recipe: Recipe) -> Check:
         PolyfedError: what a run would refuse before its first round.
     """
     assembly = assemble(recipe)
+    warn_unmeasured(assembly)
     sizes, remarks = _rehearsed(assembly)
     return Check(recipe, facts_of(assembly), tuple(plan(assembly, sizes)), remarks)
 
@@ -91,6 +104,45 @@ def _rehearsed(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
         sizes = {}
         failed[f"the server's half: {type(error).__name__}: {error}"] = None
     return sizes, tuple(f"A round rehearsed on a few rows failed, so some sizes are not known: {why}" for why in failed)
+
+
+def warn_unmeasured(assembly: Assembly) -> None:
+    """Say before anything is trained that no accuracy will come of it: `metrics` would be empty, without a word.
+
+    The method itself is asked, with nobody there to answer: one that judges anything asks somebody, and stops there. So
+    this holds of methods and switches of the user's own as well. What a policy keeps a method from judging is its own
+    to tell: here everything may go.
+    """
+    rows = itertools.product((*assembly.fed.clients.modalities, SHARED, LABELS), DESTINATIONS)
+    site = replace(assembly.fed.site, policy=Policy(dict.fromkeys(rows, frozenset(KINDS))))
+    fed = replace(assembly.fed, site=site, engine=_Nobody(), clock=None, emit=lambda *_, **__: None)
+    fed.begin(fed.rounds)
+    try:
+        measured = assembly.algorithm.evaluate(SimpleNamespace(params=assembly.initial), fed)
+    except Exception:  # somebody was asked, or the state was looked into for what to ask
+        return
+    if measured.metrics:
+        return
+    if assembly.fed.clients.tested:
+        cure = "its clients have test rows of their own: set [evaluate] personal = true"
+    else:
+        cure = "give clients test rows of their own, as in [clients] personal_test = 0.2"
+    warnings.warn(
+        f"{name_of(assembly.algorithm, ALGORITHMS)} on data '{assembly.population.columns.name}' measures nothing, "
+        f"metrics will be empty: {cure}",
+        PolyfedWarning,
+        stacklevel=2,
+    )
+
+
+class _Nobody:
+    """An engine without clients: to ask is an error."""
+
+    name = "nobody"
+
+    def answer(self, ask: Ask, clients: Sequence[int], send: Send) -> Answer:
+        """Refuse."""
+        raise LookupError(f"{ask.name} was asked of {len(clients)}")
 
 
 def refuse_forbidden(assembly: Assembly) -> None:
@@ -117,14 +169,16 @@ def plan(assembly: Assembly, rehearsed: Mapping[Place, Size] | None = None) -> I
     sizes = facts_of(assembly, 0)["blocks"]
     seen = rehearsed or {}
     for name, task in tasks_of(algorithm).items():
-        if name in SERVER_TASKS or (name == "score_own" and not assembly.fed.clients.tested):
-            continue  # examiners are the server's own rows
+        if not asked(name, algorithm) or (name == "score_own" and not assembly.fed.clients.tested):
+            continue
         info = task.__polyfed_task__  # type: ignore[attr-defined]
         reply = info.types(task)[1]
         for field, kind in reply.kinds.items():
             for block in blocks_of(reply, field, modalities):
                 if not algorithm.will_send(name, field, block, assembly.policy):
                     continue
+                if name == CLASS_MEANS and block not in (*assembly.model.modalities, SHARED):
+                    continue  # a modality that the global model does not read has no features there
                 allowed = assembly.policy.allows(kind, block, info.scope)
                 size = seen.get((name, field, block))
                 known = sizes.get(block) if kind in ("parameters", "gradients") else None
@@ -141,6 +195,13 @@ def plan(assembly: Assembly, rehearsed: Mapping[Place, Size] | None = None) -> I
                     bytes_per_row=0.0 if size is None else size.per_row,
                     rehearsed=size is not None,
                 )
+
+
+def asked(task: str, algorithm: Algorithm) -> bool:
+    """Whether a run can ask clients for this task at all, whatever its data."""
+    if task == CLASS_MEANS:
+        return algorithm.evaluation.unimodal == "prototype"
+    return task not in SERVER_TASKS  # examiners are the server's own rows
 
 
 def blocks_of(reply: type[Message], field: str, modalities: tuple[str, ...]) -> tuple[str, ...]:

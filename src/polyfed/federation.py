@@ -126,7 +126,7 @@ class Federation:
         site: the server's own site: the model with all modalities, for what the server itself computes.
         template: the model's tree, against which parameters and gradients are checked.
         round: the round, from 1.
-        min_replies: an ask that brings fewer ends the run (fewer asked: all of those).
+        min_replies: fewer usable answers end the run (fewer asked: all of those).
         emit: takes events.
         clock: simulated time and the links of the clients, where the run has a network model.
     """
@@ -157,6 +157,8 @@ class Federation:
         clients: Sequence[int],
         send: Send,
         scope: str | None = None,
+        *,
+        judged: bool = True,
     ) -> Replies:
         """Have these clients run a task on a message each; `send` is one message or one a client.
 
@@ -165,12 +167,11 @@ class Federation:
             clients: numbers; the order does not matter.
             send: what they receive; parts of trees that belong to modalities a client lacks are left out.
             scope: how far replies may travel, `server` or `silo`; default what the task declares.
+            judged: whether too few answers end the run; no, where others have answered already or are asked next.
 
         Raises:
             EgressError: a client's policy refused to let the reply go.
-            TooFewReplies: fewer than `min_replies` usable answers.
-            Diverged: nobody answered with finite numbers. One such client is dropped like any bad reply; when all
-                are, it is the run that has left the finite numbers.
+            TooFewReplies, Diverged: see `judge`.
         """
         info = task.__polyfed_task__  # type: ignore[attr-defined]
         ask = Ask(
@@ -194,18 +195,34 @@ class Federation:
         for client, reason in sorted(missing.items()):
             self.emit("client-missing", round=self.round, task=ask.name, client=client, reason=reason)
         replies = Replies(parts, missing)
+        if judged:
+            self.judge(replies, ask.name)
+        return replies
+
+    def judge(self, replies: Replies, what: str) -> None:
+        """End the run if too few of those who were asked gave a usable answer.
+
+        Args:
+            replies: of one ask, or of several that belong together.
+            what: the task, for the message.
+
+        Raises:
+            TooFewReplies: fewer than `min_replies` usable answers.
+            Diverged: nobody answered with finite numbers. One such client is dropped like any bad reply; when all
+                are, it is the run that has left the finite numbers.
+        """
+        missing, asked = replies.missing, len(replies) + len(replies.missing)
         lost = {client: why for client, why in sorted(missing.items()) if why.endswith(NOT_FINITE)}
         if lost and not replies:
             raise Diverged(
-                f"round {self.round}, task {ask.name}: training left the finite numbers at {len(lost)} of "
-                f"{len(clients)} clients. {_listed(lost)}. Lower [train] lr, or set [train] clip_norm"
+                f"round {self.round}, task {what}: training left the finite numbers at {len(lost)} of {asked} "
+                f"clients. {_listed(lost)}. Lower [train] lr, or set [train] clip_norm"
             )
-        if len(replies) < min(self.min_replies, len(clients)):
+        if len(replies) < min(self.min_replies, asked):
             raise TooFewReplies(
-                f"round {self.round}, task {ask.name}: {len(replies)} of {len(clients)} clients answered, "
+                f"round {self.round}, task {what}: {len(replies)} of {asked} clients answered, "
                 f"[engine] min_replies = {self.min_replies}. {_listed(missing)}"
             )
-        return replies
 
     def view(
         self,

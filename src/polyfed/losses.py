@@ -19,11 +19,6 @@ def cross_entropy(logits_BC: Tensor, batch: Batch) -> Tensor:
     return batch.mean(F.cross_entropy(logits_BC, batch.y, reduction="none"))
 
 
-def euclidean(a_BE: Tensor, b_BE: Tensor) -> Tensor:
-    """Row-wise distance (B,) with a finite gradient where a = b (algorithms.md 0.7)."""
-    return ((a_BE - b_BE).square().sum(-1) + 1e-12).sqrt()
-
-
 Negatives = Literal["intra", "inter", "both"]
 """Which rows of a batch are pushed away from a student row: the student's own, the teacher's, or both."""
 

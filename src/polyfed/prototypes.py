@@ -153,7 +153,8 @@ def class_means(
     partial: set[str] = set()  # which modalities rows can lack is a fact of the table, the same in every batch
 
     def step(sums: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        z, after = features(batch), dict(sums)
+        # the start is made before any row is seen, so only here it is known on which device rows live
+        z, after = features(batch), {name: value.to(batch.y.device) for name, value in sums.items()}
         for m in sizes:
             partial.update({m} & batch.present.keys())
             more, rows = class_sums(z[m], batch, m, num_classes)

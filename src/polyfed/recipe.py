@@ -36,13 +36,13 @@ SECTIONS = (
     "server",
     "network",
     "egress",
-    "evaluation",
+    "evaluate",
     "engine",
     "checkpoint",
 )
 """Sections of a recipe; `seed` and `rounds` stand before them."""
 
-PARTS = {"train": "train", "evaluation": "evaluation", "selector": "selection", "server": "server"}
+PARTS = {"train": "train", "evaluation": "evaluate", "selector": "selection", "server": "server"}
 """Fields of an algorithm that are written in a section of their own."""
 
 
@@ -53,7 +53,7 @@ class Recipe:
     Attributes:
         data: a source: anything with `load() -> Columns`.
         stack: new modality -> modalities it is stacked from (early fusion, `data.stacking`); `stack` in [data].
-        algorithm: with its [train], [selection], [server] and [evaluation] parts inside.
+        algorithm: with its [train], [selection], [server] and [evaluate] parts inside.
         egress: the policy table, `{block: {destination: [kinds]}}`.
         network: a network model, or None.
         name: what the output folder is called by default.

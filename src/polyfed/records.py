@@ -3,6 +3,7 @@
 import json
 import math
 import tomllib
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import tomli_w
 
 from polyfed.checkpoint import replace_text
 from polyfed.errors import CheckpointError, RecipeError
-from polyfed.ledger import Entry, lines
+from polyfed.ledger import TO_CLIENT, Entry, lines
 from polyfed.optim import WHOLE_RUN_SCHEDULES
 
 ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
@@ -106,7 +107,7 @@ class Records:
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write the result."""
-        replace_text(self.folder / RESULT, json.dumps(strict(result), indent=1))
+        replace_text(self.folder / RESULT, dumped(result))
 
     def _check_rounds(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         """More rounds are fine, unless the rounds played would have been others in the longer run."""
@@ -145,6 +146,34 @@ def strict(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [strict(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def facts_of_round(round: int, entries: Sequence[Entry]) -> dict[str, Any]:
+    """Who was asked, who sent which block, how many bytes: as the ledger tells."""
+    asked: set[int] = set()
+    trained: dict[str, set[int]] = {}
+    up = down = 0
+    for entry in entries:
+        if entry.destination == TO_CLIENT:
+            asked.update(entry.clients)
+            down += entry.bytes
+            continue
+        up += entry.bytes
+        for crossing in entry.crossings:
+            if crossing.kind == "parameters" and entry.destination == "server":  # what stays in a silo is on its way
+                trained.setdefault(crossing.block, set()).update(entry.clients)
+    return {
+        "round": round,
+        "cohort": sorted(asked),
+        "trained": {block: sorted(clients) for block, clients in trained.items()},
+        "bytes_up": up,
+        "bytes_down": down,
+    }
+
+
+def dumped(content: Any) -> str:
+    """A nest as indented JSON that any reader takes: `run --json` prints what result.json holds."""
+    return json.dumps(strict(content), indent=1, allow_nan=False)
 
 
 def run_id(seed: int) -> str:

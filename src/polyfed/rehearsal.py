@@ -154,7 +154,9 @@ def _play(parts: Assembly) -> None:
     state = algorithm.init(fed, parts.initial)
     fed.template = getattr(state, "params", parts.initial)
     fed.begin(1)
-    algorithm.evaluate(algorithm.round(state, fed), fed)
+    state = algorithm.round(state, fed)
+    fed.rounds = 1  # what is asked after the last round only is asked here as well
+    algorithm.evaluate(state, fed)
 
 
 def _shortened(population: Population, most: int) -> Population:

@@ -16,15 +16,14 @@ from polyfed import checkpoint
 from polyfed.algorithm import Algorithm
 from polyfed.algorithms import ALGORITHMS
 from polyfed.assembly import ENGINES, Assembly, assemble, facts_of
-from polyfed.check import refuse_forbidden
+from polyfed.check import refuse_forbidden, warn_unmeasured
 from polyfed.data import Population
 from polyfed.engines.inprocess import InProcess
 from polyfed.errors import RecipeError, did_you_mean
 from polyfed.events import Emitter, Listener
-from polyfed.ledger import TO_CLIENT, Entry
 from polyfed.model import Model
 from polyfed.recipe import Recipe, load_recipe
-from polyfed.records import Records, run_id
+from polyfed.records import Records, facts_of_round, run_id
 from polyfed.registry import name_of
 from polyfed.report import write_report
 from polyfed.tree import Tree
@@ -117,6 +116,7 @@ def conduct(
     try:
         assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
         refuse_forbidden(assembly)
+        warn_unmeasured(assembly)
         return _Loop(assembly, records, emit).run()
     finally:
         torch.set_num_threads(before)
@@ -130,7 +130,8 @@ class _Loop:
         self.recipe, self.fed, self.ledger = assembly.recipe, assembly.fed, assembly.ledger
         self.rounds: list[dict[str, Any]] = []
         self.missing: dict[str, str] = {}
-        emit.listeners.append(self._note_missing)
+        self.confusion: torch.Tensor | None = None
+        emit.listeners.append(self._note)
         self.totals = {"bytes_up": 0, "bytes_down": 0, "seconds": 0.0, "simulated_seconds": 0.0}
 
     def run(self) -> Run:
@@ -201,8 +202,12 @@ class _Loop:
             row["simulated_seconds"] = algorithm.simulated_seconds(state, times)
             self.totals["simulated_seconds"] += row["simulated_seconds"]
         if algorithm.evaluation.due(round, self.recipe.rounds):
+            self.confusion = None
             measured = algorithm.evaluate(state, self.fed)
             row["metrics"] = measured.metrics
+            # of the last round only: for figures over folds, and C x C numbers every round would be the largest part
+            if self.confusion is not None and round == self.recipe.rounds:
+                row["confusion"] = self.confusion.to(torch.int64).tolist()
             if measured.personal:
                 row["personal_accuracy"] = {str(c): a for c, a in sorted(measured.personal.items())}
             row["seconds"]["evaluate"] = time.perf_counter() - trained
@@ -217,7 +222,7 @@ class _Loop:
         entries = self.ledger.drain()
         if self.records is not None:
             self.records.book(entries, self.ledger.run)
-        row = _facts_of_round(round, entries) | {"missing": self.missing}
+        row = facts_of_round(round, entries) | {"missing": self.missing}
         self.missing = {}
         if counted:
             self.totals["bytes_up"] += row["bytes_up"]
@@ -240,9 +245,12 @@ class _Loop:
             checkpoint.save(self.records.checkpoints, round, content, type(self.recipe.algorithm))
             self.assembly.engine.kept = round
 
-    def _note_missing(self, event: str, **facts: Any) -> None:
+    def _note(self, event: str, **facts: Any) -> None:
         if event == "client-missing":
             self.missing[str(facts["client"])] = facts["reason"]
+        if event == "judged":  # methods without one global model judge several: their matrices add up
+            more = facts["confusion"]
+            self.confusion = more if self.confusion is None else self.confusion + more
 
     def _headline(self) -> dict[str, Any]:
         return {
@@ -292,26 +300,3 @@ def versions() -> dict[str, str]:
     """What a result depends on."""
     names = ("polyfed", "torch", "numpy")
     return {"python": platform.python_version()} | {name: version(name) for name in names}
-
-
-def _facts_of_round(round: int, entries: Sequence[Entry]) -> dict[str, Any]:
-    """Who was asked, who sent which block, how many bytes: as the ledger tells."""
-    asked: set[int] = set()
-    trained: dict[str, set[int]] = {}
-    up = down = 0
-    for entry in entries:
-        if entry.destination == TO_CLIENT:
-            asked.update(entry.clients)
-            down += entry.bytes
-            continue
-        up += entry.bytes
-        for crossing in entry.crossings:
-            if crossing.kind == "parameters" and entry.destination == "server":  # what stays in a silo is on its way
-                trained.setdefault(crossing.block, set()).update(entry.clients)
-    return {
-        "round": round,
-        "cohort": sorted(asked),
-        "trained": {block: sorted(clients) for block, clients in trained.items()},
-        "bytes_up": up,
-        "bytes_down": down,
-    }

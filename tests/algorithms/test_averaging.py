@@ -146,9 +146,10 @@ def test_scaffold_counts_owners_of_a_block_only() -> None:
     assert "b.fusion.weight" not in parts.engine.locals[1]
 
 
-def test_scaffold_refuses_momentum() -> None:
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"clip_norm": 1.0}, {"optimiser": "adam"}], ids=str)
+def test_scaffold_refuses_anything_but_plain_sgd(options: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match="plain SGD"):
-        algorithm("scaffold", train=Train(momentum=0.9))
+        algorithm("scaffold", train=Train(**options))
 
 
 def test_moon_term_of_the_specification() -> None:

@@ -13,21 +13,24 @@ from oracles import cmsfed as oracle
 from polyfed import keys
 from polyfed.algorithm import Broadcast
 from polyfed.algorithms.cmsfed import Assignment, CmsFed, CmsfedState
-from polyfed.algorithms.cmsfed_choice import Choice, Problem
+from polyfed.algorithms.cmsfed_choice import Choice, Problem, choose
+from polyfed.algorithms.cmsfed_lesson import Lesson
 from polyfed.algorithms.cmsfed_memory import Ratios
 from polyfed.assembly import assemble
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.errors import Diverged, EgressError, RecipeError
+from polyfed.errors import Diverged, EgressError, RecipeError, TooFewReplies
+from polyfed.events import Emitter
 from polyfed.facility import Similarity, sample_size, stochastic_greedy
 from polyfed.federation import Roster
 from polyfed.model import ModelSpec
 from polyfed.optim import Train
+from polyfed.prototypes import Prototypes
 from polyfed.recipe import parse_recipe
 from polyfed.selection import DivFl, Uniform
 from polyfed.tree import Tree, size_bytes, vector
 from polyfed.view.base import ORDER
-from world import algorithm, furthest, played, recipe, same
+from world import algorithm, furthest, losing, played, recipe, same
 
 OPEN = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in ("a", "b", "c")}
 COMPLETE = ClientsSpec(partition="dirichlet", num=7, alpha=1.0)
@@ -126,17 +129,20 @@ def test_global_ratio_weighs_by_rows_and_keeps_stale_values() -> None:
     assert ratios.mean()["b"] == pytest.approx((10 * 2 + 30 * 0.5) / 40)
     assert ratios.weak() == "a"
     assert ratios.dominance("a", 0) == pytest.approx(0.5)
-    assert ratios.dominance("a") == pytest.approx(1 / 0.875)
     ratios = ratios.reported({1: {"b": torch.tensor(1.2)}})
     assert ratios.weak("a") == "b"
     assert ratios.weak("a", hysteresis=0.5) == "a"
+    # the weak modality that hysteresis holds is the surer one by now, and still measured against the other
+    assert ratios.mean()["b"] > 1.0
+    assert ratios.dominance("a", 0) == pytest.approx(0.5)
+    assert ratios.dominance("a", 1) == pytest.approx(1 / 1.2)
 
 
 def test_three_modalities_set_the_weakest_against_the_strongest() -> None:
     roster = Roster(("a", "b", "c"), torch.tensor([1, 1]), torch.ones(2, 3, dtype=torch.bool))
     ratios = Ratios.unknown(roster).reported({k: {"b": torch.tensor(3.0), "c": torch.tensor(0.5)} for k in (0, 1)})
     assert ratios.weak() == "b"
-    assert ratios.dominance("b") == pytest.approx(6.0)
+    assert ratios.dominance("b", 0) == pytest.approx(6.0)
     assert ratios.weakest_of(["a", "c"]) == "a"
 
 
@@ -373,6 +379,47 @@ def test_three_modalities_run_and_agree(engine: str) -> None:
     logged = case.algorithm.observe(state)
     assert logged["imbalance_ratio"] >= 1.0
     assert sum(logged[f"share_{m}"] for m in "abc") == pytest.approx(1.0)
+
+
+def test_who_trains_alone_may_be_lost_and_the_round_goes_on() -> None:
+    parts = assemble(made(chi=float("-inf"), selector=Uniform(participation=4)))
+    parts.fed.begin(1)
+    method = parts.recipe.algorithm
+    state = method.init(parts.fed, parts.initial)
+    lost = losing(parts, "train_alone", *range(7))
+    after = method.round(state, parts.fed)
+    assert sorted(lost) == sorted(after.choice.alone)
+    assert not same(after.params, state.params)
+
+    parts.fed.begin(2)
+    losing(parts, "train_all", *range(7))
+    with pytest.raises(TooFewReplies, match="train_all and train_alone: 0 of 4 clients answered"):
+        method.round(after, parts.fed)
+
+
+def test_prototypes_of_one_modality_have_nothing_to_be_behind_of() -> None:
+    method = algorithm("cmsfed", pce_target="batch_weak", modality_selection=False)
+    parts = assemble(recipe(method, egress={m: OPEN[m] for m in "ab"}, clients=COMPLETE))
+    site = parts.engine.site(0)
+    lesson = Lesson(method, site, ("a", "b"), ("a", "b"), alone=False)
+    batch = site.model.zero_batch(4, "ab")
+    z = lesson.measured(site.model.features(parts.initial, batch))
+    size = z["a"].shape[1]
+    known = Prototypes.received(torch.randn(4, size))
+    assert lesson._weights({"a": known}, z, batch) == {}
+    assert set(lesson._weights({"a": known, "b": known}, z, batch)) == {"a", "b"}
+
+
+def test_equal_gradients_are_told() -> None:
+    events: list[str] = []
+    parts = assemble(made(), emit=Emitter([lambda event, **facts: events.append(facts.get("text", ""))]))
+    parts.fed.begin(1)
+    method = parts.recipe.algorithm
+    state = method.round(method.init(parts.fed, parts.initial), parts.fed)
+    assert not any("all gradients are alike" in text for text in events)
+    flat = replace(state.gradients, distance=torch.zeros_like(state.gradients.distance))
+    choose(method, state.with_(gradients=flat), "a", parts.fed)
+    assert any("all gradients are alike" in text for text in events)
 
 
 def test_logged_numbers_of_a_choice() -> None:

@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from algorithms.test_pfmml import unreached
 from oracles import personal as oracle
+from polyfed.algorithms.blocks import layouts
 from polyfed.algorithms.fedamp import CLOUD
 from polyfed.errors import RecipeError
 from polyfed.optim import Train
 from polyfed.selection import Uniform
+from polyfed.tree import block_of
+from scripted import PARAMS, scripted
 from world import AWKWARD, algorithm, furthest, played, recipe, same
 
 
@@ -112,3 +116,36 @@ def test_start_cloud_begins_at_the_cloud_model() -> None:
 def test_meaningless_numbers_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=next(iter(wrong))):
         algorithm("fedamp", **wrong)
+
+
+def test_a_cloud_that_got_lost_is_sent_again_until_it_arrives_or_a_newer_one_is_made() -> None:
+    draw = np.random.default_rng(3)
+    lost = {(t, k) for t in range(1, 15) for k in range(6) if draw.random() < 0.5}
+    method = algorithm("fedamp", uploads=2, alpha=10.0, sigma=100.0)
+    fed, script = scripted(method, [[1, 1], [1, 0], [0, 1], [1, 1], [1, 0], [1, 1]])
+    unreached(script, lost)
+    due: dict[tuple[str, int], torch.Tensor] = {}
+    again = 0
+    state = method.init(fed, PARAMS)
+    for round in range(1, 15):
+        fed.begin(round)
+        script.got.clear()
+        script.sent.clear()
+        state = method.round(state, fed)
+        arrived = {(name, k): value for (name, k), value in due.items() if (round, k) not in lost}
+        got = {(name, k): value for k, tree in script.got.items() for name, value in tree.items()}
+        assert got.keys() == arrived.keys()
+        assert all(torch.equal(value, arrived[place]) for place, value in got.items())
+        due = {place: value for place, value in due.items() if place not in arrived}
+        again += sum(k not in script.sent[block_of(name)] for name, k in due)
+        for block, clouds in state.clouds.items():
+            assert clouds.members.tolist() == sorted(clouds.members.tolist())
+            layout = layouts(fed, PARAMS)[block]
+            old = {k for name, k in due if block_of(name) == block}
+            assert set(clouds.members.tolist()) == old | set(script.sent[block])
+            sent = torch.tensor(np.stack([script.sent[block][k] for k in sorted(script.sent[block])])).float()
+            made = torch.tensor([k in script.sent[block] for k in clouds.members.tolist()])
+            torch.testing.assert_close(clouds.rows[made], method.attention(sent, round) @ sent)
+            for k, row in zip(clouds.members.tolist(), clouds.rows, strict=True):
+                due |= {(name, k): v for name, v in layout.tree(row).items() if k in script.sent[block]}
+    assert again, "every lost cloud was overtaken by a newer one"

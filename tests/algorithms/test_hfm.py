@@ -1,20 +1,24 @@
 """HFM and its controls: algorithms.md 3.7, and the edge cases of 3.6."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+import polyfed
 from algorithms.silo_world import OPEN, Silos, silo_model
 from oracles.hfm import Settings, centralised, encode, hfm, top, vfl
 from polyfed.algorithms import ALGORITHMS
 from polyfed.data import ClientsSpec
-from polyfed.errors import DataError, EgressError, RecipeError, TooFewReplies
-from polyfed.model import ModelSpec
+from polyfed.errors import DataError, EgressError, PolyfedWarning, RecipeError, TooFewReplies
+from polyfed.evaluation import Evaluation
+from polyfed.model import Model, ModelSpec
 from polyfed.network import Network
+from polyfed.node import Node
 from polyfed.optim import Train
 from polyfed.policy import Policy
+from polyfed.replies import Answer
 from polyfed.silos import check_aligned
 from world import furthest, played, recipe, same
 
@@ -119,8 +123,8 @@ def spied(fed: Any) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     ask = fed.ask
 
-    def listening(task: Any, clients: Any, send: Any, scope: str | None = None) -> Any:
-        seen[task.__name__] = ask(task, clients, send, scope)
+    def listening(task: Any, clients: Any, send: Any, scope: str | None = None, **how: Any) -> Any:
+        seen[task.__name__] = ask(task, clients, send, scope, **how)
         seen["to " + task.__name__] = send
         return seen[task.__name__]
 
@@ -144,6 +148,19 @@ def test_without_mu_there_is_no_proximal_term() -> None:
     assert furthest(pulled.params, UNEQUAL.initial) < furthest(plain.params, UNEQUAL.initial)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_proximal_term_leaves_batch_statistics_out(engine: str) -> None:
+    """Right after an adoption, with nothing learned, parameters are at their anchors while BatchNorm's buffers move."""
+    norm = Silos([40], [TWO], encoders={"a": ENCODER_NORM, "b": ENCODER_NORM})
+    told = []
+    for mu in (0.0, 1.0):
+        state, runs, _ = norm.play(method(train=Train(lr=0.0), mu=mu), rounds=2, engine=engine)
+        told.append(state.train_loss)
+        buffer = "a.encoder.1.running_mean"
+        assert furthest({buffer: runs.locals[0][buffer]}, {buffer: norm.initial[buffer]}) > 0.01
+    assert told[1] == pytest.approx(told[0], rel=1e-6)
+
+
 @pytest.mark.parametrize(("mu", "twin"), [(0.0, "fedavg"), (0.3, "fedprox")])
 def test_hfl_is_fedavg_or_fedprox_on_stacked_input(mu: float, twin: str) -> None:
     world = {"clients": ClientsSpec(partition="silos", silos=4), "stack": {"all": ["a", "b"]}}
@@ -163,10 +180,11 @@ def test_hfl_without_stacked_modalities_is_refused_with_the_line_to_write() -> N
 # what crosses
 
 
-def test_traffic_is_that_of_the_formulas() -> None:
+@pytest.mark.parametrize("mu", [0.0, 0.5])
+def test_traffic_is_that_of_the_formulas(mu: float) -> None:
     q, r, rows = 3, 2, {0: 16, 1: 9, 2: 7}  # 0.4 of 40, 23 and 17
     world = UNEQUAL
-    state, runs, _ = world.play(method(batch_fraction=0.4, q=q, r=r), rounds=1)
+    state, runs, _ = world.play(method(batch_fraction=0.4, q=q, r=r, mu=mu), rounds=1)
     entries = list(runs.ledger.rows())
     head = 4 * (2 * 4 * 3 + 4)  # two maps (4, 3) and a bias (4,), float32
     encoders = {0: 4 * (7 * 6 + 7 + 3 * 7 + 3), 1: 4 * (5 * 9 + 5 + 3 * 5 + 3)}
@@ -183,6 +201,7 @@ def test_traffic_is_that_of_the_formulas() -> None:
         assert total("Exchange", "head", client, ("client",)) == r * head
         assert total("Exchange", "embeddings", client, ("client",)) == r * 2 * batch * 3 * 4
         assert total("Adopt", "params", client, ("client",)) == encoders[modality]
+        assert total("Adopt", "head", client, ("client",)) == (head if mu else 0)
         up = encoders[modality] + (head if modality == 0 else 0)  # the first device forwards the edge's head
         assert total("Upload", "params", client, ("server",)) == up
     inside = ("Embedded", "Copy", "Exchange", "Sample", "Forward")
@@ -236,9 +255,102 @@ def test_a_policy_that_keeps_embeddings_or_ids_is_obeyed(closed: dict[str, Any],
 
 def test_a_head_that_may_not_reach_the_server_stops_hfm_but_not_vfl() -> None:
     inside = Policy({**OPEN.rules, ("shared", "server"): frozenset({"statistic"})})
-    UNEQUAL.play(method("vfl"), policy=inside)
+    with pytest.warns(PolyfedWarning, match="may not reach the server"):
+        UNEQUAL.play(method("vfl"), policy=inside)
     with pytest.raises(EgressError, match="parameters of shared may not go to the server"):
         UNEQUAL.play(method(), policy=inside)
+
+
+INSIDE = {m: {"silo": ["parameters", "embeddings"]} for m in "ab"} | {
+    "shared": {"silo": ["parameters", "statistic", "ids"]}
+}
+"""`OPEN` as a recipe says it."""
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """What leaves devices, by destination; the bias in `shared` starts at the canary."""
+    seen: dict[str, list[Any]] = {"server": [], "silo": []}
+    init, release = Model.init, Node.release
+
+    def with_canary(self: Any, key: int) -> Any:
+        return {n: torch.full_like(v, CANARY) if n == "shared.bias" else v for n, v in init(self, key).items()}
+
+    def listening(self: Any, ask: Any, reply: Any, *, stacked: bool) -> Any:
+        if not self.site.examiner:
+            values = [getattr(reply, name) for name in reply.kinds]
+            seen[ask.scope] += [t for v in values for t in ([v] if isinstance(v, torch.Tensor) else v.values())]
+        return release(self, ask, reply, stacked=stacked)
+
+    monkeypatch.setattr(Model, "init", with_canary)
+    monkeypatch.setattr(Node, "release", listening)
+    return seen
+
+
+CANARY = 1234.5
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("closed", "words", "own_test"),
+    [
+        ({"shared": {"server": ["statistic"]}}, r"metrics\.global; there will be no accuracy unless", None),
+        ({"a": {"server": ["statistic"]}}, r"metrics\.global; there will be no accuracy unless", None),
+        ({"shared": {"server": []}}, "statistics of shared may not go there either", 0.3),
+    ],
+    ids=["shared", "an-encoder", "nothing-of-shared"],
+)
+def test_vfl_runs_under_a_policy_that_keeps_its_models_from_the_server(
+    closed: dict[str, Any], words: str, own_test: Any, engine: str, sent: dict[str, list[Any]], tmp_path: Any
+) -> None:
+    rules = {block: row | closed.get(block, {}) for block, row in INSIDE.items()}
+    still = method("vfl", train=Train(lr=0.0), evaluation=Evaluation(every=1))
+    clients = ClientsSpec(partition="silos", silos=2, personal_test=own_test)
+    made = recipe(still, engine, clients=clients, egress=rules)
+    with pytest.warns(PolyfedWarning, match=words):
+        run = polyfed.run(made, tmp_path)
+    assert run.result["metrics"] == {}
+    assert sent["server"] == []
+    assert any(bool((value == CANARY).all()) for value in sent["silo"])
+    with pytest.raises(EgressError, match="the policy forbids"):
+        polyfed.run(replace(made, algorithm=method()))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_silos_judge_themselves_on_their_own_test_rows(engine: str, sent: dict[str, list[Any]]) -> None:
+    inside = {**INSIDE, "shared": {**INSIDE["shared"], "server": ["statistic"]}}
+    clients = ClientsSpec(partition="silos", silos=3, personal_test=0.3)
+    made = recipe(method("vfl", evaluation=Evaluation(every=0)), engine, clients=clients, egress=inside)
+    with pytest.warns(PolyfedWarning, match=r"silos judge them on test rows of their own, metrics\.personal"):
+        run = polyfed.run(made)
+    assert set(run.result["metrics"]) == {"personal"}
+    assert {value.dim() for value in sent["server"]} <= {0, 1}, "more than a number a device, or a stack of these"
+    assert not any(bool((value > 1000).any()) for value in sent["server"])
+    told = run.rounds[-1]["personal_accuracy"]
+    whole = polyfed.run(replace(made, egress=INSIDE))
+    assert set(whole.result["metrics"]) == {"global", "unimodal", "personal"}
+    assert whole.rounds[-1]["personal_accuracy"] == told
+    with pytest.warns(PolyfedWarning):
+        parts, state, _ = played(made)
+    own = parts.population.test
+    assert own is not None
+    for silo in range(3):
+        rows = own[2 * silo]
+        w = silo_model(state, parts.engine, silo)
+        x = {name: column.take(rows) for name, column in parts.population.columns.modalities.items()}
+        guess = top(w, {name: encode(w, name, value) for name, value in x.items()}).argmax(1)
+        right = float((guess == parts.population.columns.label[rows]).float().mean())
+        assert told[str(2 * silo)] == pytest.approx(right, abs=1e-6)
+
+
+def test_a_silo_of_which_a_device_does_not_answer_is_not_judged() -> None:
+    algorithm = method("vfl")
+    state, _, fed = UNEQUAL.play(algorithm, lost={("upload", 3), ("embed_own", 3)})
+    whole = algorithm.evaluate(state, fed).metrics["global"]
+    fed.engine.lost = {("upload", 2), ("upload", 3)}  # type: ignore[attr-defined]
+    assert algorithm.evaluate(state, fed).metrics["global"] == whole
+    fed.engine.lost = {("upload", client) for client in (0, 2, 4)}  # type: ignore[attr-defined]
+    assert algorithm.evaluate(state, fed).metrics == {}
 
 
 # edge cases of 3.6
@@ -260,6 +372,44 @@ def test_a_device_missing_in_an_exchange_counts_as_zeros_or_as_what_it_sent_for_
         phi = seen["to practise"]
         assert set(phi) == {0}
         assert set(phi[0].embeddings) == ({"a"} if resample else {"a", "b"})
+
+
+@dataclass
+class Unreached:
+    """An engine whose asks of this task do not reach some devices in round 1."""
+
+    engine: Any
+    task: str
+    devices: set[int]
+
+    def answer(self, ask: Any, clients: Any, send: Any) -> Answer:
+        gone = {c: "unreached" for c in clients if c in self.devices and (ask.name, ask.round) == (self.task, 1)}
+        answer = self.engine.answer(ask, [c for c in clients if c not in gone], send)
+        return Answer(answer.parts, answer.missing | gone)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("options", [{}, {"mu": 0.5}, {"mu": 0.5, "head_update": "server"}], ids=["", "mu", "c-vfl"])
+@pytest.mark.parametrize(("lost", "left"), [({2}, ["b"]), ({3}, ["a"]), ({2, 3}, [])], ids=["a", "b", "all"])
+def test_a_device_that_missed_the_broadcast_sits_the_round_out(
+    lost: set[int], left: list[str], options: dict[str, Any], engine: str
+) -> None:
+    algorithm = method(**options)
+    fed, runs = UNEQUAL.federation(algorithm, engine)
+    fed.engine = Unreached(runs, "adopt", lost)  # type: ignore[assignment]
+    fed.begin(0)
+    state = algorithm.init(fed, UNEQUAL.initial)
+    fed.begin(1)
+    state = algorithm.round(state, fed)
+    for client in lost:
+        assert same(runs.locals[client], algorithm.local(runs.site(client), 0))
+    silos = UNEQUAL.data()
+    how = Settings(q=3, r=2, mu=options.get("mu", 0.0), head_at_edge="head_update" in options)
+    silos[1] = replace(silos[1], x={name: silos[1].x[name] for name in left})
+    first = hfm([silo for silo in silos if silo.x], UNEQUAL.initial, 1, how)
+    assert furthest(state.params, first) < 2e-5
+    fed.begin(2)
+    assert furthest(algorithm.round(state, fed).params, hfm(UNEQUAL.data(), first, 1, how)) < 2e-5
 
 
 def test_parts_of_the_head_that_no_loss_reaches_do_not_decay() -> None:

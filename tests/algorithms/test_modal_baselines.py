@@ -329,3 +329,25 @@ def test_every_switch_is_reachable_from_a_recipe(name: str, options: dict[str, A
     table = {"data": {"name": "toy"}, "clients": {"num": 4}, "model": {"encoders": {m: {"kind": "mlp"} for m in "ab"}}}
     built = parse_recipe(table | {"algorithm": {"name": name, **options}}).algorithm
     assert all(getattr(built, key) == value for key, value in options.items())
+
+
+def test_msplit_keeps_its_own_when_all_attention_is_on_someone_with_nothing_in_common() -> None:
+    parts = assemble(made("fedmsplit", similarity="dot", selector=Uniform(participation=1.0)))
+    method, clients = parts.recipe.algorithm, parts.fed.clients
+    one = next(k for k in clients if clients[k].modalities == ("a",))
+    other = next(k for k in clients if clients[k].modalities == ("b",))
+    trained = {
+        k: {n: v * 1e4 for n, v in select(parts.initial, [*clients[k].modalities, "shared"]).items()}
+        for k in (one, other)
+    }
+    trained[other] = {n: v * 1e3 for n, v in trained[other].items()}
+    mixed = method.mixed(trained, parts.fed)
+    assert all(bool(torch.isfinite(v).all()) for tree in mixed.values() for v in tree.values())
+    assert same(mixed[one], trained[one])
+
+
+def test_ogm_refuses_an_encoder_that_it_could_not_slow_down() -> None:
+    spec = ModelSpec(embedding=6, encoders={"a": {"kind": "cnn4"}, "b": {"kind": "mlp"}})
+    parts = assemble(recipe(algorithm("fedogm"), data=IMAGES, model=spec, clients=COMPLETE))
+    with pytest.raises(RecipeError, match="the encoder of b has none"):
+        parts.recipe.algorithm.init(parts.fed, parts.initial)

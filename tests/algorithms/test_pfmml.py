@@ -1,5 +1,7 @@
 """Personalised multimodal learning: algorithms.md 4.9, against loops over devices and against autograd."""
 
+import tomllib
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,16 @@ import torch
 from oracles import pfmml as oracle
 from polyfed.algorithms.blocks import Layout, layouts
 from polyfed.algorithms.coefficients import Step, aggregate, learned, own_coefficients, scheduled
-from polyfed.data import ClientsSpec
+from polyfed.data import ClientsSpec, populate
+from polyfed.data.sources import Toy
 from polyfed.errors import RecipeError
 from polyfed.model import build_model
 from polyfed.network import Network
 from polyfed.optim import Train
 from polyfed.recipe import load_recipe
+from polyfed.replies import Answer
 from polyfed.selection import Uniform
+from polyfed.tree import block_of
 from scripted import PARAMS, scripted
 from world import AWKWARD, algorithm, furthest, played, recipe, same
 
@@ -58,6 +63,67 @@ def test_server_equals_a_loop_over_devices(linear: float | None, count: int, max
             np.testing.assert_array_equal(entry.ages.numpy()[OWNERS[block]], by_hand.age[block][OWNERS[block]])
             for k, copy in copies.items():
                 np.testing.assert_allclose(entry.copy_of(k).numpy(), copy, atol=1e-5)
+
+
+def unreached(script: Any, lost: set[tuple[int, int]]) -> None:
+    """Makes installs fail, by (round, device)."""
+    answer = script.answer
+
+    def partly(ask: Any, clients: Any, send: Any) -> Answer:
+        gone = {k: "unreached" for k in clients if ask.name == "install" and (ask.round, k) in lost}
+        got = answer(ask, [k for k in clients if k not in gone], send)
+        return Answer(got.parts, got.missing | gone)
+
+    script.answer = partly
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_a_copy_that_got_lost_is_sent_again_and_teaches_nothing_meanwhile(count: int) -> None:
+    draw = np.random.default_rng(7)
+    lost = {(t, k) for t in range(1, 15) for k in range(9) if draw.random() < 0.4}
+    network = Network(bandwidth_hz=2e3, compute_flops_per_s=1e8)
+    method = algorithm("pfmml", uploads=count, max_age=4, coefficient_lr=0.05)
+    fed, script = scripted(method, MIXED, network, seed=5)
+    unreached(script, lost)
+    by_hand = oracle.Server(9, OWNERS, BITS, count, 0.05, 4)
+    due: dict[str, dict[int, np.ndarray]] = {block: {} for block in OWNERS}
+    flops = np.array([sum({"a": 1e5, "b": 3e5}[m] for m, has in zip("ab", row, strict=True) if has) for row in MIXED])
+    compute = 3 * 2 * 10 * np.arange(1, 10) * (flops + 1e4) / 1e8
+    late = 0
+    for state in rounds(fed, method, 14):
+        reached = {k for k in range(9) if (fed.round, k) not in lost}
+        arrived = {k: {block: copies[k] for block, copies in due.items() if k in copies} for k in reached}
+        assert script.got.keys() == {k for k, copies in arrived.items() if copies}
+        for k, got in script.got.items():
+            assert {block_of(name) for name in got} == set(arrived[k])
+            for name, value in got.items():
+                np.testing.assert_allclose(value.numpy().ravel(), arrived[k][block_of(name)], atol=1e-5)
+        script.got.clear()
+        by_hand.arriving = {block: set(copies) for block, copies in due.items()}
+        links = fed.clock.links.rates(fed.round)
+        expected = by_hand.schedule(links.up_bps.numpy(), links.down_bps.numpy(), compute)
+        assert {block: set(script.sent.get(block, {})) for block in OWNERS} == expected
+        for block, entry in state.blocks.items():
+            for k in (due[block].keys() - reached) & script.sent[block].keys():
+                by_hand.kept[block].pop(k)  # no record, no lesson; the copy made now leaves a new one
+            due[block] = {k: copy for k, copy in due[block].items() if k not in reached}
+            late += len(due[block].keys() - script.sent[block].keys())
+            due[block] |= by_hand.mix(block, script.sent[block])
+            np.testing.assert_allclose(entry.logits.numpy(), by_hand.xi[block], atol=1e-5)
+    assert count == 9 or late, "every lost copy was overtaken by a newer one: nothing was sent again"
+
+
+def test_a_lost_copy_leaves_the_coefficients_of_its_device_alone() -> None:
+    for learn in ("after", "before"):
+        method = algorithm("pfmml", uploads=1.0, coefficient_lr=0.1, learn=learn)
+        fed, script = scripted(method, [[1, 1]] * 4)
+        unreached(script, {(2, 1)})
+        first, second, third = rounds(fed, method, 3)
+        for block in OWNERS:
+            one, two, three = (state.blocks[block].logits for state in (first, second, third))
+            moved = (two != one).any(1).tolist()
+            assert moved == [True, False, True, True]
+            assert bool((three != two).any(1).all())
 
 
 def test_coefficients_are_distributions_over_those_that_uploaded() -> None:
@@ -296,6 +362,26 @@ def test_per_size_learns_a_small_block_as_if_it_were_the_largest() -> None:
 def test_meaningless_numbers_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=next(iter(options))):
         algorithm("pfmml", **options)
+
+
+def test_the_holdings_of_the_page_part_modality_sets_from_main_classes() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms" / "pfmml.md").read_text()
+    written = tomllib.loads(page.split("```toml\n")[1].split("```")[0])["holdings"]
+    ours = load_recipe(Path(__file__).parents[2] / "recipes" / "pfmml-ucihar.toml").clients.holdings
+    assert ours is not None
+    sets: dict[str, list[list[frozenset[str]]]] = {}
+    for name, holdings in (("page", written), ("recipe", ours)):
+        clients = ClientsSpec(partition="main-class", num=18, main_share=0.5, holdings=holdings)
+        data = Toy(rows=1500, classes=6, shapes={"acc": (3,), "gyro": (3,), "total_acc": (3,)})
+        dealt = populate(data.load(), clients, 1)
+        main = dealt.train.counts(dealt.columns.label, 6).argmax(1).tolist()
+        assert main == [k % 6 for k in range(18)]
+        sets[name] = [[frozenset(dealt.modalities(k)) for k in range(18) if main[k] == c] for c in range(6)]
+    every = {name: Counter(s for of_class in groups for s in of_class) for name, groups in sets.items()}
+    assert every["page"] == every["recipe"]
+    assert all(sorted(map(len, of_class)) == [1, 2, 3] for of_class in sets["page"])
+    assert all(len(frozenset.union(*[s for s in of_class if len(s) < 3])) == 3 for of_class in sets["page"])
+    assert all(len(set(map(len, of_class))) == 1 for of_class in sets["recipe"]), "no longer confounded: see the page"
 
 
 def test_blocks_of_the_crema_d_recipe_have_the_papers_sizes() -> None:

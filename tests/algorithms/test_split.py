@@ -13,13 +13,13 @@ from polyfed.algorithms.cut import Cut
 from polyfed.assembly import assemble
 from polyfed.check import check
 from polyfed.data import ClientsSpec
-from polyfed.errors import EgressError, RecipeError
+from polyfed.errors import EgressError, RecipeError, TooFewReplies
 from polyfed.federation import Federation
 from polyfed.model import ModelSpec
 from polyfed.optim import Train
-from polyfed.selection import Uniform
+from polyfed.selection import PowD, Uniform
 from polyfed.view.base import ORDER
-from world import AWKWARD, PLAIN, algorithm, furthest, played, recipe
+from world import AWKWARD, PLAIN, algorithm, furthest, losing, played, recipe, same
 
 ENGINES = ["sequential", "vectorised"]
 CUT = {"server": ["parameters", "embeddings"]}
@@ -111,8 +111,8 @@ def test_the_gradient_at_the_cut_is_that_of_the_unsplit_model(monkeypatch: pytes
     sent: dict[str, Any] = {}
     asked = Federation.ask
 
-    def listen(self: Federation, task: Any, clients: Any, send: Any, scope: Any = None) -> Any:
-        replies = asked(self, task, clients, send, scope)
+    def listen(self: Federation, task: Any, clients: Any, send: Any, **options: Any) -> Any:
+        replies = asked(self, task, clients, send, **options)
         sent.setdefault(f"to {task.__name__}", send)
         sent.setdefault(f"from {task.__name__}", replies)
         return replies
@@ -174,3 +174,26 @@ def test_options_without_meaning_are_refused() -> None:
         Cut(train=Train(clip_norm=1.0))
     with pytest.raises(RecipeError, match="u_shaped"):
         played(split("splitfed", u=True, model=ModelSpec(embedding=6, encoders=PLAIN)))
+
+
+@pytest.mark.parametrize("name", ["split-learning", "splitfed"])
+@pytest.mark.parametrize("task", ["start", "forward", "backward", "finish"])
+def test_a_client_lost_on_the_way_leaves_the_round_to_the_others(name: str, task: str) -> None:
+    parts = assemble(split(name, clients=ClientsSpec(partition="iid", num=4), options={"selector": ALL}))
+    method = parts.recipe.algorithm
+    parts.fed.begin(1)
+    state = method.init(parts.fed, parts.initial)
+    lost = losing(parts, f".{task}", 2)
+    after = method.round(state, parts.fed)
+    assert set(lost) == {2}
+    assert not same(after.params, state.params)
+    losing(parts, f".{task}", 0, 1, 3)
+    with pytest.raises(TooFewReplies, match="0 of 4 clients answered"):
+        method.round(state, parts.fed)
+
+
+@pytest.mark.parametrize("name", ["split-learning", "splitfed", "fedgkt", "creamfl", "fedproto"])
+def test_selectors_that_judge_a_global_model_are_refused_where_there_is_none(name: str) -> None:
+    options = {"mode": "original"} if name == "fedproto" else {}
+    with pytest.raises(RecipeError, match="PowD judges clients by a global model"):
+        algorithm(name, selector=PowD(participation=2, d=3), **options)

@@ -182,17 +182,19 @@ class CmsFed(Averaging):
         return Choice(weak, both, {c: ratios.weakest_of(fed.clients[c].modalities) for c in rest}), memory
 
     def train_chosen(self, state: CmsfedState, fed: Federation) -> Replies:
-        """One ask for S_M, one for those who train a single modality."""
+        """One ask for S_M, one for those who train a single modality; too few answers are too few of both."""
         weak, known = state.choice.weak, state.prototypes if self.prototypes == "global" else {}
         sent = {m: p.sent for m, p in known.items()}
-        target = {weak: torch.tensor(state.ratios.dominance(weak))} if weak else {}
-        both = fed.ask(self.train_all, state.choice.both, Assignment(state.params, sent, target))
+        target = {weak: torch.ones(())} if weak else {}
+        both = fed.ask(self.train_all, state.choice.both, Assignment(state.params, sent, target), judged=False)
         ones = {
             client: Assignment(state.params, {m: v for m, v in sent.items() if m == own}, {own: torch.ones(())})
             for client, own in state.choice.alone.items()
         }
-        alone = fed.ask(self.train_alone, list(ones), ones)
-        return Replies([*both.parts, *alone.parts], {**both.missing, **alone.missing})
+        alone = fed.ask(self.train_alone, list(ones), ones, judged=False)
+        replies = Replies([*both.parts, *alone.parts], {**both.missing, **alone.missing})
+        fed.judge(replies, "train_all and train_alone")
+        return replies
 
     def learned(self, state: CmsfedState, sent: Tree, replies: Replies, fed: Federation) -> CmsfedState:
         """Prototypes, ratios, and the vectors of those who answered; everything about the others stays (2.5)."""

@@ -120,6 +120,9 @@ def choose(method: "CmsFed", state: "CmsfedState", weak: str, fed: Federation) -
     assert state.gradients is not None, "the clients have not been explored"
     size = method.selector.size(fed)
     num = len(fed.clients)
+    distances = state.gradients.distance
+    if num > 1 and not bool((distances[distances.isfinite()] > 0).any()):
+        fed.emit("note", text=f"round {fed.round}: all gradients are alike, so the lowest numbers are chosen")
     return Problem(
         gradients=state.gradients,
         encoder=state.encoders.get(weak),

@@ -112,7 +112,10 @@ class Lesson:
         helped = [m for m in self.helped if m in near]
         if self.alone or not helped:
             return dict.fromkeys(helped, self.method.alpha_p)
-        sure = prototypes.confidence(near, {m: value.detach() for m, value in z.items()}, batch)
+        compared = {m: value.detach() for m, value in z.items() if m in near}
+        if len(compared) < 2:
+            return {}  # no prototypes yet of anything to be behind of
+        sure = prototypes.confidence(near, compared, batch)
         weights: dict[str, float | Tensor] = {}
         for m in helped:
             others = torch.stack([value for name, value in sure.items() if name != m])

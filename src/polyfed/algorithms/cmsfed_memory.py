@@ -78,12 +78,10 @@ class Ratios:
         weakest = max(mean, key=lambda m: mean[m])
         return before if before and mean[weakest] <= mean[before] * (1 + hysteresis) else weakest
 
-    def dominance(self, weak: str, client: int | None = None) -> float:
-        """r: confidence of the strongest modality (of the federation) over the weak one, globally or at a client."""
+    def dominance(self, weak: str, client: int) -> float:
+        """r: confidence of the strongest other modality (of the federation) over the weak one, at a client."""
         mean = self.mean()
-        strong = min(mean, key=lambda m: mean[m])
-        if client is None:
-            return mean[weak] / mean[strong]
+        strong = min((m for m in mean if m != weak), key=lambda m: mean[m])  # under hysteresis `weak` may lead already
         at = self.values[client].tolist()
         return float(at[self.modalities.index(weak)] / at[self.modalities.index(strong)])
 

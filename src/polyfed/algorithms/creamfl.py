@@ -12,7 +12,7 @@ than two modalities "the other" one is the mean of all others; representations h
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from polyfed.node import Site
 from polyfed.optim import Moments
 from polyfed.policy import Policy
 from polyfed.schema import NOT_NEGATIVE, POSITIVE
-from polyfed.selection import Selector, Uniform
+from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.tasks import task
 from polyfed.tree import Tree
 from polyfed.view import Fit, View
@@ -118,6 +118,13 @@ class CreamFL(Algorithm):
     distil: Annotated[float, NOT_NEGATIVE] = 0.3
     server_epochs: Annotated[int, NOT_NEGATIVE] = 1
     selector: Selector = Uniform()
+
+    sees_missing_rows: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuse selectors that need a global model."""
+        super().__post_init__()
+        must_be_uniform(self.selector, "creamfl")
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Only the server's own rows are asked to `publish`."""

@@ -197,36 +197,45 @@ class Cut:
             uppers: the server's half of each client, or one for all under number -1; changed in place.
 
         Returns:
-            The halves that came back, and the mean loss of a row.
+            The halves that came back, without those of clients that were lost on the way, and the mean loss of a row.
+            Whoever is missing is missing there: with turns, other clients have answered or are still to be asked.
         """
-        fed.ask(self.start, order, Half(self.lower(params)))
+        started = fed.ask(self.start, order, Half(self.lower(params)), judged=False)
+        there, lost = list(started), dict(started.missing)
         lengths = {
             k: steps_trained(int(fed.clients.num_rows[k]), self.train, skip_single=fed.site.model.has_batchnorm)
             for k in order
+            if k in there
         }
-        total, rows, active = 0.0, 0, list(order)
+        total, rows = 0.0, 0
         for step in range(1, max(lengths.values(), default=0) + 1):
-            active = [k for k in active if lengths[k] >= step]
+            active = [k for k in order if k in there and lengths[k] >= step]
             number = torch.tensor(step)
-            smashed = fed.ask(self.forward, active, Cue(number))
-            active = [k for k in active if k in smashed]
-            judged = self._judged(fed, active, smashed, uppers, number)
+            smashed = fed.ask(self.forward, active, Cue(number), judged=False)
+            judged = self._judged(fed, [k for k in active if k in smashed], smashed, uppers, number, lost)
             feedback = {}
-            for k in [k for k in active if not self.u_shaped or k in judged]:
+            for k in [k for k in active if k in (judged if self.u_shaped else smashed)]:
                 sent, place = smashed[k], k if k in uppers else -1
                 uppers[place], fit = self.teach(fed, uppers[place], k, sent, judged.get(k))
                 feedback[k] = Feedback({m: fit.carry[f"{m}.cut"] for m in sent.activations}, number, sent.num_rows)
                 loss = judged[k].loss if self.u_shaped else last_loss(fit)
                 total, rows = total + float(loss) * int(sent.num_rows), rows + int(sent.num_rows)
-            active = list(fed.ask(self.backward, list(feedback), feedback)) if feedback else []
-            active = [k for k in order if k in active]
-        done = fed.ask(self.finish, order, Cue(torch.tensor(0)))
-        return done, total / max(rows, 1)
+            trained = fed.ask(self.backward, list(feedback), feedback, judged=False)
+            there = [k for k in there if k not in active or k in trained]
+            lost |= smashed.missing | trained.missing
+        done = fed.ask(self.finish, there, Cue(torch.tensor(0)), judged=False)
+        return Replies(done.parts, lost | done.missing), total / max(rows, 1)
 
     def _judged(
-        self, fed: Federation, active: list[int], smashed: Replies, uppers: dict[int, Upper], step: Tensor
+        self,
+        fed: Federation,
+        active: list[int],
+        smashed: Replies,
+        uppers: dict[int, Upper],
+        step: Tensor,
+        lost: dict[int, str],
     ) -> dict[int, Judged]:
-        """U-shaped: the way up to the clients' heads and back; nothing otherwise."""
+        """U-shaped: the way up to the clients' heads and back; nothing otherwise. Who fails goes to `lost`."""
         if not self.u_shaped:
             return {}
         sends = {}
@@ -236,7 +245,9 @@ class Cut:
                 batch = self.received(fed, k, sent, upper.steps)
                 joint = fed.site.model.joint(upper.params, sent.activations, batch)
             sends[k] = Joint(joint, step, sent.num_rows)
-        return dict(fed.ask(self.close, active, sends))
+        replies = fed.ask(self.close, active, sends, judged=False)
+        lost |= replies.missing
+        return dict(replies)
 
 
 def will_send(cut: Cut, task: str, field: str, block: str) -> bool:
@@ -279,11 +290,11 @@ def padded(rows: Tensor, batch: Batch) -> Tensor:
     return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
 
 
-def one_turn(cut: Cut, fed: Federation, state_params: Tree, k: int, uppers: dict[int, Upper]) -> tuple[Tree, float]:
-    """Split learning's turn of one client: the whole model after it, and its loss."""
-    done, loss = cut.exchange(fed, [k], state_params, uppers)
+def one_turn(cut: Cut, fed: Federation, params: Tree, k: int, uppers: dict[int, Upper]) -> tuple[Tree, float, Replies]:
+    """Split learning's turn of one client: the whole model after it, its loss, and its half if it came back."""
+    done, loss = cut.exchange(fed, [k], params, uppers)
     lower = done[k].params if k in done else {}
-    return state_params | lower | uppers[-1].params, loss
+    return params | lower | uppers[-1].params, loss, done
 
 
 def halves_of(params: Tree, cut: Cut, clients: Sequence[int], fed: Federation) -> dict[int, Upper]:

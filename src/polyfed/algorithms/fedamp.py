@@ -8,6 +8,7 @@ Ours goes per block among its owners; of `uploads` devices, drawn for every bloc
 the others keep theirs.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -41,6 +42,17 @@ class Clouds:
     members: Tensor
     rows: Tensor
 
+    def of(self, devices: Collection[int]) -> "Clouds":
+        """Those of some devices."""
+        kept = torch.tensor([client in devices for client in self.members.tolist()], dtype=torch.bool)
+        return Clouds(self.members[kept], self.rows[kept.to(self.rows.device)])
+
+    def beside(self, others: "Clouds") -> "Clouds":
+        """Both; the devices of one are none of the other's."""
+        members = torch.cat([self.members, others.members])
+        order = members.argsort()
+        return Clouds(members[order], torch.cat([self.rows, others.rows])[order.to(self.rows.device)])
+
 
 @dataclass(frozen=True)
 class FedAmpState:
@@ -48,7 +60,7 @@ class FedAmpState:
 
     Attributes:
         params: the common initial model; there is no global one.
-        clouds: what was made in the last round, by block.
+        clouds: what was made in the last round or has got lost on its way before, by block.
         waited_for: devices asked for an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
@@ -101,17 +113,21 @@ class FedAmp(Algorithm):
     def round(self, state: FedAmpState, fed: Federation) -> FedAmpState:
         """Clients take their clouds in and train; some upload; their clouds are mixed anew."""
         downloads = self._downloads(state, fed)
-        fed.ask(self.install, list(downloads), downloads)
+        installed = fed.ask(self.install, list(downloads), downloads, judged=False)
         trained = fed.ask(self.practise, list(fed.clients.eligible), Start())
         layout = layouts(fed, state.params)
         count = exchange.num_uploads(self.uploads, len(fed.clients))
         asked = exchange.wanted(exchange.draw_uploads(fed, count, layout))
-        uploads = fed.ask(self.upload, list(asked), asked)
+        uploads = fed.ask(self.upload, list(asked), asked, judged=False)
+        lost = downloads.keys() - installed.keys()
         clouds = {}
         for block, form in layout.items():
             members, rows = form.gather(uploads)
+            if block in state.clouds and len((late := state.clouds[block].of(lost - {*members.tolist()})).members):
+                clouds[block] = late
             if len(members):
-                clouds[block] = Clouds(members, self.attention(rows[:, : form.num_trainable], fed.round) @ rows)
+                made = Clouds(members, self.attention(rows[:, : form.num_trainable], fed.round) @ rows)
+                clouds[block] = made.beside(clouds[block]) if block in clouds else made
         return FedAmpState(state.params, clouds, sorted(asked), mean_loss(trained))
 
     def alpha_at(self, round: int) -> float:

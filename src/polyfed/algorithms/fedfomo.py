@@ -115,9 +115,11 @@ class FedFomo(Algorithm):
         layout = layouts(fed, state.params)
         count = exchange.num_uploads(self.uploads, len(fed.clients))
         asked = exchange.wanted(exchange.draw_uploads(fed, count, layout))
-        uploads = fed.ask(self.upload, list(asked), asked)
+        uploads = fed.ask(self.upload, list(asked), asked, judged=False)
         offers = self._offers(state, fed, uploads, layout)
-        weighed = fed.ask(self.mix, list(offers), {k: offer.message(layout) for k, offer in offers.items()})
+        weighed = fed.ask(
+            self.mix, list(offers), {k: offer.message(layout) for k, offer in offers.items()}, judged=False
+        )
         preferences = {block: table.clone() for block, table in state.preferences.items()}
         for client in weighed:
             for name, weights in weighed[client].weights.items():

@@ -12,7 +12,7 @@ features the server takes up with one tower each, summed in its first common lay
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from polyfed.node import Site
 from polyfed.optim import Moments
 from polyfed.replies import Replies
 from polyfed.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
-from polyfed.selection import Selector, Uniform
+from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.tasks import task
 from polyfed.tree import Tree
 from polyfed.view import Fit, View
@@ -85,6 +85,13 @@ class FedGKT(Algorithm):
     server_hidden: tuple[int, ...] = (256, 256)
     server_embedding: Annotated[int, AT_LEAST_ONE] = 128
     selector: Selector = Uniform()
+
+    sees_missing_rows: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuse selectors that need a global model."""
+        super().__post_init__()
+        must_be_uniform(self.selector, "fedgkt")
 
     # the clients' half
 

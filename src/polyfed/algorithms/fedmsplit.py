@@ -100,6 +100,8 @@ class FedMSplit(Averaging):
             after[client] = {}
             for block in blocks(trained[client]):
                 share = attention[block][i] * bond
+                if not bool(share.sum() > 0):  # `dot` can put all attention on one with whom nothing is common
+                    share = torch.zeros_like(share).index_fill(0, torch.tensor([i]), 1.0)
                 own = select(trained[client], [block])
                 after[client] |= _mix(own, share / share.sum(), [trained[other] for other in clients])
         return after

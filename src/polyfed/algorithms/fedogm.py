@@ -37,26 +37,27 @@ class FedOgm(Averaging):
     Attributes:
         alpha: strength; 0.8 on CREMA-D, 0.1 on VGGSound (released code).
         ge: whether noise is added.
-        active_rounds: rounds in which gradients are modulated; 70 in CMSFed's comparison.
+        active_rounds: rounds in which gradients are modulated; 71 in CMSFed's comparison, which counts 0 to 70.
         scale_params: `conv4d`, four-dimensional convolution weights of the encoders; `all_weights`, all of their
             weight matrices, for encoders without convolutions.
     """
 
     alpha: Annotated[float, NOT_NEGATIVE] = 0.8
     ge: bool = True
-    active_rounds: Annotated[int, NOT_NEGATIVE] = 70
+    active_rounds: Annotated[int, NOT_NEGATIVE] = 71
     scale_params: Literal["conv4d", "all_weights"] = "conv4d"
 
     def init(self, fed: Federation, params: Tree) -> Any:
         """Averaging's state.
 
         Raises:
-            RecipeError: there is nothing to modulate.
+            RecipeError: an encoder has nothing to modulate.
         """
         model = fed.site.model
-        if not any(self._scaled(model, params, m) for m in model.modalities):
+        plain = [m for m in model.modalities if not self._scaled(model, params, m)]
+        if plain:
             raise RecipeError(
-                "fedogm scales gradients of convolution weights, and these encoders have none; "
+                f"fedogm scales gradients of convolution weights, and the encoder of {', '.join(plain)} has none; "
                 "set [algorithm] scale_params = 'all_weights'"
             )
         return super().init(fed, params)
@@ -94,7 +95,8 @@ class FedOgm(Averaging):
     def _noise(self, data: View, name: str, grad: Tensor, step: Tensor) -> Tensor:
         """Gaussian, as wide as the entries of the unscaled gradient are spread, from a stream of its own."""
         key = keys.fold_in(data.draw(f"ogm-noise/{name}"), step)
-        return keys.normal(key, tuple(grad.shape)) * (grad.std() + 1e-8)
+        spread = grad.std() if grad.numel() > 1 else torch.zeros_like(grad).sum()  # one entry has no spread
+        return keys.normal(key, tuple(grad.shape)) * (spread + 1e-8)
 
     def _scaled(self, model: Model, params: Tree, modality: str) -> list[str]:
         head = model.head_slice(modality)

@@ -35,7 +35,7 @@ class FedPmr(Averaging):
     Attributes:
         alpha: strength of the term; 1 or 2 in the paper.
         coef: `clip`, alpha * clip(ratio - 1, 0, 1), the paper; `hard`, alpha or nothing, CMSFed's comparison.
-        active_rounds: rounds with the term; 70 in CMSFed's comparison.
+        active_rounds: rounds with the term; 71 in CMSFed's comparison, which counts 0 to 70.
         per: add prototype entropy regularisation of the modality that is ahead.
         mu: its strength; 1e-2 or 1e-3 in the paper.
         per_epochs: it acts in so many first local epochs of the run (E_r of the paper).
@@ -43,7 +43,7 @@ class FedPmr(Averaging):
 
     alpha: Annotated[float, NOT_NEGATIVE] = 1.0
     coef: Literal["clip", "hard"] = "clip"
-    active_rounds: Annotated[int, NOT_NEGATIVE] = 70
+    active_rounds: Annotated[int, NOT_NEGATIVE] = 71
     per: bool = False
     mu: Annotated[float, NOT_NEGATIVE] = 0.01
     per_epochs: Annotated[int, NOT_NEGATIVE] = 10

@@ -25,6 +25,7 @@ from polyfed.policy import Policy
 from polyfed.prototypes import Prototypes, masked_mean, there
 from polyfed.replies import Replies
 from polyfed.schema import NOT_NEGATIVE
+from polyfed.selection import must_be_uniform
 from polyfed.tasks import task
 from polyfed.tree import Tree
 from polyfed.view import Fit, View
@@ -81,6 +82,12 @@ class FedProto(Averaging):
 
     sends: ClassVar[type[Message]] = Shared
     replies: ClassVar[type[Message]] = Learned
+
+    def __post_init__(self) -> None:
+        """Refuse selectors that need a global model, which `original` has not."""
+        super().__post_init__()
+        if self.mode == "original":
+            must_be_uniform(self.selector, "fedproto with mode = 'original'")
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Models stay at home under `original`."""

@@ -56,7 +56,11 @@ class Hfm(Vertical):
         return {name.removeprefix(ANCHOR): value for name, value in local.items() if name.startswith(ANCHOR)}
 
     def round(self, state: SiloState, fed: Federation) -> SiloState:
-        """Broadcast, R exchanges, average over the silos."""
+        """Broadcast, R exchanges, average over the silos.
+
+        A device that missed the broadcast sits the round out: it would train what others have left behind, and be
+        held to an anchor that is not theirs. Its silo is for this round one that lacks its modalities.
+        """
         silos = devices_of_silos(fed.clients)
         heads = {silo: self._head(fed, members, state.params) for silo, members in silos.items()}
         head = set(fed.site.model.head())
@@ -67,8 +71,11 @@ class Hfm(Vertical):
             for client in members
         }
         adopted = fed.ask(self.adopt, sorted(send), send)
-        state = self.vertical(state.with_(heads=heads, silo_bytes=0), fed)
-        uploads, handed = self.upload_of(state, fed)
+        answered = {silo: [client for client in members if client in adopted] for silo, members in silos.items()}
+        there = {silo: members for silo, members in answered.items() if members}
+        heads = {silo: self._head(fed, members, state.params) for silo, members in there.items()}
+        state = self.vertical(state.with_(heads=heads, silo_bytes=0), fed, there)
+        uploads, handed = self.upload_of(state, fed, there)
         rows = {client: float(fed.clients.num_rows[client]) for client in uploads}
         return state.with_(
             params=state.params | uploads.mean("params", rows),

@@ -1,24 +1,33 @@
-"""Local: every client trains alone and nothing but statistics ever leaves. The control for all other methods.
+"""Local: every client trains alone and nothing but statistics leaves while it does. The control for all other methods.
 
 Local is FedAvg without the averaging (algorithms.md 5.10): same initial model, same batches, optimiser fresh every
-round, so that equal numbers of local epochs compare.
+round, so that equal numbers of local epochs compare. Two things are reported: how right each client's model is on the
+client's own test rows, and on the server's, for which models are uploaded once they are trained.
 """
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
+from polyfed import metrics
 from polyfed.algorithm import Algorithm, Broadcast, State, mean_loss
-from polyfed.evaluation import Measured
-from polyfed.federation import Federation
+from polyfed.errors import PolyfedWarning
+from polyfed.evaluation import Examination, Measured, Scores
+from polyfed.federation import TEST, Federation
 from polyfed.losses import cross_entropy
 from polyfed.messages import Message, carries, message
 from polyfed.node import Site
-from polyfed.selection import Selector, Uniform
+from polyfed.policy import Policy
+from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.tasks import task
-from polyfed.tree import Tree
+from polyfed.tree import SHARED, Tree
 from polyfed.view import View
+
+AT_ONCE = 32
+"""Models of clients that the server holds at the same time while it judges them."""
 
 
 @message
@@ -34,18 +43,43 @@ class Done(Message):
     num_rows: Tensor = carries("statistic")
 
 
+@message
+class Trained(Message):
+    """A client's own model, to be judged on the server's test rows."""
+
+    params: Tree = carries("parameters")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Local(Algorithm):
     """See the module.
 
     Attributes:
-        selector: which clients train in a round, the [selection] section.
+        selector: which clients train in a round, the [selection] section; only `uniform`.
+        global_test: when every client uploads its model to be judged on the server's test rows, one pass over them for
+            each: after the `last` round, at every evaluation (`always`), or `never`.
     """
 
     selector: Selector = Uniform()
+    global_test: Literal["last", "always", "never"] = "last"
+
+    def __post_init__(self) -> None:
+        """Refuse selectors that judge clients by a global model: there is none, and they would never learn."""
+        super().__post_init__()
+        must_be_uniform(self.selector, "local")
 
     def init(self, fed: Federation, params: Tree) -> State:
-        """The server keeps nothing but the selector's memory; `params` stay the initial model."""
+        """The server keeps nothing but the selector's memory; `params` stay the initial model.
+
+        A policy under which the server cannot judge the models is told, not refused: training needs no upload.
+        """
+        if self.global_test != "never" and TEST in fed.examiners and not may_upload(fed):
+            warnings.warn(
+                "local: under [egress] models may not reach the server, which therefore does not judge them: no "
+                "metrics.global. Allow parameters for that, or set [algorithm] global_test = 'never'",
+                PolyfedWarning,
+                stacklevel=2,
+            )
         return State(params, memory=self.selector.start(params))
 
     def local(self, site: Site, key: int) -> Tree:
@@ -58,12 +92,33 @@ class Local(Algorithm):
         replies = fed.ask(self.practise, cohort, Start())
         return state.with_(memory=memory, train_loss=mean_loss(replies)) if replies else state
 
+    def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
+        """Uploads are for judging alone, and nothing is asked for that the policy forbids."""
+        return task != "upload" or (self.global_test != "never" and policy.allows("parameters", block, "server"))
+
     def evaluate(self, state: State, fed: Federation) -> Measured:
-        """Clients judge their own models on their own test rows; there is no global model to judge."""
+        """Every client's own model on its own test rows, and on the server's (algorithms.md 5.10)."""
+        now = self.global_test == "always" or (self.global_test == "last" and fed.round == fed.rounds)
+        measured = self._judged_by_server(fed) if now and TEST in fed.examiners and may_upload(fed) else {}
         if not (self.evaluation.personal and fed.clients.tested):
-            return Measured({})
+            return Measured(measured)
         group, accuracies = self.judge_personally(fed, Broadcast({}))
-        return Measured({"personal": group}, accuracies)
+        return Measured(measured | {"personal": group}, accuracies)
+
+    def _judged_by_server(self, fed: Federation) -> dict[str, dict[str, float]]:
+        """The mean over clients of every number, and the accuracy's mean by rows, least and spread.
+
+        A client that does not answer is left out.
+        """
+        scores: dict[int, dict[str, float]] = {}
+        everyone = list(fed.clients.eligible)
+        for first in range(0, len(everyone), AT_ONCE):
+            uploads = fed.ask(self.upload, everyone[first : first + AT_ONCE], Start(), judged=False)
+            for client, upload in uploads.items():
+                sums: Scores = fed.ask(self.score, [TEST], Examination(upload.params, {}, {}))[TEST]
+                fed.emit("judged", round=fed.round, confusion=sums.confusion)
+                scores[client] = metrics.summary(sums.confusion, sums.top5_hits, sums.loss_sum)
+        return over_clients(scores, {client: float(fed.clients.num_rows[client]) for client in scores})
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
         """A client is judged with its own model."""
@@ -78,3 +133,28 @@ class Local(Algorithm):
 
         fit = data.minimise(loss, local, train=self.train)
         return Done(fit.loss, data.num_rows), fit.params
+
+    @task()
+    def upload(self, site: Site, data: View, local: Tree, got: Start) -> tuple[Trained, Tree]:
+        """Hand the own model over."""
+        return Trained(local), local
+
+
+def may_upload(fed: Federation) -> bool:
+    """Whether whole models may reach the server."""
+    return all(fed.site.policy.allows("parameters", block, "server") for block in (*fed.clients.modalities, SHARED))
+
+
+def over_clients(scores: Mapping[int, dict[str, float]], rows: Mapping[int, float]) -> dict[str, dict[str, float]]:
+    """The groups `global`, each number's unweighted mean over clients, and `global_by_client`, of the accuracy.
+
+    Args:
+        scores: by client, as `metrics.summary` gives them.
+        rows: training rows by client, the weights of `weighted`.
+    """
+    if not scores:
+        return {}
+    names = next(iter(scores.values()))
+    mean = {name: sum(one[name] for one in scores.values()) / len(scores) for name in names}
+    hits = {client: one["accuracy"] * rows[client] for client, one in scores.items()}
+    return {"global": mean, "global_by_client": metrics.personal(hits, rows)}

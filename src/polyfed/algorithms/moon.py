@@ -24,6 +24,7 @@ from polyfed.batch import Batch
 from polyfed.federation import Federation
 from polyfed.losses import cross_entropy
 from polyfed.messages import Message
+from polyfed.model.fusion import masked
 from polyfed.node import Site
 from polyfed.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.tree import Tree
@@ -68,9 +69,9 @@ class Moon(Averaging):
         previous = {n.removeprefix(PREVIOUS): v for n, v in local.items() if n.startswith(PREVIOUS)}
         with torch.no_grad():
             calm = batch.evaluation()
-            received = self._views(site, got.params, site.model.features(got.params, calm))
-            last = self._views(site, previous, site.model.features(previous, calm))
-        own = self._views(site, w, features)
+            received = self._views(site, got.params, site.model.features(got.params, calm), batch)
+            last = self._views(site, previous, site.model.features(previous, calm), batch)
+        own = self._views(site, w, features, batch)
         terms = [contrast(z, g, p, self.temperature) for z, g, p in zip(own, received, last, strict=True)]
         return cross_entropy(logits, batch) + self.mu * local[SEEN] * batch.mean(torch.stack(terms).sum(0))
 
@@ -79,9 +80,9 @@ class Moon(Averaging):
         kept = {PREVIOUS + name: value for name, value in fit.params.items()} | {SEEN: torch.ones_like(local[SEEN])}
         return Update(fit.params, fit.loss, data.num_rows), kept
 
-    def _views(self, site: Site, w: Tree, features: Mapping[str, Tensor]) -> list[Tensor]:
-        """What is contrasted: one representation (B, P), or one per modality."""
-        flat = [site.model.vector(z) for z in features.values()]
+    def _views(self, site: Site, w: Tree, features: Mapping[str, Tensor], batch: Batch) -> list[Tensor]:
+        """What is contrasted: one representation (B, P), or one per modality; zero where a row lacks it."""
+        flat = [site.model.vector(z) for z in masked(features, batch.present).values()]
         if self.per_modality:
             return flat
         joint = torch.cat(flat, 1)

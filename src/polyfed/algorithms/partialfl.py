@@ -94,6 +94,8 @@ class PartialFL(Averaging):
 
     # what is shared
 
+    sees_missing_rows: ClassVar[bool] = False
+
     def shareable(self, policy: Policy, modalities: Iterable[str]) -> tuple[str, ...]:
         """The modalities that a policy lets go to the server in every form the method needs."""
         needed = {"embeddings", self.inputs}

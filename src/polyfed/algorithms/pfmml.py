@@ -43,14 +43,21 @@ class PfmmlState:
     Attributes:
         params: the common initial model; there is no global one.
         blocks: by name of the block, in the order in which uploads are queued.
+        undelivered: by block, whose newest copy is older than the last round and has still not arrived, bool (K,).
         waited_for: devices asked for an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
 
     params: Tree
     blocks: dict[str, BlockState]
+    undelivered: dict[str, Tensor] = field(default_factory=dict)
     waited_for: list[int] = field(default_factory=list)
     train_loss: float = float("nan")
+
+    def due(self, block: str) -> Tensor:
+        """Whose newest copy is to be sent, bool (K,): those made in the last round, and those that got lost before."""
+        sent = self.blocks[block].sent
+        return sent | self.undelivered.get(block, torch.zeros_like(sent))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,19 +109,24 @@ class Pfmml(Algorithm):
     def round(self, state: PfmmlState, fed: Federation) -> PfmmlState:
         """Download, train, schedule, upload, mix, learn."""
         downloads = self._downloads(state, fed)
-        fed.ask(self.install, list(downloads), downloads)
+        installed = fed.ask(self.install, list(downloads), downloads, judged=False)
+        unheard = torch.tensor([client in downloads and client not in installed for client in fed.clients])
         trained = fed.ask(self.practise, list(fed.clients.eligible), Start())
         asked = exchange.wanted(self._schedule(state, fed))
-        uploads = fed.ask(self.upload, list(asked), asked)
+        uploads = fed.ask(self.upload, list(asked), asked, judged=False)
         step, laid = self._step(fed), layouts(fed, state.params)
         largest = max(layout.num_trainable for layout in laid.values())
-        blocks = {}
+        blocks, undelivered = {}, {}
         for block, layout in laid.items():
             own = step
             if self.scale == "per-size":
                 own = replace(step, rate=step.rate * largest / max(layout.num_trainable, 1))
-            blocks[block] = self._after(state.blocks[block], layout.gather(uploads), layout, own, fed.round)
-        return replace(state, blocks=blocks, waited_for=sorted(asked), train_loss=mean_loss(trained))
+            lost, now = state.due(block) & unheard, layout.gather(uploads)
+            blocks[block] = self._after(state.blocks[block], now, lost, layout, own, fed.round)
+            undelivered[block] = lost & ~blocks[block].sent  # who uploads gets a newer copy
+        return replace(
+            state, blocks=blocks, undelivered=undelivered, waited_for=sorted(asked), train_loss=mean_loss(trained)
+        )
 
     def evaluate(self, state: PfmmlState, fed: Federation) -> Measured:
         """Devices judge their own models: with the copies on their way taken in, and as trained (`trained`) (W12)."""
@@ -168,11 +180,11 @@ class Pfmml(Algorithm):
         return exchange.pick(local, got), local
 
     def _downloads(self, state: PfmmlState, fed: Federation) -> dict[int, Broadcast]:
-        """The copies of last round's uploaders, by device."""
+        """The copies that are due, by device."""
         trees: dict[int, Tree] = {}
         for block, layout in layouts(fed, state.params).items():
             entry = state.blocks[block]
-            for client in entry.sent.nonzero().flatten().tolist():
+            for client in state.due(block).nonzero().flatten().tolist():
                 copy = entry.copy_of(client)
                 assert copy is not None, "a copy is on its way that was never built"
                 trees.setdefault(client, {}).update(layout.tree(copy))
@@ -201,13 +213,13 @@ class Pfmml(Algorithm):
         return benefit / seconds.clamp(min=1e-12)  # no network: no time passes, and benefit alone orders
 
     def _seconds_before_upload(self, state: PfmmlState, fed: Federation) -> Tensor:
-        """T_D + T_C of every device in this round, (K,): download of last round's copies, then local training."""
+        """T_D + T_C of every device in this round, (K,): download of the copies that are due, then training."""
         if fed.clock is None:
             return torch.zeros(len(fed.clients)).double()
         clients, model, links = fed.clients, fed.site.model, fed.clock.links
         down_bits = torch.zeros(len(clients)).double()
         for block, layout in layouts(fed, state.params).items():
-            down_bits += layout.num_bits * state.blocks[block].sent
+            down_bits += layout.num_bits * state.due(block)
         flops = fed.clock.block_flops
         own_flops = clients.holds.double() @ torch.tensor([flops[m] for m in clients.modalities]).double()
         rows = [rows_trained(n, self.train, skip_single=model.has_batchnorm) for n in clients.num_rows.tolist()]
@@ -215,13 +227,16 @@ class Pfmml(Algorithm):
         return down_bits / links.rates(fed.round).down_bps + work / links.compute_flops_per_s
 
     def _after(
-        self, entry: BlockState, now: tuple[Tensor, Tensor], layout: Layout, step: Step, round: int
+        self, entry: BlockState, now: tuple[Tensor, Tensor], lost: Tensor, layout: Layout, step: Step, round: int
     ) -> BlockState:
-        """Steps 4 to 6 for one block."""
+        """Steps 4 to 6 for one block; `lost`, bool (K,), did not get the copies that were due in this round."""
         members, uploads = now
 
         def update(logits: Tensor) -> Tensor:
-            return learned(logits, entry.built, entry.records, now, layout.num_trainable, step)
+            # a device that never had its copy has not drifted from it: the difference says nothing about the mixture
+            drifted = (~lost[members]).to(members.device)
+            known = now if bool(drifted.all()) else (members[drifted], uploads[drifted.to(uploads.device)])
+            return learned(logits, entry.built, entry.records, known, layout.num_trainable, step)
 
         sent = torch.zeros_like(entry.sent)
         sent[members] = True

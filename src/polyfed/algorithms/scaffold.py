@@ -66,8 +66,8 @@ class Scaffold(Averaging):
     def __post_init__(self) -> None:
         """Refuse optimisers for which option II is wrong."""
         super().__post_init__()
-        if self.train.optimiser != "sgd" or self.train.momentum:
-            raise RecipeError("scaffold needs plain SGD: [train] optimiser = 'sgd', momentum = 0")
+        if self.train.optimiser != "sgd" or self.train.momentum or self.train.clip_norm:
+            raise RecipeError("scaffold needs plain SGD: [train] optimiser = 'sgd', momentum = 0, clip_norm = 0")
 
     def init(self, fed: Federation, params: Tree) -> ScaffoldState:
         """Averaging's state and c = 0."""

@@ -16,7 +16,8 @@ from polyfed.federation import Federation
 from polyfed.node import Site
 from polyfed.optim import Moments
 from polyfed.policy import Policy
-from polyfed.selection import Selector, Uniform
+from polyfed.replies import Part, Replies
+from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.tree import Tree
 
 
@@ -57,6 +58,7 @@ class SplitLearning(Algorithm):
     def __post_init__(self) -> None:
         """Make the tasks' owner."""
         super().__post_init__()
+        must_be_uniform(self.selector, "split learning")
         object.__setattr__(self, "cut", Cut(train=self.train, u_shaped=self.u_shaped))
 
     def init(self, fed: Federation, params: Tree) -> SplitState:
@@ -74,11 +76,14 @@ class SplitLearning(Algorithm):
     def round(self, state: SplitState, fed: Federation) -> SplitState:
         """One turn for each of the cohort, in a random order."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
-        params, losses, rows = state.params, 0.0, 0
+        params, losses, rows, missing = state.params, 0.0, 0, dict[int, str]()
+        parts: list[Part] = []
         uppers = {-1: Upper(self.cut.upper(params), state.optimiser, state.steps)}
         for k in turns(cohort, fed):
-            params, loss = one_turn(self.cut, fed, params, k, uppers)
+            params, loss, done = one_turn(self.cut, fed, params, k, uppers)
+            parts, missing = parts + done.parts, missing | done.missing
             losses, rows = losses + loss * int(fed.clients.num_rows[k]), rows + int(fed.clients.num_rows[k])
+        fed.judge(Replies(parts, missing), "cut")
         after = uppers[-1]
         return SplitState(
             params, {}, memory, train_loss=losses / max(rows, 1), optimiser=after.moments, steps=after.steps

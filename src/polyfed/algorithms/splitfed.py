@@ -17,7 +17,7 @@ from polyfed.algorithms.split_learning import SplitState, first_state, turns
 from polyfed.federation import Federation
 from polyfed.node import Site
 from polyfed.policy import Policy
-from polyfed.selection import Selector, Uniform
+from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.tree import Tree
 
 
@@ -42,6 +42,7 @@ class SplitFed(Algorithm):
     def __post_init__(self) -> None:
         """Make the tasks' owner."""
         super().__post_init__()
+        must_be_uniform(self.selector, "splitfed")
         object.__setattr__(self, "cut", Cut(train=self.train, u_shaped=self.u_shaped))
 
     def init(self, fed: Federation, params: Tree) -> SplitState:
@@ -65,6 +66,7 @@ class SplitFed(Algorithm):
             order = turns(cohort, fed)
             uppers = {-1: Upper(self.cut.upper(state.params), state.optimiser, state.steps)}
         done, loss = self.cut.exchange(fed, order, state.params, uppers)
+        fed.judge(done, "cut")
         weights = {k: float(fed.clients.num_rows[k]) if self.aggregation == "weighted" else 1.0 for k in done}
         halves = {k: uppers[k].params for k in done} if self.version == 1 else {}
         upper = mean(halves, weights) if self.version == 1 else uppers[-1].params

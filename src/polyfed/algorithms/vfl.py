@@ -4,18 +4,57 @@ HFM without its horizontal step (algorithms.md 3.4): encoders stay on their devi
 proximal term acts on the head alone, towards the one its edge last sent, as nothing else is ever received.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polyfed.evaluation import Measured
+import torch
+from torch import Tensor
+
+from polyfed import metrics
+from polyfed.batch import Batch
+from polyfed.errors import PolyfedWarning
+from polyfed.evaluation import Measured, OwnScore
 from polyfed.federation import Federation
-from polyfed.silos import Exchange, SiloState, Vertical, devices_of_silos
-from polyfed.tree import Tree, like
+from polyfed.messages import LABELS, Message, carries, message
+from polyfed.model.fusion import masked
+from polyfed.node import Site
+from polyfed.policy import Policy
+from polyfed.silos import Exchange, SiloState, Vertical, check_aligned, devices_of_silos
+from polyfed.silos.exchange import Question
+from polyfed.tasks import task
+from polyfed.tree import SHARED, Tree, like
+from polyfed.view import View
+
+
+@message
+class OwnTest(Message):
+    """Embeddings (n, E) of a device's own test rows, and which samples these are (n,), for its edge."""
+
+    embeddings: Tree = carries("embeddings", rows="num_rows")
+    ids: Tensor = carries("ids", rows="num_rows")
+    num_rows: Tensor = carries("statistic")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vfl(Vertical):
     """See the module; all switches are `Vertical`'s. A round is R exchanges, so that it compares with HFM's."""
+
+    def init(self, fed: Federation, params: Tree) -> SiloState:
+        """See `Vertical`; a policy under which the server cannot judge the models is told, not refused."""
+        if not may_upload(fed.site.policy):
+            rest = "silos judge them on test rows of their own, metrics.personal"
+            if not may_tell(fed.site.policy):
+                rest = "as statistics of shared may not go there either, there will be no accuracy at all"
+            elif not (self.evaluation.personal and fed.clients.tested):
+                rest = "there will be no accuracy unless [clients] personal_test gives silos test rows of their own"
+            warnings.warn(
+                "vfl: under [egress] encoders or heads may not reach the server, which therefore does not judge the "
+                f"silos' models: no metrics.global; {rest}",
+                PolyfedWarning,
+                stacklevel=2,
+            )
+        return super().init(fed, params)
 
     def anchors(self, local: Tree, got: Exchange) -> Tree:
         """The head as received."""
@@ -23,25 +62,93 @@ class Vfl(Vertical):
 
     def round(self, state: SiloState, fed: Federation) -> SiloState:
         """R exchanges in every silo."""
-        return self.vertical(state.with_(silo_bytes=0), fed)
+        return self.vertical(state.with_(silo_bytes=0), fed, devices_of_silos(fed.clients))
 
     def evaluate(self, state: SiloState, fed: Federation) -> Measured:
-        """Judge every silo's model on the server's rows; the mean over silos is reported.
+        """Judge every silo's model: on the server's rows where it may go there, and on the silo's own test rows."""
+        policy = fed.site.policy
+        measured = self._judged_by_server(state, fed) if fed.examiners and may_upload(policy) else {}
+        if not (self.evaluation.personal and fed.clients.tested and may_tell(policy)):
+            return Measured(measured)
+        group, accuracies = self._judged_in_silos(state, fed)
+        return Measured(measured | ({"personal": group} if group else {}), accuracies)
 
-        Encoders and heads are uploaded for this purpose alone. A modality that a silo lacks counts as zero there.
+    def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
+        """Uploads are for judging alone, and nothing is asked for that the policy forbids."""
+        own = self.evaluation.personal and may_tell(policy)
+        asked = {"upload": may_upload(policy), "embed_own": own, "score_silo": own, "score_own": False}
+        return asked.get(task, super().will_send(task, field, block, policy))
+
+    def _judged_by_server(self, state: SiloState, fed: Federation) -> dict[str, dict[str, float]]:
+        """The mean over silos; encoders and heads are uploaded for this purpose alone.
+
+        A modality that a silo lacks counts as zero there; a silo of which a device does not answer is left out.
         """
-        uploads, _ = self.upload_of(state, fed)
-        measured = []
-        for members in devices_of_silos(fed.clients).values():
-            there = [uploads[client].params for client in members if client in uploads]
-            own = {name: value for params in there for name, value in params.items()}
+        silos, measured = devices_of_silos(fed.clients), []
+        uploads, _ = self.upload_of(state, fed, silos)
+        for members in silos.values():
+            if not all(client in uploads for client in members):
+                continue
+            own = {name: value for client in members for name, value in uploads[client].params.items()}
             absent = {name: state.params[name] for name in fed.site.model.head() if name not in own}
             measured.append(self.judge_globally(state.with_(params=state.params | own | like(absent)), fed))
-        return Measured(mean_groups(measured))
+        return mean_groups(measured)
+
+    def _judged_in_silos(self, state: SiloState, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
+        """Accuracy of every silo on its own test rows, under the number of its first device, which counts the hits.
+
+        Embeddings of these rows go the way of those in training. A silo of which a device does not answer, or has no
+        test rows, is left out.
+        """
+        silos = devices_of_silos(fed.clients)
+        asked = [client for members in silos.values() for client in members if client in set(fed.clients.tested)]
+        own = fed.ask(self.embed_own, asked, Question(), judged=False)
+        send = {}
+        for silo, members in silos.items():
+            if not all(client in own for client in members):
+                continue
+            there = [own[client] for client in members]
+            check_aligned(silo, {client: one.ids for client, one in zip(members, there, strict=True)})
+            known = {modality: h for one in there for modality, h in one.embeddings.items()}
+            send[members[0]] = Exchange(state.heads[silo], known, torch.arange(len(there[0].ids)))
+        told = fed.ask(self.score_silo, list(send), send, judged=False)
+        hits, rows = told.numbers("hits"), told.numbers("num_rows")
+        return metrics.personal(hits, rows), {client: hits[client] / rows[client] for client in rows}
+
+    @task(scope="silo")
+    def embed_own(self, site: Site, data: View, local: Tree, got: Question) -> tuple[OwnTest, Tree]:
+        """Embeddings of the device's own test rows, for the edge."""
+        test, encoders = data.test, self._encoders(site, local)
+        found = test.collect(lambda batch: masked(site.model.features(encoders, batch), batch.present))
+        return OwnTest(found, test.ids, test.num_rows), local
+
+    @task()
+    def score_silo(self, site: Site, data: View, local: Tree, got: Exchange) -> tuple[OwnScore, Tree]:
+        """How many of the silo's test rows its model gets right, by the embeddings of all."""
+
+        def step(hits: Tensor, batch: Batch) -> Tensor:
+            logits = site.model.fuse(got.head, {m: h[batch.rows] for m, h in got.embeddings.items()}, batch)
+            return hits + batch.sum((logits.argmax(-1) == batch.y).to(torch.float32))
+
+        test = data.test
+        return OwnScore(test.fold(step, torch.zeros((), device=test.num_rows.device)), test.num_rows), local
+
+
+def may_upload(policy: Policy) -> bool:
+    """Whether encoders and heads, all of them, may reach the server."""
+    named = {block for block, _ in policy.rules} - {LABELS}
+    return all(policy.allows("parameters", block, "server") for block in {SHARED, *named})
+
+
+def may_tell(policy: Policy) -> bool:
+    """Whether a silo may tell the server how many of its test rows it gets right."""
+    return policy.allows("statistic", SHARED, "server")
 
 
 def mean_groups(measured: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """The mean of every number."""
+    """The mean of every number; nothing of nothing."""
+    if not measured:
+        return {}
     return {
         group: {name: sum(one[group][name] for one in measured) / len(measured) for name in numbers}
         for group, numbers in measured[0].items()

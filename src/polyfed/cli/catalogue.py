@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from polyfed.algorithm import Algorithm
 from polyfed.algorithms import ALGORITHMS
-from polyfed.check import SERVER_TASKS, blocks_of
+from polyfed.check import asked, blocks_of
 from polyfed.data import SOURCES
 from polyfed.data.sources import Facts
 from polyfed.errors import RecipeError, did_you_mean
@@ -142,7 +142,7 @@ def crossings(cls: type[Algorithm]) -> Iterator[Carried]:
         info = task.__polyfed_task__  # type: ignore[attr-defined]
         got, reply = info.types(task)
         answers = [field for field in reply.kinds if _can_send(algorithm, name, field)]
-        if name in SERVER_TASKS or (reply.kinds and not answers):
+        if not asked(name, algorithm) or (reply.kinds and not answers):
             continue  # never asked of a client
         for way, kind, fields in (("down", got, got.kinds), (info.scope, reply, answers)):
             for field in fields:

@@ -42,6 +42,9 @@ def _scores(metrics: dict[str, dict[str, float]]) -> Iterator[tuple[str, str]]:
     for name, title in (("uar", "UAR"), ("macro_f1", "macro-F1")):
         if name in reached:
             yield title, number_of(reached[name], "share")
+    if each := metrics.get("global_by_client"):
+        words = f"{number_of(each['weighted'], 'share')} (worst {number_of(each['worst'], 'share')})"
+        yield "the same, clients weighted by rows", words
     if personal := metrics.get("personal"):
         words = f"{number_of(personal['mean'], 'share')} (worst {number_of(personal['worst'], 'share')})"
         yield "personal accuracy, mean", words
@@ -84,7 +87,7 @@ def _blocks(facts: dict[str, Any]) -> Group:
 
 
 def comparison_tables(comparison: Comparison, width: int) -> Group:
-    """Quality and cost of each group: mean ± sample standard deviation over n runs.
+    """Quality and cost of each group: mean ± sample standard deviation over n runs (seeds, where folds are pooled).
 
     Columns that would not fit beside each other into `width` go into a further table.
     """
@@ -101,13 +104,13 @@ def _comparison(comparison: Comparison, columns: Sequence[Column]) -> Table:
     table = plain_table("method", "n", *(column.heading for column in columns))
     for group in comparison.groups:
         cells = (comparison.cell(group, column) for column in columns)
-        table.add_row(Text(group.label), str(len(group.folders)), *cells)
+        table.add_row(Text(group.name), str(len(group.folders)), *cells)
     return table
 
 
 def _fitting(comparison: Comparison, columns: Sequence[Column], width: int) -> list[list[Column]]:
     """The columns in runs that fit into `width`, method and n standing before each."""
-    gap, first = 2, max(len(group.label) for group in comparison.groups) + 6
+    gap, first = 2, max(len(group.name) for group in comparison.groups) + 6
     runs: list[list[Column]] = []
     room = 0
     for column in columns:

@@ -26,6 +26,7 @@ from polyfed.cli import deployment, handbook, preparation, tables
 from polyfed.deploy.inspection import inspect
 from polyfed.errors import PolyfedError, PolyfedWarning, RecipeError
 from polyfed.progress import Progress
+from polyfed.records import dumped
 from polyfed.report import REPORT, compare, write_comparison, write_report
 
 INTERRUPTED = 130
@@ -156,11 +157,17 @@ def compare_runs(
         ),
     ],
     html: Annotated[bool, typer.Option("--html", help=f"Write a page as well. [default: {COMPARISON}]")] = False,
+    reach: Annotated[
+        float | None,
+        typer.Option(
+            metavar="ACCURACY", help="Also tell in which round a run first had it, as 0.5.", show_default=False
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Table over runs: those that differ only in their seed are one line, with mean and spread."""
+    """Table over runs: those that differ only in seed or fold are one line, with mean and spread."""
     targets = [path for path in dirs if html and path.suffix == ".html"]
-    comparison = compare(path for path in dirs if path not in targets)
+    comparison = compare((path for path in dirs if path not in targets), reach)
     page = write_comparison(comparison, (targets or [Path(COMPARISON)])[-1]) if html else None
     if as_json:
         print_json(comparison.rows())
@@ -253,8 +260,8 @@ def plan_of(checked: Check) -> dict[str, Any]:
 
 
 def print_json(content: Any) -> None:
-    """JSON on standard output, and nothing else."""
-    typer.echo(json.dumps(content, indent=1))
+    """JSON on standard output, and nothing else: as in the files of a run, null for what is not finite."""
+    typer.echo(dumped(content))
 
 
 def standard_output() -> Console:

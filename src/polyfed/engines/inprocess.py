@@ -12,7 +12,7 @@ from polyfed import keys
 from polyfed.algorithm import Algorithm
 from polyfed.data import Population
 from polyfed.engines.heap import keep_freed_memory
-from polyfed.errors import PolyfedError
+from polyfed.errors import PolyfedError, RecipeError
 from polyfed.federation import TEST, VALIDATION, Ask, Roster, Send
 from polyfed.ledger import Ledger
 from polyfed.messages import Message, rebuilt
@@ -62,6 +62,7 @@ class InProcess(ABC):
         clock: Clock | None = None,
     ) -> None:
         keep_freed_memory()
+        _refuse_missing_rows(population, algorithm)
         self.population, self.model, self.algorithm, self.initial = population, model, algorithm, initial
         self.policy, self.ledger, self.emit, self.debug, self.clock = policy, ledger, emit, debug, clock
         self.device = torch.device(device)
@@ -195,6 +196,23 @@ class InProcess(ABC):
 
     def _to_device(self, msg: Any) -> Any:
         return msg if self.device.type == "cpu" else rebuilt(msg, lambda tensor: tensor.to(self.device))
+
+
+def _refuse_missing_rows(population: Population, algorithm: Algorithm) -> None:
+    if algorithm.sees_missing_rows:
+        return
+    train, lacking = population.train, []
+    for place, name in enumerate(population.columns.modalities):
+        if name in population.columns.present:
+            there = train.counts(population.columns.present[name].cpu().long(), 2)[:, 1]
+            if bool((population.holds[:, place] & (there > 0) & (there < train.sizes)).any()):
+                lacking.append(name)
+    if lacking:
+        raise RecipeError(
+            f"data '{population.columns.name}': some rows of a client lack {', '.join(lacking)} "
+            f"('{lacking[0]}_present'), and {type(algorithm).__name__} takes every row of a client for complete. Leave "
+            "such rows out, or give them to clients of their own, which [clients] missing or holdings says lack it"
+        )
 
 
 def roster_of(population: Population) -> Roster:

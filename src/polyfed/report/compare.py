@@ -1,4 +1,4 @@
-"""Comparing runs: those that differ only in their seed are one group, with mean and spread over seeds."""
+"""Comparing runs: those that differ only in seed and fold are one group, with mean and spread over its runs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 from polyfed.errors import DataError, RecipeError
 from polyfed.metrics import mean_and_spread
 from polyfed.report.folder import Folder
+from polyfed.report.folds import FOLD_KEYS, check_reach, fold_of, pooled_uars, rounds_to
 from polyfed.report.words import cell_of
 
 IGNORED = ("seed", "versions", "checkpoint")
@@ -16,23 +17,28 @@ IGNORED = ("seed", "versions", "checkpoint")
 SHARES = {"accuracy": "accuracy", "uar": "UAR", "macro_f1": "macro-F1", "top5": "top-5"}
 """Scores of the global model and how they are written."""
 
+POOLED, REACHED = "pooled.uar", "rounds_to_accuracy"
+"""Cells that come from several runs of a group, or from the rounds of each: see `polyfed.report.folds`."""
+
 MOST_DIFFERENCES = 4
 """More differing options than this do not help a label."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A number over the seeds of a group.
+    """A number over the runs of a group.
 
     Attributes:
         mean: arithmetic mean.
         spread: sample standard deviation; 0 for a single run.
-        n: runs that have this number.
+        n: runs that have this number; seeds, where folds are pooled.
+        of: how many could have it.
     """
 
     mean: float
     spread: float
     n: int
+    of: int
 
 
 @dataclass(frozen=True)
@@ -62,19 +68,31 @@ class Column:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ only in their seed.
+    """Runs that differ only in seed and fold.
 
     Attributes:
         label: algorithm, and the options by which the group differs from others.
         folders: one a run.
         seeds: likewise.
+        folds: likewise, as `fold_of` says; empty words where the data has no folds.
         cells: by column name.
     """
 
     label: str
     folders: tuple[Folder, ...]
     seeds: tuple[int, ...]
+    folds: tuple[str, ...]
     cells: dict[str, Cell]
+
+    @property
+    def num_folds(self) -> int:
+        """How many different folds there are."""
+        return len(set(self.folds))
+
+    @property
+    def name(self) -> str:
+        """The label, and over how many folds the numbers are where these are several."""
+        return f"{self.label}, {self.num_folds} folds" if self.num_folds > 1 else self.label
 
 
 @dataclass(frozen=True)
@@ -87,41 +105,50 @@ class Comparison:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a reader must know before trusting a spread: seeds that stand in a group more than once."""
-        return tuple(
-            f"{group.label}: seed {seed} occurs {group.seeds.count(seed)} times, the spread is too small"
-            for group in self.groups
-            for seed in sorted(set(group.seeds))
-            if group.seeds.count(seed) > 1
-        )
+        """What a reader must know before trusting a spread: runs of the same seed and fold in a group."""
+        said = []
+        for group in self.groups:
+            runs = list(zip(group.seeds, group.folds, strict=True))
+            for seed, fold in sorted(set(runs)):
+                where = f" at {fold}" if group.num_folds > 1 else ""
+                if (times := runs.count((seed, fold))) > 1:
+                    said.append(f"{group.name}: seed {seed}{where} occurs {times} times, the spread is too small")
+        return tuple(said)
 
     def cell(self, group: Group, column: Column) -> str:
-        """A cell in words; n is named where not all of a group's runs have the number."""
+        """A cell in words; n is named where not all that could have the number have it."""
         cell = group.cells.get(column.name)
-        fewer = f" (n={cell.n})" if cell is not None and cell.n < len(group.folders) else ""
+        fewer = f" (n={cell.n})" if cell is not None and cell.n < cell.of else ""
         return cell_of(cell, column.unit) + fewer
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row a group: label, n, seeds, and `<column>` and `<column>.spread` for every number."""
+        """One flat row a group: label, n, seeds, folds where there are several, and for every number `<column>` and
+        `<column>.spread`; `rounds_to_accuracy.n` is how many runs got there.
+        """
         return [
             {"label": group.label, "n": len(group.folders), "seeds": list(group.seeds)}
+            | ({"folds": list(group.folds)} if group.num_folds > 1 else {})
+            | {f"{name}.n": cell.n for name, cell in group.cells.items() if name == REACHED}
             | {name: cell.mean for name, cell in group.cells.items()}
             | {f"{name}.spread": cell.spread for name, cell in group.cells.items()}
             for group in self.groups
         ]
 
 
-def compare(dirs: Iterable[str | Path]) -> Comparison:
+def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Comparison:
     """Group finished runs and sum them up.
 
     Args:
         dirs: folders of runs; one named twice counts once.
+        reach: also say in which round a run's accuracy first was at least this, a share above 0 and at most 1.
 
     Raises:
-        RecipeError: no folder was given.
+        RecipeError: no folder was given, or `reach` is no share.
         DataError: a folder holds no finished run.
     """
     folders = [Folder(path) for path in dict.fromkeys(Path(d).resolve() for d in dirs)]
+    if reach is not None:
+        check_reach(reach)
     if not folders:
         raise RecipeError("compare needs folders of runs: polyfed compare DIR DIR ...")
     for folder in folders:
@@ -131,14 +158,15 @@ def compare(dirs: Iterable[str | Path]) -> Comparison:
     for folder in folders:
         bundles.setdefault(repr(sorted(method_of(folder).items())), []).append(folder)
     labels = labels_of([bundle[0] for bundle in bundles.values()])
-    groups = tuple(_group(label, bundle) for label, bundle in zip(labels, bundles.values(), strict=True))
+    groups = tuple(_group(label, bundle, reach) for label, bundle in zip(labels, bundles.values(), strict=True))
     modalities = tuple(dict.fromkeys(m for f in folders for m in modalities_of(f)))
-    return Comparison(groups, _columns(groups, modalities), modalities)
+    return Comparison(groups, _columns(groups, modalities, reach), modalities)
 
 
 def method_of(folder: Folder) -> dict[str, Any]:
     """The recipe without what may differ within a group, flat under dotted names."""
-    return flat({key: value for key, value in folder.recipe.items() if key not in IGNORED})
+    method = flat({key: value for key, value in folder.recipe.items() if key not in IGNORED})
+    return {key: value for key, value in method.items() if key not in FOLD_KEYS}
 
 
 def modalities_of(folder: Folder) -> list[str]:
@@ -186,19 +214,25 @@ def _value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _group(label: str, folders: list[Folder]) -> Group:
+def _group(label: str, folders: list[Folder], reach: float | None) -> Group:
     samples: dict[str, list[float]] = {}
     for folder in folders:
         for name, value in flat(folder.result).items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 samples.setdefault(name, []).append(float(value))
-    cells = {name: Cell(*mean_and_spread(values), len(values)) for name, values in samples.items()}
+    if reach is not None:
+        first = [rounds_to(folder, reach) for folder in folders]
+        samples[REACHED] = [float(number) for number in first if number is not None]
+    cells = {name: Cell(*mean_and_spread(v), len(v), len(folders)) for name, v in samples.items() if v}
     seeds = tuple(int(folder.result.get("seed", 0)) for folder in folders)
-    return Group(label, tuple(folders), seeds, cells)
+    if pooled := pooled_uars(folders):
+        cells[POOLED] = Cell(*mean_and_spread(pooled), len(pooled), len(set(seeds)))
+    return Group(label, tuple(folders), seeds, tuple(fold_of(folder) for folder in folders), cells)
 
 
-def _columns(groups: Sequence[Group], modalities: Sequence[str]) -> tuple[Column, ...]:
+def _columns(groups: Sequence[Group], modalities: Sequence[str], reach: float | None) -> tuple[Column, ...]:
     wanted = [Column(f"metrics.global.{key}", title, "share") for key, title in SHARES.items()]
+    wanted += [Column(POOLED, "UAR, folds pooled", "share")]
     wanted += [Column(f"metrics.unimodal.{m}", f"{m} alone", "share") for m in modalities]
     wanted += [
         Column("metrics.personal.mean", "personal", "share"),
@@ -213,4 +247,6 @@ def _columns(groups: Sequence[Group], modalities: Sequence[str]) -> tuple[Column
         Column("num_parameters", "parameters", "number"),
         Column("rounds", "rounds", "number"),
     ]
-    return tuple(c for c in wanted if any(c.name in group.cells for group in groups))
+    shown = tuple(c for c in wanted if any(c.name in group.cells for group in groups))
+    # shown even where nobody got there, which is an answer too
+    return shown if reach is None else (*shown, Column(REACHED, f"rounds to {100 * reach:g} %", "number"))

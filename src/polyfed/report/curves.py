@@ -52,7 +52,7 @@ def _series(group: Group, track: dict[int, list[float]], rounds: Sequence[int], 
     values = [track.get(round) for round in rounds]
     mean = [sum(v) / len(v) if v else None for v in values]
     if len(group.folders) == 1:
-        return Series(group.label, mean, colour)
+        return Series(group.name, mean, colour)
     low = [min(v) if v else None for v in values]
     high = [max(v) if v else None for v in values]
-    return Series(f"{group.label} (n={len(group.folders)})", mean, colour, low=low, high=high)
+    return Series(f"{group.name} (n={len(group.folders)})", mean, colour, low=low, high=high)

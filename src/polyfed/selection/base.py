@@ -71,3 +71,16 @@ class Uniform(Selector):
         eligible = fed.clients.eligible
         key = keys.key(fed.seed, "cohort", fed.round)
         return [eligible[i] for i in keys.choice(key, len(eligible), self.size(fed))], memory
+
+
+def must_be_uniform(selector: Selector, method: str) -> None:
+    """Refuse a selector that judges clients by a global model which a method does not have.
+
+    Raises:
+        RecipeError: naming both.
+    """
+    if type(selector) is not Uniform:
+        raise RecipeError(
+            f"[selection] {type(selector).__name__} judges clients by a global model, and {method} has none that every "
+            "client trains: remove the section, clients are then drawn uniformly"
+        )

@@ -37,7 +37,7 @@ class Point(Message):
 
 @message
 class Gradient(Message):
-    """The gradient of the cross-entropy over all of a client's rows, or what an epoch of training would change."""
+    """The gradient of the cross-entropy over all of a client's rows, or what local training would change."""
 
     gradient: Tree = carries("gradients")
 

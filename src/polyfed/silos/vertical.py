@@ -12,7 +12,7 @@ has it. All devices of one modality, across silos, are one group of the vectoris
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -132,20 +132,22 @@ class Vertical(Algorithm):
             check_aligned(silo, {client: ids[client] for client in members if client in ids})
         return SiloState(params, heads={silo: self._head(fed, members, params) for silo, members in silos.items()})
 
-    def vertical(self, state: SiloState, fed: Federation) -> SiloState:
-        """R exchanges, each followed by Q local rounds, in all silos at once; `train_loss` is the mean over devices."""
+    def vertical(self, state: SiloState, fed: Federation, silos: Mapping[int, list[int]]) -> SiloState:
+        """R exchanges, each followed by Q local rounds, in these silos at once, with these devices of theirs.
+
+        `train_loss` is the mean over devices.
+        """
         drifts: list[float] = []
         losses: list[float] = []
         for number in range(self.r):
-            state, copies = self._exchange(state, fed, number)
+            state, copies = self._exchange(state, fed, silos, number)
             losses += copies.numbers("loss").values()
             drifts += copies.numbers("drift").values()
         mean = {"train_loss": losses, "drift": drifts}
         return state.with_(**{name: sum(values) / len(values) for name, values in mean.items() if values})
 
-    def upload_of(self, state: SiloState, fed: Federation) -> tuple[Replies, int]:
-        """Encoders of all devices, and through each silo's first device its head; bytes of the edges' handing over."""
-        silos = devices_of_silos(fed.clients)
+    def upload_of(self, state: SiloState, fed: Federation, silos: Mapping[int, list[int]]) -> tuple[Replies, int]:
+        """Encoders of these devices, and through each silo's first its head; bytes of the edges' handing over."""
         heads = {members[0]: state.heads[silo] for silo, members in silos.items()}
         send = {client: Forward(heads.get(client, {})) for members in silos.values() for client in members}
         return fed.ask(self.upload, sorted(send), send), bytes_down(fed, send)
@@ -166,8 +168,9 @@ class Vertical(Algorithm):
 
     # the edge
 
-    def _exchange(self, state: SiloState, fed: Federation, number: int) -> tuple[SiloState, Replies]:
-        silos = devices_of_silos(fed.clients)
+    def _exchange(
+        self, state: SiloState, fed: Federation, silos: Mapping[int, list[int]], number: int
+    ) -> tuple[SiloState, Replies]:
         samples = {silo: Sample(self._rows(fed, silo, members, number)) for silo, members in silos.items()}
         ask = {client: samples[silo] for silo, members in silos.items() for client in members}
         answers = fed.ask(self.embed, sorted(ask), ask)
@@ -184,7 +187,7 @@ class Vertical(Algorithm):
             hosts = {
                 there[0]: phi[there[0]] for members in silos.values() if (there := [c for c in members if c in phi])
             }
-            heads_from = fed.ask(self.fit_head, sorted(hosts), hosts)
+            heads_from = fed.ask(self.fit_head, sorted(hosts), hosts, judged=False)
             moved += bytes_down(fed, hosts) + bytes_up(heads_from)
         heads = {
             silo: mean_tree([heads_from[client].head for client in members if client in heads_from])
@@ -192,7 +195,7 @@ class Vertical(Algorithm):
             for silo, members in silos.items()
         }
         after = state.with_(
-            heads=heads,
+            heads=state.heads | heads,
             sent={} if self.resample else known,
             exchanges=state.exchanges + 1,
             silo_bytes=state.silo_bytes + moved,
@@ -253,7 +256,9 @@ class Vertical(Algorithm):
     def _fit(
         self, site: Site, data: View, params: Tree, trained: set[str], local: Tree, got: Exchange, *, fresh: bool = True
     ) -> Fit:
-        anchors = {name: value for name, value in self.anchors(local, got).items() if name in trained}
+        # parameters alone: a pull on statistics of batches would only add to the loss that is told
+        pulled = site.model.trainable(self.anchors(local, got))
+        anchors = {name: value for name, value in pulled.items() if name in trained}
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             own = site.model.features(w, batch) if fresh else {}
