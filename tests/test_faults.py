@@ -104,6 +104,22 @@ def test_debug_lets_a_clients_exception_through_with_its_circumstances() -> None
     assert "round 1, task update" in "".join(error.value.__notes__)
 
 
+def test_debug_names_the_step_too() -> None:
+    seen: list[int] = []
+
+    class Third(Averaging):
+        def loss(self, *parts: Any) -> Any:
+            seen.append(1)
+            if len(seen) == 3:
+                raise ZeroDivisionError("the sensor is unplugged")
+            return super().loss(*parts)
+
+    made = recipe(Third(selector=ALL, train=Train(lr=0.1, batch_size=4)), "sequential", rounds=1)
+    with pytest.raises(ZeroDivisionError) as error:
+        played(replace(made, engine=replace(made.engine, debug=True)))
+    assert "in step 3 of local training, on 4 rows" in "".join(error.value.__notes__)
+
+
 def test_min_replies_ends_the_run_with_its_exit_code() -> None:
     made = faulty("nan", "sequential")
     with pytest.raises(TooFewReplies) as error:

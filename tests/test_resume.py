@@ -107,7 +107,7 @@ def test_a_finished_run_can_be_given_more_rounds(tmp_path: Path) -> None:
 def test_fewer_rounds_than_played_are_refused_and_change_nothing(tmp_path: Path) -> None:
     polyfed.run(longer("fedavg", rounds=4), tmp_path)
     before = files(tmp_path), (tmp_path / "recipe.toml").read_bytes()
-    with pytest.raises(CheckpointError, match="holds 4 rounds, the recipe says rounds = 2"):
+    with pytest.raises(RecipeError, match="holds 4 rounds, the recipe says rounds = 2"):
         polyfed.run(longer("fedavg", rounds=2), tmp_path, resume=True)
     assert before == (files(tmp_path), (tmp_path / "recipe.toml").read_bytes())
 
@@ -115,7 +115,7 @@ def test_fewer_rounds_than_played_are_refused_and_change_nothing(tmp_path: Path)
 def test_more_rounds_are_refused_where_the_learning_rate_runs_over_all_of_them(tmp_path: Path) -> None:
     falling = Train(lr=0.1, lr_end=0.01, lr_schedule="cosine", batch_size=16)
     polyfed.run(longer("fedavg", rounds=2, train=falling), tmp_path)
-    with pytest.raises(CheckpointError, match=r"lr_schedule = 'cosine' spreads over all of them"):
+    with pytest.raises(RecipeError, match=r"lr_schedule = 'cosine' spreads over all of them"):
         polyfed.run(longer("fedavg", rounds=4, train=falling), tmp_path, resume=True)
 
 
@@ -174,7 +174,7 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
 
 def test_resuming_with_another_recipe_names_the_difference(tmp_path: Path) -> None:
     polyfed.run(longer("fedavg", rounds=1), tmp_path)
-    with pytest.raises(CheckpointError, match=r"seed = 1, the recipe says 2"):
+    with pytest.raises(RecipeError, match=r"seed = 1, the recipe says 2"):
         polyfed.run(replace(longer("fedavg", rounds=2), seed=2), tmp_path, resume=True)
 
 

@@ -114,13 +114,13 @@ class Records:
         path = self.folder / ROUNDS
         done = path.read_bytes().count(b"\n") if path.exists() else 0
         if done > now["rounds"]:
-            raise CheckpointError(
+            raise RecipeError(
                 f"--resume: {self.folder} holds {done} rounds, the recipe says rounds = {now['rounds']}. Give at "
                 f"least {done}, or another --out folder"
             )
         schedule = now.get("train", {}).get("lr_schedule", "constant")
         if before["rounds"] != now["rounds"] and done and schedule in WHOLE_RUN_SCHEDULES:
-            raise CheckpointError(
+            raise RecipeError(
                 f"--resume: {self.folder} holds a run of {before['rounds']} rounds, the recipe says "
                 f"{now['rounds']}, and train.lr_schedule = '{schedule}' spreads over all of them: the rounds played "
                 "had other learning rates. Use the rounds of the run, or another --out folder"
@@ -132,7 +132,7 @@ class Records:
         now = tomllib.loads(tomli_w.dumps(recipe))
         for path, old, new in _differences(before, now):
             if path.split(".")[0] not in (*MAY_CHANGE, "versions"):
-                raise CheckpointError(
+                raise RecipeError(
                     f"--resume: {self.folder} holds a run with {path} = {old!r}, the recipe says {new!r}. "
                     "Use the recipe of the run, or another --out folder"
                 )

@@ -96,11 +96,14 @@ def run(
     as_json: AsJson = False,
     engine: Annotated[str | None, typer.Option(metavar="NAME", help="Override the recipe's engine.")] = None,
     device: Annotated[Device | None, typer.Option(help="Override the recipe's device.")] = None,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Stop at a client's exception and show where it arose. [engine] debug")
+    ] = False,
 ) -> None:
     """Run an experiment; ends with a short table."""
     if resume and out is None:
         raise RecipeError("--resume needs the folder of the run: --out DIR")
-    machine = {"engine.name": engine, "engine.device": device and device.value}
+    machine = {"engine.name": engine, "engine.device": device and device.value, "engine.debug": debug or None}
     words = [f"{key}={json.dumps(value)}" for key, value in machine.items() if value is not None]
     loaded = polyfed.load_recipe(recipe, [*(overrides or []), *words])
     folder = out if out is not None else unused(Path("runs"), loaded.name)

@@ -79,7 +79,11 @@ class AloneView(View):
             if after is not None:
                 moments = {kind: clone(tree) for kind, tree in after.moments.items()}
             for batch in self._batches(train, model, job.stream, epochs, count) if job.on is None else [job.on]:
-                value, aux = split_loss(job.loss(w, batch))
+                try:
+                    value, aux = split_loss(job.loss(w, batch))
+                except Exception as error:
+                    error.add_note(f"in step {count + 1} of local training, on {len(batch.rows)} rows")
+                    raise
                 grads: Any
                 if job.split:
                     grads, value = _term_gradients(value, leaves), torch.stack(list(value.values())).sum()
