@@ -189,6 +189,14 @@ def test_a_recipe_can_only_narrow_a_clients_own_policy() -> None:
     assert both.kinds("shared", "server") == policies.DEFAULT
 
 
+def test_a_whole_model_may_go_where_every_block_may() -> None:
+    assert Policy().allows_models("server")
+    rows = {"labels": {"server": []}, "audio": {"silo": []}}
+    assert Policy.parse(rows, ["audio", "text"]).allows_models("server")
+    assert not Policy.parse(rows, ["audio", "text"]).allows_models("silo")
+    assert not Policy.parse({"shared": {"server": ["statistic"]}}, ["audio"]).allows_models("server")
+
+
 def test_a_message_is_split_by_block() -> None:
     reply = Update(
         {"audio.w": torch.zeros(2, 3), "audio.b": torch.zeros(2), "shared.b": torch.zeros(4)},

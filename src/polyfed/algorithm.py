@@ -8,6 +8,7 @@ is final; what two algorithms share is a function, not a parent.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
@@ -84,11 +85,13 @@ class Algorithm(ABC):
 
     sees_missing_rows: ClassVar[bool] = True
     """Whether rows that lack a modality which others of the same client have are told apart; else they are refused."""
+    sends_class_means: ClassVar[bool] = False
+    """Whether clients can send class means of the global model's features, for one modality judged by `prototype`."""
 
     def __post_init__(self) -> None:
         """Refuse options outside the ranges that their types name; one that refuses more calls this one first."""
         check_ranges("[algorithm]", self)
-        if self.evaluation.unimodal == "prototype" and not isinstance(self, Averaging):
+        if self.evaluation.unimodal == "prototype" and not self.sends_class_means:
             raise RecipeError(
                 "[evaluate] unimodal = 'prototype' needs clients that send class means of the global model's features, "
                 f"which {type(self).__name__} does not have them do; only methods that average parameters do. Allowed "
@@ -204,6 +207,7 @@ class Averaging(Algorithm):
 
     sends: ClassVar[type[Message]] = Broadcast
     replies: ClassVar[type[Message]] = Update
+    sends_class_means: ClassVar[bool] = True
 
     def init(self, fed: Federation, params: Tree) -> Any:
         """Initial parameters, fresh server moments, the selector's first memory."""
@@ -261,12 +265,8 @@ class Averaging(Algorithm):
     def class_means(self, site: Site, data: View, local: Tree, got: Broadcast) -> tuple[ClassMeans, Tree]:
         """The class means of the client's training rows, asked before an evaluation by `prototype` and only then."""
         model = site.model
-
-        def features(batch: Batch) -> Tree:
-            return {m: model.vector(z) for m, z in model.features(got.params, batch).items()}
-
         sizes = {m: model.feature_size(m) for m in site.modalities if m in model.modalities}
-        means, rows = prototypes.class_means(data.fold, features, sizes, site.num_classes)
+        means, rows = prototypes.class_means(data.fold, partial(model.vectors, got.params), sizes, site.num_classes)
         return ClassMeans({m: p.sent for m, p in means.items()}, rows), local
 
     @task()

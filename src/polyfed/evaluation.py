@@ -2,18 +2,18 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from polyfed import metrics
 from polyfed.batch import Batch
-from polyfed.errors import RecipeError
 from polyfed.messages import Message, carries, message
 from polyfed.model import Model
 from polyfed.model.fusion import masked
 from polyfed.prototypes import Prototypes
+from polyfed.schema import EVERY, check_ranges
 from polyfed.tree import Tree, blocks
 from polyfed.view import View
 
@@ -70,14 +70,13 @@ class Evaluation:
             where the model has a linear head, else `zero`. Only methods that average parameters know `prototype`.
     """
 
-    every: int = 1
+    every: Annotated[int, EVERY] = 1
     personal: bool = True
     unimodal: Literal["auto", "head", "zero", "prototype"] = "auto"
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
-        if self.every < 0:
-            raise RecipeError(f"[evaluate] every = {self.every}: must be 0 (only the last round) or more")
+        check_ranges("[evaluate]", self)
 
     def due(self, round: int, rounds: int) -> bool:
         """Whether this round is evaluated."""

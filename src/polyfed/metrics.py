@@ -73,6 +73,16 @@ def personal(hits: Mapping[int, float], rows: Mapping[int, float]) -> dict[str, 
     }
 
 
+def mean_groups(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """The mean of every number over several models' groups, which are alike; nothing of nothing."""
+    if not measured:
+        return {}
+    return {
+        group: {name: sum(one[group][name] for one in measured) / len(measured) for name in numbers}
+        for group, numbers in measured[0].items()
+    }
+
+
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
     """Mean and sample standard deviation over seeds; the spread of a single value is 0."""
     sample = torch.tensor(values, dtype=torch.float64)

@@ -63,6 +63,11 @@ class Policy:
         """Whether this may leave."""
         return kind in self.kinds(block, destination)
 
+    def allows_models(self, destination: str) -> bool:
+        """Whether a whole model may leave: parameters of every modality and of `shared`."""
+        named = {block for block, _ in self.rules} - {LABELS}  # every other block has the default, as `shared` has
+        return all(self.allows("parameters", block, destination) for block in {SHARED, *named})
+
     def stricter(self, other: "Policy") -> "Policy":
         """The policy that allows what both allow: a client's own file, narrowed by a recipe."""
         pairs = {*self.rules, *other.rules}

@@ -1,6 +1,6 @@
 """What comes back from an ask: stacked replies, their means per block, and the checks that every reply must pass."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,13 @@ class Replies(Mapping[int, Any]):
                 sent = {key: tree[key] for key in keys if key in tree}
                 _accumulate(mean, sent, [weights[c] / total for c in part.clients])
         return {key: value[0] for key, value in mean.items()}
+
+
+def joined(asks: Iterable[Replies]) -> Replies:
+    """The replies of several asks, which went to different clients, as if of one."""
+    asked = list(asks)
+    missing = {client: why for replies in asked for client, why in replies.missing.items()}
+    return Replies([part for replies in asked for part in replies.parts], missing)
 
 
 def check_form(msg: Message, expected: type[Message], template: Tree) -> None:

@@ -27,6 +27,8 @@ class Within:
 NOT_NEGATIVE = Within("0 or more", lambda value: value >= 0)
 POSITIVE = Within("above 0", lambda value: value > 0)
 AT_LEAST_ONE = Within("1 or more", lambda value: value >= 1)
+AT_LEAST_TWO = Within("2 or more", lambda value: value >= 2)
+EVERY = Within("0 (only the last round) or more", lambda value: value >= 0)
 PROBABILITY = Within("from 0 to 1", lambda value: 0 <= value <= 1)
 FRACTION = Within("above 0, at most 1", lambda value: 0 < value <= 1)
 DECAY = Within("from 0 up to, not including, 1", lambda value: 0 <= value < 1)

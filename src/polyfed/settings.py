@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from polyfed.errors import RecipeError
-from polyfed.schema import NOT_NEGATIVE, POSITIVE, check_ranges
+from polyfed.schema import EVERY, NOT_NEGATIVE, POSITIVE, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +58,11 @@ class CheckpointSpec:
         every: rounds between checkpoints; the last round is always kept; 0 means only the last.
     """
 
-    every: int = 1
+    every: Annotated[int, EVERY] = 1
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
-        if self.every < 0:
-            raise RecipeError(f"[checkpoint] every = {self.every}: must be 0 (only the last round) or more")
+        check_ranges("[checkpoint]", self)
 
     def due(self, round: int, rounds: int) -> bool:
         """Whether this round is kept."""

@@ -58,3 +58,9 @@ def test_personal_numbers_by_hand() -> None:
     found = metrics.personal({0: 3.0, 1: 1.0, 2: 0.0}, {0: 4.0, 1: 2.0, 2: 0.0})  # client 2 has no test rows
     assert found == pytest.approx({"mean": 0.625, "weighted": 4 / 6, "worst": 0.5, "std": 0.125})
     assert metrics.personal({}, {}) == {}
+
+
+def test_groups_of_several_models_are_averaged_number_by_number() -> None:
+    silos = [{"global": {"accuracy": 0.2, "loss": 3.0}}, {"global": {"accuracy": 0.6, "loss": 1.0}}]
+    assert metrics.mean_groups(silos) == {"global": {"accuracy": pytest.approx(0.4), "loss": pytest.approx(2.0)}}
+    assert metrics.mean_groups([]) == {}

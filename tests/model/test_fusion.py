@@ -138,9 +138,11 @@ def test_head_mode_is_refused_where_the_logits_do_not_split(fusion, head):
 
 def test_attention_features_are_sequences_and_vector_averages_them():
     model = make("attention")
-    z = model.features(model.init(1), sample(model))["a"]
-    assert z.shape == (6, 4, 8)
-    torch.testing.assert_close(model.vector(z), z.mean(1))
+    w, batch = model.init(1), sample(model)
+    z = model.features(w, batch)
+    assert z["a"].shape == (6, 4, 8)
+    torch.testing.assert_close(model.vector(z["a"]), z["a"].mean(1))
+    torch.testing.assert_close(model.vectors(w, batch), {m: value.mean(1) for m, value in z.items()})
 
 
 def test_attention_refuses_an_encoder_without_a_sequence():

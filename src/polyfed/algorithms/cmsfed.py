@@ -34,7 +34,7 @@ from polyfed.node import Site
 from polyfed.optim import Train
 from polyfed.policy import Policy
 from polyfed.prototypes import Prototypes
-from polyfed.replies import Replies
+from polyfed.replies import Replies, joined
 from polyfed.schema import DECAY, NOT_NEGATIVE
 from polyfed.selection import Uniform
 from polyfed.tasks import task
@@ -192,7 +192,7 @@ class CmsFed(Averaging):
             for client, own in state.choice.alone.items()
         }
         alone = fed.ask(self.train_alone, list(ones), ones, judged=False)
-        replies = Replies([*both.parts, *alone.parts], {**both.missing, **alone.missing})
+        replies = joined([both, alone])
         fed.judge(replies, "train_all and train_alone")
         return replies
 

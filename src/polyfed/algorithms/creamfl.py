@@ -27,7 +27,6 @@ from polyfed.evaluation import Measured
 from polyfed.federation import VALIDATION, Federation
 from polyfed.losses import contrastive, cross_entropy
 from polyfed.messages import Message, carries, message
-from polyfed.model import Model
 from polyfed.node import Site
 from polyfed.optim import Moments
 from polyfed.policy import Policy
@@ -158,14 +157,14 @@ class CreamFL(Algorithm):
             value = cross_entropy(site.model.logits(w, batch), batch)
             shared = drawn(public, batch)
             rows, terms = shared.rows, []
-            for m, z in represented(site.model, w, shared).items():
+            for m, z in site.model.vectors(w, shared).items():
                 inter = contrastive(z, got.other[m][rows], shared.ok, temperature=self.temperature, negatives="inter")
                 intra = shared.mean(contrast(z, got.own[m][rows], last[m][rows], self.temperature))
                 terms.append(self.inter * inter + self.intra * local[SEEN] * intra)
             return value + torch.stack(terms).mean()
 
         fit = data.minimise(loss, under(WEIGHT, local), train=self.train)
-        z = represented(site.model, fit.params, whole(public))
+        z = site.model.vectors(fit.params, whole(public))
         kept = {WEIGHT + n: v for n, v in fit.params.items()} | {PUBLIC + m: v for m, v in public.items()}
         kept |= {PREVIOUS + m: v for m, v in z.items()} | {SEEN: torch.ones_like(local[SEEN])}
         return Represented(z, fit.loss, data.num_rows, got.num_public), kept
@@ -196,7 +195,7 @@ class CreamFL(Algorithm):
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         state = state.with_(memory=memory)
         with torch.no_grad():
-            own = represented(fed.site.model, state.params, whole(state.samples))
+            own = fed.site.model.vectors(state.params, whole(state.samples))
         other = {m: torch.stack([z for n, z in own.items() if n != m]).mean(0) for m in own}
         replies = fed.ask(self.represent, cohort, Guide(own, other, torch.tensor(len(state.labels))))
         if not replies:
@@ -250,11 +249,6 @@ def weights(sent: list[Tensor], other_PE: Tensor) -> Tensor:
 def under(prefix: str, local: Mapping[str, Tensor]) -> Tree:
     """The part of a local state with this prefix, without it."""
     return {n.removeprefix(prefix): v for n, v in local.items() if n.startswith(prefix)}
-
-
-def represented(model: Model, w: Tree, batch: Batch) -> Tree:
-    """Representations (B, E) by modality."""
-    return {m: model.vector(z) for m, z in model.features(w, batch).items()}
 
 
 def whole(samples: Tree) -> Batch:

@@ -212,7 +212,7 @@ class Cut:
             active = [k for k in order if k in there and lengths[k] >= step]
             number = torch.tensor(step)
             smashed = fed.ask(self.forward, active, Cue(number), judged=False)
-            judged = self._judged(fed, [k for k in active if k in smashed], smashed, uppers, number, lost)
+            judged = self._judged(fed, smashed, uppers, number)
             feedback = {}
             for k in [k for k in active if k in (judged if self.u_shaped else smashed)]:
                 sent, place = smashed[k], k if k in uppers else -1
@@ -222,32 +222,22 @@ class Cut:
                 total, rows = total + float(loss) * int(sent.num_rows), rows + int(sent.num_rows)
             trained = fed.ask(self.backward, list(feedback), feedback, judged=False)
             there = [k for k in there if k not in active or k in trained]
-            lost |= smashed.missing | trained.missing
+            lost |= smashed.missing | judged.missing | trained.missing
         done = fed.ask(self.finish, there, Cue(torch.tensor(0)), judged=False)
         return Replies(done.parts, lost | done.missing), total / max(rows, 1)
 
-    def _judged(
-        self,
-        fed: Federation,
-        active: list[int],
-        smashed: Replies,
-        uppers: dict[int, Upper],
-        step: Tensor,
-        lost: dict[int, str],
-    ) -> dict[int, Judged]:
-        """U-shaped: the way up to the clients' heads and back; nothing otherwise. Who fails goes to `lost`."""
+    def _judged(self, fed: Federation, smashed: Replies, uppers: dict[int, Upper], step: Tensor) -> Replies:
+        """U-shaped: the way up to the clients' heads and back; nothing otherwise."""
         if not self.u_shaped:
-            return {}
+            return Replies([])
         sends = {}
-        for k in active:
-            sent, upper = smashed[k], uppers[k if k in uppers else -1]
+        for k, sent in smashed.items():
+            upper = uppers[k if k in uppers else -1]
             with torch.no_grad():
                 batch = self.received(fed, k, sent, upper.steps)
                 joint = fed.site.model.joint(upper.params, sent.activations, batch)
             sends[k] = Joint(joint, step, sent.num_rows)
-        replies = fed.ask(self.close, active, sends, judged=False)
-        lost |= replies.missing
-        return dict(replies)
+        return fed.ask(self.close, list(sends), sends, judged=False)
 
 
 def will_send(cut: Cut, task: str, field: str, block: str) -> bool:

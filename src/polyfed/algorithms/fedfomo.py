@@ -22,7 +22,6 @@ from polyfed.algorithms import blocks as exchange
 from polyfed.algorithms.blocks import Blocks, Layout, Wanted, layouts, owners
 from polyfed.algorithms.local import Done, Start
 from polyfed.batch import Batch
-from polyfed.errors import RecipeError
 from polyfed.evaluation import Measured
 from polyfed.federation import Federation
 from polyfed.losses import cross_entropy
@@ -30,7 +29,7 @@ from polyfed.messages import Message, carries, message
 from polyfed.network import Timetable
 from polyfed.node import Site
 from polyfed.replies import Replies
-from polyfed.schema import NOT_NEGATIVE, PROBABILITY
+from polyfed.schema import AT_LEAST_TWO, NOT_NEGATIVE, PROBABILITY
 from polyfed.tasks import task
 from polyfed.tree import Tree, block_of, blocks
 from polyfed.view import View
@@ -88,7 +87,7 @@ class FedFomo(Algorithm):
     """
 
     uploads: float | int = 1.0
-    every: int = 5
+    every: Annotated[int, AT_LEAST_TWO] = 5
     candidates: Annotated[int, NOT_NEGATIVE] = 0
     explore: Annotated[float, PROBABILITY] = 0.3
     explore_decay: Annotated[float, NOT_NEGATIVE] = 0.05
@@ -97,8 +96,6 @@ class FedFomo(Algorithm):
         """Refuse values that have no meaning."""
         super().__post_init__()
         exchange.check_uploads(self.uploads)
-        if self.every < 2:
-            raise RecipeError(f"[algorithm] every = {self.every}: must be 2 or more")
 
     def init(self, fed: Federation, params: Tree) -> FedFomoState:
         """Nobody prefers anybody."""

@@ -128,7 +128,7 @@ class FedGKT(Algorithm):
         top = self.top(site.model)
 
         def step(hits: Tensor, batch: Batch) -> Tensor:
-            z = {m: site.model.vector(v) for m, v in site.model.features(local, batch).items()}
+            z = site.model.vectors(local, batch)
             right = top.logits(got.params, replace(batch, x=z)).argmax(-1) == batch.y
             return hits + batch.sum(right.to(torch.float32))
 

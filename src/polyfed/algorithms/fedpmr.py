@@ -10,7 +10,8 @@ With more than two modalities each is compared with the strongest.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class FedPmr(Averaging):
             start = fit.params if fit else got.params
             near: dict[str, Prototypes] = {}
             if balanced:
-                near, _ = prototypes.class_means(data.fold, features_of(site, start), sizes, site.num_classes)
+                near, _ = prototypes.class_means(data.fold, partial(site.model.vectors, start), sizes, site.num_classes)
             regularised = self.per and (data.round - 1) * self.train.epochs + epoch < self.per_epochs
             fit = data.minimise(self._objective(site, near, regularised), start, train=leg, after=fit)
         assert fit is not None
@@ -92,12 +93,3 @@ def balance(sure: Mapping[str, Tensor], alpha: float, mode: str) -> dict[str, Te
     return {
         m: prototypes.modulation(prototypes.imbalance_ratio(strongest, value), alpha, mode) for m, value in sure.items()
     }
-
-
-def features_of(site: Site, w: Tree) -> Callable[[Batch], dict[str, Tensor]]:
-    """Feature vectors (B, D) by modality under a model."""
-
-    def features(batch: Batch) -> dict[str, Any]:
-        return {m: site.model.vector(z) for m, z in site.model.features(w, batch).items()}
-
-    return features

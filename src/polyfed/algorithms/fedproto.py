@@ -8,7 +8,8 @@ FedAvg, and the prototypical cross-entropy of every modality against global prot
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from functools import partial
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -153,8 +154,8 @@ class FedProto(Averaging):
         near = {m: Prototypes.received(mean) for m, mean in got.prototypes.items()}
 
         def step(hits: Tensor, batch: Batch) -> Tensor:
-            z = {m: site.model.vector(v) for m, v in site.model.features(params, batch).items()}
-            return hits + batch.sum((nearest(near, z, batch) == batch.y).to(torch.float32))
+            found = nearest(near, site.model.vectors(params, batch), batch)
+            return hits + batch.sum((found == batch.y).to(torch.float32))
 
         hits = data.test.fold(step, torch.zeros((), device=data.num_rows.device))
         return OwnScore(hits, data.test.num_rows), local
@@ -167,11 +168,8 @@ class FedProto(Averaging):
         return self.lam * torch.stack(pulls).sum()
 
     def _report(self, site: Site, data: View, fit: Fit) -> Learned:
-        def features(batch: Batch) -> dict[str, Any]:
-            return {m: site.model.vector(z) for m, z in site.model.features(fit.params, batch).items()}
-
         sizes = {m: site.model.feature_size(m) for m in site.modalities}
-        own, rows = prototypes.class_means(data.fold, features, sizes, site.num_classes)
+        own, rows = prototypes.class_means(data.fold, partial(site.model.vectors, fit.params), sizes, site.num_classes)
         sent = {m: p.sent for m, p in own.items()}
         kept = fit.params if self.mode == "mm_fedavg" else {}
         return Learned(kept, sent, rows, fit.loss, data.num_rows)

@@ -23,7 +23,7 @@ from polyfed.node import Site
 from polyfed.policy import Policy
 from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.tasks import task
-from polyfed.tree import SHARED, Tree
+from polyfed.tree import Tree
 from polyfed.view import View
 
 AT_ONCE = 32
@@ -73,7 +73,7 @@ class Local(Algorithm):
 
         A policy under which the server cannot judge the models is told, not refused: training needs no upload.
         """
-        if self.global_test != "never" and TEST in fed.examiners and not may_upload(fed):
+        if self.global_test != "never" and TEST in fed.examiners and not fed.site.policy.allows_models("server"):
             warnings.warn(
                 "local: under [egress] models may not reach the server, which therefore does not judge them: no "
                 "metrics.global. Allow parameters for that, or set [algorithm] global_test = 'never'",
@@ -99,7 +99,8 @@ class Local(Algorithm):
     def evaluate(self, state: State, fed: Federation) -> Measured:
         """Every client's own model on its own test rows, and on the server's (algorithms.md 5.10)."""
         now = self.global_test == "always" or (self.global_test == "last" and fed.round == fed.rounds)
-        measured = self._judged_by_server(fed) if now and TEST in fed.examiners and may_upload(fed) else {}
+        possible = TEST in fed.examiners and fed.site.policy.allows_models("server")
+        measured = self._judged_by_server(fed) if now and possible else {}
         if not (self.evaluation.personal and fed.clients.tested):
             return Measured(measured)
         group, accuracies = self.judge_personally(fed, Broadcast({}))
@@ -140,11 +141,6 @@ class Local(Algorithm):
         return Trained(local), local
 
 
-def may_upload(fed: Federation) -> bool:
-    """Whether whole models may reach the server."""
-    return all(fed.site.policy.allows("parameters", block, "server") for block in (*fed.clients.modalities, SHARED))
-
-
 def over_clients(scores: Mapping[int, dict[str, float]], rows: Mapping[int, float]) -> dict[str, dict[str, float]]:
     """The groups `global`, each number's unweighted mean over clients, and `global_by_client`, of the accuracy.
 
@@ -154,7 +150,6 @@ def over_clients(scores: Mapping[int, dict[str, float]], rows: Mapping[int, floa
     """
     if not scores:
         return {}
-    names = next(iter(scores.values()))
-    mean = {name: sum(one[name] for one in scores.values()) / len(scores) for name in names}
+    mean = metrics.mean_groups([{"global": one} for one in scores.values()])
     hits = {client: one["accuracy"] * rows[client] for client, one in scores.items()}
-    return {"global": mean, "global_by_client": metrics.personal(hits, rows)}
+    return mean | {"global_by_client": metrics.personal(hits, rows)}

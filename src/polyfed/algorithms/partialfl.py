@@ -91,10 +91,9 @@ class PartialFL(Averaging):
 
     sends: ClassVar[type[Message]] = Guided
     replies: ClassVar[type[Message]] = GuidedUpdate
+    sees_missing_rows: ClassVar[bool] = False
 
     # what is shared
-
-    sees_missing_rows: ClassVar[bool] = False
 
     def shareable(self, policy: Policy, modalities: Iterable[str]) -> tuple[str, ...]:
         """The modalities that a policy lets go to the server in every form the method needs."""

@@ -16,7 +16,7 @@ from polyfed.federation import Federation
 from polyfed.node import Site
 from polyfed.optim import Moments
 from polyfed.policy import Policy
-from polyfed.replies import Part, Replies
+from polyfed.replies import Replies, joined
 from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.tree import Tree
 
@@ -76,14 +76,13 @@ class SplitLearning(Algorithm):
     def round(self, state: SplitState, fed: Federation) -> SplitState:
         """One turn for each of the cohort, in a random order."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
-        params, losses, rows, missing = state.params, 0.0, 0, dict[int, str]()
-        parts: list[Part] = []
+        params, losses, rows, asks = state.params, 0.0, 0, list[Replies]()
         uppers = {-1: Upper(self.cut.upper(params), state.optimiser, state.steps)}
         for k in turns(cohort, fed):
             params, loss, done = one_turn(self.cut, fed, params, k, uppers)
-            parts, missing = parts + done.parts, missing | done.missing
+            asks.append(done)
             losses, rows = losses + loss * int(fed.clients.num_rows[k]), rows + int(fed.clients.num_rows[k])
-        fed.judge(Replies(parts, missing), "cut")
+        fed.judge(joined(asks), "cut")
         after = uppers[-1]
         return SplitState(
             params, {}, memory, train_loss=losses / max(rows, 1), optimiser=after.moments, steps=after.steps

@@ -5,7 +5,6 @@ proximal term acts on the head alone, towards the one its edge last sent, as not
 """
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from polyfed.batch import Batch
 from polyfed.errors import PolyfedWarning
 from polyfed.evaluation import Measured, OwnScore
 from polyfed.federation import Federation
-from polyfed.messages import LABELS, Message, carries, message
+from polyfed.messages import Message, carries, message
 from polyfed.model.fusion import masked
 from polyfed.node import Site
 from polyfed.policy import Policy
@@ -42,7 +41,7 @@ class Vfl(Vertical):
 
     def init(self, fed: Federation, params: Tree) -> SiloState:
         """See `Vertical`; a policy under which the server cannot judge the models is told, not refused."""
-        if not may_upload(fed.site.policy):
+        if not fed.site.policy.allows_models("server"):
             rest = "silos judge them on test rows of their own, metrics.personal"
             if not may_tell(fed.site.policy):
                 rest = "as statistics of shared may not go there either, there will be no accuracy at all"
@@ -67,7 +66,7 @@ class Vfl(Vertical):
     def evaluate(self, state: SiloState, fed: Federation) -> Measured:
         """Judge every silo's model: on the server's rows where it may go there, and on the silo's own test rows."""
         policy = fed.site.policy
-        measured = self._judged_by_server(state, fed) if fed.examiners and may_upload(policy) else {}
+        measured = self._judged_by_server(state, fed) if fed.examiners and policy.allows_models("server") else {}
         if not (self.evaluation.personal and fed.clients.tested and may_tell(policy)):
             return Measured(measured)
         group, accuracies = self._judged_in_silos(state, fed)
@@ -76,7 +75,7 @@ class Vfl(Vertical):
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Uploads are for judging alone, and nothing is asked for that the policy forbids."""
         own = self.evaluation.personal and may_tell(policy)
-        asked = {"upload": may_upload(policy), "embed_own": own, "score_silo": own, "score_own": False}
+        asked = {"upload": policy.allows_models("server"), "embed_own": own, "score_silo": own, "score_own": False}
         return asked.get(task, super().will_send(task, field, block, policy))
 
     def _judged_by_server(self, state: SiloState, fed: Federation) -> dict[str, dict[str, float]]:
@@ -92,7 +91,7 @@ class Vfl(Vertical):
             own = {name: value for client in members for name, value in uploads[client].params.items()}
             absent = {name: state.params[name] for name in fed.site.model.head() if name not in own}
             measured.append(self.judge_globally(state.with_(params=state.params | own | like(absent)), fed))
-        return mean_groups(measured)
+        return metrics.mean_groups(measured)
 
     def _judged_in_silos(self, state: SiloState, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
         """Accuracy of every silo on its own test rows, under the number of its first device, which counts the hits.
@@ -134,22 +133,6 @@ class Vfl(Vertical):
         return OwnScore(test.fold(step, torch.zeros((), device=test.num_rows.device)), test.num_rows), local
 
 
-def may_upload(policy: Policy) -> bool:
-    """Whether encoders and heads, all of them, may reach the server."""
-    named = {block for block, _ in policy.rules} - {LABELS}
-    return all(policy.allows("parameters", block, "server") for block in {SHARED, *named})
-
-
 def may_tell(policy: Policy) -> bool:
     """Whether a silo may tell the server how many of its test rows it gets right."""
     return policy.allows("statistic", SHARED, "server")
-
-
-def mean_groups(measured: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """The mean of every number; nothing of nothing."""
-    if not measured:
-        return {}
-    return {
-        group: {name: sum(one[group][name] for one in measured) / len(measured) for name in numbers}
-        for group, numbers in measured[0].items()
-    }

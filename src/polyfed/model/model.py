@@ -254,6 +254,10 @@ class Model:
         """Features as one vector a row, (B, E): sequences (B, T, E) are averaged over time."""
         return features.mean(1) if self.sequential else features
 
+    def vectors(self, w: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """`features` of a batch, each as its `vector`: (B, E) per modality."""
+        return {modality: self.vector(z) for modality, z in self.features(w, batch).items()}
+
     # inside
 
     def _using(self, w: Mapping[str, Tensor]) -> AbstractContextManager[None]:
