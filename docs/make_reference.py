@@ -11,6 +11,7 @@ from polyfed.network import Network
 from polyfed.optim import ServerOptimiser, Train
 from polyfed.selection import SELECTORS
 from polyfed.settings import CheckpointSpec, EngineSpec
+from polyfed.tracking import TRACKERS
 
 HEAD = """# Recipes
 
@@ -63,6 +64,7 @@ def reference() -> str:
         ("Encoders", ENCODERS, '[model.encoders] NAME = { kind = "..." }'),
         ("Data sources", SOURCES, "[data] name"),
         ("Selectors", SELECTORS, "[selection] name"),
+        ("Trackers", TRACKERS, "[tracking] name"),
     ):
         parts.append(f"## {title}: `{section}`\n")
         for name in sorted(registry):

@@ -34,6 +34,7 @@ LAYERS = [
         "progress",
         "report",
         "settings",
+        "tracking",
         "deploy",
     },
     {"cli", "__init__", "__main__"},

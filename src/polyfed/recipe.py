@@ -25,6 +25,7 @@ from polyfed.registry import find, name_of
 from polyfed.schema import checked
 from polyfed.selection import SELECTORS, Selector
 from polyfed.settings import CheckpointSpec, EngineSpec
+from polyfed.tracking import TRACKERS, Tracker
 
 SECTIONS = (
     "data",
@@ -39,6 +40,7 @@ SECTIONS = (
     "evaluate",
     "engine",
     "checkpoint",
+    "tracking",
 )
 """Sections of a recipe; `seed` and `rounds` stand before them."""
 
@@ -56,6 +58,7 @@ class Recipe:
         algorithm: with its [train], [selection], [server] and [evaluate] parts inside.
         egress: the policy table, `{block: {destination: [kinds]}}`.
         network: a network model, or None.
+        tracking: who is handed the numbers of the run as they come, or None.
         name: what the output folder is called by default.
     """
 
@@ -70,6 +73,7 @@ class Recipe:
     egress: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     stack: Mapping[str, Sequence[str]] = field(default_factory=dict)
     network: Any = None
+    tracking: Tracker | None = None
     name: str = "run"
 
     def __post_init__(self) -> None:
@@ -100,6 +104,8 @@ class Recipe:
         table["checkpoint"] = plain(self.checkpoint)
         if self.network is not None:
             table["network"] = plain(self.network)
+        if self.tracking is not None:
+            table["tracking"] = {"name": name_of(self.tracking, TRACKERS)} | plain(self.tracking)
         table["egress"] = {block: {d: list(k) for d, k in row.items()} for block, row in self.egress.items()}
         return table
 
@@ -160,7 +166,12 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
         engine=build("[engine]", EngineSpec, sections.get("engine", {})),
         checkpoint=build("[checkpoint]", CheckpointSpec, sections.get("checkpoint", {})),
         egress=_egress(sections.get("egress", {})),
-        network=_network(sections.get("network")),
+        network=build("[network]", Network, sections["network"]) if "network" in sections else None,
+        tracking=(
+            build("[tracking]", *_class("[tracking]", TRACKERS, Tracker, sections["tracking"]))
+            if "tracking" in sections
+            else None
+        ),
         name=name,
     )
 
@@ -240,12 +251,6 @@ def _algorithm(sections: Mapping[str, Any], clients: ClientsSpec) -> Algorithm:
         )
     built: Algorithm = build("[algorithm]", cls, table, **given)
     return built
-
-
-def _network(table: Mapping[str, Any] | None) -> Any:
-    if table is None:
-        return None
-    return build("[network]", Network, table)
 
 
 def _class(

@@ -23,8 +23,8 @@ ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
     "run.json",
 )
 
-MAY_CHANGE = ("rounds", "engine", "checkpoint")
-"""Parts of a recipe that a resumed run may have changed: more rounds, another machine."""
+MAY_CHANGE = ("rounds", "engine", "checkpoint", "tracking")
+"""Parts of a recipe that a resumed run may have changed: more rounds, another machine, who looks on."""
 
 
 class Records:

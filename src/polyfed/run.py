@@ -94,7 +94,9 @@ def run(
     changes = {k: v for k, v in (("name", engine), ("device", device)) if v is not None}
     recipe = replace(recipe, engine=replace(recipe.engine, **changes))  # type: ignore[arg-type]
     records = None if out is None else Records(Path(out), resume=resume)
-    emit = Emitter(listeners)
+    folder = None if records is None else records.folder
+    followers = [] if recipe.tracking is None else [recipe.tracking.follow(recipe.table(), folder)]
+    emit = Emitter([*listeners, *followers])
     if recipe.engine.name == "flower":
         from polyfed.deploy.server import simulate  # needs the extra polyfed[flower]
 
