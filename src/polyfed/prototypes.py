@@ -76,6 +76,14 @@ class Prototypes:
         return self.distances(z_BD).masked_fill(~self.active, float("inf")).argmin(-1)
 
 
+def at_length(z: Mapping[str, Tensor], length: float) -> dict[str, Tensor]:
+    """Features (B, D) by modality, all brought to one length; 0 leaves them as they are.
+
+    PCE on raw features can fall by their mere growth, without end: see docs/algorithms/cmsfed.md.
+    """
+    return {m: length * torch.nn.functional.normalize(value, dim=-1) if length else value for m, value in z.items()}
+
+
 def there(batch: Batch, modality: str) -> Tensor:
     """Rows that are real and have the modality, bool (B,)."""
     rows = torch.ones_like(batch.y, dtype=torch.bool) if batch.ok is None else batch.ok

@@ -230,6 +230,17 @@ def test_original_proto_without_pull_is_local_training() -> None:
     assert all(same(tree, theirs.engine.locals[client]) for client, tree in ours.engine.locals.items())
 
 
+@pytest.mark.parametrize("mode", ["mm_fedavg", "original"])
+def test_proto_at_one_length_bounds_what_prototypes_can_be(mode: str) -> None:
+    _, one, _ = played(made("fedproto", "sequential", mode=mode, feature_norm=0.5))
+    _, many, _ = played(made("fedproto", mode=mode, feature_norm=0.5))
+    _, raw, _ = played(made("fedproto", mode=mode))
+    for m in "ab":
+        assert torch.allclose(one.prototypes[m].mean, many.prototypes[m].mean, atol=1e-5)
+        assert float(one.prototypes[m].mean.norm(dim=-1).max()) <= 0.5 + 1e-6  # a mean of vectors of this length
+        assert float(raw.prototypes[m].mean.norm(dim=-1).max()) > 0.5
+
+
 def test_prototypes_need_permission() -> None:
     with pytest.raises(EgressError, match=r"egress\.a\].*prototypes"):
         played(recipe(algorithm("fedproto")))
@@ -321,7 +332,7 @@ def test_every_split_switch_changes_the_run_and_engines_agree(options: dict[str,
         ("fedogm", {"alpha": 0.1, "ge": False, "active_rounds": 3, "scale_params": "all_weights"}),
         ("fedpmr", {"alpha": 2.0, "coef": "hard", "active_rounds": 9, "per": True, "mu": 0.001, "per_epochs": 4}),
         ("fedproto", {"mode": "original", "proto_weight": "uniform", "lam": 0.5, "judge": "logits"}),
-        ("fedproto", {"alpha_p": 2.0, "active_rounds": 5}),
+        ("fedproto", {"alpha_p": 2.0, "active_rounds": 5, "feature_norm": 6.0}),
         ("fedmsplit", {"mode": "block_mean", "lam": 0.1, "similarity": "dot", "temperature": 0.5}),
     ],
 )

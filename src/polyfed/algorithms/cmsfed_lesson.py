@@ -64,11 +64,9 @@ class Lesson:
         return self.measured(self.site.model.features(w, batch))
 
     def measured(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Features as vectors, at one length if the method says so: PCE then cannot fall by their mere growth."""
+        """Features as vectors, at one length if the method says so."""
         flat = {m: self.site.model.vector(value) for m, value in features.items()}
-        if not self.method.feature_norm:
-            return flat
-        return {m: self.method.feature_norm * torch.nn.functional.normalize(z, dim=-1) for m, z in flat.items()}
+        return prototypes.at_length(flat, self.method.feature_norm)
 
     def fit(self, data: View, params: Tree, near: Mapping[str, Prototypes] | None, train: Train) -> Fit:
         """Local training near these prototypes; None: the client's own, renewed after every epoch."""
