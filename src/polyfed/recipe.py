@@ -110,12 +110,13 @@ class Recipe:
         return table
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, leave_out: Sequence[str] = ()) -> Recipe:
     """Read a recipe.
 
     Args:
         path: the TOML file.
         overrides: `section.key=value` as on the command line, the value in TOML (bare words are strings).
+        leave_out: sections that do not concern who reads it.
 
     Raises:
         RecipeError: with file, section, key, what is allowed and the nearest name.
@@ -129,6 +130,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"recipe {path} is not valid TOML: {error}") from None
     for override in overrides:
         _apply(table, override)
+    table = {section: entry for section, entry in table.items() if section not in leave_out}
     try:
         return parse_recipe(table, name=path.stem)
     except RecipeError as error:

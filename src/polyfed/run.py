@@ -94,9 +94,7 @@ def run(
     changes = {k: v for k, v in (("name", engine), ("device", device)) if v is not None}
     recipe = replace(recipe, engine=replace(recipe.engine, **changes))  # type: ignore[arg-type]
     records = None if out is None else Records(Path(out), resume=resume)
-    folder = None if records is None else records.folder
-    followers = [] if recipe.tracking is None else [recipe.tracking.follow(recipe.table(), folder)]
-    emit = Emitter([*listeners, *followers])
+    emit = Emitter(listeners)
     if recipe.engine.name == "flower":
         from polyfed.deploy.server import simulate  # needs the extra polyfed[flower]
 
@@ -113,6 +111,9 @@ def conduct(
     engine: Callable[..., InProcess] | None = None,
 ) -> Run:
     """Assemble a run and bring it to its end; `population` and `engine` as in `assemble`."""
+    if recipe.tracking is not None:
+        folder = None if records is None else records.folder
+        emit.listeners.append(recipe.tracking.follow(recipe.table(), folder))
     before = torch.get_num_threads()
     torch.set_num_threads(recipe.engine.threads or before)
     try:

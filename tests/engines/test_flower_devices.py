@@ -56,6 +56,24 @@ def test_what_is_wrong_on_a_device_is_told_there_in_full_and_to_the_server_in_sh
     assert words in capsys.readouterr().err
 
 
+def test_the_servers_tracker_need_not_be_on_a_device(tmp_path: Path) -> None:
+    devices = Devices(tmp_path)
+    before = devices.handler(HELLO, devices.configs[1])
+    app = devices.app / "recipe.toml"
+    app.write_text(app.read_text() + '\n[tracking]\nname = "only_at_the_server:Board"\n')
+    assert devices.handler(HELLO, devices.configs[1]).header == before.header
+    with pytest.raises(RecipeError, match="only_at_the_server"):
+        load_recipe(app)
+
+
+def test_a_deployment_is_tracked_as_a_simulation_is(tmp_path: Path) -> None:
+    devices = Devices(tmp_path)
+    app = devices.app / "recipe.toml"
+    app.write_text(app.read_text() + '\n[tracking]\nname = "tensorboard"\n')
+    devices.serve(tmp_path / "out")
+    assert list((tmp_path / "out" / "tensorboard").glob("events.out.tfevents.*"))
+
+
 def test_an_unknown_modality_is_named_on_the_device_only(tmp_path: Path, capsys: Any) -> None:
     devices = Devices(tmp_path)
     answer = devices.handler(HELLO, without(devices, "modalities", "aa"))

@@ -91,7 +91,8 @@ class Deployed:
 
     def _answer(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
         with blamed("the recipe cannot be read there"):
-            recipe = load_recipe(self.recipe_path)
+            # who looks on is the server's affair: a tracker of the user's own need not be installed here
+            recipe = load_recipe(self.recipe_path, leave_out=["tracking"])
         with blamed(f"its {WHERE} is not valid"):
             node: NodeConfig = build(WHERE, NodeConfig, config)
         with blamed("its policy file is not valid"):
