@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polyfed.errors import RecipeError
-from polyfed.schema import DECAY, NOT_NEGATIVE, POSITIVE, check_ranges
+from polyfed.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, check_ranges
 from polyfed.tree import Tree, like
 
 Moments = dict[str, Tree]
@@ -60,11 +60,11 @@ class Train:
     lr_end: Annotated[float | None, NOT_NEGATIVE] = None
     lr_schedule: Literal["constant", "linear", "cosine", "step", "authors"] = "constant"
     lr_step: Annotated[int, NOT_NEGATIVE] = 80
-    momentum: Annotated[float, DECAY] = 0.0
+    momentum: Annotated[float, BELOW_ONE] = 0.0
     nesterov: bool = False
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
-    beta1: Annotated[float, DECAY] = 0.9
-    beta2: Annotated[float, DECAY] = 0.999
+    beta1: Annotated[float, BELOW_ONE] = 0.9
+    beta2: Annotated[float, BELOW_ONE] = 0.999
     eps: Annotated[float, POSITIVE] = 1e-8
     clip_norm: Annotated[float, NOT_NEGATIVE] = 0.0
 
@@ -156,9 +156,9 @@ class ServerOptimiser:
 
     optimiser: Literal["none", "avgm", "adam", "adagrad", "yogi"] = "none"
     lr: Annotated[float, POSITIVE] = 1.0
-    momentum: Annotated[float, DECAY] = 0.9
-    beta1: Annotated[float, DECAY] = 0.9
-    beta2: Annotated[float, DECAY] = 0.99
+    momentum: Annotated[float, BELOW_ONE] = 0.9
+    beta1: Annotated[float, BELOW_ONE] = 0.9
+    beta2: Annotated[float, BELOW_ONE] = 0.99
     tau: Annotated[float, POSITIVE] = 1e-3
 
     def __post_init__(self) -> None:

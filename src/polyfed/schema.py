@@ -1,6 +1,7 @@
 """Values of a recipe's section against the types of the dataclass it configures, by pydantic in strict mode."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -17,7 +18,7 @@ class Within:
 
     Attributes:
         words: what a value must be, after "must be".
-        holds: whether a value lies inside; false for NaN.
+        holds: whether a finite value lies inside.
     """
 
     words: str
@@ -31,7 +32,12 @@ AT_LEAST_TWO = Within("2 or more", lambda value: value >= 2)
 EVERY = Within("0 (only the last round) or more", lambda value: value >= 0)
 PROBABILITY = Within("from 0 to 1", lambda value: 0 <= value <= 1)
 FRACTION = Within("above 0, at most 1", lambda value: 0 < value <= 1)
-DECAY = Within("from 0 up to, not including, 1", lambda value: 0 <= value < 1)
+BELOW_ONE = Within("from 0 up to, not including, 1", lambda value: 0 <= value < 1)
+
+
+def between(low: int, high: int) -> Within:
+    """From `low` to `high`, both allowed."""
+    return Within(f"from {low} to {high}", lambda value: low <= value <= high)
 
 
 def check_ranges(section: str, spec: object) -> None:
@@ -42,8 +48,9 @@ def check_ranges(section: str, spec: object) -> None:
     """
     for name, within in ranges(type(spec)).items():  # type: ignore[arg-type]
         value = getattr(spec, name)
-        if value is not None and not within.holds(value):
-            raise RecipeError(f"{section} {name} = {value}: must be {within.words}")
+        if value is not None and not (math.isfinite(value) and within.holds(value)):
+            finite = "finite, " if math.isinf(value) else ""
+            raise RecipeError(f"{section} {name} = {value}: must be {finite}{within.words}")
 
 
 @cache

@@ -126,7 +126,7 @@ def test_a_subset_keeps_its_share_of_every_class_and_the_colours_of_the_whole(tm
     assert torch.bincount(half.label[half.rows(0)]).tolist() == [3] * 10
     assert torch.bincount(half.label[half.rows(1)]).tolist() == [1] * 10
     assert torch.equal(half.column("color").values, whole.column("color").values[half.ids])
-    with pytest.raises(RecipeError, match=r"data.subset = 0"):
+    with pytest.raises(RecipeError, match=r"subset = 0: must be above 0"):
         SOURCES["cg-mnist"](path="x", subset=0)
 
 

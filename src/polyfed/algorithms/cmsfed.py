@@ -35,7 +35,7 @@ from polyfed.optim import Train
 from polyfed.policy import Policy
 from polyfed.prototypes import Prototypes
 from polyfed.replies import Replies, joined
-from polyfed.schema import DECAY, NOT_NEGATIVE
+from polyfed.schema import BELOW_ONE, NOT_NEGATIVE
 from polyfed.selection import Uniform
 from polyfed.tasks import task
 from polyfed.tree import SHARED, Tree, select, vector
@@ -126,7 +126,7 @@ class CmsFed(Averaging):
     greedy: Literal["stochastic", "full"] = "stochastic"
     init_pass: Literal["epoch", "step"] = "epoch"
     prototypes: Literal["global", "local"] = "global"
-    prototype_momentum: Annotated[float, DECAY] = 0.0
+    prototype_momentum: Annotated[float, BELOW_ONE] = 0.0
     modality_selection: bool = True
     sketch: Annotated[int, NOT_NEGATIVE] = 0
     hysteresis: Annotated[float, NOT_NEGATIVE] = 0.0

@@ -26,7 +26,7 @@ from polyfed.federation import Federation
 from polyfed.losses import cross_entropy
 from polyfed.network import Timetable
 from polyfed.node import Site
-from polyfed.schema import AT_LEAST_ONE, DECAY, FRACTION, NOT_NEGATIVE, POSITIVE
+from polyfed.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE
 from polyfed.tasks import task
 from polyfed.tree import Tree, squared_distance
 from polyfed.view import View
@@ -94,7 +94,7 @@ class FedAmp(Algorithm):
     alpha_decay: Annotated[float, FRACTION] = 0.1
     alpha_every: Annotated[int, AT_LEAST_ONE] = 30
     sigma: Annotated[float, NOT_NEGATIVE] = 0.0
-    self_weight: Annotated[float, DECAY] = 0.0
+    self_weight: Annotated[float, BELOW_ONE] = 0.0
     start: Literal["own", "cloud"] = "own"
 
     def __post_init__(self) -> None:

@@ -7,8 +7,3 @@ def need(ok: bool, where: str, value: object, allowed: str) -> None:
     """Raise RecipeError naming the recipe key, what was given and what is allowed, unless `ok`."""
     if not ok:
         raise RecipeError(f"{where} = {value!r}; allowed: {allowed}")
-
-
-def need_share(where: str, value: float) -> None:
-    """Raise RecipeError unless 0 <= value < 1."""
-    need(0.0 <= value < 1.0, where, value, "a number from 0 up to, not including, 1")

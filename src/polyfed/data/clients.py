@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Annotated, Literal
 
-from polyfed.data.checks import need, need_share
+from polyfed.data.checks import need
 from polyfed.data.partition import PARTITIONS, Partition
 from polyfed.errors import RecipeError, did_you_mean
+from polyfed.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
 
 _ASSIGNMENTS = ("missing", "keep_both", "only", "holdings")
 
@@ -48,41 +49,35 @@ class ClientsSpec:
     """
 
     partition: str = "iid"
-    num: int | None = None
-    alpha: float = 0.5
-    min_size: int = 10
-    shards: int = 1
-    classes_per_client: int = 3
-    main_share: float = 0.5
+    num: Annotated[int | None, AT_LEAST_ONE] = None
+    alpha: Annotated[float, POSITIVE] = 0.5
+    min_size: Annotated[int, AT_LEAST_ONE] = 10
+    shards: Annotated[int, AT_LEAST_ONE] = 1
+    classes_per_client: Annotated[int, AT_LEAST_ONE] = 3
+    main_share: Annotated[float, FRACTION] = 0.5
     exclude_main: bool = False
     on_shortage: Literal["reduce", "cap"] = "reduce"
-    silos: int = 4
+    silos: Annotated[int, AT_LEAST_ONE] = 4
     participation: float | int = 1.0
     missing: Mapping[str, float] = field(default_factory=dict)
-    keep_both: float | None = None
+    keep_both: Annotated[float | None, PROBABILITY] = None
     only: Mapping[str, list[int]] = field(default_factory=dict)
     holdings: list[list[str]] | None = None
     personal_test: float | Literal["split_personal", "matched"] | None = None
-    seed: int | None = None
-    validation: float = 0.0
+    seed: Annotated[int | None, NOT_NEGATIVE] = None
+    validation: Annotated[float, BELOW_ONE] = 0.0
 
     def __post_init__(self) -> None:
         if self.partition not in PARTITIONS:
             hint = did_you_mean(self.partition, PARTITIONS)
             raise RecipeError(f"clients.partition = '{self.partition}' is unknown; {hint}")
-        for name in ("min_size", "shards", "classes_per_client", "silos"):
-            need(getattr(self, name) >= 1, f"clients.{name}", getattr(self, name), "at least 1")
-        need(self.num is None or self.num >= 1, "clients.num", self.num, "at least 1")
-        need(0.0 < self.alpha < float("inf"), "clients.alpha", self.alpha, "a finite number above 0")
-        need(0.0 < self.main_share <= 1.0, "clients.main_share", self.main_share, "a share above 0, at most 1")
+        check_ranges("[clients]", self)
         need(
             self.on_shortage in ("reduce", "cap"),
             "clients.on_shortage",
             self.on_shortage,
             "'reduce' or 'cap'",
         )
-        need_share("clients.validation", self.validation)
-        need(self.seed is None or self.seed >= 0, "clients.seed", self.seed, "0 or more")
         self._check_participation()
         self._check_personal_test()
         self._check_assignment()
@@ -129,8 +124,6 @@ class ClientsSpec:
             raise RecipeError(
                 f"clients.{given[0]} cannot be used with silos; say clients.holdings, one entry per device"
             )
-        if self.keep_both is not None:
-            need(0.0 <= self.keep_both <= 1.0, "clients.keep_both", self.keep_both, "a share from 0 to 1")
         for name, share in self.missing.items():
             need(0.0 <= share <= 1.0, f"clients.missing.{name}", share, "a share from 0 to 1")
         if self.holdings is not None:

@@ -3,19 +3,20 @@
 import wave
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from polyfed import keys
-from polyfed.data.checks import need
 from polyfed.data.columns import TEST, TRAIN, Column, Columns, standardised
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.mnist import LAYOUT, LICENCE, OBTAIN, read_mnist
 from polyfed.data.splits import subset
 from polyfed.errors import DataError
+from polyfed.schema import FRACTION, check_ranges
 
 RATE = 8000  # Hz, of every recording
 SAMPLES = 8192  # a recording is padded with zeros or cut to this length; 17 of 3,000 are longer
@@ -45,11 +46,11 @@ class AvMnist:
 
     mnist: str
     fsdd: str
-    subset: float = 1.0
+    subset: Annotated[float, FRACTION] = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        need(0.0 < self.subset <= 1.0, "data.subset", self.subset, "a share above 0, at most 1")
+        check_ranges("[data]", self)
 
     def load(self) -> Columns:
         """Read both sets and pair them."""

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from polyfed.data.checks import need
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.listing import Listing, Sample, class_of, folder, lines
 from polyfed.data.media import Clip, Extractor, Frames, LogSpectrogram
@@ -12,6 +11,7 @@ from polyfed.data.media.video import Pick
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities
 from polyfed.errors import DataError
+from polyfed.schema import AT_LEAST_ONE, check_ranges
 
 _FILES = (("trainSet.txt", TRAIN), ("valSet.txt", VALIDATION), ("testSet.txt", TEST))
 _FIELDS = "category&id&quality&start&end"
@@ -36,14 +36,13 @@ class Ave(MediaSet):
     NAME: ClassVar[str] = "ave"
 
     modalities: tuple[str, ...] = ("audio", "visual")
-    frames: int = 4
+    frames: Annotated[int, AT_LEAST_ONE] = 4
     frame_pick: Pick = "even"
-    size: int = 224
+    size: Annotated[int, AT_LEAST_ONE] = 224
 
     def __post_init__(self) -> None:
         check_modalities(self.modalities, ("audio", "visual"))
-        need(self.frames >= 1, "data.frames", self.frames, "at least 1")
-        need(self.size >= 1, "data.size", self.size, "at least 1")
+        check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:
         """See `MediaSet.extractors`."""

@@ -1,18 +1,19 @@
 """cg-mnist: MNIST as gray and coloured pairs (specification 6.6)."""
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from polyfed import keys
-from polyfed.data.checks import need
 from polyfed.data.columns import TEST, TRAIN, Columns
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources import colour, mnist
 from polyfed.data.sources.facts import Facts
 from polyfed.data.splits import subset
 from polyfed.errors import DataError
+from polyfed.schema import FRACTION, check_ranges
 
 # Norms that the CMSFed and PMR releases use, on a scale of [0, 1] (6.6)
 _GRAY = (torch.tensor(0.1307), torch.tensor(0.3081))
@@ -40,11 +41,11 @@ class CgMnist:
 
     path: str
     colored: str = ""
-    subset: float = 1.0
+    subset: Annotated[float, FRACTION] = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        need(0.0 < self.subset <= 1.0, "data.subset", self.subset, "a share above 0, at most 1")
+        check_ranges("[data]", self)
 
     def load(self) -> Columns:
         """Read MNIST, draw or read the colours."""

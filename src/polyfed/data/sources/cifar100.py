@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from polyfed import keys
-from polyfed.data.checks import need
 from polyfed.data.columns import TEST, TRAIN, Column, Columns, moments
 from polyfed.data.files import Arrays, existing, stored_name
 from polyfed.data.sources.facts import Facts
 from polyfed.data.splits import subset
 from polyfed.errors import DataError
+from polyfed.schema import FRACTION, check_ranges
 
 LAYOUT = (
     "an .npz with image (N, 32, 32, 3), label, split; or the folder of CIFAR's binary version, with train.bin and "
@@ -49,11 +49,11 @@ class Cifar100:
 
     path: str
     labels: Literal["fine", "coarse"] = "fine"
-    subset: float = 1.0
+    subset: Annotated[float, FRACTION] = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        need(0.0 < self.subset <= 1.0, "data.subset", self.subset, "a share above 0, at most 1")
+        check_ranges("[data]", self)
 
     def load(self) -> Columns:
         """Read the images, make the gray ones."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from polyfed.data.files import Arrays, existing
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.media_set import check_modalities
 from polyfed.errors import DataError
+from polyfed.schema import AT_LEAST_ONE, check_ranges
 
 MODALITIES = ("text", "audio", "vision")
 _PARTS = (("train", TRAIN), ("valid", VALIDATION), ("test", TEST))
@@ -34,13 +35,13 @@ class _Cmu:
     path: str
     modalities: tuple[str, ...] = MODALITIES
     classes: Literal[7, 2] = 7
-    steps: int = 50
+    steps: Annotated[int, AT_LEAST_ONE] = 50
     standardise: bool = True
 
     def __post_init__(self) -> None:
         check_modalities(self.modalities, MODALITIES)
         need(self.classes in _NAMES, "data.classes", self.classes, "7 or 2")
-        need(self.steps >= 1, "data.steps", self.steps, "at least 1")
+        check_ranges("[data]", self)
 
     def load(self) -> Columns:
         """Read and check the arrays."""

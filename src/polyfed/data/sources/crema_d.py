@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from polyfed.data.prepared import Prepared
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities, fold_of_clients
 from polyfed.errors import DataError
+from polyfed.schema import AT_LEAST_ONE, between, check_ranges
 
 CLASSES = ("NEU", "HAP", "SAD", "FEA", "DIS", "ANG")
 COUNTS = {"NEU": 1087, "HAP": 1271, "SAD": 1271, "FEA": 1271, "DIS": 1271, "ANG": 1271}
@@ -50,18 +51,16 @@ class CremaD(MediaSet):
 
     modalities: tuple[str, ...] = ("audio", "visual")
     spectrogram: Literal["257x299", "257x188"] = "257x299"
-    frames: int = 3
+    frames: Annotated[int, AT_LEAST_ONE] = 3
     frame_pick: Pick = "even"
-    size: int = 224
+    size: Annotated[int, AT_LEAST_ONE] = 224
     split: Literal["files", "actors"] = "files"
-    fold: int = 1
+    fold: Annotated[int, between(1, _FOLDS)] = 1
 
     def __post_init__(self) -> None:
         check_modalities(self.modalities, ("audio", "visual"))
         need(self.spectrogram in _SPECTRA, "data.spectrogram", self.spectrogram, " or ".join(_SPECTRA))
-        need(self.frames >= 1, "data.frames", self.frames, "at least 1")
-        need(self.size >= 1, "data.size", self.size, "at least 1")
-        need(1 <= self.fold <= _FOLDS, "data.fold", self.fold, f"1 to {_FOLDS}")
+        check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:
         """See `MediaSet.extractors`."""

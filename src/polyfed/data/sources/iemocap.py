@@ -3,17 +3,17 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from polyfed.data.checks import need
 from polyfed.data.listing import Listing, Sample, class_of, folder, lines
 from polyfed.data.media import Clip, Extractor, LogMel, TextEmbedding
 from polyfed.data.prepared import Prepared
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities, fold_of_groups
 from polyfed.errors import DataError
+from polyfed.schema import AT_LEAST_ONE, between, check_ranges
 
 CLASSES = ("ang", "neu", "sad", "hap")
 COUNTS = {"ang": 289, "neu": 1099, "sad": 608, "hap": 947}
@@ -45,14 +45,13 @@ class Iemocap(MediaSet):
     NAME: ClassVar[str] = "iemocap"
 
     modalities: tuple[str, ...] = ("audio", "text")
-    test_session: int = 5
-    frames: int = 600
+    test_session: Annotated[int, between(1, len(_SESSIONS))] = 5
+    frames: Annotated[int, AT_LEAST_ONE] = 600
     text_model: str = "distilbert-base-uncased"
 
     def __post_init__(self) -> None:
         check_modalities(self.modalities, ("audio", "text"))
-        need(self.test_session in _SESSIONS, "data.test_session", self.test_session, "1 to 5")
-        need(self.frames >= 1, "data.frames", self.frames, "at least 1")
+        check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:
         """See `MediaSet.extractors`."""

@@ -1,11 +1,12 @@
 """Base of the sets that pair an image with a text."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from polyfed.data.checks import need
 from polyfed.data.media import Extractor
 from polyfed.data.media.embedding import ImageKind, TextKind, image_extractor, text_extractor
 from polyfed.data.sources.media_set import MediaSet, check_modalities
+from polyfed.schema import AT_LEAST_ONE, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +27,13 @@ class ImageText(MediaSet):
     modalities: tuple[str, ...] = ("image", "text")
     image: ImageKind = "embedding"
     image_model: str = "google/mobilenet_v2_1.0_224"
-    size: int = 224
+    size: Annotated[int, AT_LEAST_ONE] = 224
     text: TextKind = "embedding"
     text_model: str = "distilbert-base-uncased"
 
     def __post_init__(self) -> None:
         check_modalities(self.modalities, ("image", "text"))
-        need(self.size >= 1, "data.size", self.size, "at least 1")
+        check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:
         """See `MediaSet.extractors`."""

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from polyfed.data.prepared import Prepared
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities, fold_of_clients
 from polyfed.errors import DataError
+from polyfed.schema import between, check_ranges
 
 EIGHT = ("0.Stand", "1.Sit", "11.Walk", "5.Lay", "8.Jump", "14.Run", "15.Stair-up", "16.Stair-down")
 """Activities that FedMultimodal trains, in its order."""
@@ -57,14 +58,14 @@ class KuHar(MediaSet):
 
     modalities: tuple[str, ...] = ("acc", "gyro")
     activities: Literal[8, 18] = 8
-    fold: int = 1
+    fold: Annotated[int, between(1, _FOLDS)] = 1
     min_windows: int = 10
     normalise: Literal["window", "none"] = "window"
 
     def __post_init__(self) -> None:
         check_modalities(self.modalities, tuple(_COLUMNS))
         need(self.activities in (8, 18), "data.activities", self.activities, "8 or 18")
-        need(1 <= self.fold <= _FOLDS, "data.fold", self.fold, f"1 to {_FOLDS}")
+        check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:
         """See `MediaSet.extractors`."""

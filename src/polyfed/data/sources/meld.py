@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from polyfed.data.checks import need
 from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION
@@ -12,6 +12,7 @@ from polyfed.data.media import Clip, Extractor, LogMel
 from polyfed.data.media.embedding import TextKind, text_extractor
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities
+from polyfed.schema import AT_LEAST_ONE, check_ranges
 
 CLASSES = ("neutral", "sadness", "joy", "anger", "surprise", "fear", "disgust")
 COUNTS = {
@@ -58,14 +59,14 @@ class Meld(MediaSet):
     modalities: tuple[str, ...] = ("audio", "text")
     classes: Literal[4, 7] = 4
     min_utterances: int = 11
-    frames: int = 600
+    frames: Annotated[int, AT_LEAST_ONE] = 600
     text: TextKind = "embedding"
     text_model: str = "google/mobilebert-uncased"
 
     def __post_init__(self) -> None:
         check_modalities(self.modalities, ("audio", "text"))
         need(self.classes in (4, 7), "data.classes", self.classes, "4 or 7")
-        need(self.frames >= 1, "data.frames", self.frames, "at least 1")
+        check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:
         """See `MediaSet.extractors`."""

@@ -1,13 +1,13 @@
 """mnist-m: MNIST and MNIST-M of the same digits (specification 6.8)."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from polyfed import keys
-from polyfed.data.checks import need
 from polyfed.data.columns import Column, Columns
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources import mnist
@@ -15,6 +15,7 @@ from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.pictures import pictures, read_picture
 from polyfed.data.splits import subset
 from polyfed.errors import DataError
+from polyfed.schema import FRACTION, check_ranges
 
 SIDE = 28
 
@@ -37,11 +38,11 @@ class MnistM:
 
     path: str
     backgrounds: str
-    subset: float = 1.0
+    subset: Annotated[float, FRACTION] = 1.0
     seed: int = 42
 
     def __post_init__(self) -> None:
-        need(0.0 < self.subset <= 1.0, "data.subset", self.subset, "a share above 0, at most 1")
+        check_ranges("[data]", self)
 
     def load(self) -> Columns:
         """Read the digits, lay them over crops."""

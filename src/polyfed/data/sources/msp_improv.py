@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from polyfed.data.checks import need
 from polyfed.data.listing import Listing, Sample, class_of, folder, lines, table
 from polyfed.data.media import Clip, Extractor, LogMel, TextEmbedding
 from polyfed.data.prepared import Prepared
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities, fold_of_groups
 from polyfed.errors import DataError
+from polyfed.schema import AT_LEAST_ONE, between, check_ranges
 
 CLASSES = ("N", "H", "S", "A")
 COUNTS = {"N": 2072, "H": 1184, "S": 739, "A": 585}
@@ -43,15 +43,14 @@ class MspImprov(MediaSet):
     NAME: ClassVar[str] = "msp-improv"
 
     modalities: tuple[str, ...] = ("audio",)
-    test_session: int = 6
-    frames: int = 600
+    test_session: Annotated[int, between(1, 6)] = 6
+    frames: Annotated[int, AT_LEAST_ONE] = 600
     transcripts: str = ""
     text_model: str = "distilbert-base-uncased"
 
     def __post_init__(self) -> None:
         check_modalities(self.modalities, ("audio", "text"))
-        need(1 <= self.test_session <= 6, "data.test_session", self.test_session, "1 to 6")
-        need(self.frames >= 1, "data.frames", self.frames, "at least 1")
+        check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:
         """See `MediaSet.extractors`."""

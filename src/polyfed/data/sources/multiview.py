@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from polyfed.data.files import existing, stored_name
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.pictures import SUFFIXES, read_picture
 from polyfed.errors import DataError, did_you_mean
+from polyfed.schema import AT_LEAST_ONE, check_ranges
 
 LAYOUT = (
     "<class>/{train,test}/<item>...v001.png, ... as the twelve rendered views of ModelNet come "
@@ -40,11 +42,11 @@ class MultiView:
 
     path: str
     views: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    size: int = 64
+    size: Annotated[int, AT_LEAST_ONE] = 64
     gray: bool = True
 
     def __post_init__(self) -> None:
-        need(self.size >= 1, "data.size", self.size, "at least 1")
+        check_ranges("[data]", self)
         need(all(self.views.values()), "data.views", dict(self.views), "one view or more for each modality")
 
     def load(self) -> Columns:

@@ -2,19 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from polyfed import keys
-from polyfed.data.checks import need, need_share
+from polyfed.data.checks import need
 from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.files import Arrays, stored_name
 from polyfed.data.sources.facts import Facts
 from polyfed.data.splits import stratified
 from polyfed.errors import DataError, RecipeError
+from polyfed.schema import BELOW_ONE, check_ranges
 
 Layout = Literal["F", "TF", "FT", "HW", "HWC", "CHW"]
 
@@ -56,11 +57,11 @@ class Npz:
     ids: str = "id"
     layout: Mapping[str, Layout] = field(default_factory=dict)
     standardise: bool = False
-    test_share: float = 0.2
+    test_share: Annotated[float, BELOW_ONE] = 0.2
     seed: int = 0
 
     def __post_init__(self) -> None:
-        need_share("data.test_share", self.test_share)
+        check_ranges("[data]", self)
         need(
             len(set(self.modalities)) == len(self.modalities),
             "data.modalities",

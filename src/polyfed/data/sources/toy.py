@@ -3,14 +3,16 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 
 from polyfed import keys
-from polyfed.data.checks import need, need_share
+from polyfed.data.checks import need
 from polyfed.data.columns import Column, Columns
 from polyfed.data.sources.facts import Facts
 from polyfed.data.splits import stratified
+from polyfed.schema import AT_LEAST_ONE, BELOW_ONE, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +33,16 @@ class Toy:
         seed: of the draws; a run's own seed does not enter, so runs over seeds share one data set.
     """
 
-    rows: int = 2000
-    classes: int = 5
+    rows: Annotated[int, AT_LEAST_ONE] = 2000
+    classes: Annotated[int, AT_LEAST_ONE] = 5
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"a": (16,), "b": (24,)})
     snr: Mapping[str, float] = field(default_factory=lambda: {"a": 3.0, "b": 1.0})
     natural_clients: int = 0
-    test_share: float = 0.2
+    test_share: Annotated[float, BELOW_ONE] = 0.2
     seed: int = 0
 
     def __post_init__(self) -> None:
-        need(self.rows >= 1, "data.rows", self.rows, "at least 1")
-        need(self.classes >= 1, "data.classes", self.classes, "at least 1")
+        check_ranges("[data]", self)
         need(bool(self.shapes), "data.shapes", self.shapes, "at least one modality")
         need(
             0 <= self.natural_clients <= self.rows,
@@ -49,7 +50,6 @@ class Toy:
             self.natural_clients,
             "0 up to data.rows",
         )
-        need_share("data.test_share", self.test_share)
         for name, shape in self.shapes.items():
             need(bool(shape) and min(shape) >= 1, f"data.shapes.{name}", shape, "positive lengths")
 
