@@ -55,7 +55,7 @@ class Steady(Averaging):
 
     def merge(self, state: Any, replies: Any, fed: Any) -> Any:
         """Each block averaged over the clients that sent it, by rows x agreement."""
-        rows = self.weights(replies)
+        rows = self.weights(replies, fed)
         mean: Tree = {}
         for block in blocks(state.params):
             sent = {client: reply.agreement for client, reply in replies.items()}

@@ -4,14 +4,14 @@ import contextlib
 import json
 import multiprocessing
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import polyfed
-from polyfed import checkpoint, keys
+from polyfed import checkpoint, keys, records
 from polyfed.assembly import assemble
 from polyfed.errors import CheckpointError, EgressError, PolyfedError, RecipeError
 from polyfed.events import Emitter
@@ -20,6 +20,7 @@ from polyfed.policy import Policy
 from polyfed.recipe import CheckpointSpec, Recipe
 from polyfed.records import Records
 from polyfed.run import _Loop
+from polyfed.selection import Uniform
 from polyfed.settings import EngineSpec
 from world import AWKWARD, algorithm, recipe
 
@@ -155,6 +156,53 @@ def test_rounds_since_a_sparse_checkpoint_are_played_again(tmp_path: Path) -> No
     polyfed.run(made, tmp_path / "run", resume=True)
     polyfed.run(made, tmp_path / "whole")
     assert files(tmp_path / "run") == files(tmp_path / "whole")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of a selector of the user's own."""
+
+    turns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns(Uniform):
+    """One client after the other."""
+
+    def start(self, params: Any) -> Any:
+        return Memory()
+
+    def choose(self, memory: Any, params: Any, fed: Any) -> Any:
+        return [memory.turns % len(fed.clients)], Memory(memory.turns + 1)
+
+
+def test_memory_of_a_selector_of_ones_own_is_kept(tmp_path: Path) -> None:
+    made = recipe(algorithm("fedavg", selector=Turns()))
+    polyfed.run(replace(made, rounds=2), tmp_path / "run")
+    polyfed.run(replace(made, rounds=4), tmp_path / "run", resume=True)
+    assert [row["cohort"] for row in files(tmp_path / "run")["rounds"]] == [[0], [1], [2], [3]]
+
+
+def test_lines_are_on_the_disk_before_a_checkpoint_that_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, int]] = []
+    real = records.sync
+    monkeypatch.setattr(records, "sync", lambda path: (synced.append((path.name, path.stat().st_size)), real(path)))
+    polyfed.run(longer(rounds=2), tmp_path / "run")
+    for name in (records.ROUNDS, records.EGRESS):
+        assert (name, (tmp_path / "run" / name).stat().st_size) in synced
+
+
+@pytest.mark.parametrize(("first", "then"), [("sequential", "flower"), ("flower", "vectorised")])
+def test_what_clients_keep_is_not_lost_by_another_engine(first: str, then: str, tmp_path: Path) -> None:
+    made = recipe(algorithm("scaffold"), first)
+    folder = Records(tmp_path / "run", resume=False)
+    folder.open(made.table(), {"run": "one"})
+    folder.checkpoints.mkdir()
+    other = recipe(algorithm("scaffold"), then)
+    with pytest.raises(RecipeError, match=f"engine '{first}', now it is '{then}'"):
+        Records(tmp_path / "run", resume=True).open(other.table(), {"run": "two"})
 
 
 def test_a_folder_with_another_run_is_not_overwritten(tmp_path: Path) -> None:

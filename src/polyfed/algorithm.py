@@ -241,14 +241,15 @@ class Averaging(Algorithm):
 
     def merge(self, state: Any, replies: Replies, fed: Federation) -> Any:
         """The state after a round: the server optimiser on the mean per block."""
-        mean = replies.mean("params", self.selector.weigh(state.memory, self.weights(replies)))
+        mean = replies.mean("params", self.selector.weigh(state.memory, self.weights(replies, fed)))
         trainable = fed.site.model.trainable(state.params)
         params, moments = self.server.apply(state.params, mean, state.moments, trainable)
         return state.with_(params=params, moments=moments)
 
-    def weights(self, replies: Replies) -> Mapping[int, float]:
-        """Weight of each client in a mean."""
-        return replies.numbers("num_rows") if self.aggregation == "weighted" else dict.fromkeys(replies, 1.0)
+    def weights(self, replies: Replies, fed: Federation) -> Mapping[int, float]:
+        """Weight of each client in a mean: its rows as the server has known them from the start, or 1."""
+        weighted = self.aggregation == "weighted"
+        return {client: float(fed.clients.num_rows[client]) if weighted else 1.0 for client in replies}
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
         """Class means of the features over all training rows, merged by rows; clients receive encoders only."""

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from polyfed.errors import CheckpointError
+from polyfed.tasks import parts
 
 LATEST = "latest.json"
 
 
-def save(folder: Path, round: int, content: Any, owner: type) -> None:
+def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) -> None:
     """Write a checkpoint and then forget older ones.
 
     Args:
         folder: the run's `checkpoint` folder.
         round: its round.
         content: a nest of dataclasses, dictionaries, lists, tensors and plain values.
-        owner: the algorithm's class; dataclasses of its module or of polyfed may occur in `content`.
+        modules: dataclasses of these modules and of polyfed may occur in `content`; see `modules_of`.
 
     Raises:
-        CheckpointError: the disk is full or not writable; the previous checkpoint is untouched.
+        CheckpointError: the disk is full or not writable, or `content` holds what could not be read again; the previous
+            checkpoint is untouched.
     """
     name = f"round-{round:06d}"
     draft = folder / f".{name}.draft"
@@ -42,15 +45,19 @@ def save(folder: Path, round: int, content: Any, owner: type) -> None:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         tensors: dict[str, Tensor] = {}
-        skeleton = pack(content, tensors)
+        skeleton = pack(content, tensors, modules)
         save_file(tensors, draft / "state.safetensors")
         (draft / "state.json").write_text(json.dumps(skeleton))
         sums = {file.name: _sha256(file) for file in sorted(draft.iterdir())}
         for file in draft.iterdir():
-            _sync(file)
+            sync(file)
+        sync(draft)
         shutil.rmtree(folder / name, ignore_errors=True)
         os.replace(draft, folder / name)
         replace_text(folder / LATEST, json.dumps({"round": round, "folder": name, "sha256": sums}))
+    except CheckpointError:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(
@@ -62,7 +69,7 @@ def save(folder: Path, round: int, content: Any, owner: type) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def load(folder: Path, owner: type, device: torch.device | str = "cpu") -> tuple[int, Any] | None:
+def load(folder: Path, modules: Collection[str] = (), device: torch.device | str = "cpu") -> tuple[int, Any] | None:
     """The newest checkpoint as (round, content), its tensors on `device`, or None where there is none.
 
     Raises:
@@ -83,7 +90,7 @@ def load(folder: Path, owner: type, device: torch.device | str = "cpu") -> tuple
         # cloned: the file's tensors lie at any address, and sums over unaligned memory may round otherwise
         found = load_file(place / "state.safetensors", device=str(device))
         tensors = {name: value.clone() for name, value in found.items()}
-        return int(facts["round"]), unpack(json.loads((place / "state.json").read_text()), tensors, owner)
+        return int(facts["round"]), unpack(json.loads((place / "state.json").read_text()), tensors, modules)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(
             f"checkpoint in {folder} cannot be read: {error}. "
@@ -91,44 +98,62 @@ def load(folder: Path, owner: type, device: torch.device | str = "cpu") -> tuple
         ) from error
 
 
+def modules_of(algorithm: Any) -> frozenset[str]:
+    """The modules of an algorithm and its parts, whose dataclasses a checkpoint of its states may hold."""
+    return frozenset(type(part).__module__ for _, part in parts(algorithm))
+
+
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new text, never a part."""
+    """Write a file so that a reader sees the old or the new text, never a part, also after a power cut."""
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text, encoding="utf-8")
-    _sync(draft)
+    sync(draft)
     os.replace(draft, path)
+    sync(path.parent)
 
 
-def pack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The JSON skeleton of a nest; its tensors are collected under running numbers."""
+def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None = None) -> Any:
+    """The JSON skeleton of a nest; its tensors are collected under running numbers.
+
+    Raises:
+        CheckpointError: a dataclass of none of these modules, which `unpack` would not take. None allows all.
+    """
     if isinstance(value, Tensor):
         name = str(len(tensors))
         tensors[name] = value.detach().cpu().clone().contiguous()
         return {"tensor": name}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = f"{type(value).__module__}:{type(value).__qualname__}"
-        entries = [[f.name, pack(getattr(value, f.name), tensors)] for f in dataclasses.fields(value) if f.init]
+        if modules is not None and not _known(type(value).__module__, modules):
+            raise CheckpointError(
+                f"the state holds a {kind}, which a checkpoint could not be read with: only dataclasses of polyfed and "
+                f"of the modules of the algorithm and its parts may occur ({', '.join(sorted(modules))}). Move it there"
+            )
+        entries = [
+            [f.name, pack(getattr(value, f.name), tensors, modules)] for f in dataclasses.fields(value) if f.init
+        ]
         return {"class": kind, "fields": entries}
     if isinstance(value, dict):
-        return {"dict": [[pack(k, tensors), pack(v, tensors)] for k, v in value.items()]}
+        return {"dict": [[pack(k, tensors, modules), pack(v, tensors, modules)] for k, v in value.items()]}
     if isinstance(value, list | tuple):
-        return {type(value).__name__ if type(value) in (list, tuple) else "tuple": [pack(v, tensors) for v in value]}
+        name = type(value).__name__ if type(value) in (list, tuple) else "tuple"
+        return {name: [pack(v, tensors, modules) for v in value]}
     assert value is None or isinstance(value, bool | int | float | str), f"cannot store {type(value).__name__}"
     return {"value": value}
 
 
-def unpack(skeleton: Any, tensors: dict[str, Tensor], owner: type) -> Any:
+def unpack(skeleton: Any, tensors: dict[str, Tensor], modules: Collection[str]) -> Any:
     """The nest of a skeleton."""
     ((kind, content), *rest) = skeleton.items()
     if kind == "tensor":
         return tensors[content]
     if kind == "dict":
-        return {unpack(k, tensors, owner): unpack(v, tensors, owner) for k, v in content}
+        return {unpack(k, tensors, modules): unpack(v, tensors, modules) for k, v in content}
     if kind in ("list", "tuple"):
-        values = [unpack(v, tensors, owner) for v in content]
+        values = [unpack(v, tensors, modules) for v in content]
         return values if kind == "list" else tuple(values)
     if kind == "class":
-        return _class(content, owner)(**{name: unpack(v, tensors, owner) for name, v in rest[0][1]})
+        return _class(content, modules)(**{name: unpack(v, tensors, modules) for name, v in rest[0][1]})
     return content
 
 
@@ -142,11 +167,11 @@ def digest(content: Any) -> str:
     return sha.hexdigest()
 
 
-def _class(path: str, owner: type) -> Any:
-    """A dataclass named in a checkpoint: only polyfed's own and those of the algorithm's module may be named."""
+def _class(path: str, modules: Collection[str]) -> Any:
+    """A dataclass named in a checkpoint: only polyfed's own and those of these modules may be named."""
     module, _, name = path.partition(":")
-    if not (module == owner.__module__ or module.split(".")[0] == "polyfed"):
-        raise ValueError(f"it holds a {path}, which the algorithm {owner.__name__} does not know")
+    if not _known(module, modules):
+        raise ValueError(f"it holds a {path}, which the algorithm of this recipe does not know")
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -155,11 +180,19 @@ def _class(path: str, owner: type) -> Any:
     return found
 
 
+def _known(module: str, modules: Collection[str]) -> bool:
+    return module in modules or module.split(".")[0] == "polyfed"
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

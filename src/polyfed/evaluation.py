@@ -43,7 +43,7 @@ class ClassMeans(Message):
 class Scores(Message):
     """Sums over an examiner's rows: confusion (C, C), hits, summed loss; per modality a confusion matrix."""
 
-    confusion: Tensor = carries("statistic")
+    confusion: Tensor = carries("statistic", dims=2)
     top5_hits: Tensor = carries("statistic")
     loss_sum: Tensor = carries("statistic")
     unimodal: Tree = carries("statistic")

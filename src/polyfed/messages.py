@@ -47,15 +47,16 @@ DESTINATIONS = ("server", "silo")
 
 
 class Message:
-    """Base of all messages; `@message` fills in `kinds`, `owners`, `counts`, all by field, and `whole`."""
+    """Base of all messages; `@message` fills in `kinds`, `owners`, `counts`, `dims`, all by field, and `whole`."""
 
     kinds: ClassVar[Mapping[str, str]] = {}
     owners: ClassVar[Mapping[str, str | None]] = {}
     counts: ClassVar[Mapping[str, str]] = {}
+    dims: ClassVar[Mapping[str, int]] = {}
     whole: ClassVar[frozenset[str]] = frozenset()
 
 
-def carries(kind: str, *, of: str | None = None, rows: str | None = None, whole: bool = False) -> Any:
+def carries(kind: str, *, of: str | None = None, rows: str | None = None, whole: bool = False, dims: int = 0) -> Any:
     """Declare a field.
 
     Args:
@@ -64,9 +65,10 @@ def carries(kind: str, *, of: str | None = None, rows: str | None = None, whole:
         rows: for a field whose tensors have an entry per row, the 0-dim field that says how many rows are real.
         whole: for a tree that clients receive whole. Otherwise what belongs to modalities a client does not own is
             left out; a head over the embeddings of several parties is of use only with all of its parts.
+        dims: dimensions of a bare tensor of kind `statistic`: one number unless said otherwise. Others are dropped.
     """
     assert kind in KINDS, f"kind {kind!r} is not one of {KINDS}"
-    return dataclasses.field(metadata={"kind": kind, "of": of, "rows": rows, "whole": whole})
+    return dataclasses.field(metadata={"kind": kind, "of": of, "rows": rows, "whole": whole, "dims": dims})
 
 
 _M = TypeVar("_M", bound=type[Message])
@@ -83,6 +85,7 @@ def message(cls: _M) -> _M:
     cls.owners = {field.name: field.metadata["of"] for field in fields}
     cls.counts = {field.name: rows for field in fields if (rows := field.metadata["rows"]) is not None}
     assert set(cls.counts.values()) <= set(cls.kinds), f"{cls.__name__} counts rows with a field it does not have"
+    cls.dims = {field.name: field.metadata["dims"] for field in fields}
     cls.whole = frozenset(field.name for field in fields if field.metadata["whole"])
     return cls
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import tomli_w
 
-from polyfed.checkpoint import replace_text
+from polyfed.checkpoint import replace_text, sync
 from polyfed.errors import CheckpointError, RecipeError
 from polyfed.ledger import TO_CLIENT, Entry, lines
 from polyfed.optim import WHOLE_RUN_SCHEDULES
@@ -22,6 +22,9 @@ ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
     "recipe.toml",
     "run.json",
 )
+
+FLOWER = "flower"
+"""The engine whose clients keep their state outside this process."""
 
 MAY_CHANGE = ("rounds", "engine", "checkpoint", "tracking")
 """Parts of a recipe that a resumed run may have changed: more rounds, another machine, who looks on."""
@@ -94,8 +97,11 @@ class Records:
             file.writelines(line + "\n" for line in lines(entries, run))
 
     def places(self) -> dict[str, int]:
-        """How long the line files are now."""
-        return {name: path.stat().st_size for name in (ROUNDS, EGRESS) if (path := self.folder / name).exists()}
+        """How long the line files are now, on the disk: a checkpoint that says so must not outlive their lines."""
+        there = {name: path for name in (ROUNDS, EGRESS) if (path := self.folder / name).exists()}
+        for path in there.values():
+            sync(path)
+        return {name: path.stat().st_size for name, path in there.items()}
 
     def rounds(self) -> list[dict[str, Any]]:
         """All rounds so far."""
@@ -136,7 +142,17 @@ class Records:
                     f"--resume: {self.folder} holds a run with {path} = {old!r}, the recipe says {new!r}. "
                     "Use the recipe of the run, or another --out folder"
                 )
+        self._check_engine(before["engine"]["name"], now["engine"]["name"])
         self._check_rounds(before, now)
+
+    def _check_engine(self, before: str, now: str) -> None:
+        """In-process engines can take over from each other; between them and Flower, what clients keep is elsewhere."""
+        if before != now and FLOWER in (before, now) and self.checkpoints.exists():
+            raise RecipeError(
+                f"--resume: {self.folder} holds a run on engine '{before}', now it is '{now}'. What clients keep "
+                f"between rounds is where '{before}' left it, and '{now}' would begin without it. Go on with "
+                f"'{before}', or begin in another --out folder"
+            )
 
 
 def strict(value: Any) -> Any:

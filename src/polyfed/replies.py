@@ -102,7 +102,8 @@ def joined(asks: Iterable[Replies]) -> Replies:
 
 
 def check_form(msg: Message, expected: type[Message], template: Tree) -> None:
-    """Refuse a (stacked) reply of another type, or whose parameters and gradients do not fit the model.
+    """Refuse a (stacked) reply of another type, whose parameters and gradients do not fit the model, whose numbers are
+    not numbers, or that counts more rows than it holds.
 
     Raises:
         BadReply: with the field and what is wrong with it.
@@ -110,6 +111,9 @@ def check_form(msg: Message, expected: type[Message], template: Tree) -> None:
     if not isinstance(msg, expected):
         raise BadReply(f"sent {type(msg).__name__}, expected {expected.__name__}")
     for name, key, value in tensors_of(msg):
+        if key is None and msg.kinds[name] == "statistic" and value.dim() != 1 + msg.dims[name]:
+            expects = f"{msg.dims[name]} dimensions" if msg.dims[name] else "one number"
+            raise BadReply(f"{name} has the shape {tuple(value.shape[1:])}, expected {expects}")
         if key is None or msg.kinds[name] not in ("parameters", "gradients"):
             continue
         wanted = template.get(key)
@@ -118,6 +122,11 @@ def check_form(msg: Message, expected: type[Message], template: Tree) -> None:
         if value.shape[1:] != wanted.shape or value.dtype != wanted.dtype:
             found, ours = (f"{t.dtype} {tuple(s)}" for t, s in ((value, value.shape[1:]), (wanted, wanted.shape)))
             raise BadReply(f"{name}.{key} is {found}, expected {ours}")
+    for name, count in msg.counts.items():
+        rows, counted = getattr(msg, name), getattr(msg, count)
+        held = [t.shape[1] for t in ([rows] if isinstance(rows, torch.Tensor) else rows.values()) if t.dim() > 1]
+        if held and not 0 <= int(counted.min()) <= int(counted.max()) <= min(held):
+            raise BadReply(f"{count} says {counted.tolist()} rows, {name} holds {min(held)}")
 
 
 NOT_FINITE = "is not finite"

@@ -186,8 +186,8 @@ class _Loop:
         return round + 1, state
 
     def _found(self) -> tuple[int, Any] | None:
-        owner, device = type(self.recipe.algorithm), self.assembly.engine.device
-        return None if self.records is None else checkpoint.load(self.records.checkpoints, owner, device)
+        modules, device = checkpoint.modules_of(self.recipe.algorithm), self.assembly.engine.device
+        return None if self.records is None else checkpoint.load(self.records.checkpoints, modules, device)
 
     def _round(self, round: int, state: Any) -> Any:
         algorithm: Algorithm = self.recipe.algorithm
@@ -245,7 +245,7 @@ class _Loop:
                 "totals": self.totals,
                 "places": self.records.places(),
             }
-            checkpoint.save(self.records.checkpoints, round, content, type(self.recipe.algorithm))
+            checkpoint.save(self.records.checkpoints, round, content, checkpoint.modules_of(self.recipe.algorithm))
             self.assembly.engine.kept = round
 
     def _note(self, event: str, **facts: Any) -> None:

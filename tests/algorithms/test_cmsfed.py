@@ -17,6 +17,7 @@ from polyfed.algorithms.cmsfed_choice import Choice, Problem, choose
 from polyfed.algorithms.cmsfed_lesson import Lesson
 from polyfed.algorithms.cmsfed_memory import Ratios
 from polyfed.assembly import assemble
+from polyfed.check import refuse_forbidden
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.errors import Diverged, EgressError, RecipeError, TooFewReplies
@@ -458,3 +459,21 @@ def test_class_and_gradient_edge_cases_survive() -> None:
         _, state, _ = played(made("vectorised", clients=clients, **options))
         assert all(bool(torch.isfinite(v).all()) for v in state.params.values())
     assert vector(state.params).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ({}, {"parameters", "gradients", "prototypes", "statistic"}),
+        ({"gradient_split": "delta"}, {"parameters", "prototypes", "statistic"}),
+        ({"prototypes": "local"}, {"parameters", "gradients", "statistic"}),
+        ({"prototypes": "local", "modality_selection": False}, {"parameters", "statistic"}),
+    ],
+    ids=["cmsfed", "delta", "cmsfed-local", "fedavg+pce"],
+)
+def test_only_what_a_configuration_uses_leaves_and_needs_permission(options: dict[str, Any], kinds: set[str]) -> None:
+    policy = {block: {"server": sorted(kinds)} for block in ("a", "b", "shared")}
+    made = recipe(algorithm("cmsfed", **options), "vectorised", egress=policy)
+    refuse_forbidden(assemble(made))
+    _, _, rows = played(made)
+    assert {row["kind"] for row in rows if row["destination"] == "server"} == kinds

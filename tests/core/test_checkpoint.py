@@ -2,12 +2,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polyfed import checkpoint
 from polyfed.algorithm import State
+from polyfed.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ NESTS = st.recursive(
 @given(NESTS)
 def test_any_nest_of_plain_values_comes_back_as_it_was(nest: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    back = checkpoint.unpack(checkpoint.pack(nest, tensors), tensors, State)
+    back = checkpoint.unpack(checkpoint.pack(nest, tensors), tensors, [State.__module__])
     assert back == nest
     assert type(back) is type(nest)
 
@@ -51,8 +53,8 @@ def test_tensors_of_all_types_and_shapes_come_back_bit_for_bit(tmp_path: Path) -
         "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
     }
     state = Odd({3: values, 7: State(values)}, (values["view"], 1.5), None)
-    checkpoint.save(tmp_path, 4, state, Odd)
-    found = checkpoint.load(tmp_path, Odd)
+    checkpoint.save(tmp_path, 4, state, [Odd.__module__])
+    found = checkpoint.load(tmp_path, [Odd.__module__])
     assert found is not None
     assert found[0] == 4
     assert checkpoint.digest(found[1]) == checkpoint.digest(state)
@@ -70,9 +72,19 @@ def test_digests_tell_values_types_shapes_and_structure_apart() -> None:
 
 def test_only_the_newest_is_kept(tmp_path: Path) -> None:
     for round in (1, 2, 3):
-        checkpoint.save(tmp_path, round, {"x": torch.ones(1)}, State)
+        checkpoint.save(tmp_path, round, {"x": torch.ones(1)})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "round-000003"]
 
 
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"x": torch.ones(1)})
+    with pytest.raises(CheckpointError, match=r"test_checkpoint:Odd.*Move it there"):
+        checkpoint.save(tmp_path, 2, {"odd": [Odd()]})
+    found = checkpoint.load(tmp_path)
+    assert found is not None
+    assert found[0] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "round-000001"]
+
+
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:
-    assert checkpoint.load(tmp_path, State) is None
+    assert checkpoint.load(tmp_path) is None

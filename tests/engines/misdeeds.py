@@ -1,6 +1,10 @@
 """What a hostile client does to a reply, in process and in processes of its own."""
 
+import math
+import struct
 from typing import Any
+
+import torch
 
 from polyfed.wire import Packet
 
@@ -18,6 +22,26 @@ def renamed(ask: Packet, reply: Packet) -> Packet:
 def reshaped(ask: Packet, reply: Packet) -> Packet:
     (field, name, dtype, shape), *rest = reply.header["tensors"]
     return with_header(reply, tensors=[[field, name, dtype, [*reversed(shape), 1]], *rest])
+
+
+def boxed(ask: Packet, reply: Packet) -> Packet:
+    """The loss as a matrix of one entry: the same bytes, and no number."""
+    tensors = [[f, n, d, [1, 1] if f == "loss" else s] for f, n, d, s in reply.header["tensors"]]
+    return with_header(reply, tensors=tensors)
+
+
+def counting(rows: int) -> Any:
+    """A reply that claims to speak for so many rows."""
+
+    def misdeed(ask: Packet, reply: Packet) -> Packet:
+        at = 0
+        for field, _, dtype, shape in reply.header["tensors"]:
+            if field == "num_rows":
+                return Packet(reply.header, reply.body[:at] + struct.pack("<q", rows) + reply.body[at + 8 :])
+            at += math.prod(shape) * getattr(torch, dtype).itemsize
+        raise AssertionError("the reply counts no rows")
+
+    return misdeed
 
 
 def not_a_number(ask: Packet, reply: Packet) -> Packet:

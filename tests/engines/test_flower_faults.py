@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 
 import world
 from engines.direct import grid_of, joined, played
-from engines.misdeeds import not_a_number, renamed, reshaped, with_header
+from engines.misdeeds import boxed, counting, not_a_number, renamed, reshaped, with_header
 from polyfed import checkpoint
 from polyfed.deploy import store
 from polyfed.deploy.handlers import Simulated
@@ -55,6 +56,7 @@ def hurt(change: Callable[[Packet, Packet], Packet]) -> Callable[[Any], Any]:
 BAD = {
     "NaN": (not_a_number, "is not finite"),
     "wrong shape": (reshaped, "expected torch.float32"),
+    "no number": (boxed, "loss has the shape (1, 1), expected one number"),
     "unknown name": (renamed, "the model does not have"),
     "too large": (lambda ask, reply: Packet(reply.header, bytes(3 * 2**20)), "is too large"),
     "too short": (lambda ask, reply: Packet(reply.header, reply.body[:-8]), "runs past the end"),
@@ -71,6 +73,15 @@ BAD = {
     "another message": (lambda ask, reply: with_header(reply, message="OwnScore"), "expected Update"),
     "a crash": (lambda ask, reply: 1 // 0, "Flower says"),
 }
+
+
+@pytest.mark.parametrize("rows", [10**9, -200])
+def test_a_client_weighs_what_it_enrolled_with_whatever_it_says_later(rows: int, tmp_path: Path) -> None:
+    made = recipe()
+    honest = joined(made, DirectGrid(client_app(Simulated(made, tmp_path / "honest")), 6))
+    lying = joined(made, DirectGrid(client_app(hurt(counting(rows))(Simulated(made, tmp_path / "lying"))), 6))
+    theirs, ours = played(made, honest)[0], played(made, lying)[0]
+    assert all(torch.equal(ours.params[name], theirs.params[name]) for name in theirs.params)
 
 
 class Crashing(DirectGrid):
@@ -98,7 +109,7 @@ def test_a_bad_reply_is_dropped_with_a_reason_and_the_round_goes_on(fault: str, 
     assert list(told) == [VICTIM]
     assert words in told[VICTIM]
     rounds = {(row["round"], row["client"]) for row in parts.ledger.rows() if row["destination"] == "server"}
-    unusable = fault in ("NaN", "wrong shape", "unknown name")  # well-formed on the wire, so it did cross
+    unusable = fault in ("NaN", "wrong shape", "no number", "unknown name")  # well-formed on the wire, so it did cross
     assert ((2, VICTIM) in rounds) == unusable
     assert all(bool(value.isfinite().all()) for value in state.params.values())
 

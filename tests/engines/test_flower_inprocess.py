@@ -53,9 +53,9 @@ def test_parameters_and_ledgers_equal_the_sequential_engines(name: str, tmp_path
     assert ledger == ledger_one, "the server's ledger"
     assert own_ledgers(tmp_path) == sorted(ledger_one, key=order), "the clients' own ledgers"
     for client, tree in one.engine.locals.items():
-        store = Store(tmp_path / "run" / f"client-{client}", type(made.algorithm))
+        store = Store(tmp_path / "run" / f"client-{client}")
         places = store._places()
         if client >= 0 and tree and places:
-            found = checkpoint.load(store._path(places[-1]), type(made.algorithm))
+            found = checkpoint.load(store._path(places[-1]))
             assert found is not None
             assert world.same(tree, found[1]["local"]), f"local state of client {client}"

@@ -98,8 +98,8 @@ def test_a_run_resumed_after_round_two_equals_the_uninterrupted_one(name: str, e
     _, whole, _ = played(made)
     parts, state, _ = played(replace(made, rounds=2))
     # the schedule and the stream of a run depend on its number of rounds, so the second half plays the long recipe
-    checkpoint.save(tmp_path, 2, {"state": state, "locals": parts.engine.locals}, type(made.algorithm))
-    found = checkpoint.load(tmp_path, type(made.algorithm))
+    checkpoint.save(tmp_path, 2, {"state": state, "locals": parts.engine.locals}, checkpoint.modules_of(made.algorithm))
+    found = checkpoint.load(tmp_path, checkpoint.modules_of(made.algorithm))
     assert found is not None
     again = assemble(made)
     again.engine.locals, state = found[1]["locals"], found[1]["state"]

@@ -57,6 +57,7 @@ class Assignment(Message):
 class Report(Message):
     """What a client sends after training: mean loss terms, trained blocks, the mean gradients g and h, and about its
     rows: prototypes (C, D) by modality, class counts (C,), imbalance ratios of the first modality over each other.
+    Trees of which the configuration makes no use are empty.
     """
 
     cross_entropy: Tensor = carries("statistic")
@@ -141,9 +142,18 @@ class CmsFed(Averaging):
                 "[algorithm] modality_selection = false (FedAvg+PCE, DivFL+PCE)"
             )
 
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether clients send g and h: deltas the server sees in what it receives, and others choose without."""
+        return self.modality_selection and self.gradient_split == "exact"
+
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """The template's own task is never asked, and the first look at everyone only where modalities are chosen."""
         if task == "update" or (task == "explore" and not self.modality_selection):
+            return False
+        if field in ("gradient", "encoder_gradient") and not self.sends_gradients:
+            return False
+        if field in ("prototypes", "rows_per_class") and self.prototypes == "local":
             return False
         if task == "explore" and field == "params":
             return self.gradient_split != "exact"
@@ -279,6 +289,7 @@ class CmsFed(Averaging):
         steps = fit.num_steps.clamp(min=1)
         means = {part: {n[2:]: v / steps for n, v in fit.carry.items() if n.startswith(part)} for part in ("g.", "h.")}
         own, rows = lesson.own_prototypes(data, at)
+        pooled = self.prototypes == "global"
         ce, pce = blamed(fit)
         return Report(
             cross_entropy=ce,
@@ -286,8 +297,8 @@ class CmsFed(Averaging):
             params=kept,
             gradient=means["g."],
             encoder_gradient=means["h."],
-            prototypes={m: p.sent for m, p in own.items()},
-            rows_per_class=rows,
+            prototypes={m: p.sent for m, p in own.items()} if pooled else {},
+            rows_per_class=rows if pooled else {},
             ratio=self._ratio(lesson, data, at, own),
             loss=fit.loss,
             num_rows=data.num_rows,

@@ -82,7 +82,7 @@ class Lesson:
                 direction=self._direction(params),
                 carry=fit.carry if fit else carry,
                 only=(*self.modalities, SHARED),
-                split=self.method.gradient_split == "exact",
+                split=self.method.sends_gradients,
                 after=fit,
             )
         assert fit is not None
@@ -99,7 +99,7 @@ class Lesson:
                 pulls = [b * prototypes.cross_entropy(near[m], z[m], batch, m) for m, b in weights.items()]
                 terms[PCE] = torch.stack(pulls).sum()
             seen = {name: value.detach() for name, value in terms.items()}
-            return terms if self.method.gradient_split == "exact" else torch.stack(list(terms.values())).sum(), seen
+            return terms if self.method.sends_gradients else torch.stack(list(terms.values())).sum(), seen
 
         return loss
 
@@ -127,7 +127,7 @@ class Lesson:
     def _accumulators(self, params: Tree) -> Tree:
         zero = torch.zeros(())
         carry = {f"{part}.{term}": zero for part in ("sum", "last") for term in (CE, PCE)}
-        if self.method.gradient_split == "exact":
+        if self.method.sends_gradients:
             g = self.site.model.trainable(params) if self.complete else {}
             carry |= {f"g.{n}": torch.zeros_like(v) for n, v in g.items()}
             carry |= {f"h.{n}": torch.zeros_like(params[n]) for n in self.encoder(params)}
@@ -143,7 +143,7 @@ class Lesson:
             for term, value in seen.items():
                 after[f"sum.{term}"] = carry[f"sum.{term}"] + value
                 after[f"last.{term}"] = torch.where(fine, value, carry[f"last.{term}"])
-            if self.method.gradient_split == "delta":
+            if not self.method.sends_gradients:
                 return grads, after
             step = summed(grads)
             if self.complete:

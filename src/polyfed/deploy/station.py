@@ -70,7 +70,7 @@ class Station:
         expected = ask.task.__polyfed_task__.types(ask.task)[0]  # type: ignore[attr-defined]
         got: Message = decode(packet, expected, limit=self.limit, finite=True)
         folder = self.folder / ticket.run / f"client-{ticket.client}"
-        store = Store(folder, type(engine.algorithm))
+        store = Store(folder)
         self._check_held(packet, ticket.client)
         with store.alone():
             local = self._begun(store, ask, ticket)

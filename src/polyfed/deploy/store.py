@@ -47,11 +47,10 @@ class Store:
 
     Args:
         folder: of this client and run; made when it is first needed.
-        owner: the algorithm's class.
     """
 
-    def __init__(self, folder: Path, owner: type) -> None:
-        self.folder, self.owner = folder, owner
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -80,12 +79,15 @@ class Store:
         places = self._places()
         if not places:
             return None
-        found = checkpoint.load(self._path(places[-1]), self.owner)
+        found = checkpoint.load(self._path(places[-1]))
         assert found is not None, "a place is listed when its checkpoint is whole"
         return found[1]["local"], tuple(found[1]["modalities"])
 
     def keep(self, ticket: Ticket, local: Tree, modalities: tuple[str, ...], kept: int) -> None:
         """Write the state a task left, and forget those that no ask can want any more.
+
+        The server can repeat the newest ask, and it can go back to the end of any round that it has not settled yet:
+        wanted are the state before this one, the last of every such round, and the last of those that are settled.
 
         Args:
             ticket: of the task.
@@ -94,12 +96,14 @@ class Store:
             kept: the newest round that the server will never ask again.
         """
         content = {"local": local, "modalities": list(modalities)}
-        checkpoint.save(self._path(ticket.place), ticket.round, content, self.owner)
-        settled = [place for place in self._places() if place[0] <= kept]
-        if len(settled) < 2:
-            return
-        self._note(Journal(ticket.session, ticket.place, settled[-1]))  # a resumed server goes on from the last
-        for place in settled[:-1]:
+        checkpoint.save(self._path(ticket.place), ticket.round, content)
+        places = self._places()
+        last_of = {place[0]: place for place in places}
+        settled = [place for place in places if place[0] <= kept]
+        wanted = {*places[-2:], *(place for round, place in last_of.items() if round > kept), *settled[-1:]}
+        if len(settled) > 1:
+            self._note(Journal(ticket.session, ticket.place, settled[-1]))  # a resumed server goes on from the last
+        for place in [place for place in places if place not in wanted]:
             shutil.rmtree(self._path(place))
 
     def _note(self, journal: Journal) -> None:

@@ -1,9 +1,9 @@
 """Groups of alike clients at once: the whole task of a client, its training loop included, under one `vmap`.
 
-Clients are alike when they own the same modalities and receive the same kind of message. A group is sorted by number
-of rows, so that little is padded, and cut into stacks that fit a memory budget. What cannot be stacked (a task that
-says so, an examiner, a single client, a stack in which something raised) runs one client after another, and an event
-says so: never silently.
+Clients are alike when they own the same modalities, receive the same kind of message and keep the same kind of local
+state. A group is sorted by number of rows, so that little is padded, and cut into stacks that fit a memory budget. What
+cannot be stacked (a task that says so, an examiner, a single client, a stack in which something raised) runs one client
+after another, and an event says so: never silently.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from polyfed.engines.inprocess import InProcess, client_key, describe_failure
-from polyfed.errors import PolyfedError
+from polyfed.errors import PolyfedError, RecipeError
 from polyfed.federation import Ask, Send
 from polyfed.messages import Message, cut, rebuilt
 from polyfed.node import Node
@@ -71,8 +71,9 @@ class Vectorised(InProcess):
         alike: dict[Any, list[int]] = {}
         for client in clients:
             form = None if isinstance(send, Message) else _form(send[client])
-            alike.setdefault((self.site(client).modalities, client < 0, form), []).append(client)
-        for (_, examiner, _), group in alike.items():
+            kept = tuple((name, value.shape, value.dtype) for name, value in self.local(ask, client).items())
+            alike.setdefault((self.site(client).modalities, client < 0, form, kept), []).append(client)
+        for (_, examiner, _, _), group in alike.items():
             if examiner:  # the server's test set: one large table, nothing to gain from a stack
                 yield from ([client] for client in group)
                 continue
@@ -134,6 +135,7 @@ class Vectorised(InProcess):
         else:  # all have the same form, so one entry speaks for all
             node.receive(ask, received[0])
         reply = node.release(ask, _without_padding(reply_type[0](**values)), stacked=True)
+        _refuse_padding(ask, after, locals_, rows.counts)
         for i, client in enumerate(group):
             self.locals[client] = {name: value[i].clone() for name, value in after.items()}
         return _ordered(Part(tuple(group), reply))
@@ -200,6 +202,19 @@ def _without_padding(reply: Any) -> Any:
 
         changed[name] = clean(value) if isinstance(value, Tensor) else {key: clean(t) for key, t in value.items()}
     return replace(reply, **changed) if changed else reply
+
+
+def _refuse_padding(ask: Ask, after: Tree, before: Tree, counts: Sequence[int]) -> None:
+    """Refuse to keep something new with an entry per row: in a stack of unequal clients it has been padded."""
+    if len(set(counts)) == 1:
+        return
+    for name, value in after.items():
+        if value.dim() > 1 and value.shape[1] == max(counts) and (name not in before or before[name].dim() == 1):
+            raise RecipeError(
+                f"task {ask.name} keeps '{name}' with an entry for each of a client's rows. Clients of unequal length "
+                "cannot be stacked then: make it in Algorithm.local with the length each client needs, or mark the "
+                "task with loop_because"
+            )
 
 
 def _ordered(part: Part) -> Part:
