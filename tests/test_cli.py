@@ -251,3 +251,18 @@ def test_help_names_the_verbs_of_the_contract(polyfed_command):
     assert code == 0
     for verb in ("run", "check", "compare", "report", "algorithms", "data"):
         assert re.search(rf"\b{verb}\b", out)
+
+
+def test_a_key_is_set_and_not_a_whole_section(polyfed_command, recipe):
+    code, _, err = polyfed_command("check", recipe, "--set", "train={lr=0.2}")
+    assert code == 2
+    assert "'train' is a section; write its keys one by one" in err
+
+
+def test_folders_without_a_finished_run_are_left_out_of_a_comparison(polyfed_command, recipe, tmp_path):
+    polyfed_command("run", recipe, "--set", "rounds=1", "--out", str(tmp_path / "one"))
+    (tmp_path / "empty").mkdir()
+    with pytest.warns(PolyfedWarning, match=r"left out: .*empty holds no run"):
+        code, text, _ = polyfed_command("compare", str(tmp_path / "one"), str(tmp_path / "empty"), "--json")
+    assert code == 0
+    assert [row["n"] for row in json.loads(text)] == [1]

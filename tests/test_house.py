@@ -35,6 +35,7 @@ LAYERS = [
         "report",
         "settings",
         "tracking",
+        "lock",
         "deploy",
     },
     {"cli", "__init__", "__main__"},

@@ -304,3 +304,34 @@ def test_the_files_of_a_run_are_strict_json(tmp_path: Path) -> None:
         raise AssertionError(word)
 
     json.loads((tmp_path / "result.json").read_text(), parse_constant=refuse)
+
+
+def test_a_run_refused_at_its_start_leaves_its_folder_free(tmp_path: Path) -> None:
+    made = recipe(algorithm("cmsfed"))
+    with pytest.raises(EgressError):
+        polyfed.run(made, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+    @dataclass(frozen=True, kw_only=True)
+    class Picky(type(algorithm("fedavg"))):  # type: ignore[misc]
+        def init(self, fed: Any, params: Any) -> Any:
+            raise RecipeError("not with this data")
+
+    with pytest.raises(RecipeError, match="not with this data"):
+        polyfed.run(recipe(Picky(train=Train(lr=0.1))), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert polyfed.run(recipe(algorithm("fedavg")), tmp_path / "run").folder == tmp_path / "run"
+
+
+def test_two_processes_do_not_write_one_run(tmp_path: Path) -> None:
+    inside: list[str] = []
+
+    def other(event: str, **facts: Any) -> None:
+        if event == "round-finished" and not inside:
+            with pytest.raises(RecipeError, match=r"another process is writing this run \(process \d+\)"):
+                polyfed.run(longer(rounds=3), tmp_path / "run", resume=True)
+            inside.append("refused")
+
+    polyfed.run(longer(rounds=3), tmp_path / "run", listeners=[other])
+    assert inside == ["refused"]
+    assert len(files(tmp_path / "run")["rounds"]) == 3

@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, get_type_hints
@@ -25,6 +25,9 @@ from polyfed.tree import SHARED
 
 SERVER_TASKS = ("score",)
 """Tasks that run on the server's own rows: nothing of theirs crosses a client's border."""
+
+SCORE_OWN = "score_own"
+"""The task by which clients judge on test rows of their own."""
 
 CLASS_MEANS = "class_means"
 """The averaging methods' task for `[evaluate] unimodal = "prototype"`."""
@@ -63,12 +66,14 @@ class Check:
         facts: clients, blocks and their bytes, the resolved policy; as in run.json.
         planned: everything that can leave, allowed or not.
         remarks: what the rehearsal could not do; sizes may be missing then.
+        cures: lines of a policy that would allow what it forbids.
     """
 
     recipe: Recipe
     facts: dict[str, Any]
     planned: tuple[Planned, ...]
     remarks: tuple[str, ...] = ()
+    cures: tuple[str, ...] = ()
 
     @property
     def refused(self) -> tuple[Planned, ...]:
@@ -85,7 +90,9 @@ def check(recipe: Recipe) -> Check:
     assembly = assemble(recipe)
     warn_unmeasured(assembly)
     sizes, remarks = _rehearsed(assembly)
-    return Check(recipe, facts_of(assembly), tuple(plan(assembly, sizes)), remarks)
+    planned = tuple(plan(assembly, sizes))
+    cures = cures_of((row for row in planned if not row.allowed), assembly.policy)
+    return Check(recipe, facts_of(assembly), planned, remarks, tuple(cures))
 
 
 def _rehearsed(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
@@ -94,7 +101,7 @@ def _rehearsed(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
 
     def listen(event: str, **facts: Any) -> None:
         if event == "client-failed":
-            failed[f"task {facts['task']}: {facts['trace'].strip().splitlines()[-1]}"] = None
+            failed[f"task {facts['task']}: {facts['reason']}"] = None
 
     try:
         sizes = rehearse(assembly.recipe, assembly.population, listen)
@@ -155,11 +162,19 @@ def refuse_forbidden(assembly: Assembly) -> None:
     if not refused:
         return
     lines = [
-        f"  {row.message}.{row.field} (task {row.task}): {row.kind} of {row.block} to the {row.destination}; "
-        f"it would leave if the policy said: {row.cure}"
+        f"  {row.message}.{row.field} (task {row.task}): {row.kind} of {row.block} to the {row.destination}"
         for row in refused
     ]
-    raise EgressError("the policy forbids what this algorithm sends:\n" + "\n".join(lines))
+    cures = ["it would leave if the policy said:", *(f"  {cure}" for cure in cures_of(refused, assembly.policy))]
+    raise EgressError("\n".join(["the policy forbids what this algorithm sends:", *lines, *cures]))
+
+
+def cures_of(refused: Iterable[Planned], policy: Policy) -> list[str]:
+    """The lines of a policy that would allow all of this, one for each block and destination."""
+    kinds: dict[tuple[str, str], set[str]] = {}
+    for row in refused:
+        kinds.setdefault((row.block, row.destination), set()).add(row.kind)
+    return [policy.cure(wanted, *place) for place, wanted in kinds.items()]
 
 
 def plan(assembly: Assembly, rehearsed: Mapping[Place, Size] | None = None) -> Iterator[Planned]:
@@ -169,7 +184,7 @@ def plan(assembly: Assembly, rehearsed: Mapping[Place, Size] | None = None) -> I
     sizes = facts_of(assembly, 0)["blocks"]
     seen = rehearsed or {}
     for name, task in tasks_of(algorithm).items():
-        if not asked(name, algorithm) or (name == "score_own" and not assembly.fed.clients.tested):
+        if not asked(name, algorithm, bool(assembly.fed.clients.tested)):
             continue
         info = task.__polyfed_task__  # type: ignore[attr-defined]
         reply = info.types(task)[1]
@@ -191,16 +206,18 @@ def plan(assembly: Assembly, rehearsed: Mapping[Place, Size] | None = None) -> I
                     destination=info.scope,
                     bytes=known if size is None else size.fixed,
                     allowed=allowed,
-                    cure="" if allowed else assembly.policy.cure(kind, block, info.scope),
+                    cure="" if allowed else assembly.policy.cure((kind,), block, info.scope),
                     bytes_per_row=0.0 if size is None else size.per_row,
                     rehearsed=size is not None,
                 )
 
 
-def asked(task: str, algorithm: Algorithm) -> bool:
-    """Whether a run can ask clients for this task at all, whatever its data."""
+def asked(task: str, algorithm: Algorithm, tested: bool) -> bool:
+    """Whether a run can ask clients for this task at all; `tested` is whether any has test rows of its own."""
     if task == CLASS_MEANS:
         return algorithm.evaluation.unimodal == "prototype"
+    if task == SCORE_OWN:
+        return tested and algorithm.evaluation.personal
     return task not in SERVER_TASKS  # examiners are the server's own rows
 
 

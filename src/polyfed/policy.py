@@ -10,7 +10,7 @@ A row that is written decides alone; where nothing is written, parameters, gradi
 go, all else may not. In a deployment the client's own file decides, and a recipe can only make it stricter.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from polyfed.errors import RecipeError, did_you_mean
@@ -80,16 +80,16 @@ class Policy:
             for block in (*modalities, SHARED, LABELS)
         }
 
-    def cure(self, kind: str, block: str, destination: str) -> str:
-        """The line of a policy that would allow this."""
-        kinds = [k for k in KINDS if k == kind or k in self.kinds(block, destination)]
+    def cure(self, wanted: Collection[str], block: str, destination: str) -> str:
+        """The line of a policy that would allow these kinds."""
+        kinds = [k for k in KINDS if k in wanted or k in self.kinds(block, destination)]
         listed = ", ".join(f'"{k}"' for k in kinds)
         return f"[egress.{block}] {destination} = [{listed}]"
 
 
 def refusal(crossing: Crossing, destination: str, policy: Policy, client: int | str, message: str) -> str:
     """The words of a refusal: client, field, kind, block, destination, and the line that would allow it."""
-    cure = policy.cure(crossing.kind, crossing.block, destination)
+    cure = policy.cure((crossing.kind,), crossing.block, destination)
     return (
         f"client {client} refused to send {message}.{crossing.field}: {crossing.kind} of {crossing.block} "
         f"may not go to the {destination}. It would leave if the client's policy said: {cure}"

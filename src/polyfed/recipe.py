@@ -282,6 +282,11 @@ def _apply(table: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # a bare word
+    # another data set or algorithm comes with keys of its own; elsewhere what is not named should stay as it is
+    if names[0] in SECTIONS and len(names) == 1 and not (isinstance(value, dict) and "name" in value):
+        raise RecipeError(
+            f"--set {override}: '{names[0]}' is a section; write its keys one by one, --set {names[0]}.key=value"
+        )
     for name in names[:-1]:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):

@@ -2,8 +2,10 @@
 
 import json
 import math
+import shutil
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import tomli_w
 from polyfed.checkpoint import replace_text, sync
 from polyfed.errors import CheckpointError, RecipeError
 from polyfed.ledger import TO_CLIENT, Entry, lines
+from polyfed.lock import LOCK, alone_in
 from polyfed.optim import WHOLE_RUN_SCHEDULES
 
 ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
@@ -49,14 +52,33 @@ class Records:
             raise RecipeError(
                 f"--out {folder}: {error.strerror or error}. Choose a folder that can be written"
             ) from None
-        if not resume and (folder / RECIPE).exists():
+        if not resume and self.begun:
             raise RecipeError(f"--out {folder} holds another run. Go on with it by --resume, or choose another folder")
         # facts without a recipe: killed between the two by which a run begins
         foreign = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".") and entry.name != FACTS]
-        if foreign and not (folder / RECIPE).exists():
+        if foreign and not self.begun:
             raise RecipeError(
                 f"--out {folder} is not empty and holds no run ({foreign[0]}, ...). Choose another folder"
             )
+
+    @property
+    def begun(self) -> bool:
+        """Whether the folder holds a run."""
+        return (self.folder / RECIPE).exists()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the folder, and take it away again if nothing came of the run.
+
+        Raises:
+            RecipeError: another process is writing this run.
+        """
+        try:
+            with alone_in(self.folder, "another process is writing this run", "Wait for it, or choose another folder"):
+                yield
+        finally:
+            if [entry.name for entry in self.folder.iterdir()] == [LOCK]:
+                shutil.rmtree(self.folder)
 
     @property
     def checkpoints(self) -> Path:
@@ -65,7 +87,7 @@ class Records:
 
     def open(self, recipe: dict[str, Any], facts: dict[str, Any]) -> str:
         """Note the recipe and facts of the run, or check that a resumed run has the same; the run's id."""
-        if (self.folder / RECIPE).exists():
+        if self.begun:
             self._check_same(recipe)
             run: str = json.loads((self.folder / FACTS).read_text())["run"]
         else:

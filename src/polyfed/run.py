@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -49,6 +50,13 @@ class Run:
     state: Any
     model: Model
     folder: Path | None
+
+    def __repr__(self) -> str:
+        """In short: `state` and `model` hold a model's worth of numbers."""
+        judged = self.result["metrics"].get("global", self.result["metrics"].get("personal", {}))
+        score = next((f", {name} {judged[name]:.4f}" for name in ("accuracy", "mean") if name in judged), "")
+        where = "" if self.folder is None else f", files in {self.folder}"
+        return f"Run({self.result['algorithm']} on {self.result['dataset']}, {len(self.rounds)} rounds{score}{where})"
 
     @property
     def history(self) -> "pd.DataFrame":
@@ -95,11 +103,15 @@ def run(
     recipe = replace(recipe, engine=replace(recipe.engine, **changes))  # type: ignore[arg-type]
     records = None if out is None else Records(Path(out), resume=resume)
     emit = Emitter(listeners)
+    play = conduct
     if recipe.engine.name == "flower":
         from polyfed.deploy.server import simulate  # needs the extra polyfed[flower]
 
-        return simulate(recipe, records, emit, conduct)
-    return conduct(recipe, records, emit)
+        play = partial(simulate, conduct=conduct)
+    if records is None:
+        return play(recipe, records, emit)
+    with records.alone():
+        return play(recipe, records, emit)
 
 
 def conduct(
@@ -139,7 +151,7 @@ class _Loop:
 
     def run(self) -> Run:
         """Set up or resume, run the rounds, write the result."""
-        if self.records is not None:
+        if self.records is not None and self.records.begun:
             self.ledger.run = self.records.open(self._table(), self._facts())
         first, state = self._start()
         rounds = self.recipe.rounds
@@ -166,13 +178,14 @@ class _Loop:
         algorithm, engine = self.recipe.algorithm, self.assembly.engine
         found = self._found()
         if found is None:
-            if self.records is not None:
-                self.records.rewind({})
-                if self.records.resume:
-                    self.emit("note", text=f"{self.records.folder} has no round to go on from: the run begins")
+            if self.records is not None and self.records.resume:
+                self.emit("note", text=f"{self.records.folder} has no round to go on from: the run begins")
             self.fed.begin(0)
             state = algorithm.init(self.fed, self.assembly.initial)
             self.fed.template = getattr(state, "params", self.assembly.initial)
+            if self.records is not None:  # not before: a run that is refused at its start leaves its folder free
+                self.ledger.run = self.records.open(self._table(), self._facts())
+                self.records.rewind({})
             self._settle(0)
             return 1, state
         round, content = found

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -41,11 +41,14 @@ def between(low: int, high: int) -> Within:
 
 
 def check_ranges(section: str, spec: object) -> None:
-    """Refuse options outside the ranges that their types name; None is outside of none.
+    """Refuse options outside the ranges and words that their types name; None is outside of no range.
 
     Raises:
         RecipeError: with section, key, value and what is allowed.
     """
+    for name, words in choices(type(spec)).items():  # type: ignore[arg-type]
+        if (value := getattr(spec, name)) not in words:
+            raise RecipeError(f"{section} {name} = {value!r}: {did_you_mean(str(value), map(str, words))}")
     for name, within in ranges(type(spec)).items():  # type: ignore[arg-type]
         value = getattr(spec, name)
         if value is not None and not (math.isfinite(value) and within.holds(value)):
@@ -59,6 +62,13 @@ def ranges(cls: type) -> dict[str, Within]:
     hints = get_type_hints(cls, include_extras=True)
     found = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(cls)}
     return {name: entry for name, extras in found.items() for entry in extras if isinstance(entry, Within)}
+
+
+@cache
+def choices(cls: type) -> dict[str, tuple[Any, ...]]:
+    """The options of a dataclass that are one of some words, and the words."""
+    hints = get_type_hints(cls)
+    return {f.name: get_args(hints[f.name]) for f in fields(cls) if get_origin(hints[f.name]) is Literal}
 
 
 def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozenset[str] = frozenset()) -> dict[str, Any]:

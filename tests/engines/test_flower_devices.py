@@ -250,7 +250,7 @@ def test_a_device_is_checked_before_it_starts(tmp_path: Path, capsys: Any) -> No
     with pytest.raises(SystemExit) as stop:
         main(("check", str(devices.recipe), "--node", config))
     assert stop.value.code == 3
-    assert 'would be allowed by [egress.a] server = ["parameters", "statistic"]' in capsys.readouterr().out
+    assert 'would be allowed by [egress.a] server = ["parameters", "gradients", "statistic"]' in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(("check", str(devices.recipe), "--node", config, "--json"))
     facts = json.loads(capsys.readouterr().out)

@@ -113,7 +113,7 @@ class PartialFL(Averaging):
             kinds = " and ".join(sorted({"embeddings", self.inputs}))
             raise RecipeError(
                 f"partialfl shares nothing: no modality may send {kinds} to the server. Say which one may, as in "
-                f"{policy.cure('embeddings', modalities[-1], 'server')}"
+                f"{policy.cure(('embeddings',), modalities[-1], 'server')}"
             )
         private = tuple(m for m in modalities if m not in shared)
         if self.global_model == "private" and not private:

@@ -142,7 +142,7 @@ def crossings(cls: type[Algorithm]) -> Iterator[Carried]:
         info = task.__polyfed_task__  # type: ignore[attr-defined]
         got, reply = info.types(task)
         answers = [field for field in reply.kinds if _can_send(algorithm, name, field)]
-        if not asked(name, algorithm) or (reply.kinds and not answers):
+        if not asked(name, algorithm, tested=True) or (reply.kinds and not answers):
             continue  # never asked of a client
         for way, kind, fields in (("down", got, got.kinds), (info.scope, reply, answers)):
             for field in fields:

@@ -113,7 +113,7 @@ def remarks(check: Check) -> Iterator[Text]:
         "Bytes are those of a first round, rehearsed on a few rows of a few clients; of several tasks, the largest.",
         "dim",
     )
-    yield from (Text(f"would be allowed by {cure}") for cure in dict.fromkeys(row.cure for row in check.refused))
+    yield from (Text(f"would be allowed by {cure}") for cure in check.cures)
     yield from (Text(remark, "yellow") for remark in check.remarks)
 
 

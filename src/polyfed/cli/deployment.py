@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from polyfed import deploy
+from polyfed.check import cures_of
 from polyfed.cli import tables
 from polyfed.cli.plain import plain_table, stacked, titled
 from polyfed.deploy.inspection import Inspection
@@ -60,7 +61,7 @@ def device_tables(inspection: Inspection) -> Group:
         crossing.add_row(
             sent.task, f"{sent.message}.{sent.field}", sent.kind, Text(sent.block), sent.destination, verdict
         )
-    cures = dict.fromkeys(row.cure for row in inspection.refused)
+    cures = cures_of(inspection.refused, inspection.policy)
     parts: list[RenderableType] = [*_data(inspection), titled("May leave", policy)]
     if inspection.planned:
         parts.append(titled("The recipe would send", crossing))

@@ -15,12 +15,12 @@ from polyfed.assembly import population_of
 from polyfed.data import Column, Columns, Population, Shards, stacked
 from polyfed.data.columns import LEFT_OUT, TEST, VALIDATION
 from polyfed.deploy.handlers import MEGABYTE, Simulated
-from polyfed.deploy.lock import alone_in
 from polyfed.engines.inprocess import InProcess
 from polyfed.engines.letters import ENROLLED, REFUSED, Enrolment
 from polyfed.engines.remote import Remote, Terms
 from polyfed.errors import BadReply, DataError, EgressError, PolyfedError, RecipeError, TooFewReplies
 from polyfed.events import Emitter
+from polyfed.lock import alone_in
 from polyfed.recipe import Recipe, load_recipe
 from polyfed.records import Records
 from polyfed.settings import EngineSpec

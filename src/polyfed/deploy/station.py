@@ -146,7 +146,7 @@ def enrolment(population: Population, policy: Policy, client: int) -> Packet:
         client: its number in the federation.
     """
     if not policy.allows("statistic", SHARED, "server"):
-        cure = policy.cure("statistic", SHARED, "server")
+        cure = policy.cure(("statistic",), SHARED, "server")
         why = f"client {client} refused to enrol, which tells the server how many rows it has (a statistic). It would "
         return reason(REFUSED, None, why + f"if the client's policy said: {cure}")
     columns, roster = population.columns, roster_of(population)

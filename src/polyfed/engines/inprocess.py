@@ -170,7 +170,7 @@ class InProcess(ABC):
             test_index=self.test_rows(client),
         )
         try:
-            reply, local = ask.task(site, self.metered(ask, (client,), view), self.local(ask, client), got)
+            reply, local = pair(ask, ask.task(site, self.metered(ask, (client,), view), self.local(ask, client), got))
             released = node.release(ask, reply, stacked=False)
         except PolyfedError:
             raise
@@ -179,7 +179,8 @@ class InProcess(ABC):
                 error.add_note(describe_failure(ask, (client,), got))
                 raise
             missing[client] = f"{type(error).__name__}: {error}"
-            self.emit("client-failed", client=client, task=ask.name, trace=traceback.format_exc())
+            trace = traceback.format_exc()
+            self.emit("client-failed", client=client, task=ask.name, reason=missing[client], trace=trace)
             return None
         if local is not self.locals.get(client):
             self.locals[client] = clone(local)
@@ -231,6 +232,20 @@ def roster_of(population: Population) -> Roster:
 def client_key(ask: Ask, client: int) -> int:
     """The key of everything random a client does in a round."""
     return keys.key(ask.seed, "client", client, ask.round)
+
+
+def pair(ask: Ask, returned: Any) -> tuple[Message, Tree]:
+    """What a task returned: a reply and the client's local state.
+
+    Raises:
+        RecipeError: it is something else; a `return` without the local state is easily written.
+    """
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Message)):
+        raise RecipeError(
+            f"task {ask.name} must return a message and the client's local state, as in `return Update(...), local`; "
+            f"it returned {type(returned).__name__}"
+        )
+    return returned
 
 
 def describe_failure(ask: Ask, clients: Sequence[int], got: Message) -> str:

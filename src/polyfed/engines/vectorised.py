@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from polyfed.engines.inprocess import InProcess, client_key, describe_failure
+from polyfed.engines.inprocess import InProcess, client_key, describe_failure, pair
 from polyfed.errors import PolyfedError, RecipeError
 from polyfed.federation import Ask, Send
 from polyfed.messages import Message, cut, rebuilt
@@ -115,7 +115,7 @@ class Vectorised(InProcess):
                 rounds=ask.rounds,
                 test_stack=tests,
             )
-            reply, after = ask.task(site, self.metered(ask, group, view), local, kind(**got))
+            reply, after = pair(ask, ask.task(site, self.metered(ask, group, view), local, kind(**got)))
             reply_type.append(type(reply))
             return {name: getattr(reply, name) for name in reply.kinds}, after
 

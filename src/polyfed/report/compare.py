@@ -1,11 +1,12 @@
 """Comparing runs: those that differ only in seed and fold are one group, with mean and spread over its runs."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyfed.errors import DataError, RecipeError
+from polyfed.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.metrics import mean_and_spread
 from polyfed.report.folder import Folder
 from polyfed.report.folds import FOLD_KEYS, check_reach, fold_of, pooled_uars, rounds_to
@@ -144,16 +145,13 @@ def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Compariso
 
     Raises:
         RecipeError: no folder was given, or `reach` is no share.
-        DataError: a folder holds no finished run.
+        DataError: no folder holds a finished run; of several, those that do not are left out with a warning.
     """
-    folders = [Folder(path) for path in dict.fromkeys(Path(d).resolve() for d in dirs)]
+    folders = _finished(dict.fromkeys(Path(d).resolve() for d in dirs))
     if reach is not None:
         check_reach(reach)
     if not folders:
         raise RecipeError("compare needs folders of runs: polyfed compare DIR DIR ...")
-    for folder in folders:
-        if not folder.result:
-            raise DataError(f"{folder.path} is not finished (no result.json). Go on with `polyfed run --resume`")
     bundles: dict[str, list[Folder]] = {}
     for folder in folders:
         bundles.setdefault(repr(sorted(method_of(folder).items())), []).append(folder)
@@ -161,6 +159,24 @@ def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Compariso
     groups = tuple(_group(label, bundle, reach) for label, bundle in zip(labels, bundles.values(), strict=True))
     modalities = tuple(dict.fromkeys(m for f in folders for m in modalities_of(f)))
     return Comparison(groups, _columns(groups, modalities, reach), modalities)
+
+
+def _finished(paths: Iterable[Path]) -> list[Folder]:
+    """The folders that hold finished runs; `runs/*` finds others as well."""
+    found, others = [], []
+    for path in paths:
+        try:
+            folder = Folder(path)
+            if not folder.result:
+                raise DataError(f"{path} is not finished (no result.json). Go on with `polyfed run --resume`")
+            found.append(folder)
+        except DataError as error:
+            others.append(error)
+    if others and not found:
+        raise others[0]
+    for why in others:
+        warnings.warn(f"left out: {why}", PolyfedWarning, stacklevel=3)
+    return found
 
 
 def method_of(folder: Folder) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""What `polyfed.run` gives back, and what it says of an author's slip."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import polyfed
+from polyfed.algorithm import Averaging, Update
+from polyfed.check import check
+from polyfed.errors import RecipeError
+from polyfed.evaluation import Evaluation
+from polyfed.optim import Train
+from polyfed.selection import Uniform
+from polyfed.settings import EngineSpec
+from world import algorithm, recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgetful(Averaging):
+    """Returns no local state."""
+
+    def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Any) -> Any:
+        return Update(fit.params, fit.loss, data.num_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken(Averaging):
+    """Raises in its loss."""
+
+    def loss(self, site: Any, w: Any, batch: Any, got: Any, local: Any) -> Any:
+        raise ValueError("boom")
+
+
+def test_a_run_is_shown_in_short() -> None:
+    done = polyfed.run(recipe(algorithm("fedavg"), rounds=2))
+    assert repr(done).startswith("Run(fedavg on toy, 2 rounds, accuracy 0.")
+    assert len(repr(done)) < 100
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_a_task_without_local_state_is_told_what_to_return(engine: str) -> None:
+    with pytest.raises(RecipeError, match=r"task update must return a message and the client's local state.*Update"):
+        polyfed.run(recipe(Forgetful(train=Train(lr=0.1)), engine))
+
+
+def test_a_check_says_what_the_authors_code_raised() -> None:
+    found = check(recipe(Broken(train=Train(lr=0.1))))
+    assert any("ValueError: boom" in remark for remark in found.remarks)
+
+
+def test_clients_are_not_said_to_be_asked_for_what_is_switched_off() -> None:
+    clients = recipe(algorithm("fedavg")).clients.__class__(partition="iid", num=6, personal_test=0.3)
+    for personal in (True, False):
+        method = algorithm("fedavg", evaluation=Evaluation(personal=personal))
+        tasks = {row.task for row in check(recipe(method, clients=clients)).planned}
+        assert ("score_own" in tasks) == personal
+
+
+def test_one_line_allows_all_that_is_refused_of_a_block() -> None:
+    found = check(recipe(algorithm("fedavg"), egress={"shared": {"server": []}}))
+    assert found.cures == ('[egress.shared] server = ["parameters", "statistic"]',)
+
+
+def test_words_are_checked_in_python_as_in_a_recipe() -> None:
+    with pytest.raises(RecipeError, match=r"\[engine\] name = 'vectorized': did you mean 'vectorised'"):
+        EngineSpec(name="vectorized")  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"\[train\] optimiser = 'adamm': did you mean 'adam'"):
+        Train(lr=0.1, optimiser="adamm")  # type: ignore[arg-type]
+    assert Uniform(participation=3).participation == 3
