@@ -23,7 +23,7 @@ from polyfed.algorithms.pfmml import Pfmml
 from polyfed.federation import Answer, Ask, Federation, Part, Roster, Send
 from polyfed.ledger import Ledger
 from polyfed.network import Clock, Network
-from polyfed.tree import SHARED, block_of
+from polyfed.tree import block_of
 
 MODALITIES = ("a", "b", "c")
 HOLDINGS = [[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 1], [0, 1, 0], [1, 1, 1], [0, 1, 1], [0, 0, 1]]
@@ -69,9 +69,10 @@ def federation(devices: int, numbers: int, device: str) -> tuple[Federation, Upl
     params["shared.w"] = torch.zeros(max(numbers // 100, 1), device=device)
     holds = torch.tensor(HOLDINGS, dtype=torch.bool)[torch.arange(devices) % len(HOLDINGS)]
     engine = Uploads(params)
-    flops = dict.fromkeys((*MODALITIES, SHARED), 1e6)
-    clock = Clock(Network().links(devices, 1), Ledger("r"), flops)
-    site = SimpleNamespace(model=SimpleNamespace(is_buffer=lambda name: False, has_batchnorm=False))
+    clock = Clock(Network().links(devices, 1), Ledger("r"))
+    site = SimpleNamespace(
+        model=SimpleNamespace(is_buffer=lambda name: False, has_batchnorm=False, flops=lambda block: 1e6)
+    )
     roster = Roster(MODALITIES, torch.full((devices,), 100), holds)
     return Federation(roster, engine, Pfmml(), site, params, 1, 50, clock=clock), engine
 

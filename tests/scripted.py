@@ -64,10 +64,11 @@ def scripted(
     """A federation over modalities `a` and `b`; row counts are 10, 20, 30, ..."""
     table = torch.tensor(holds, dtype=torch.bool)
     script = Script(table, seed, size)
-    model = SimpleNamespace(is_buffer=lambda name: False, has_batchnorm=False)
+    flops = {"a": 1e5, "b": 3e5, SHARED: 1e4}
+    model = SimpleNamespace(is_buffer=lambda name: False, has_batchnorm=False, flops=flops.__getitem__)
     roster = Roster(("a", "b"), 10 * torch.arange(1, len(holds) + 1), table)
     clock = None
     if network is not None:
-        clock = Clock(network.links(len(holds), seed), Ledger("r"), {"a": 1e5, "b": 3e5, SHARED: 1e4})
+        clock = Clock(network.links(len(holds), seed), Ledger("r"))
     site = SimpleNamespace(model=model)
     return Federation(roster, script, method, site, PARAMS, seed, 50, clock=clock), script

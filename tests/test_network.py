@@ -1,7 +1,7 @@
 """Links, rates, simulated time: against formulas written out by hand and against what the channel should look like."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracles.pfmml import rate_bps
+from polyfed.algorithm import Algorithm, Averaging, Broadcast, Update
+from polyfed.assembly import assemble
 from polyfed.data import ClientsSpec
 from polyfed.errors import RecipeError
 from polyfed.ledger import TO_CLIENT, Entry, Ledger
+from polyfed.losses import cross_entropy
 from polyfed.messages import Crossing
 from polyfed.network import Clock, Network, Timetable
 from polyfed.optim import Train
 from polyfed.run import run
 from polyfed.selection import Uniform
+from polyfed.tasks import task
+from polyfed.tree import Tree
+from polyfed.view import View
 from polyfed.view.metered import rows_trained, steps_trained
 from world import algorithm, played, recipe, same
 
@@ -75,13 +81,15 @@ def test_stragglers_are_a_share_of_the_devices() -> None:
 def test_clock_adds_download_work_and_upload_and_leaves_out_what_was_refused() -> None:
     net = Network(channel="fixed", rate_up_bps=10.0, rate_down_bps=40.0, latency_s=0.5, compute_flops_per_s=100.0)
     ledger = Ledger("r")
-    clock = Clock(net.links(3, 0), ledger, {"a": 7.0, "shared": 3.0})
+    clock = Clock(net.links(3, 0), ledger)
     clock.begin(1)
     ledger.book(Entry(1, 0, (0, 2), "M", (crossing(20),), TO_CLIENT, (True,)))
     ledger.book(Entry(1, 0, (0, 2), "M", (crossing(40), crossing(4)), "server", (True, False)))
     ledger.book(Entry(1, 1, (2,), "M", (crossing(8),), "silo", (True,)))
     ledger.book(Entry(2, 0, (1,), "M", (crossing(8),), "server", (True,)))  # another round
-    clock.counter(0, (0, 2))(("a", "shared"), [5.0, 10.0], 3.0)
+    clock.counter(0, (0, 2))(30.0, [5.0, 10.0])
+    clock.counter(1, (0, 2))(1e9, [1.0, 1.0])
+    clock.forget(1, (0, 2))
     times = clock.times()
     down, up = 0.5 + 160 / 40, 0.5 + 320 / 10
     assert times.seconds == {0: {0: down + up + 1.5, 2: down + up + 3.0}, 1: {2: pytest.approx(0.5 + 6.4)}}
@@ -172,3 +180,63 @@ def test_a_resumed_run_counts_the_same_seconds(tmp_path: Path) -> None:
 def test_meaningless_networks_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=next(iter(wrong))):
         Network(**wrong)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Only(Averaging):
+    """Trains some blocks; `branches` makes `vmap` give up."""
+
+    blocks: tuple[str, ...] = ("a", "b", "shared")
+    branches: bool = False
+
+    @task()
+    def update(self, site: Any, data: View, local: Tree, got: Broadcast) -> tuple[Update, Tree]:  # type: ignore[override]
+        def loss(w: Tree, batch: Any) -> Any:
+            return cross_entropy(site.model.logits(w, batch), batch)
+
+        fit = data.minimise(loss, got.params, train=self.train, only=self.blocks)
+        if self.branches and float(fit.loss) < 0:
+            raise AssertionError
+        return Update(fit.params, fit.loss, data.num_rows), local
+
+
+def spent(method: Algorithm, engine: str, **options: Any) -> dict[int, dict[int, float]]:
+    """Operations by ask and client in a first round."""
+    net = Network(channel="fixed", compute_flops_per_s=1e3)
+    parts = assemble(recipe(method, engine, network=net, **options))
+    fed = parts.fed
+    fed.begin(0)
+    state = method.init(fed, parts.initial)
+    fed.begin(1)
+    method.round(state, fed)
+    return fed.clock.spent_flops
+
+
+def test_work_is_that_of_the_blocks_trained() -> None:
+    clients = ClientsSpec(partition="iid", num=2)
+    train = Train(lr=0.1, batch_size=16)
+    whole, *parts = (
+        spent(Only(train=train, blocks=blocks), "vectorised", clients=clients)[0]
+        for blocks in (("a", "b", "shared"), ("a",), ("b",), ("shared",))
+    )
+    assert all(sum(part[client] for part in parts) == whole[client] for client in whole)
+    assert all(0 < part[client] < whole[client] for part in parts[:2] for client in whole)
+    assert not any(parts[2].values()), "a sum of one linear layer a modality: what is shared is a bias"
+
+
+def test_a_stack_that_gives_up_does_not_count_its_work_twice() -> None:
+    method = Only(train=Train(lr=0.1, batch_size=16), branches=True)
+    assert spent(method, "vectorised") == spent(method, "sequential")
+
+
+def test_the_local_model_of_partialfl_costs_what_its_width_asks() -> None:
+    egress = {"b": {"server": ["parameters", "embeddings"]}}
+
+    def work(width: int, engine: str) -> float:
+        method = algorithm("partialfl", beta=0.1, local_hidden=(width,), server_hidden=(12,))
+        holds = ClientsSpec(partition="iid", num=4, holdings=[["a", "b"], ["a"]])
+        found = spent(method, engine, egress=egress, clients=holds)
+        return sum(sum(of.values()) for of in found.values())
+
+    assert work(512, "sequential") > 2 * work(8, "sequential")
+    assert work(8, "vectorised") == work(8, "sequential")

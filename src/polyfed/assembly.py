@@ -19,7 +19,7 @@ from polyfed.model import Model, build_model
 from polyfed.network import Clock
 from polyfed.policy import Policy
 from polyfed.recipe import Recipe
-from polyfed.tree import SHARED, Tree, blocks, select, size_bytes
+from polyfed.tree import Tree, blocks, select, size_bytes
 
 
 @dataclass
@@ -131,8 +131,7 @@ def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger, model: Model) -> 
     """Simulated time, where the recipe has a [network]."""
     if recipe.network is None:
         return None
-    flops = {block: model.flops(block) for block in (*model.modalities, SHARED)}
-    return Clock(recipe.network.links(num_clients, recipe.seed), ledger, flops)
+    return Clock(recipe.network.links(num_clients, recipe.seed), ledger)
 
 
 def engine_of(recipe: Recipe) -> Callable[..., InProcess]:

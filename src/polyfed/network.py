@@ -20,13 +20,12 @@ from torch import Tensor
 from polyfed import keys
 from polyfed.errors import RecipeError
 from polyfed.ledger import TO_CLIENT, Ledger
-from polyfed.tree import SHARED
 
 TRAINING_PASSES = 3
 """A training step costs about three forward passes: one forward, two backward (algorithms.md 4.6)."""
 
-Count = Callable[[Iterable[str], Sequence[float], float], None]
-"""`count(blocks, rows, passes)`: each client put so many rows so often through these blocks."""
+Count = Callable[[float, Sequence[float]], None]
+"""`count(row_flops, rows)`: each client did so many operations for each of so many rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,14 +183,12 @@ class Clock:
     Attributes:
         links: clients and their links.
         ledger: where every crossing of the round is booked.
-        block_flops: forward cost of one row through a block.
         round: the round that is timed; 0 while nothing is (set-up, evaluation).
         spent_flops: ask -> client -> operations counted in this round.
     """
 
     links: Links
     ledger: Ledger
-    block_flops: Mapping[str, float]
     round: int = 0
     spent_flops: dict[int, dict[int, float]] = field(default_factory=dict)
 
@@ -209,16 +206,16 @@ class Clock:
         """Takes note of the work of these clients in this ask."""
         spent = self.spent_flops.setdefault(ask, {})
 
-        def count(blocks: Iterable[str], rows: Sequence[float], passes: float) -> None:
-            row_flops = passes * sum(self.block_flops.get(block, 0.0) for block in set(blocks))
+        def count(row_flops: float, rows: Sequence[float]) -> None:
             for client, number in zip(clients, rows, strict=True):
                 spent[client] = spent.get(client, 0.0) + row_flops * number
 
         return count
 
-    def training_flops(self, modalities: Iterable[str], rows: float) -> float:
-        """Cost of training on so many rows, for a client that owns these modalities."""
-        return TRAINING_PASSES * rows * sum(self.block_flops[block] for block in (*modalities, SHARED))
+    def forget(self, ask: int, clients: Iterable[int]) -> None:
+        """Take back the work of these clients in this ask: it came to nothing and is done again."""
+        for client in clients:
+            self.spent_flops.get(ask, {}).pop(client, None)
 
     def times(self) -> Timetable:
         """The round so far: asks whose crossings are still in the ledger."""

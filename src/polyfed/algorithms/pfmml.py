@@ -220,11 +220,12 @@ class Pfmml(Algorithm):
         down_bits = torch.zeros(len(clients)).double()
         for block, layout in layouts(fed, state.params).items():
             down_bits += layout.num_bits * state.due(block)
-        flops = fed.clock.block_flops
+        flops = {block: model.flops(block) for block in (*clients.modalities, SHARED)}
         own_flops = clients.holds.double() @ torch.tensor([flops[m] for m in clients.modalities]).double()
         rows = [rows_trained(n, self.train, skip_single=model.has_batchnorm) for n in clients.num_rows.tolist()]
         work = TRAINING_PASSES * torch.tensor(rows).double() * (own_flops + flops[SHARED])
-        return down_bits / links.rates(fed.round).down_bps + work / links.compute_flops_per_s
+        seconds: Tensor = down_bits / links.rates(fed.round).down_bps + work / links.compute_flops_per_s
+        return seconds
 
     def _after(
         self, entry: BlockState, now: tuple[Tensor, Tensor], lost: Tensor, layout: Layout, step: Step, round: int

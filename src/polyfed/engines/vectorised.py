@@ -128,6 +128,8 @@ class Vectorised(InProcess):
                 error.add_note(describe_failure(ask, group, received[0]))
                 raise
             self._note(ask, f"{type(error).__name__}: {error}")
+            if self.clock is not None:
+                self.clock.forget(ask.number, group)
             return None
         if kind.counts and len(received) > 1:
             for client, msg in zip(group, received, strict=True):

@@ -10,15 +10,15 @@ from polyfed.batch import Batch
 from polyfed.model import Model
 from polyfed.network import TRAINING_PASSES, Count
 from polyfed.optim import Train
-from polyfed.tree import SHARED, blocks
+from polyfed.tree import SHARED, block_of
 from polyfed.view.base import FOLD_BATCH, Fit, Job, Step, View, usable_rows
 
 
 class MeteredView(View):
     """Hands everything to another view and counts rows, on the host, before it does.
 
-    Training costs `TRAINING_PASSES` forward passes through the blocks trained; a `fold` counts as one through all of
-    the client's blocks, whatever its step does with the rows.
+    Training costs `TRAINING_PASSES` forward passes through the blocks trained, of the model that is trained; a `fold`
+    counts as one through all of the client's blocks, whatever its step does with the rows.
 
     Args:
         view: of one client, or of a stack.
@@ -41,8 +41,8 @@ class MeteredView(View):
         if job.on is not None:
             train = replace(train, steps=1)
         rows = [rows_trained(n, train, skip_single=model.has_batchnorm) for n in self._num_rows]
-        own = [block for block in blocks(job.params) if block in (*self._modalities, SHARED)]
-        self._count(own, rows, TRAINING_PASSES)
+        trained = {block_of(name) for name in job.trained(model)} & {*model.modalities, SHARED}
+        self._count(TRAINING_PASSES * sum(model.flops(block) for block in trained), rows)
         return self._view.fit(job)
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
@@ -51,7 +51,7 @@ class MeteredView(View):
 
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
         """See `View.fold`."""
-        self._count((*self._modalities, SHARED), self._num_rows, 1.0)
+        self._count(sum(self._model.flops(block) for block in (*self._modalities, SHARED)), self._num_rows)
         return self._view.fold(step, carry, batch_size=batch_size)
 
     def at(self, rows: Tensor) -> View:
