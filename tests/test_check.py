@@ -144,3 +144,10 @@ def test_a_plain_sentence_for_each_modality(name: str, egress: Any, sentences: d
     checked = check(recipe(algorithm(name), egress=egress))
     for block, words in sentences.items():
         assert sentence([row for row in checked.planned if row.block == block], checked) == words
+
+
+def test_what_no_message_carries_is_told_all_the_same() -> None:
+    made = recipe(algorithm("fedavg"))
+    assert check(made).beside == ()
+    (said,) = check(replace(made, clients=replace(made.clients, validation=0.2))).beside
+    assert "rows of clients, labels included" in said

@@ -13,7 +13,8 @@ import pytest
 import polyfed
 from polyfed import checkpoint, keys, records
 from polyfed.assembly import assemble
-from polyfed.errors import CheckpointError, EgressError, PolyfedError, RecipeError
+from polyfed.data.sources import Toy
+from polyfed.errors import CheckpointError, DataError, EgressError, PolyfedError, RecipeError
 from polyfed.events import Emitter
 from polyfed.optim import Train
 from polyfed.policy import Policy
@@ -335,3 +336,16 @@ def test_two_processes_do_not_write_one_run(tmp_path: Path) -> None:
     polyfed.run(longer(rounds=3), tmp_path / "run", listeners=[other])
     assert inside == ["refused"]
     assert len(files(tmp_path / "run")["rounds"]) == 3
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
+    made = replace(longer(rounds=2), data=Toy(rows=330, classes=4, seed=3))
+    polyfed.run(made, tmp_path / "run")
+    source = made.data.load()
+    column = source.modalities["a"]
+    other = replace(source, modalities=source.modalities | {"a": replace(column, values=column.values + 1e-3)})
+    assert other.fingerprint() != source.fingerprint() == made.data.load().fingerprint()
+    facts = tmp_path / "run" / "run.json"
+    facts.write_text(facts.read_text().replace(source.fingerprint(), other.fingerprint()))
+    with pytest.raises(DataError, match="the data is not what the run"):
+        polyfed.run(replace(made, rounds=3), tmp_path / "run", resume=True)

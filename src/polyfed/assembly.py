@@ -157,21 +157,33 @@ def device_of(recipe: Recipe) -> torch.device:
 
 
 def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
-    """Small facts for run.json: clients (at most `limit`), bytes of each block, the resolved policy.
+    """Small facts for run.json: the data, clients (at most `limit`), bytes of each block, the resolved policy.
 
     Under `classes-per-client` and `main-class` also what each of these clients was dealt (algorithms.md 6.12).
     """
     roster, modalities = assembly.fed.clients, assembly.fed.clients.modalities
-    sizes = {block: size_bytes(select(assembly.initial, [block])) for block in blocks(assembly.initial)}
+    population, columns = assembly.population, assembly.population.columns
     shown = [roster[client] for client in range(min(limit, len(roster)))]
     return {
+        "data": {
+            "rows": len(columns),
+            "classes": columns.num_classes,
+            "test_rows": len(population.test_rows),
+            "validation_rows": len(population.validation_rows),
+            "sha256": columns.fingerprint(),
+        },
         "num_clients": len(roster),
         "clients": [
             {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)} | _dealt(assembly, c.id) for c in shown
         ],
-        "blocks": sizes,
+        "blocks": block_sizes(assembly),
         "egress": assembly.policy.table(modalities),
     }
+
+
+def block_sizes(assembly: Assembly) -> dict[str, int]:
+    """Bytes of each block of the model."""
+    return {block: size_bytes(select(assembly.initial, [block])) for block in blocks(assembly.initial)}
 
 
 def _dealt(assembly: Assembly, client: int) -> dict[str, Any]:

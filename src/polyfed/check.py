@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyfed.algorithm import Algorithm
 from polyfed.algorithms import ALGORITHMS
-from polyfed.assembly import Assembly, assemble, facts_of
+from polyfed.assembly import Assembly, assemble, block_sizes, facts_of
 from polyfed.errors import EgressError, PolyfedWarning, RecipeError
 from polyfed.federation import Ask, Send
 from polyfed.messages import DESTINATIONS, KINDS, LABELS, Message
@@ -67,6 +67,7 @@ class Check:
         planned: everything that can leave, allowed or not.
         remarks: what the rehearsal could not do; sizes may be missing then.
         cures: lines of a policy that would allow what it forbids.
+        beside: what the recipe has the server know of clients' rows without asking them.
     """
 
     recipe: Recipe
@@ -74,6 +75,7 @@ class Check:
     planned: tuple[Planned, ...]
     remarks: tuple[str, ...] = ()
     cures: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     @property
     def refused(self) -> tuple[Planned, ...]:
@@ -89,10 +91,22 @@ def check(recipe: Recipe) -> Check:
     """
     assembly = assemble(recipe)
     warn_unmeasured(assembly)
-    sizes, remarks = _rehearsed(assembly)
+    sizes, failures = _rehearsed(assembly)
     planned = tuple(plan(assembly, sizes))
     cures = cures_of((row for row in planned if not row.allowed), assembly.policy)
-    return Check(recipe, facts_of(assembly), planned, remarks, tuple(cures))
+    return Check(
+        recipe, facts_of(assembly), planned, failures, tuple(cures), tuple(_beside_the_ledger(recipe, assembly))
+    )
+
+
+def _beside_the_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
+    """What a simulation gives the server that no message carries."""
+    if recipe.clients.validation:
+        yield (
+            f"[clients] validation = {recipe.clients.validation}: {len(assembly.population.validation_rows):,} rows of "
+            "clients, labels included, are pooled at the server to choose the best round. No message carries them and "
+            "no ledger books them; a deployment has none"
+        )
 
 
 def _rehearsed(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
@@ -181,7 +195,7 @@ def plan(assembly: Assembly, rehearsed: Mapping[Place, Size] | None = None) -> I
     """Everything the algorithm's tasks can send, block by block; `rehearsed` are the sizes that were seen."""
     algorithm = assembly.algorithm
     modalities = assembly.fed.clients.modalities
-    sizes = facts_of(assembly, 0)["blocks"]
+    sizes = block_sizes(assembly)
     seen = rehearsed or {}
     for name, task in tasks_of(algorithm).items():
         if not asked(name, algorithm, bool(assembly.fed.clients.tested)):

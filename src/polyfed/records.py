@@ -13,7 +13,7 @@ from typing import Any
 import tomli_w
 
 from polyfed.checkpoint import replace_text, sync
-from polyfed.errors import CheckpointError, RecipeError
+from polyfed.errors import CheckpointError, DataError, RecipeError
 from polyfed.ledger import TO_CLIENT, Entry, lines
 from polyfed.lock import LOCK, alone_in
 from polyfed.optim import WHOLE_RUN_SCHEDULES
@@ -89,7 +89,9 @@ class Records:
         """Note the recipe and facts of the run, or check that a resumed run has the same; the run's id."""
         if self.begun:
             self._check_same(recipe)
-            run: str = json.loads((self.folder / FACTS).read_text())["run"]
+            before = json.loads((self.folder / FACTS).read_text())
+            self._check_data(before, facts)
+            run: str = before["run"]
         else:
             run = facts["run"]
         replace_text(self.folder / FACTS, json.dumps(facts | {"run": run}, indent=1))
@@ -166,6 +168,15 @@ class Records:
                 )
         self._check_engine(before["engine"]["name"], now["engine"]["name"])
         self._check_rounds(before, now)
+
+    def _check_data(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        """The recipe names the data; that it is still the same data, its fingerprint says."""
+        old, new = (facts.get("data", {}).get("sha256") for facts in (before, now))
+        if old and new and old != new:
+            raise DataError(
+                f"--resume: the data is not what the run in {self.folder} began with: its labels, splits or features "
+                "have changed. Restore it, or begin in another --out folder"
+            )
 
     def _check_engine(self, before: str, now: str) -> None:
         """In-process engines can take over from each other; between them and Flower, what clients keep is elsewhere."""

@@ -114,7 +114,7 @@ def remarks(check: Check) -> Iterator[Text]:
         "dim",
     )
     yield from (Text(f"would be allowed by {cure}") for cure in check.cures)
-    yield from (Text(remark, "yellow") for remark in check.remarks)
+    yield from (Text(remark, "yellow") for remark in (*check.remarks, *check.beside))
 
 
 def _listed(kinds: Iterable[str]) -> str:

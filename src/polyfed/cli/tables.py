@@ -56,8 +56,14 @@ def check_tables(check: Check) -> Group:
     head = (
         f"{recipe['algorithm']['name']} on {recipe['data']['name']}: {recipe['rounds']} rounds, seed {recipe['seed']}"
     )
+    data = check.facts["data"]
+    rows = (
+        f"{data['rows']:,} rows of {data['classes']} classes; at the server {data['test_rows']:,} to test on and "
+        f"{data['validation_rows']:,} to choose the best round by"
+    )
     return stacked(
         Text(head, "bold"),
+        Text(rows),
         _clients(check.facts),
         _blocks(check.facts),
         crossing.crossing_table(check),

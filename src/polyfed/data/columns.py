@@ -3,6 +3,7 @@
 Shape letters: `N` rows of the whole data set, `C` classes, `M` modalities.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ OWN_TRAIN, OWN_TEST, GUARD = 0, 1, 2
 """Codes of `Columns.split_personal`; a guard row overlaps a test row (as windows do) and is left out."""
 
 _CHUNK = 1 << 22  # entries looked at in one go: 16 MiB as float32, whatever the size of the file behind
+
+_LOOKED_AT = 256  # rows whose features make a fingerprint
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,22 @@ class Columns:
         """Rows of these splits, ascending, int64 on the CPU."""
         codes = torch.tensor(splits, dtype=self.split.dtype)
         return torch.isin(self.split.cpu(), codes).nonzero()[:, 0]
+
+    def fingerprint(self) -> str:
+        """SHA-256 of what a run depends on: labels, splits and ids of all rows, features of some, evenly spaced.
+
+        A look at every feature of a large set would take as long as a round of training.
+        """
+        some = torch.linspace(0, len(self) - 1, min(len(self), _LOOKED_AT), dtype=torch.float64).long()
+        sha = hashlib.sha256(f"{self.name}|{self.num_classes}".encode())
+        parts = {"label": self.label, "split": self.split, "ids": self.ids, "client": self.client}
+        parts |= {f"{name}.present": mask for name, mask in self.present.items()}
+        parts |= {f"{name}.x": column.take(some) for name, column in self.modalities.items()}
+        for name, part in parts.items():
+            if part is not None:
+                sha.update(f"{name}|{part.dtype}|{tuple(part.shape)}|".encode())
+                sha.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return sha.hexdigest()
 
     def to(self, device: torch.device | str) -> "Columns":
         """Features, labels and presence on another device; the book-keeping stays where it is."""
