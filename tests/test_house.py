@@ -36,6 +36,7 @@ LAYERS = [
         "settings",
         "tracking",
         "lock",
+        "outcome",
         "deploy",
     },
     {"cli", "__init__", "__main__"},

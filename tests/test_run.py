@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 import polyfed
 from polyfed.algorithm import Averaging, Update
 from polyfed.check import check
+from polyfed.data.columns import TEST
 from polyfed.errors import RecipeError
 from polyfed.evaluation import Evaluation
 from polyfed.optim import Train
@@ -68,3 +70,14 @@ def test_words_are_checked_in_python_as_in_a_recipe() -> None:
     with pytest.raises(RecipeError, match=r"\[train\] optimiser = 'adamm': did you mean 'adam'"):
         Train(lr=0.1, optimiser="adamm")  # type: ignore[arg-type]
     assert Uniform(participation=3).participation == 3
+
+
+def test_predictions_are_those_that_were_judged() -> None:
+    done = polyfed.run(recipe(algorithm("fedavg"), rounds=2))
+    table = recipe(algorithm("fedavg")).data.load()
+    rows = table.rows(TEST)
+    logits = done.predict({m: table.column(m).take(rows) for m in ("a", "b")})
+    right = (logits.argmax(1) == table.label[rows]).double().mean()
+    assert float(right) == pytest.approx(done.result["metrics"]["global"]["accuracy"])
+    alone = done.predict({"a": table.column("a").take(rows)})
+    assert not torch.equal(alone, logits)

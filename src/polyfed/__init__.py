@@ -3,8 +3,9 @@
 from importlib.metadata import version
 
 from polyfed.check import Check, check
+from polyfed.outcome import Run
 from polyfed.recipe import Recipe, load_recipe, parse_recipe
-from polyfed.run import Run, run
+from polyfed.run import run
 
 __version__ = version("polyfed")
 

@@ -1,15 +1,15 @@
-"""Running a recipe: rounds, evaluation, files, checkpoints; and what one gets back."""
+"""Running a recipe: rounds, evaluation, files, checkpoints."""
 
 import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -22,54 +22,11 @@ from polyfed.data import Population
 from polyfed.engines.inprocess import InProcess
 from polyfed.errors import RecipeError, did_you_mean
 from polyfed.events import Emitter, Listener
-from polyfed.model import Model
+from polyfed.outcome import Run, best_round
 from polyfed.recipe import Recipe, load_recipe
 from polyfed.records import Records, facts_of_round, run_id
 from polyfed.registry import name_of
 from polyfed.report import write_report
-from polyfed.tree import Tree
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run.
-
-    Attributes:
-        result: what result.json holds.
-        rounds: what rounds.jsonl holds.
-        state: the final server state.
-        model: the model; with `state.params` it predicts.
-        folder: where the files are, or None.
-    """
-
-    result: dict[str, Any]
-    rounds: list[dict[str, Any]]
-    state: Any
-    model: Model
-    folder: Path | None
-
-    def __repr__(self) -> str:
-        """In short: `state` and `model` hold a model's worth of numbers."""
-        judged = self.result["metrics"].get("global", self.result["metrics"].get("personal", {}))
-        score = next((f", {name} {judged[name]:.4f}" for name in ("accuracy", "mean") if name in judged), "")
-        where = "" if self.folder is None else f", files in {self.folder}"
-        return f"Run({self.result['algorithm']} on {self.result['dataset']}, {len(self.rounds)} rounds{score}{where})"
-
-    @property
-    def history(self) -> "pd.DataFrame":
-        """One row a round; nested values under dotted names, as `metrics.global.accuracy`."""
-        import pandas as pd  # half a second that a client which starts for every ask need not wait
-
-        return pd.json_normalize(self.rounds)
-
-    @property
-    def params(self) -> Tree:
-        """The final global model."""
-        params: Tree = self.state.params
-        return params
 
 
 def run(
@@ -301,15 +258,6 @@ class _Loop:
     def _facts(self) -> dict[str, Any]:
         facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds")}
         return facts | facts_of(self.assembly) | {"versions": versions()}
-
-
-def best_round(rounds: Sequence[dict[str, Any]], metric: str = "macro_f1") -> dict[str, Any] | None:
-    """The round with the best validation macro-F1 (the first of equals) and its metrics; None without validation."""
-    judged = [row for row in rounds if "validation" in row.get("metrics", {})]
-    if not judged:
-        return None
-    best = max(judged, key=lambda row: row["metrics"]["validation"][metric])
-    return {"round": best["round"], "metrics": best["metrics"]}
 
 
 def versions() -> dict[str, str]:

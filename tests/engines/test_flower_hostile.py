@@ -26,9 +26,10 @@ from polyfed import checkpoint
 from polyfed.deploy import write_app
 from polyfed.engines import Sequential
 from polyfed.events import Emitter
+from polyfed.outcome import Run
 from polyfed.recipe import load_recipe
 from polyfed.records import Records
-from polyfed.run import Run, conduct
+from polyfed.run import conduct
 from polyfed.tree import Tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

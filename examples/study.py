@@ -1,0 +1,67 @@
+"""A study in Python: two methods over three seeds, mean and spread, recall of every class, and a look at predictions.
+
+The same as `polyfed run ... --set seed=1` six times and `polyfed compare`, for a notebook. docs/python.md goes on.
+"""
+
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import polyfed
+from polyfed.algorithms.cmsfed import CmsFed
+from polyfed.algorithms.fedavg import FedAvg
+from polyfed.data import ClientsSpec
+from polyfed.data.columns import TEST
+from polyfed.data.sources import CgDigits
+from polyfed.evaluation import Evaluation
+from polyfed.model import ModelSpec
+from polyfed.optim import Train
+from polyfed.selection import Uniform
+
+SAME = {
+    "train": Train(lr=0.05, batch_size=16, momentum=0.9, epochs=2),
+    "selector": Uniform(participation=5),
+    "evaluation": Evaluation(every=0),
+}
+METHODS = {"FedAvg": FedAvg(**SAME), "CMSFed": CmsFed(**SAME, chi=0.8)}
+MAY_LEAVE = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in ("gray", "color")}
+
+
+def study(rounds: int, seeds: tuple[int, ...]) -> dict[str, list[polyfed.Run]]:
+    """Runs by method, one a seed."""
+    mlp = {"kind": "mlp", "hidden": [64]}
+    recipe = polyfed.Recipe(
+        data=CgDigits(),
+        clients=ClientsSpec(partition="dirichlet", num=20, alpha=1.0),
+        model=ModelSpec(embedding=32, encoders={"gray": mlp, "color": mlp}),
+        algorithm=METHODS["FedAvg"],
+        egress=MAY_LEAVE,
+        rounds=rounds,
+    )
+    return {
+        name: [polyfed.run(replace(recipe, algorithm=method, seed=seed)) for seed in seeds]
+        for name, method in METHODS.items()
+    }
+
+
+def recalls(run: polyfed.Run) -> list[float]:
+    """Recall of every class on the server's test rows: the diagonal of the last round's confusion matrix."""
+    return [row[c] / max(sum(row), 1) for c, row in enumerate(run.rounds[-1]["confusion"])]
+
+
+def main(rounds: int = 20, seeds: tuple[int, ...] = (1, 2, 3)) -> dict[str, Any]:
+    runs = study(rounds, seeds)
+    for name, done in runs.items():
+        scores = [run.result["metrics"]["global"]["accuracy"] for run in done]
+        print(f"{name}: {statistics.mean(scores):.3f} +- {statistics.stdev(scores):.3f} over seeds {list(seeds)}")
+        print("  recall by class:", " ".join(f"{recall:.2f}" for recall in recalls(done[0])))
+    digits, last = CgDigits().load(), runs["CMSFed"][0]
+    rows = digits.rows(TEST)[:5]
+    for held in (("gray", "color"), ("gray",)):
+        logits = last.predict({m: digits.column(m).take(rows) for m in held})
+        print(f"{' + '.join(held)}: {logits.argmax(1).tolist()}, the truth: {digits.label[rows].tolist()}")
+    return last.result
+
+
+if __name__ == "__main__":
+    main()
