@@ -1,11 +1,14 @@
 """The user's own parts by path in a recipe: they run, resume and are told of as those that polyfed brings."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import polyfed
-from polyfed.errors import RecipeError
+from polyfed.data.columns import Columns
+from polyfed.data.sources import CgDigits
+from polyfed.errors import DataError, RecipeError
 from polyfed.recipe import load_recipe
 
 MODULE = """
@@ -30,6 +33,14 @@ class First(Uniform):
         return list(range(3)), memory
 
 class NoDataclass: ...
+
+@dataclass(frozen=True, kw_only=True)
+class Halves:
+    '''The first half of the rows to client 0, the rest to client 1.'''
+    num: int = 2
+
+    def split(self, columns, rows, key):
+        return [rows[: len(rows) // self.num], rows[len(rows) // self.num :]]
 """
 
 RECIPE = """
@@ -74,6 +85,32 @@ def test_own_algorithm_and_selector_run_from_a_recipe_and_resume(recipe: Path, t
     assert more.result["state_sha256"] == polyfed.run(recipe).result["state_sha256"]
     again = polyfed.run(tmp_path / "run" / "recipe.toml")
     assert again.result["state_sha256"] == more.result["state_sha256"], "the resolved recipe is a recipe"
+
+
+def test_own_partition_from_a_recipe(recipe: Path) -> None:
+    made = load_recipe(recipe, ["clients.partition=own_parts:Halves", "clients.num=2", "selection.name=uniform"])
+    found = polyfed.check(made).facts["clients"]
+    assert len(found) == 2
+    assert abs(found[0]["rows"] - found[1]["rows"]) <= 1
+
+
+class Anything:
+    """A source that is no dataclass."""
+
+    def load(self) -> Columns:
+        return CgDigits().load()
+
+
+def test_a_source_need_not_be_a_dataclass_in_python(recipe: Path, tmp_path: Path) -> None:
+    made = replace(load_recipe(recipe), data=Anything())
+    polyfed.run(made, tmp_path / "run")
+    assert 'name = "test_own:Anything"' in (tmp_path / "run" / "recipe.toml").read_text()
+
+
+def test_a_bare_tensor_is_no_column() -> None:
+    digits = CgDigits().load()
+    with pytest.raises(DataError, match=r"modality 'gray' is a Tensor, not a Column"):
+        replace(digits, modalities={"gray": digits.column("gray").values})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ def test_one_line_allows_all_that_is_refused_of_a_block() -> None:
 
 
 def test_words_are_checked_in_python_as_in_a_recipe() -> None:
-    with pytest.raises(RecipeError, match=r"\[engine\] name = 'vectorized': did you mean 'vectorised'"):
+    with pytest.raises(RecipeError, match=r"\[engine\] name = 'vectorized'; did you mean 'vectorised'"):
         EngineSpec(name="vectorized")  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match=r"\[train\] optimiser = 'adamm': did you mean 'adam'"):
+    with pytest.raises(RecipeError, match=r"\[train\] optimiser = 'adamm'; did you mean 'adam'"):
         Train(lr=0.1, optimiser="adamm")  # type: ignore[arg-type]
     assert Uniform(participation=3).participation == 3
 

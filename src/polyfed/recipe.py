@@ -14,7 +14,7 @@ from typing import Any
 
 from polyfed.algorithm import Algorithm
 from polyfed.algorithms import ALGORITHMS
-from polyfed.data import SOURCES, ClientsSpec
+from polyfed.data import PARTITIONS, SOURCES, ClientsSpec
 from polyfed.errors import PolyfedWarning, RecipeError, did_you_mean
 from polyfed.evaluation import Evaluation
 from polyfed.messages import KINDS
@@ -90,6 +90,8 @@ class Recipe:
         if self.stack:
             table["data"]["stack"] = _toml(self.stack)
         table["clients"] = plain(self.clients)
+        if not isinstance(self.clients.partition, str):
+            table["clients"]["partition"] = name_of(self.clients.partition, PARTITIONS)
         table["model"] = plain(self.model)
         for part, section in PARTS.items():
             if part in algorithm:
@@ -211,7 +213,9 @@ def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
 
 
 def plain(part: Any) -> dict[str, Any]:
-    """A section's dataclass as TOML can hold it: None is left out."""
+    """A section's dataclass as TOML can hold it: None is left out. Of any other object only its class can be named."""
+    if not dataclasses.is_dataclass(part):
+        return {}
     return {f.name: _toml(value) for f in fields(part) if f.init and (value := getattr(part, f.name)) is not None}
 
 

@@ -48,7 +48,7 @@ def check_ranges(section: str, spec: object) -> None:
     """
     for name, words in choices(type(spec)).items():  # type: ignore[arg-type]
         if (value := getattr(spec, name)) not in words:
-            raise RecipeError(f"{section} {name} = {value!r}: {did_you_mean(str(value), map(str, words))}")
+            raise RecipeError(f"{section} {name} = {value!r}; {did_you_mean(str(value), map(str, words))}")
     for name, within in ranges(type(spec)).items():  # type: ignore[arg-type]
         value = getattr(spec, name)
         if value is not None and not (math.isfinite(value) and within.holds(value)):

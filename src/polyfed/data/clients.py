@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from polyfed.data.checks import need
 from polyfed.data.partition import PARTITIONS, Partition
-from polyfed.errors import RecipeError, did_you_mean
+from polyfed.errors import RecipeError
+from polyfed.registry import find
 from polyfed.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
 
 _ASSIGNMENTS = ("missing", "keep_both", "only", "holdings")
@@ -20,7 +21,9 @@ class ClientsSpec:
     holds all that their rows hold. Nobody is ever left without a modality.
 
     Attributes:
-        partition: how training rows are dealt: a name in `PARTITIONS`.
+        partition: how training rows are dealt: "iid", "dirichlet", "by-client", "classes-per-client", "main-class",
+            "silos", or your own, "package.module:Class": a dataclass with `split`, whose fields of the same names as
+            keys of this section take their values. In Python also an object with `split`.
         num: clients; needed by all but "by-client" and "silos", which count for themselves.
         alpha: concentration of the Dirichlet partitions; also of the cut of natural clients.
         min_size: rows of the smallest client in a Dirichlet draw; 10 as in NIID-Bench (6.11).
@@ -48,7 +51,7 @@ class ClientsSpec:
             round. With "by-client" it is taken from each natural client before the cut into shards.
     """
 
-    partition: str = "iid"
+    partition: Any = "iid"
     num: Annotated[int | None, AT_LEAST_ONE] = None
     alpha: Annotated[float, POSITIVE] = 0.5
     min_size: Annotated[int, AT_LEAST_ONE] = 10
@@ -68,9 +71,10 @@ class ClientsSpec:
     validation: Annotated[float, BELOW_ONE] = 0.0
 
     def __post_init__(self) -> None:
-        if self.partition not in PARTITIONS:
-            hint = did_you_mean(self.partition, PARTITIONS)
-            raise RecipeError(f"clients.partition = '{self.partition}' is unknown; {hint}")
+        try:
+            self._partition_class()
+        except RecipeError as error:
+            raise RecipeError(f"clients.partition = {error}") from None
         check_ranges("[clients]", self)
         need(
             self.on_shortage in ("reduce", "cap"),
@@ -84,8 +88,11 @@ class ClientsSpec:
 
     def build_partition(self) -> Partition:
         """The chosen partition, with its options taken from here."""
-        cls = PARTITIONS[self.partition]
-        options = {f.name: getattr(self, f.name) for f in fields(cls)}
+        if not isinstance(self.partition, str):
+            own: Partition = self.partition
+            return own
+        cls = self._partition_class()
+        options = {f.name: getattr(self, f.name) for f in fields(cls) if hasattr(self, f.name)}
         if "num" in options and self.num is None:
             raise RecipeError(f"clients.num is missing: partition '{self.partition}' needs the number of clients")
         if "num" not in options and self.num is not None:
@@ -95,6 +102,14 @@ class ClientsSpec:
             )
         partition: Partition = cls(**options)
         return partition
+
+    def _partition_class(self) -> Any:
+        """The class that `partition` names, or that it is an object of."""
+        if isinstance(self.partition, str):
+            return find(self.partition, PARTITIONS)
+        if not hasattr(self.partition, "split"):
+            raise RecipeError(f"{self.partition!r}: must be a name, or an object with split(columns, rows, key)")
+        return type(self.partition)
 
     def _check_participation(self) -> None:
         share = self.participation

@@ -105,6 +105,10 @@ class Columns:
     def __post_init__(self) -> None:
         if not self.modalities:
             raise DataError(f"data '{self.name}': no modality. Name at least one in data.modalities")
+        for name, column in self.modalities.items():
+            if not isinstance(column, Column):
+                kind = type(column).__name__
+                raise DataError(f"data '{self.name}': modality '{name}' is a {kind}, not a Column; write Column(...)")
         if len(self.label) == 0:
             raise DataError(f"data '{self.name}': no rows")
         self._check_lengths()

@@ -50,7 +50,7 @@ class Population:
         return tuple(name for name, has in zip(self.columns.modalities, held, strict=True) if has)
 
 
-def populate(columns: Columns, clients: ClientsSpec, key: int, partition: Partition | None = None) -> Population:
+def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     """Deal a data set to clients.
 
     Args:
@@ -58,16 +58,15 @@ def populate(columns: Columns, clients: ClientsSpec, key: int, partition: Partit
         clients: the schema of `[clients]`.
         key: of the run; partition, validation split and modality assignment each draw from a stream of their
             own.
-        partition: one of the user's own, in place of the one that `clients` names.
 
     Raises:
         DataError: features that are not finite; a client without rows or without a modality.
         RecipeError: options that the data cannot serve.
     """
     check_finite(columns)
-    train, own_test, validation = _deal(columns, clients, partition or clients.build_partition(), key)
+    train, own_test, validation = _deal(columns, clients, clients.build_partition(), key)
     silo = None
-    if clients.partition == "silos" and partition is None:
+    if clients.partition == "silos":
         devices = devices_per_silo(clients, tuple(columns.modalities))
         silo = torch.arange(len(train)).repeat_interleave(devices)
         train = train.repeated(devices)
