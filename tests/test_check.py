@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyfed.algorithm import Averaging
 from polyfed.check import Check, Planned, check
-from polyfed.cli.crossing import grouped, sentence, size
+from polyfed.cli.crossing import grouped, remarks, sentence, size
 from polyfed.errors import RecipeError
 from polyfed.messages import Message, carries, message
 from polyfed.tree import Tree
@@ -151,3 +151,13 @@ def test_what_no_message_carries_is_told_all_the_same() -> None:
     assert check(made).beside == ()
     (said,) = check(replace(made, clients=replace(made.clients, validation=0.2))).beside
     assert "rows of clients, labels included" in said
+
+
+def test_what_a_kind_does_not_say_is_said() -> None:
+    policy = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in "ab"}
+    found = check(recipe(algorithm("cmsfed"), egress=policy))
+    told = {(row.message, row.field): row.tells for row in found.planned if row.tells}
+    assert told == {("Report", "rows_per_class"): "how many rows of each class a client has"}
+    shown = "\n".join(str(text) for text in remarks(found))
+    assert "Report.rows_per_class tells how many rows of each class a client has" in shown
+    assert not [row for row in check(recipe(algorithm("fedavg"))).planned if row.tells]

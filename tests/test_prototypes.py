@@ -132,11 +132,6 @@ def test_entropy_of_equal_distances_is_the_logarithm_of_active_classes() -> None
     assert float(prototypes.entropy(near, torch.zeros(2, 1), batch([0, 1]), "a")) == pytest.approx(np.log(2), abs=1e-5)
 
 
-def test_nearest_ignores_classes_without_a_prototype() -> None:
-    near = made([[5.0], [0.1], [9.0]], [True, False, True])
-    assert near.nearest(torch.tensor([[0.0], [8.5]])).tolist() == [0, 2]
-
-
 def test_features_at_one_length_keep_their_direction() -> None:
     z = {"a": torch.tensor([[3.0, 4.0], [0.0, 0.0]])}
     assert torch.allclose(prototypes.at_length(z, 10.0)["a"], torch.tensor([[6.0, 8.0], [0.0, 0.0]]))

@@ -43,6 +43,7 @@ class Planned:
         rehearsed: whether a rehearsed first round sent it (`polyfed.rehearsal`); what depends on the state of the
             run or on the data may come later, or never.
         cure: the line that would allow it, empty when it is allowed.
+        tells: what it gives away beyond what its kind says; empty for most.
     """
 
     task: str
@@ -56,6 +57,7 @@ class Planned:
     cure: str = ""
     bytes_per_row: float = 0.0
     rehearsed: bool = False
+    tells: str = ""
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,7 @@ def plan(assembly: Assembly, rehearsed: Mapping[Place, Size] | None = None) -> I
                     cure="" if allowed else assembly.policy.cure((kind,), block, info.scope),
                     bytes_per_row=0.0 if size is None else size.per_row,
                     rehearsed=size is not None,
+                    tells=reply.tells.get(field, ""),
                 )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyfed import metrics
 from polyfed.batch import Batch
-from polyfed.messages import Message, carries, message
+from polyfed.messages import HISTOGRAM, Message, carries, message
 from polyfed.model import Model
 from polyfed.model.fusion import masked
 from polyfed.prototypes import Prototypes
@@ -36,7 +36,7 @@ class ClassMeans(Message):
     """
 
     prototypes: Tree = carries("prototypes")
-    rows_per_class: Tree = carries("statistic")
+    rows_per_class: Tree = carries("statistic", tells=HISTOGRAM)
 
 
 @message

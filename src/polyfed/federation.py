@@ -156,7 +156,6 @@ class Federation:
         task: Callable[..., tuple[Message, Tree]],
         clients: Sequence[int],
         send: Send,
-        scope: str | None = None,
         *,
         judged: bool = True,
     ) -> Replies:
@@ -166,7 +165,6 @@ class Federation:
             task: a method of the algorithm, or of one of its parts, marked `@task`.
             clients: numbers; the order does not matter.
             send: what they receive; parts of trees that belong to modalities a client lacks are left out.
-            scope: how far replies may travel, `server` or `silo`; default what the task declares.
             judged: whether too few answers end the run; no, where others have answered already or are asked next.
 
         Raises:
@@ -182,7 +180,7 @@ class Federation:
             rounds=self.rounds,
             number=self.asked,
             seed=self.seed,
-            scope=scope or info.scope,
+            scope=info.scope,
             loop_because=info.loop_because,
         )
         self.asked += 1

@@ -39,6 +39,9 @@ KINDS = (
 )
 """What a field can be. `gradients` are gradients of parameters; a gradient of an embedding is `embeddings`."""
 
+HISTOGRAM = "how many rows of each class a client has"
+"""What counts of rows per class tell."""
+
 LABELS = "labels"
 """The policy row of kind `labels`: labels belong to no modality, whichever field carries them."""
 
@@ -47,16 +50,19 @@ DESTINATIONS = ("server", "silo")
 
 
 class Message:
-    """Base of all messages; `@message` fills in `kinds`, `owners`, `counts`, `dims`, all by field, and `whole`."""
+    """Base of all messages; `@message` fills in `kinds`, `owners`, `counts`, `dims`, `tells`, by field, and `whole`."""
 
     kinds: ClassVar[Mapping[str, str]] = {}
     owners: ClassVar[Mapping[str, str | None]] = {}
     counts: ClassVar[Mapping[str, str]] = {}
     dims: ClassVar[Mapping[str, int]] = {}
+    tells: ClassVar[Mapping[str, str]] = {}
     whole: ClassVar[frozenset[str]] = frozenset()
 
 
-def carries(kind: str, *, of: str | None = None, rows: str | None = None, whole: bool = False, dims: int = 0) -> Any:
+def carries(
+    kind: str, *, of: str | None = None, rows: str | None = None, whole: bool = False, dims: int = 0, tells: str = ""
+) -> Any:
     """Declare a field.
 
     Args:
@@ -66,9 +72,12 @@ def carries(kind: str, *, of: str | None = None, rows: str | None = None, whole:
         whole: for a tree that clients receive whole. Otherwise what belongs to modalities a client does not own is
             left out; a head over the embeddings of several parties is of use only with all of its parts.
         dims: dimensions of a bare tensor of kind `statistic`: one number unless said otherwise. Others are dropped.
+        tells: what a reader of the kind alone would not expect it to give away; `polyfed check` says it.
     """
     assert kind in KINDS, f"kind {kind!r} is not one of {KINDS}"
-    return dataclasses.field(metadata={"kind": kind, "of": of, "rows": rows, "whole": whole, "dims": dims})
+    return dataclasses.field(
+        metadata={"kind": kind, "of": of, "rows": rows, "whole": whole, "dims": dims, "tells": tells}
+    )
 
 
 _M = TypeVar("_M", bound=type[Message])
@@ -85,6 +94,7 @@ def message(cls: _M) -> _M:
     cls.owners = {field.name: field.metadata["of"] for field in fields}
     cls.counts = {field.name: rows for field in fields if (rows := field.metadata["rows"]) is not None}
     assert set(cls.counts.values()) <= set(cls.kinds), f"{cls.__name__} counts rows with a field it does not have"
+    cls.tells = {field.name: told for field in fields if (told := field.metadata["tells"])}
     cls.dims = {field.name: field.metadata["dims"] for field in fields}
     cls.whole = frozenset(field.name for field in fields if field.metadata["whole"])
     return cls

@@ -71,10 +71,6 @@ class Prototypes:
         log_p = self.log_probabilities(z_BD).gather(-1, y_B.unsqueeze(-1)).squeeze(-1)
         return torch.where(there, log_p, 0.0), there
 
-    def nearest(self, z_BD: Tensor) -> Tensor:
-        """Class of the nearest active prototype, int64 (B,)."""
-        return self.distances(z_BD).masked_fill(~self.active, float("inf")).argmin(-1)
-
 
 def at_length(z: Mapping[str, Tensor], length: float) -> dict[str, Tensor]:
     """Features (B, D) by modality, all brought to one length; 0 leaves them as they are.

@@ -29,7 +29,7 @@ from polyfed.batch import Batch
 from polyfed.errors import RecipeError
 from polyfed.facility import Similarity
 from polyfed.federation import Federation
-from polyfed.messages import Message, carries, message
+from polyfed.messages import HISTOGRAM, Message, carries, message
 from polyfed.node import Site
 from polyfed.optim import Train
 from polyfed.policy import Policy
@@ -66,7 +66,7 @@ class Report(Message):
     gradient: Tree = carries("gradients")
     encoder_gradient: Tree = carries("gradients")
     prototypes: Tree = carries("prototypes")
-    rows_per_class: Tree = carries("statistic")
+    rows_per_class: Tree = carries("statistic", tells=HISTOGRAM)
     ratio: Tree = carries("statistic")
     loss: Tensor = carries("statistic")
     num_rows: Tensor = carries("statistic")

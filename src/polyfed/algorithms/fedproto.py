@@ -20,7 +20,7 @@ from polyfed.batch import Batch
 from polyfed.evaluation import Measured, OwnScore, own_score
 from polyfed.federation import Federation
 from polyfed.losses import cross_entropy
-from polyfed.messages import Message, carries, message
+from polyfed.messages import HISTOGRAM, Message, carries, message
 from polyfed.node import Site
 from polyfed.policy import Policy
 from polyfed.prototypes import Prototypes, masked_mean, there
@@ -46,7 +46,7 @@ class Learned(Message):
 
     params: Tree = carries("parameters")
     prototypes: Tree = carries("prototypes")
-    rows_per_class: Tree = carries("statistic")
+    rows_per_class: Tree = carries("statistic", tells=HISTOGRAM)
     loss: Tensor = carries("statistic")
     num_rows: Tensor = carries("statistic")
 

@@ -15,7 +15,11 @@ class Call(Message):
 class Deposit(Message):
     """A client's rows (n, ...) of its shareable modalities: extracted vectors, or the samples themselves."""
 
-    vectors: Tree = carries("embeddings", rows="num_rows")
+    vectors: Tree = carries(
+        "embeddings",
+        rows="num_rows",
+        tells="the rows as the data holds them: inputs = 'embeddings' takes them for such",
+    )
     samples: Tree = carries("raw", rows="num_rows")
     num_rows: Tensor = carries("statistic")
 

@@ -113,6 +113,8 @@ def remarks(check: Check) -> Iterator[Text]:
         "Bytes are those of a first round, rehearsed on a few rows of a few clients; of several tasks, the largest.",
         "dim",
     )
+    told = {f"{row.message}.{row.field}": row.tells for row in check.planned if row.tells}
+    yield from (Text(f"{field} tells {what}", "yellow") for field, what in told.items())
     yield from (Text(f"would be allowed by {cure}") for cure in check.cures)
     yield from (Text(remark, "yellow") for remark in (*check.remarks, *check.beside))
 
