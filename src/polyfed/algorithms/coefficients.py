@@ -125,6 +125,7 @@ def learned(
 def _dots(uploads: Tensor, mine: Tensor, record: Record, rows: Tensor, num_trainable: int) -> Tensor:
     """Inner products (G, S) of the devices' drifts with the record's uploads, piece by piece: drifts of a thousand
     devices at once would be written to memory and read back, which takes longer than the products."""
+    mine, rows = mine.to(uploads.device), rows.to(uploads.device)
     dots = uploads.new_zeros(len(mine), len(record.members))
     for start in range(0, num_trainable, PIECE):
         piece = slice(start, min(start + PIECE, num_trainable))
