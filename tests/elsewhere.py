@@ -1,18 +1,22 @@
 """A device that is not there: finds tensors of the CPU among those of an accelerator, on a machine that has none.
 
-`Elsewhere` is a tensor that says it lives on `DEVICE` and keeps its numbers in a tensor of the CPU. Inside `elsewhere()`
-tensors get there and back as they do with CUDA (factories and `.to` with the device, `.cpu()`, `.item()`, `.tolist()`),
-all arithmetic is the CPU's, and an operation that would meet tensors of both places is refused as CUDA refuses it:
+`Elsewhere` is a tensor that says it lives on `DEVICE` and keeps its numbers in a tensor of the CPU. While `elsewhere()`
+lasts, tensors get there and back as they do with CUDA (factories and `.to` with the device, `.cpu()`, `.tolist()`), all
+arithmetic is the CPU's, and an operation in which tensors of both places meet is refused as CUDA refuses it:
 
 - a tensor of the CPU without dimensions may join an elementwise operation, where it is only read;
 - `copy_` takes from anywhere; a tensor elsewhere may be indexed by tensors of the CPU, not the other way round;
 - everything else wants all its tensors in one place, and NumPy sees none of those elsewhere.
 
-So a run there equals the run on the CPU bit for bit, or it stops at the line that a GPU would stop at. What it cannot
-show: numbers of another device's kernels, their order of summation, what is missing or not deterministic among them;
-memory, streams and speed; operations in C++ that ask for the kind of device (cuDNN and the like: there it says `lazy`,
-which is no backend in use, because autograd serves that one in the calling thread); ids of several devices of a kind;
-safetensors, which reads onto the CPU and moves from there (`elsewhere` sees to it); what other processes do.
+So a run there equals the run on the CPU bit for bit, or it stops at the line at which a GPU would. What it cannot show:
+
+- numbers of another device's kernels, their order of summation, what is missing or not deterministic among them;
+- memory, streams, speed, several devices of a kind, and what other processes do;
+- choices by kind of device, in PyTorch or here: it says `lazy`, which autograd serves in the thread that calls. (The
+  vectorised engine stacks convolutions there, so such a run differs from the CPU's in rounding.)
+- how safetensors reads onto a device: `elsewhere` has it read onto the CPU and moves the tensors from there.
+
+`Tensor.new_tensor` gives a tensor of the CPU here: that mismatch is this module's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +54,7 @@ class Elsewhere(Tensor):
     def __new__(cls, held: Tensor) -> "Elsewhere":
         """`held`, as if it were on `DEVICE`."""
         form = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
-        # kernels and autograd are looked up under the CPU's keys, only the device itself is asked of `__torch_dispatch__`
+        # kernels and autograd are looked up under the CPU's keys, only `.device` is asked of `__torch_dispatch__`
         made = Tensor._make_wrapper_subclass(cls, held.shape, **form, device="cpu", dispatch_device=True)
         made.held = held
         return made
@@ -129,7 +133,11 @@ def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         named["device"] = "cpu" if there else named["device"]
     found = op(*inner, **named)
     # an operation in place gives back the tensor that it was given
-    return _mapped(lambda tensor: given[id(tensor)] if id(tensor) in given else Elsewhere(tensor), found) if there else found
+    return (
+        _mapped(lambda tensor: given[id(tensor)] if id(tensor) in given else Elsewhere(tensor), found)
+        if there
+        else found
+    )
 
 
 def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -79,7 +79,7 @@ def vector(tree: Mapping[str, Tensor]) -> Tensor:
 
 
 def keep_on_host(record: object, *fields: str) -> None:
-    """For a frozen dataclass's `__post_init__`: fields that are the server's own books, tensors or Trees, stay on the CPU.
+    """For a frozen dataclass's `__post_init__`: fields that are the server's books, tensors or Trees, stay on the CPU.
 
     They meet other books there, and a checkpoint that is read brings all its tensors onto the run's device.
     """
