@@ -14,6 +14,7 @@ from elsewhere import DEVICE, Elsewhere, elsewhere
 from laws.rows import PROTOTYPES
 from laws.test_laws import NAMES, world
 from polyfed.algorithms.fedavg import FedAvg
+from polyfed.assembly import Assembly, assemble
 from polyfed.data import Columns
 from polyfed.data.sources import Toy
 from polyfed.evaluation import Evaluation
@@ -23,7 +24,7 @@ from polyfed.optim import ServerOptimiser, Train
 from polyfed.recipe import EngineSpec, Recipe
 from polyfed.run import Run, run
 from polyfed.selection import DivFl, PowD
-from world import AWKWARD
+from world import AWKWARD, losing
 
 THREE = torch.tensor([1.0, 2.0, 3.0])
 INDEX = torch.tensor([0, 2])
@@ -129,6 +130,29 @@ def test_what_goes_with_algorithms_runs_elsewhere_too(what: str, tmp_path: Path)
     here = resumed(made, 1, 2, tmp_path / "here")
     with elsewhere():
         assert resumed(there(made), 1, 2, tmp_path / "there") == here
+
+
+@pytest.mark.filterwarnings("ignore:.*measures nothing")
+@pytest.mark.parametrize(
+    ("name", "task", "options"),
+    [("fedamp", "install", {"uploads": 2}), ("pfmml", "install", {}), ("vfl", "embed", {"resample": False})],
+)
+def test_what_is_kept_for_those_who_are_not_heard_is_met_elsewhere(
+    name: str, task: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    def deaf(*args: Any, **kwargs: Any) -> Assembly:
+        parts = assemble(*args, **kwargs)
+        losing(parts, task, *range(5))
+        return parts
+
+    def outcome_of(made: Recipe, folder: Path) -> str:
+        run(replace(made, rounds=1), folder)
+        with patch("polyfed.run.assemble", deaf):
+            return outcome(run(replace(made, rounds=2), folder, resume=True))
+
+    here = outcome_of(small(name, **options), tmp_path / "here")
+    with elsewhere():
+        assert outcome_of(there(small(name, **options)), tmp_path / "there") == here
 
 
 @dataclass(frozen=True, kw_only=True)
