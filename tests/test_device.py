@@ -13,7 +13,7 @@ from torch import Tensor
 from elsewhere import DEVICE, Elsewhere, elsewhere
 from laws.rows import PROTOTYPES
 from laws.test_laws import NAMES, world
-from polyfed.algorithms.fedavg import FedAvg
+from polyfed.algorithm import Averaging
 from polyfed.assembly import Assembly, assemble
 from polyfed.data import Columns
 from polyfed.data.sources import Toy
@@ -156,8 +156,8 @@ def test_what_is_kept_for_those_who_are_not_heard_is_met_elsewhere(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forgetful(FedAvg):
-    """FedAvg that forgets where its batches are."""
+class Forgetful(Averaging):
+    """FedAvg, but it forgets where its batches are."""
 
     def loss(self, site: Any, w: Any, batch: Any, got: Any, local: Any) -> Any:
         """Cross-entropy of noisy logits."""

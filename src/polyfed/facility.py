@@ -40,7 +40,7 @@ class Similarity:
     key: int = 0
 
     def __post_init__(self) -> None:
-        """Distances are looked up by client, and short of clients there is little to compute."""
+        """Greedy choices look distances up one by one, which an accelerator is slow at."""
         keep_on_host(self, "vectors", "known", "distance")
 
     @classmethod
