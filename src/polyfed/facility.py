@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from polyfed import keys
+from polyfed.tree import keep_on_host
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class Similarity:
     distance: Tensor
     sketch: int = 0
     key: int = 0
+
+    def __post_init__(self) -> None:
+        """Greedy choices look distances up one by one, which an accelerator is slow at."""
+        keep_on_host(self, "vectors", "known", "distance")
 
     @classmethod
     def empty(cls, num: int, size: int, sketch: int = 0, key: int = 0) -> "Similarity":

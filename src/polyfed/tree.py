@@ -78,6 +78,17 @@ def vector(tree: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([tree[name].reshape(-1) for name in sorted(tree)]) if tree else torch.zeros(0)
 
 
+def keep_on_host(record: object, *fields: str) -> None:
+    """For a frozen dataclass's `__post_init__`: fields that are the server's books, tensors or Trees, stay on the CPU.
+
+    They meet other books there, and a checkpoint that is read brings all its tensors onto the run's device.
+    """
+    for field in fields:
+        value = getattr(record, field)
+        here = value.cpu() if isinstance(value, Tensor) else {name: tensor.cpu() for name, tensor in value.items()}
+        object.__setattr__(record, field, here)
+
+
 def size_bytes(tree: Mapping[str, Tensor]) -> int:
     """Bytes of all entries."""
     return sum(value.numel() * value.element_size() for value in tree.values())

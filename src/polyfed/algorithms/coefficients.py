@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from polyfed.tree import keep_on_host
+
 PIECE = 16384
 """Numbers of a block that are looked at together: 333 rows of them, 22 MB, stay within 32 MiB of last-level cache."""
 
@@ -29,6 +31,10 @@ class Record:
     uploads: Tensor
     mix: Tensor
     copies: Tensor
+
+    def __post_init__(self) -> None:
+        """Only blocks live where they are computed with."""
+        keep_on_host(self, "members", "mix")
 
     def rows(self, devices: Tensor) -> Tensor:
         """Places of these devices among the members."""
@@ -54,6 +60,10 @@ class BlockState:
     built: Tensor
     sent: Tensor
     records: dict[int, Record] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """What is known of devices is the server's own."""
+        keep_on_host(self, "owners", "logits", "ages", "built", "sent")
 
     @classmethod
     def start(cls, owners: Tensor) -> "BlockState":
@@ -125,6 +135,7 @@ def learned(
 def _dots(uploads: Tensor, mine: Tensor, record: Record, rows: Tensor, num_trainable: int) -> Tensor:
     """Inner products (G, S) of the devices' drifts with the record's uploads, piece by piece: drifts of a thousand
     devices at once would be written to memory and read back, which takes longer than the products."""
+    mine, rows = mine.to(uploads.device), rows.to(uploads.device)
     dots = uploads.new_zeros(len(mine), len(record.members))
     for start in range(0, num_trainable, PIECE):
         piece = slice(start, min(start + PIECE, num_trainable))

@@ -28,7 +28,7 @@ from polyfed.network import Timetable
 from polyfed.node import Site
 from polyfed.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE
 from polyfed.tasks import task
-from polyfed.tree import Tree, squared_distance
+from polyfed.tree import Tree, keep_on_host, squared_distance
 from polyfed.view import View
 
 CLOUD = "cloud."
@@ -41,6 +41,10 @@ class Clouds:
 
     members: Tensor
     rows: Tensor
+
+    def __post_init__(self) -> None:
+        """Only blocks live where they are computed with."""
+        keep_on_host(self, "members")
 
     def of(self, devices: Collection[int]) -> "Clouds":
         """Those of some devices."""

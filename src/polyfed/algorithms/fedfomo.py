@@ -31,7 +31,7 @@ from polyfed.node import Site
 from polyfed.replies import Replies
 from polyfed.schema import AT_LEAST_TWO, NOT_NEGATIVE, PROBABILITY
 from polyfed.tasks import task
-from polyfed.tree import Tree, block_of, blocks
+from polyfed.tree import Tree, block_of, blocks, keep_on_host
 from polyfed.view import View
 from polyfed.view.base import FOLD_BATCH
 
@@ -71,6 +71,10 @@ class FedFomoState:
     preferences: dict[str, Tensor] = field(default_factory=dict)
     waited_for: list[int] = field(default_factory=list)
     train_loss: float = float("nan")
+
+    def __post_init__(self) -> None:
+        """Preferences are looked up by client."""
+        keep_on_host(self, "preferences")
 
 
 @dataclass(frozen=True, kw_only=True)

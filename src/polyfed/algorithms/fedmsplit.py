@@ -114,9 +114,11 @@ class FedMSplit(Averaging):
             owners = torch.tensor([block == SHARED or block in fed.clients[c].modalities for c in clients])
             if not bool(owners.any()):
                 continue
-            width = max(len(vector(tree)) for tree in own)
-            rows = torch.stack([vector(tree) if tree else torch.zeros(width) for tree in own])
-            scores = self._scores(rows).masked_fill(~owners, float("-inf"))
+            flat = [vector(tree) for tree in own]
+            longest = max(flat, key=len)
+            rows = torch.stack([row if len(row) else torch.zeros_like(longest) for row in flat])
+            # on the host from here: a few numbers, which are looked at one by one
+            scores = self._scores(rows).cpu().masked_fill(~owners, float("-inf"))
             found[block] = torch.softmax(scores, 1) * owners.unsqueeze(1)
         return found
 

@@ -90,7 +90,7 @@ class FedOgm(Averaging):
                         out[name] = out[name] + self._noise(data, name, grads[name], carry["step"])
             return out, {"step": carry["step"] + 1}
 
-        return modulate, {"step": torch.zeros((), dtype=torch.int32)}
+        return modulate, {"step": torch.zeros((), dtype=torch.int32, device=data.num_rows.device)}
 
     def _noise(self, data: View, name: str, grad: Tensor, step: Tensor) -> Tensor:
         """Gaussian, as wide as the entries of the unscaled gradient are spread, from a stream of its own."""

@@ -28,7 +28,7 @@ from polyfed.network import TRAINING_PASSES, Timetable
 from polyfed.node import Site
 from polyfed.schema import NOT_NEGATIVE
 from polyfed.tasks import task
-from polyfed.tree import SHARED, Tree
+from polyfed.tree import SHARED, Tree, keep_on_host
 from polyfed.view import View
 from polyfed.view.metered import rows_trained, steps_trained
 
@@ -53,6 +53,10 @@ class PfmmlState:
     undelivered: dict[str, Tensor] = field(default_factory=dict)
     waited_for: list[int] = field(default_factory=list)
     train_loss: float = float("nan")
+
+    def __post_init__(self) -> None:
+        """What is known of devices is the server's own."""
+        keep_on_host(self, "undelivered")
 
     def due(self, block: str) -> Tensor:
         """Whose newest copy is to be sent, bool (K,): those made in the last round, and those that got lost before."""

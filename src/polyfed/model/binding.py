@@ -70,8 +70,10 @@ class Slots:
     def place(self, device: torch.device) -> None:
         """Moves the modules, and with them their constants, to the device of the trees they run on."""
         if device != self.device:
-            for module in self._modules:
-                module.to(device)
+            # the first call may come from inside `grad`, which would leave its own wrappers in the modules
+            with torch._C._DisableFuncTorch():
+                for module in self._modules:
+                    module.to(device)
             self.device = device
 
     @contextmanager

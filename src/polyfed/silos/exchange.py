@@ -12,7 +12,7 @@ from torch import Tensor
 from polyfed.federation import Federation
 from polyfed.messages import Message, carries, crossings, cut, message
 from polyfed.replies import Replies
-from polyfed.tree import Tree, zip_map
+from polyfed.tree import Tree, keep_on_host, zip_map
 
 
 @message
@@ -82,6 +82,10 @@ class Sent:
 
     rows: Tensor
     embeddings: Tree
+
+    def __post_init__(self) -> None:
+        """The edge draws rows on the CPU."""
+        keep_on_host(self, "rows")
 
 
 def stale_embeddings(rows: Tensor, sent: Sequence[Sent]) -> Tree:
