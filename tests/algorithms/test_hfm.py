@@ -123,8 +123,8 @@ def spied(fed: Any) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     ask = fed.ask
 
-    def listening(task: Any, clients: Any, send: Any, scope: str | None = None, **how: Any) -> Any:
-        seen[task.__name__] = ask(task, clients, send, scope, **how)
+    def listening(task: Any, clients: Any, send: Any, **how: Any) -> Any:
+        seen[task.__name__] = ask(task, clients, send, **how)
         seen["to " + task.__name__] = send
         return seen[task.__name__]
 

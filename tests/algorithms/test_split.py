@@ -142,7 +142,7 @@ def test_the_gradient_at_the_cut_is_that_of_the_unsplit_model(monkeypatch: pytes
 def test_without_leave_for_labels_plain_is_refused_by_name_and_u_shaped_passes(name: str) -> None:
     closed = {**WITHOUT_LABELS, "labels": {"server": []}}
     with pytest.raises(
-        EgressError, match=r"labels of labels to the server.*\[egress\.labels\] server = \[\"labels\"\]"
+        EgressError, match=r"(?s)labels of labels to the server.*\[egress\.labels\] server = \[\"labels\"\]"
     ):
         run(replace(split(name), egress=closed))
     done = run(replace(split(name, u=True), egress=closed))

@@ -41,7 +41,9 @@ class MeteredView(View):
         if job.on is not None:
             train = replace(train, steps=1)
         rows = [rows_trained(n, train, skip_single=model.has_batchnorm) for n in self._num_rows]
-        trained = {block_of(name) for name in job.trained(model)} & {*model.modalities, SHARED}
+        # a device of a silo also trains the parts of the head that read others' embeddings; their encoders rest
+        owned = self._modalities if job.model is None else model.modalities
+        trained = {block_of(name) for name in job.trained(model)} & {*owned, SHARED}
         self._count(TRAINING_PASSES * sum(model.flops(block) for block in trained), rows)
         return self._view.fit(job)
 
