@@ -3,6 +3,7 @@
 import contextlib
 import json
 import multiprocessing
+import shutil
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -349,3 +350,60 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
     facts.write_text(facts.read_text().replace(source.fingerprint(), other.fingerprint()))
     with pytest.raises(DataError, match="the data is not what the run"):
         polyfed.run(replace(made, rounds=3), tmp_path / "run", resume=True)
+
+
+def test_a_run_whose_checkpoint_is_gone_is_not_played_over(tmp_path: Path) -> None:
+    polyfed.run(longer(rounds=3), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint")
+    before = {name: (tmp_path / "run" / name).read_bytes() for name in (records.ROUNDS, records.EGRESS, records.RESULT)}
+    with pytest.raises(CheckpointError, match=r"holds 3 rounds that were kept, and no checkpoint"):
+        polyfed.run(longer(rounds=3), tmp_path / "run", resume=True)
+    assert all((tmp_path / "run" / name).read_bytes() == text for name, text in before.items())
+
+
+@pytest.mark.parametrize("name", [records.ROUNDS, records.EGRESS])
+def test_a_log_that_is_gone_is_not_filled_with_nothing(name: str, tmp_path: Path) -> None:
+    polyfed.run(longer(rounds=3), tmp_path / "run")
+    (tmp_path / "run" / name).unlink()
+    with pytest.raises(CheckpointError, match="is shorter than when the checkpoint was written"):
+        polyfed.run(longer(rounds=4), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (records.RECIPE, "rounds = ["),
+        (records.RECIPE, b"\xff\xfe"),
+        (records.FACTS, ""),
+        (records.FACTS, "{}"),
+        (records.FACTS, "[]"),
+        (records.ROUNDS, "{" * 100_000),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named(name: str, text: str | bytes, tmp_path: Path) -> None:
+    polyfed.run(longer(rounds=2), tmp_path / "run")
+    whole = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "run" / name).write_bytes(whole)
+    with pytest.raises(CheckpointError, match=rf"{name}.*Restore it from a copy"):
+        polyfed.run(longer(rounds=3), tmp_path / "run", resume=True)
+
+
+def test_the_result_of_fewer_rounds_does_not_pass_for_that_of_more(tmp_path: Path) -> None:
+    polyfed.run(longer(rounds=2), tmp_path / "run")
+
+    def stop(event: str, **facts: Any) -> None:
+        if event == "round-finished":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        polyfed.run(longer(rounds=4), tmp_path / "run", resume=True, listeners=[stop])
+    assert not (tmp_path / "run" / records.RESULT).exists()
+    assert len(polyfed.run(longer(rounds=4), tmp_path / "run", resume=True).rounds) == 4
+
+
+def test_somebody_elses_run_json_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / records.FACTS).write_text('{"mine": 1}')
+    with pytest.raises(RecipeError, match=r"is not empty and holds no run"):
+        polyfed.run(longer(rounds=1), tmp_path / "run")
+    assert (tmp_path / "run" / records.FACTS).read_text() == '{"mine": 1}'

@@ -1,6 +1,6 @@
 """What `polyfed.run` gives back, and what it says of an author's slip."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -81,3 +81,26 @@ def test_predictions_are_those_that_were_judged() -> None:
     assert float(right) == pytest.approx(done.result["metrics"]["global"]["accuracy"])
     alone = done.predict({"a": table.column("a").take(rows)})
     assert not torch.equal(alone, logits)
+
+
+def test_a_way_of_judging_that_the_model_does_not_allow_is_refused_before_training() -> None:
+    method = algorithm("fedavg", evaluation=Evaluation(every=0, unimodal="head"))
+    made = recipe(method)
+    with pytest.raises(RecipeError, match=r"unimodal = 'head' splits the logits"):
+        polyfed.run(replace(made, model=replace(made.model, head=(8,))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Astray(Uniform):
+    """Chooses somebody who is not there."""
+
+    who: Any = 999
+
+    def choose(self, memory: Any, params: Any, fed: Any) -> Any:
+        return [self.who], memory
+
+
+@pytest.mark.parametrize("who", [999, 1.0, True, torch.tensor(1), -3])
+def test_a_selector_that_names_nobody_is_told(who: Any) -> None:
+    with pytest.raises(RecipeError, match=r"update is asked of .*: clients are numbers from 0 to 5"):
+        polyfed.run(recipe(algorithm("fedavg", selector=Astray(who=who))))

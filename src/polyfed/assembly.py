@@ -95,6 +95,11 @@ def assemble(
     policy = Policy.parse(recipe.egress, columns.modalities)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model = model_of(recipe, shapes, columns.num_classes, policy)
+    if recipe.algorithm.evaluation.unimodal == "head" and not model.linear_head:
+        raise RecipeError(
+            "[evaluate] unimodal = 'head' splits the logits into a term for each modality, which only linear fusion "
+            "allows (concat or sum without a head). Allowed here: 'auto', 'zero', 'prototype'"
+        )
     device = device_of(recipe)
     initial = {name: value.to(device) for name, value in model.init(keys.key(recipe.seed, "init")).items()}
     ledger = Ledger(run)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyfed import keys
 from polyfed.data.columns import Column, Columns
-from polyfed.errors import BadReply, Diverged, TooFewReplies
+from polyfed.errors import BadReply, Diverged, RecipeError, TooFewReplies
 from polyfed.messages import Message
 from polyfed.network import Clock
 from polyfed.replies import NOT_FINITE, Answer, Part, Replies, check_form, not_finite
@@ -184,6 +184,11 @@ class Federation:
             loop_because=info.loop_because,
         )
         self.asked += 1
+        for client in clients:
+            if type(client) is not int or not (client in self.examiners or 0 <= client < len(self.clients)):
+                raise RecipeError(
+                    f"{ask.name} is asked of {client!r}: clients are numbers from 0 to {len(self.clients) - 1}"
+                )
         if not clients:
             return Replies([])
         answer = self.engine.answer(ask, sorted(clients), send)

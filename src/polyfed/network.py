@@ -12,14 +12,22 @@ floating-point operations. Shape letters: `K` clients. Numbers are double precis
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from polyfed import keys
-from polyfed.errors import RecipeError
 from polyfed.ledger import TO_CLIENT, Ledger
+from polyfed.schema import (
+    ABOVE_ONE,
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    between,
+    check_ranges,
+)
 
 TRAINING_PASSES = 3
 """A training step costs about three forward passes: one forward, two backward (algorithms.md 4.6)."""
@@ -52,36 +60,25 @@ class Network:
     """
 
     channel: Literal["wireless", "fixed"] = "wireless"
-    bandwidth_hz: float = 1e6
-    power_up_w: float = 0.1
-    power_down_w: float = 0.1
-    noise_dbm_per_hz: float = -174.0
-    carrier_ghz: float = 2.6
-    cell_radius_m: float = 50.0
+    bandwidth_hz: Annotated[float, POSITIVE] = 1e6
+    power_up_w: Annotated[float, POSITIVE] = 0.1
+    power_down_w: Annotated[float, POSITIVE] = 0.1
+    noise_dbm_per_hz: Annotated[float, between(-300, 100)] = -174.0
+    carrier_ghz: Annotated[float, POSITIVE] = 2.6
+    cell_radius_m: Annotated[float, POSITIVE] = 50.0
     fading: bool = True
-    log_base: float = 2.0
-    rate_up_bps: float = 20e6
-    rate_down_bps: float = 20e6
-    latency_s: float = 0.0
-    compute_flops_per_s: float = 1.8e11
-    stragglers: float = 0.0
-    straggler_slowdown: float = 10.0
-    deadline_s: float | None = None
+    log_base: Annotated[float, ABOVE_ONE] = 2.0
+    rate_up_bps: Annotated[float, POSITIVE] = 20e6
+    rate_down_bps: Annotated[float, POSITIVE] = 20e6
+    latency_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    compute_flops_per_s: Annotated[float, POSITIVE] = 1.8e11
+    stragglers: Annotated[float, PROBABILITY] = 0.0
+    straggler_slowdown: Annotated[float, AT_LEAST_ONE] = 10.0
+    deadline_s: Annotated[float | None, POSITIVE] = None
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
-        positive = ("bandwidth_hz", "power_up_w", "power_down_w", "carrier_ghz", "cell_radius_m")
-        for name in (*positive, "rate_up_bps", "rate_down_bps", "compute_flops_per_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise RecipeError(f"[network] {name} = {getattr(self, name)}: must be a number above 0")
-        if not self.log_base > 1:
-            raise RecipeError(f"[network] log_base = {self.log_base}: must be above 1; 2 gives bits")
-        if not self.latency_s >= 0 or not 0 <= self.stragglers <= 1 or not self.straggler_slowdown >= 1:
-            raise RecipeError(
-                "[network] latency_s must be 0 or more, stragglers a share from 0 to 1, straggler_slowdown 1 or more"
-            )
-        if self.deadline_s is not None and not self.deadline_s > 0:
-            raise RecipeError(f"[network] deadline_s = {self.deadline_s}: must be above 0; leave it out to wait")
+        check_ranges("[network]", self)
 
     def links(self, num_clients: int, seed: int) -> "Links":
         """Place the clients of a run."""
@@ -153,7 +150,7 @@ class Timetable:
     """
 
     seconds: Mapping[int, Mapping[int, float]]
-    deadline_s: float | None = None
+    deadline_s: Annotated[float | None, POSITIVE] = None
 
     def barriers(self) -> float:
         """Seconds of a round in which every ask waits for its slowest client before the next one starts."""

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +25,9 @@ ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
     "recipe.toml",
     "run.json",
 )
+
+RESTORE = "Restore it from a copy, or start again in another --out folder"
+"""What to do about a damaged file of a run."""
 
 FLOWER = "flower"
 """The engine whose clients keep their state outside this process."""
@@ -55,7 +58,7 @@ class Records:
         if not resume and self.begun:
             raise RecipeError(f"--out {folder} holds another run. Go on with it by --resume, or choose another folder")
         # facts without a recipe: killed between the two by which a run begins
-        foreign = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".") and entry.name != FACTS]
+        foreign = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".") and not _ours(entry)]
         if foreign and not self.begun:
             raise RecipeError(
                 f"--out {folder} is not empty and holds no run ({foreign[0]}, ...). Choose another folder"
@@ -89,7 +92,9 @@ class Records:
         """Note the recipe and facts of the run, or check that a resumed run has the same; the run's id."""
         if self.begun:
             self._check_same(recipe)
-            before = json.loads((self.folder / FACTS).read_text())
+            before = _read(self.folder / FACTS, json.loads)
+            if not isinstance(before.get("run"), str):
+                raise CheckpointError(f"{self.folder / FACTS} does not name its run. {RESTORE}")
             self._check_data(before, facts)
             run: str = before["run"]
         else:
@@ -102,16 +107,14 @@ class Records:
         """Cut the line files back to where a checkpoint left them; none (or 0) empties them."""
         for name in (ROUNDS, EGRESS):
             path = self.folder / name
-            if path.exists() and path.stat().st_size < places.get(name, 0):
-                raise CheckpointError(
-                    f"{path} is shorter than when the checkpoint was written. Restore it from a copy, "
-                    "or start again in another --out folder"
-                )
+            if (path.stat().st_size if path.exists() else 0) < places.get(name, 0):
+                raise CheckpointError(f"{path} is shorter than when the checkpoint was written. {RESTORE}")
             with path.open("ab") as file:
                 file.truncate(places.get(name, 0))
 
     def append(self, row: dict[str, Any]) -> None:
         """Add a round."""
+        (self.folder / RESULT).unlink(missing_ok=True)  # of fewer rounds; it would pass for the result of these
         with (self.folder / ROUNDS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(strict(row), separators=(",", ":")) + "\n")
 
@@ -132,8 +135,7 @@ class Records:
         path = self.folder / ROUNDS
         if not path.exists():
             return []
-        with path.open(encoding="utf-8") as file:
-            return [json.loads(line) for line in file]
+        return list(_read(path, lambda text: {"rows": [json.loads(line) for line in text.splitlines()]})["rows"])
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write the result."""
@@ -157,7 +159,7 @@ class Records:
             )
 
     def _check_same(self, recipe: dict[str, Any]) -> None:
-        before = tomllib.loads((self.folder / RECIPE).read_text(encoding="utf-8"))
+        before = _read(self.folder / RECIPE, tomllib.loads)
         # through TOML: what is compared is what was written
         now = tomllib.loads(tomli_w.dumps(recipe))
         for path, old, new in _differences(before, now):
@@ -186,6 +188,26 @@ class Records:
                 f"between rounds is where '{before}' left it, and '{now}' would begin without it. Go on with "
                 f"'{before}', or begin in another --out folder"
             )
+
+
+def _ours(entry: Path) -> bool:
+    """Whether this is the facts file of a run that was killed as it began."""
+    return entry.name == FACTS and entry.is_file() and "versions" in _read(entry, json.loads)
+
+
+def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """A file of the run.
+
+    Raises:
+        CheckpointError: it is missing, or not what it was written as.
+    """
+    try:
+        found = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # JSON, TOML and UTF-8 errors are ValueErrors
+        raise CheckpointError(f"{path} cannot be read: {error}. {RESTORE}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} does not hold a table. {RESTORE}")
+    return found
 
 
 def strict(value: Any) -> Any:

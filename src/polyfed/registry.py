@@ -29,9 +29,10 @@ def own(path: str) -> Any:
     module, _, name = path.partition(":")
     try:
         return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # the module's own code runs, and may do anything
+        why = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         raise RecipeError(
-            f"'{path}' cannot be imported ({error}). It must read 'package.module:Class', and the folder of the "
+            f"'{path}' cannot be imported ({why}). It must read 'package.module:Class', and the folder of the "
             "package must be on PYTHONPATH (PYTHONPATH=. for a module in this folder)"
         ) from error
 

@@ -122,6 +122,8 @@ def check_form(msg: Message, expected: type[Message], template: Tree) -> None:
         if value.shape[1:] != wanted.shape or value.dtype != wanted.dtype:
             found, ours = (f"{t.dtype} {tuple(s)}" for t, s in ((value, value.shape[1:]), (wanted, wanted.shape)))
             raise BadReply(f"{name}.{key} is {found}, expected {ours}")
+    if "num_rows" in msg.kinds and int(msg.num_rows.min()) < 0:  # type: ignore[attr-defined]
+        raise BadReply("num_rows is negative")
     for name, count in msg.counts.items():
         rows, counted = getattr(msg, name), getattr(msg, count)
         held = [t.shape[1] for t in ([rows] if isinstance(rows, torch.Tensor) else rows.values()) if t.dim() > 1]

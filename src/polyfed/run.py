@@ -20,11 +20,11 @@ from polyfed.assembly import ENGINES, Assembly, assemble, facts_of
 from polyfed.check import refuse_forbidden, warn_unmeasured
 from polyfed.data import Population
 from polyfed.engines.inprocess import InProcess
-from polyfed.errors import RecipeError, did_you_mean
+from polyfed.errors import CheckpointError, RecipeError, did_you_mean
 from polyfed.events import Emitter, Listener
 from polyfed.outcome import Run, best_round
 from polyfed.recipe import Recipe, load_recipe
-from polyfed.records import Records, facts_of_round, run_id
+from polyfed.records import RESTORE, Records, facts_of_round, run_id
 from polyfed.registry import name_of
 from polyfed.report import write_report
 
@@ -136,6 +136,7 @@ class _Loop:
         found = self._found()
         if found is None:
             if self.records is not None and self.records.resume:
+                self._refuse_lost_checkpoint(self.records)
                 self.emit("note", text=f"{self.records.folder} has no round to go on from: the run begins")
             self.fed.begin(0)
             state = algorithm.init(self.fed, self.assembly.initial)
@@ -154,6 +155,15 @@ class _Loop:
         self.fed.template = getattr(state, "params", self.assembly.initial)
         self.emit("note", text=f"resumed after round {round}")
         return round + 1, state
+
+    def _refuse_lost_checkpoint(self, records: Records) -> None:
+        """A run whose rounds were kept, but whose checkpoint is gone, is not played again over what it left."""
+        due = [row["round"] for row in records.rounds() if self.recipe.checkpoint.due(row["round"], self.recipe.rounds)]
+        if len(due) > 1:  # after the first such round a kill may have come before its checkpoint was whole
+            raise CheckpointError(
+                f"{records.folder} holds {len(due)} rounds that were kept, and no checkpoint ({records.checkpoints}). "
+                f"{RESTORE}"
+            )
 
     def _found(self) -> tuple[int, Any] | None:
         modules, device = checkpoint.modules_of(self.recipe.algorithm), self.assembly.engine.device

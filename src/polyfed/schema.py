@@ -28,6 +28,7 @@ class Within:
 NOT_NEGATIVE = Within("0 or more", lambda value: value >= 0)
 POSITIVE = Within("above 0", lambda value: value > 0)
 AT_LEAST_ONE = Within("1 or more", lambda value: value >= 1)
+ABOVE_ONE = Within("above 1", lambda value: value > 1)
 AT_LEAST_TWO = Within("2 or more", lambda value: value >= 2)
 EVERY = Within("0 (only the last round) or more", lambda value: value >= 0)
 PROBABILITY = Within("from 0 to 1", lambda value: 0 <= value <= 1)
@@ -119,7 +120,7 @@ WANTED = {
 
 def _wanted(error: ValidationError) -> str:
     """What a value may be: one wish for each type that its field allows."""
-    wishes = (WANTED.get(e["type"], e["msg"].lower().removeprefix("input should be ")) for e in error.errors())
+    wishes = (WANTED.get(e["type"], e["msg"].removeprefix("Input should be ")) for e in error.errors())
     return " or ".join(dict.fromkeys(wishes))
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from polyfed.schema import EVERY, NOT_NEGATIVE, POSITIVE, check_ranges
+from polyfed.schema import EVERY, NOT_NEGATIVE, POSITIVE, between, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class EngineSpec:
             each other cost more than they give, many times more on a machine that has other work.
         stack: most clients in one stack of the vectorised engine; 0 lets a memory budget decide, and on a CPU does
             not stack models with 2-d convolutions, which are slower so.
-        min_replies: a round in which fewer clients answer ends the run (exit code 4).
+        min_replies: a round in which fewer clients answer ends the run (exit code 4); all, where fewer are asked.
         debug: let a client's exception through, with client, round, task and shapes.
         nodes: flower: clients to wait for before the first round of a deployment; 0 means [clients] num.
         min_nodes: flower: fewer of them by then end the run before its first round (exit code 4); 0 means all.
@@ -32,7 +32,7 @@ class EngineSpec:
 
     name: Literal["vectorised", "sequential", "flower"] = "vectorised"
     device: Literal["cpu", "cuda", "auto"] = "cpu"
-    threads: Annotated[int, NOT_NEGATIVE] = 0
+    threads: Annotated[int, between(0, 1024)] = 0
     stack: Annotated[int, NOT_NEGATIVE] = 0
     min_replies: Annotated[int, NOT_NEGATIVE] = 1
     debug: bool = False

@@ -32,6 +32,9 @@ from polyfed.report import REPORT, compare, write_comparison, write_report
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it (128 + SIGINT)."""
 
+DAMAGED = 5
+"""Exit code where the fault is on the disk."""
+
 WIDE = 200
 """Columns of a table that goes to a file or a pipe."""
 
@@ -295,6 +298,9 @@ def main(args: Sequence[str] | None = None) -> None:
         # the reader has gone (`| head`); a later flush must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
+    except OSError as error:  # a file or a disk that no part of polyfed has words of its own for
+        typer.echo(f"polyfed: {error}", err=True)
+        raise SystemExit(DAMAGED) from None
 
 
 def _as_one_line(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
