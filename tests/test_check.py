@@ -12,6 +12,7 @@ from polyfed.check import Check, Planned, check
 from polyfed.cli.crossing import grouped, remarks, sentence, size
 from polyfed.errors import RecipeError
 from polyfed.messages import Message, carries, message
+from polyfed.optim import Train
 from polyfed.tree import Tree
 from test_egress import OPEN, Leaky
 from world import algorithm, played, recipe
@@ -161,3 +162,11 @@ def test_what_a_kind_does_not_say_is_said() -> None:
     shown = "\n".join(str(text) for text in remarks(found))
     assert "Report.rows_per_class tells how many rows of each class a client has" in shown
     assert not [row for row in check(recipe(algorithm("fedavg"))).planned if row.tells]
+
+
+def test_a_long_training_is_not_rehearsed_step_by_step() -> None:
+    sizes = []
+    for steps in (1, 10**6):
+        method = algorithm("fedavg", train=Train(lr=0.1, batch_size=16, steps=steps))
+        sizes.append([(row.field, row.block, row.bytes) for row in check(recipe(method)).planned])
+    assert sizes[0] == sizes[1]

@@ -132,7 +132,11 @@ def rehearse(recipe: Recipe, population: Population, listener: Listener) -> dict
         population: its clients.
         listener: takes the events of both passes: `client-failed` above all.
     """
-    alone = replace(recipe, network=None, engine=replace(recipe.engine, min_replies=0))
+    train = recipe.algorithm.train
+    # no size depends on how long clients train, and a rehearsal of 20,000 steps would take minutes
+    short = replace(train, epochs=min(train.epochs, 1), steps=None if train.steps is None else min(train.steps, 2))
+    brief = replace(recipe.algorithm, train=short)
+    alone = replace(recipe, algorithm=brief, network=None, engine=replace(recipe.engine, min_replies=0))
     seen: dict[tuple[Place, int], list[Sighting]] = {}
     for most in PASSES:
         parts = assemble(alone, emit=Emitter([listener]), population=_shortened(population, most), engine=Stage)
