@@ -103,7 +103,7 @@ def assemble(
     device = device_of(recipe)
     initial = {name: value.to(device) for name, value in model.init(keys.key(recipe.seed, "init")).items()}
     ledger = Ledger(run)
-    clock = clock_of(recipe, population.num_clients, ledger, model)
+    clock = clock_of(recipe, population.num_clients, ledger)
     held = (engine or engine_of(recipe))(
         population,
         model,
@@ -132,7 +132,7 @@ def assemble(
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed)
 
 
-def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger, model: Model) -> Clock | None:
+def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
     """Simulated time, where the recipe has a [network]."""
     if recipe.network is None:
         return None

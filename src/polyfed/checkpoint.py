@@ -41,11 +41,11 @@ def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) 
     """
     name = f"round-{round:06d}"
     draft = folder / f".{name}.draft"
+    tensors: dict[str, Tensor] = {}
+    skeleton = pack(content, tensors, modules)
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        tensors: dict[str, Tensor] = {}
-        skeleton = pack(content, tensors, modules)
         save_file(tensors, draft / "state.safetensors")
         (draft / "state.json").write_text(json.dumps(skeleton))
         sums = {file.name: _sha256(file) for file in sorted(draft.iterdir())}
@@ -55,9 +55,6 @@ def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) 
         shutil.rmtree(folder / name, ignore_errors=True)
         os.replace(draft, folder / name)
         replace_text(folder / LATEST, json.dumps({"round": round, "folder": name, "sha256": sums}))
-    except CheckpointError:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(

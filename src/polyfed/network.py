@@ -19,15 +19,7 @@ from torch import Tensor
 
 from polyfed import keys
 from polyfed.ledger import TO_CLIENT, Ledger
-from polyfed.schema import (
-    ABOVE_ONE,
-    AT_LEAST_ONE,
-    NOT_NEGATIVE,
-    POSITIVE,
-    PROBABILITY,
-    between,
-    check_ranges,
-)
+from polyfed.schema import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, PROBABILITY, between, check_ranges
 
 TRAINING_PASSES = 3
 """A training step costs about three forward passes: one forward, two backward (algorithms.md 4.6)."""
@@ -150,7 +142,7 @@ class Timetable:
     """
 
     seconds: Mapping[int, Mapping[int, float]]
-    deadline_s: Annotated[float | None, POSITIVE] = None
+    deadline_s: float | None = None
 
     def barriers(self) -> float:
         """Seconds of a round in which every ask waits for its slowest client before the next one starts."""

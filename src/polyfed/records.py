@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 
@@ -34,6 +34,9 @@ FLOWER = "flower"
 
 MAY_CHANGE = ("rounds", "engine", "checkpoint", "tracking")
 """Parts of a recipe that a resumed run may have changed: more rounds, another machine, who looks on."""
+
+
+_T = TypeVar("_T")
 
 
 class Records:
@@ -92,7 +95,7 @@ class Records:
         """Note the recipe and facts of the run, or check that a resumed run has the same; the run's id."""
         if self.begun:
             self._check_same(recipe)
-            before = _read(self.folder / FACTS, json.loads)
+            before = _table(self.folder / FACTS, json.loads)
             if not isinstance(before.get("run"), str):
                 raise CheckpointError(f"{self.folder / FACTS} does not name its run. {RESTORE}")
             self._check_data(before, facts)
@@ -135,7 +138,7 @@ class Records:
         path = self.folder / ROUNDS
         if not path.exists():
             return []
-        return list(_read(path, lambda text: {"rows": [json.loads(line) for line in text.splitlines()]})["rows"])
+        return _read(path, lambda text: [json.loads(line) for line in text.splitlines()])
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write the result."""
@@ -159,7 +162,7 @@ class Records:
             )
 
     def _check_same(self, recipe: dict[str, Any]) -> None:
-        before = _read(self.folder / RECIPE, tomllib.loads)
+        before = _table(self.folder / RECIPE, tomllib.loads)
         # through TOML: what is compared is what was written
         now = tomllib.loads(tomli_w.dumps(recipe))
         for path, old, new in _differences(before, now):
@@ -192,19 +195,24 @@ class Records:
 
 def _ours(entry: Path) -> bool:
     """Whether this is the facts file of a run that was killed as it began."""
-    return entry.name == FACTS and entry.is_file() and "versions" in _read(entry, json.loads)
+    return entry.name == FACTS and entry.is_file() and "versions" in _table(entry, json.loads)
 
 
-def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+def _read(path: Path, parse: Callable[[str], _T]) -> _T:
     """A file of the run.
 
     Raises:
         CheckpointError: it is missing, or not what it was written as.
     """
     try:
-        found = parse(path.read_text(encoding="utf-8"))
+        return parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # JSON, TOML and UTF-8 errors are ValueErrors
         raise CheckpointError(f"{path} cannot be read: {error}. {RESTORE}") from None
+
+
+def _table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """A file of the run that holds a table; see `_read`."""
+    found = _read(path, parse)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} does not hold a table. {RESTORE}")
     return found

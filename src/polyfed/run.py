@@ -109,7 +109,7 @@ class _Loop:
     def run(self) -> Run:
         """Set up or resume, run the rounds, write the result."""
         if self.records is not None and self.records.begun:
-            self.ledger.run = self.records.open(self._table(), self._facts())
+            self._open(self.records)
         first, state = self._start()
         rounds = self.recipe.rounds
         self.emit("run-started", **self._headline(), first_round=first)
@@ -141,8 +141,9 @@ class _Loop:
             self.fed.begin(0)
             state = algorithm.init(self.fed, self.assembly.initial)
             self.fed.template = getattr(state, "params", self.assembly.initial)
-            if self.records is not None:  # not before: a run that is refused at its start leaves its folder free
-                self.ledger.run = self.records.open(self._table(), self._facts())
+            if self.records is not None:
+                if not self.records.begun:  # not before: a run that is refused at its start leaves its folder free
+                    self._open(self.records)
                 self.records.rewind({})
             self._settle(0)
             return 1, state
@@ -155,6 +156,10 @@ class _Loop:
         self.fed.template = getattr(state, "params", self.assembly.initial)
         self.emit("note", text=f"resumed after round {round}")
         return round + 1, state
+
+    def _open(self, records: Records) -> None:
+        """Note what the run is, or check that a resumed one is the same; the ledger goes on under its name."""
+        self.ledger.run = records.open(self._table(), self._facts())
 
     def _refuse_lost_checkpoint(self, records: Records) -> None:
         """A run whose rounds were kept, but whose checkpoint is gone, is not played again over what it left."""

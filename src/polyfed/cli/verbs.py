@@ -24,16 +24,13 @@ import polyfed
 from polyfed.check import Check
 from polyfed.cli import deployment, handbook, preparation, tables
 from polyfed.deploy.inspection import inspect
-from polyfed.errors import PolyfedError, PolyfedWarning, RecipeError
+from polyfed.errors import DataError, PolyfedError, PolyfedWarning, RecipeError
 from polyfed.progress import Progress
 from polyfed.records import dumped
 from polyfed.report import REPORT, compare, write_comparison, write_report
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it (128 + SIGINT)."""
-
-DAMAGED = 5
-"""Exit code where the fault is on the disk."""
 
 WIDE = 200
 """Columns of a table that goes to a file or a pipe."""
@@ -300,7 +297,7 @@ def main(args: Sequence[str] | None = None) -> None:
         raise SystemExit(0) from None
     except OSError as error:  # a file or a disk that no part of polyfed has words of its own for
         typer.echo(f"polyfed: {error}", err=True)
-        raise SystemExit(DAMAGED) from None
+        raise SystemExit(DataError.exit_code) from None
 
 
 def _as_one_line(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:

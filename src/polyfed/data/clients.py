@@ -76,12 +76,6 @@ class ClientsSpec:
         except RecipeError as error:
             raise RecipeError(f"clients.partition = {error}") from None
         check_ranges("[clients]", self)
-        need(
-            self.on_shortage in ("reduce", "cap"),
-            "clients.on_shortage",
-            self.on_shortage,
-            "'reduce' or 'cap'",
-        )
         self._check_participation()
         self._check_personal_test()
         self._check_assignment()
