@@ -143,7 +143,7 @@ def engine_of(recipe: Recipe) -> Callable[..., InProcess]:
     """The engine's constructor, its own options bound."""
     spec = recipe.engine
     if spec.name == "vectorised":
-        return lambda *args, **kwargs: Vectorised(*args, stack=spec.stack, **kwargs)
+        return lambda *args, **kwargs: Vectorised(*args, stack=spec.stack, replay=spec.replay, **kwargs)
     return ENGINES[spec.name]
 
 

@@ -17,6 +17,8 @@ class EngineSpec:
             each other cost more than they give, many times more on a machine that has other work.
         stack: most clients in one stack of the vectorised engine; 0 lets a memory budget decide, and on a CPU does
             not stack models with 2-d convolutions, which are slower so.
+        replay: the vectorised engine may write a training step down and replay it: the same bits, sooner. Switch it
+            off for a loss of your own that is not a function of its batch alone.
         min_replies: a round in which fewer clients answer ends the run (exit code 4); all, where fewer are asked.
         debug: let a client's exception through, with client, round, task and shapes.
         nodes: flower: clients to wait for before the first round of a deployment; 0 means [clients] num.
@@ -34,6 +36,7 @@ class EngineSpec:
     device: Literal["cpu", "cuda", "auto"] = "cpu"
     threads: Annotated[int, between(0, 1024)] = 0
     stack: Annotated[int, NOT_NEGATIVE] = 0
+    replay: bool = True
     min_replies: Annotated[int, NOT_NEGATIVE] = 1
     debug: bool = False
     nodes: Annotated[int, NOT_NEGATIVE] = 0

@@ -39,13 +39,14 @@ class Vectorised(InProcess):
     Args:
         stack: most clients in a stack; 0 lets `STACK_BYTES` decide, and has models that convolve over images run one
             client after another on a CPU.
+        replay: whether training steps may be written down and replayed (`view.replay`).
     """
 
     name = "vectorised"
 
-    def __init__(self, *args: Any, stack: int = 0, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, stack: int = 0, replay: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.stack = stack
+        self.stack, self.replay = stack, replay
         self._noted: set[str] = set()
 
     def _run(self, ask: Ask, clients: Sequence[int], send: Send, missing: dict[int, str]) -> Iterator[Part]:
@@ -114,6 +115,7 @@ class Vectorised(InProcess):
                 round=ask.round,
                 rounds=ask.rounds,
                 test_stack=tests,
+                replays=self.replay,
             )
             reply, after = pair(ask, ask.task(site, self.metered(ask, group, view), local, kind(**got)))
             reply_type.append(type(reply))

@@ -8,7 +8,7 @@ which is the only thing `vmap` feeds in besides messages and local state. Client
 rows carry `ok = False`, and a client that has run out of steps keeps its old values.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from polyfed.data import Columns
 from polyfed.model import Model
 from polyfed.optim import Train
 from polyfed.tree import Tree
+from polyfed.view import replay
 from polyfed.view.base import (
     DROPOUT,
     FOLD_BATCH,
@@ -80,6 +81,7 @@ class StackedView(View):
 
     Attributes:
         chosen: positions among the client's own rows, (n,), when this is a selection (`at`) of as many of each client.
+        replays: whether training steps may be written down and replayed.
     """
 
     columns: Columns
@@ -92,6 +94,7 @@ class StackedView(View):
     rounds: int
     test_stack: Rows | None = None
     chosen: Tensor | None = None
+    replays: bool = True
 
     def __post_init__(self) -> None:
         """Pick this client's number of rows and key."""
@@ -115,50 +118,47 @@ class StackedView(View):
     def test(self) -> "StackedView":
         """The clients' own test rows."""
         stack = self.test_stack or Rows(self.stack.index[:, :0], (0,) * len(self.keys))
-        return StackedView(
-            self.columns, stack, self.keys, self.lane, self.modalities, self.model, self.round, self.rounds
-        )
+        return replace(self, stack=stack, test_stack=None, chosen=None)
 
     def fit(self, job: Job) -> Fit:
         """See `View.fit`."""
-        train, model, after, direction = job.train, job.model or self.model, job.after, job.direction
+        train, model, after = job.train, job.model or self.model, job.after
         names = job.trained(model)
         epochs = after.num_epochs if after else 0
         if job.on is None:
             skip = model.has_batchnorm
             plan = make_plan(self.keys, self._sizes, train, skip_single=skip, stream=job.stream, first_epoch=epochs)
-            count, number, live = plan.count[self.lane], plan.number[self.lane], plan.live
+            count, number = plan.count[self.lane], plan.number[self.lane]
         else:
-            count, live = torch.ones_like(self.num_rows), (True,)
-
-        gradient = _gradient_of(job.loss, model, job.split)
+            count = torch.ones_like(self.num_rows)
         w = {name: self._own(value) for name, value in job.params.items()}
-        moments = train.moments({name: w[name] for name in names})
-        kept: Tree = dict(job.carry or {})
-        lr = train.lr_at(self.round, self.rounds)
-        values: list[Tensor] = [torch.zeros((), device=self.lane.device)]
+        state = (w, train.moments({name: w[name] for name in names}), dict(job.carry or {}))
+        values: list[Tensor] = [torch.zeros(1, device=self.lane.device)]
         if after is not None:
-            moments, values = _snapshot(after.moments), [after.loss * after.num_steps]
+            state = (w, _snapshot(after.moments), state[2])
+            values = [(after.loss * after.num_steps).reshape(1)]
             count = count + after.num_steps
             number = number + after.num_steps if job.on is None else count
-        steps = self._steps(plan, number, job.stream) if job.on is None else [(job.on, self.lane >= 0, count)]
-        for t, (batch, alive, nth) in enumerate(steps):
-            before = None if live[t] else _snapshot((w, moments, kept))
-            trained = {name: w[name] for name in names}
-            grads, (value, aux, buffers) = gradient(trained, {n: v for n, v in w.items() if n not in trained}, batch)
-            w.update(buffers)
-            if job.split:
-                value = torch.stack(list(value.values())).sum()
-            if direction is not None:
-                grads, kept = direction(grads, w, aux, kept)
-            elif job.split:
-                grads = summed(grads)
-            train.step(w, grads, moments, lr, nth)
-            if before is not None:
-                w, moments, kept = _where(alive, (w, moments, kept), before)
-                value = torch.where(alive, value, 0.0)
-            values.append(value)
-        mean = torch.stack(values).sum() / count.clamp(min=1)
+        step = _step_of(job, model, names, train.lr_at(self.round, self.rounds))
+        if job.on is not None:
+            state, value = step(state, job.on, count)
+            values.append(value.reshape(1))
+        else:
+            columns = self._steps(plan, number, job.stream)
+
+            def advance(kind: tuple[bool, bool], state: Any, own: Sequence[Tensor]) -> tuple[Any, Tensor]:
+                (full, live), (rows_B, where_B, ok_B, key, alive, nth) = kind, own
+                before = None if live else _snapshot(state)
+                state, value = step(state, self._batch(rows_B, where_B, None if full else ok_B, key), nth)
+                if before is None:
+                    return state, value
+                return _where(alive, state, before), torch.where(alive, value, 0.0)
+
+            kinds = list(zip(plan.full, plan.live, strict=True))
+            state, taken = replay.run(advance, state, columns, kinds, allowed=self.replays)
+            values.append(taken)
+        w, moments, kept = state
+        mean = torch.cat(values).sum() / count.clamp(min=1)
         return Fit(w, mean, count, kept, moments, epochs + train.epochs)
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
@@ -171,18 +171,14 @@ class StackedView(View):
         dropout_key = stream_key(self.key, DROPOUT, stream)
         return self._batch(rows, self._where(rows), ok, keys.fold_in(dropout_key, number - 1))
 
-    def _steps(self, plan: Plan, number: Tensor, stream: int) -> Iterator[tuple[Batch, Tensor, Tensor]]:
-        """Per step its batch, whether the client still trains, and the step's number."""
+    def _steps(self, plan: Plan, number: Tensor, stream: int) -> tuple[Tensor, ...]:
+        """Of all steps, (T, ...): rows, their place in the table, which are real, dropout key, alive, step's number."""
         dropout_key = stream_key(self.key, DROPOUT, stream)
         rows, ok = plan.rows[self.lane], plan.ok[self.lane]
-        # keys and row numbers of all steps at once: under vmap the smallest operation costs 10 us
+        # all steps at once: under vmap the smallest operation costs 10 us
         key = keys.fold_in(dropout_key, number - 1)
         assert isinstance(key, Tensor)
-        columns = (rows, self._where(rows), ok, key, ok.any(-1), number)
-        for t, (rows_B, where_B, ok_B, key_t, alive, nth) in enumerate(
-            zip(*(c.unbind() for c in columns), strict=True)
-        ):
-            yield self._batch(rows_B, where_B, None if plan.full[t] else ok_B, key_t), alive, nth
+        return rows, self._where(rows), ok, key, ok.any(-1), number
 
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
         """See `View.fold`."""
@@ -256,6 +252,27 @@ def _epoch_order(order_keys: list[int], epoch: int, stack: Rows, width: int) -> 
     folded = [keys.fold_in(key, epoch) for key in order_keys]
     order = keys.permutations(folded, stack.counts, stack.index.device)
     return torch.nn.functional.pad(order, (0, max(width - order.shape[1], 0)))[:, :width]
+
+
+def _step_of(job: Job, model: Model, names: Sequence[str], lr: float) -> Callable[..., tuple[Any, Tensor]]:
+    """`(state, batch, number of the step)` -> state and value of the loss; state is (params, moments, carry)."""
+    gradient, train, direction = _gradient_of(job.loss, model, job.split), job.train, job.direction
+
+    def step(state: Any, batch: Batch, number: Tensor) -> tuple[Any, Tensor]:
+        w, moments, kept = state
+        trained = {name: w[name] for name in names}
+        grads, (value, aux, buffers) = gradient(trained, {n: v for n, v in w.items() if n not in trained}, batch)
+        w.update(buffers)
+        if job.split:
+            value = torch.stack(list(value.values())).sum()
+        if direction is not None:
+            grads, kept = direction(grads, w, aux, kept)
+        elif job.split:
+            grads = summed(grads)
+        train.step(w, grads, moments, lr, number)
+        return (w, moments, kept), value
+
+    return step
 
 
 def _gradient_of(loss: Loss, model: Model, split: bool) -> Callable[..., Any]:
