@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from polyfed.recipe import EngineSpec
 from polyfed.tree import Tree
 from polyfed.view import Fit, StackedView, replay
 from polyfed.view.stacked import Rows
+from polyfed.view.text import Ref, Writer
 from world import AWKWARD, PLAIN, played
 
 NEVER = ("centralized", "split-learning", "splitfed")
@@ -38,12 +40,13 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     taken: list[int] = []
     original = replay._replayed
 
-    def spied(text: replay.Text, state: Any, columns: Any, steps: range) -> Any:
+    def spied(steps: Any, *rest: Any) -> Any:
         taken.append(len(steps))
-        return original(text, state, columns, steps)
+        return original(steps, *rest)
 
     monkeypatch.setattr(replay, "_replayed", spied)
-    monkeypatch.setattr(replay, "WORTH", 1)
+    monkeypatch.setattr(replay.Habit, "pays", lambda habit, left: habit.vain < replay.PATIENCE and left > 1)
+    replay._habit.cache_clear()
     return taken
 
 
@@ -175,27 +178,48 @@ def test_nothing_that_a_loss_closes_over_outlives_the_training(replayed: list[in
 
 def test_looks_at_the_same_numbers_are_left_out() -> None:
     x = torch.arange(6.0).view(2, 3)
-    with replay.Writer([x]) as writer:
+    with Writer([x]) as writer:
         y = x.transpose(0, 1).expand(3, 2).transpose(0, 1)
         out = y * 2.0
     assert [call.op for call in writer.text.calls] == [
         torch.ops.aten.transpose.int,
         torch.ops.aten.mul.Tensor,
     ]
-    assert writer.text.calls[-1].args[0] == replay.Ref(0)
+    assert writer.text.calls[-1].args[0] == Ref(0)
     assert torch.equal(out, x * 2)
 
 
-def test_a_step_that_is_written_down_keeps_nothing_alive() -> None:
-    with replay.Writer([x := torch.zeros(3)]):
-        between = weakref.ref(y := x + 1)
-        del y
-        gc.collect()
-        assert between() is None
+def test_a_step_is_written_down_only_where_that_pays() -> None:
+    habit = replay.Habit()
+    assert not habit.pays(1000), "before a plain step was timed"
+    habit.plain = 2.0
+    assert habit.pays(replay.TRIAL + 1)
+    assert not habit.pays(replay.TRIAL)
+    habit.written, habit.replayed = 8.0, 1.0
+    assert habit.pays(14)
+    assert not habit.pays(13), "six seconds are lost by writing, twelve are won back"
+    habit.replayed = 2.5
+    assert not habit.pays(1000)
 
 
-def test_short_trainings_are_not_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_written", None)
-    train = Train(lr=0.1, batch_size=10)
-    assert 60 / train.batch_size <= replay.WORTH
-    assert trained(plain, train=train).loss.isfinite().all()
+def test_a_habit_gives_up_on_steps_that_never_read_the_same() -> None:
+    habit = replay.Habit(plain=2.0)
+    texts = []
+    for by in range(replay.PATIENCE + 1):
+        with Writer([x := torch.ones(2)]) as writer:
+            x * by
+        texts.append(writer.text)
+    for draft, text in pairwise(texts):
+        assert habit.pays(100)
+        assert habit.program(text, draft) is None
+    assert not habit.pays(100)
+
+
+def test_the_next_training_trusts_what_this_one_has_read_twice(replayed: list[int]) -> None:
+    def loss(w: Tree, batch: Batch) -> Tensor:
+        return plain(w, batch)
+
+    trained(loss)
+    first = sum(replayed)
+    trained(loss)
+    assert sum(replayed) - first > first, "a kind of step is written down once less"

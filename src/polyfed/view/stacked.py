@@ -155,7 +155,9 @@ class StackedView(View):
                 return _where(alive, state, before), torch.where(alive, value, 0.0)
 
             kinds = list(zip(plan.full, plan.live, strict=True))
-            state, taken = replay.run(advance, state, columns, kinds, allowed=self.replays)
+            code = (getattr(part, "__code__", type(part)) for part in (job.loss, job.direction))
+            author = (*code, len(self.keys), self.modalities) if self.replays else None
+            state, taken = replay.run(advance, state, columns, kinds, author=author)
             values.append(taken)
         w, moments, kept = state
         mean = torch.cat(values).sum() / count.clamp(min=1)
