@@ -113,10 +113,6 @@ class Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in inputs:
             self._add(tensor)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the base class would import PyTorch's compiler, a second, to keep it out of what never compiles
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do it, and write it down."""
         out = func(*args, **(kwargs or {}))
