@@ -78,9 +78,12 @@ class Roster:
         return iter(range(len(self)))
 
     def __getitem__(self, client: int) -> Client:
-        owned = tuple(m for m, has in zip(self.modalities, self.holds[client].tolist(), strict=True) if has)
         silo = None if self.silo is None else int(self.silo[client])
-        return Client(client, int(self.num_rows[client]), owned, silo)
+        return Client(client, int(self.num_rows[client]), self.owned(client), silo)
+
+    def owned(self, client: int) -> tuple[str, ...]:
+        """The modalities of a client, in the federation's order."""
+        return tuple(m for m, has in zip(self.modalities, self.holds[client].tolist(), strict=True) if has)
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class Stage(Sequential):
     def _kind(self, client: int) -> Kind:
         """What it holds; devices of silos and examiners are each of their own kind."""
         alone = client < 0 or self.roster.silo is not None
-        return (str(client),) if alone else self.roster[client].modalities
+        return (str(client),) if alone else self.roster.owned(client)
 
 
 def rehearse(recipe: Recipe, population: Population, listener: Listener) -> dict[Place, Size]:

@@ -189,7 +189,7 @@ class CmsFed(Averaging):
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         both = [client for client in cohort if bool(ratios.complete[client])]
         rest = [client for client in cohort if client not in both]
-        return Choice(weak, both, {c: ratios.weakest_of(fed.clients[c].modalities) for c in rest}), memory
+        return Choice(weak, both, {c: ratios.weakest_of(fed.clients.owned(c)) for c in rest}), memory
 
     def train_chosen(self, state: CmsfedState, fed: Federation) -> Replies:
         """One ask for S_M, one for those who train a single modality; too few answers are too few of both."""

@@ -108,7 +108,7 @@ class Problem:
         if not alone:
             choice.both.append(client)
             return
-        owned = fed.clients[client].modalities
+        owned = fed.clients.owned(client)
         choice.alone[client] = self.weak if self.weak in owned else self.ratios.weakest_of(owned)
 
     def _complete(self, client: int) -> bool:

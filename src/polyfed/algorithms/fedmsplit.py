@@ -90,7 +90,7 @@ class FedMSplit(Averaging):
         """Every client's blocks as means over the cohort, weighted by attention and by shared modalities."""
         clients = sorted(trained)
         attention = self._attention(trained, clients, fed)
-        owned = {client: set(fed.clients[client].modalities) for client in clients}
+        owned = {client: set(fed.clients.owned(client)) for client in clients}
         after: dict[int, Tree] = {}
         for i, client in enumerate(clients):
             common = [owned[client] & owned[other] for other in clients]
@@ -111,7 +111,7 @@ class FedMSplit(Averaging):
         found = {}
         for block in (*fed.clients.modalities, SHARED):
             own = [select(fed.site.model.trainable(trained[client]), [block]) for client in clients]
-            owners = torch.tensor([block == SHARED or block in fed.clients[c].modalities for c in clients])
+            owners = torch.tensor([block == SHARED or block in fed.clients.owned(c) for c in clients])
             if not bool(owners.any()):
                 continue
             flat = [vector(tree) for tree in own]

@@ -224,7 +224,7 @@ class PartialFL(Averaging):
         shared = self.shareable(fed.site.policy, fed.clients.modalities)
         start = self.tower(fed.site.model, shared).init(keys.key(fed.seed, "init", "tower"))
         tower = {name: value.to(next(iter(params.values())).device) for name, value in start.items()}
-        donors = [k for k in fed.clients.eligible if set(shared) & set(fed.clients[k].modalities)]
+        donors = [k for k in fed.clients.eligible if set(shared) & set(fed.clients.owned(k))]
         given = fed.ask(self.deposit, donors, Call())
         deposits = {k: rows for k in given if (rows := fitting(given[k], fed.site.model.shapes))}
         # the tower has no classifier: there are no labels at the server
@@ -308,8 +308,8 @@ def check(fed: Federation) -> None:
             "[model] head = [128], or fusion = 'sum'"
         )
     for k in fed.clients:
-        if not set(fed.clients[k].modalities) & set(model.modalities):
+        if not set(fed.clients.owned(k)) & set(model.modalities):
             raise RecipeError(
-                f"client {k} holds {', '.join(fed.clients[k].modalities)}, none of which the global model reads "
+                f"client {k} holds {', '.join(fed.clients.owned(k))}, none of which the global model reads "
                 f"({', '.join(model.modalities)}): change [clients] or set [algorithm] global_model = 'all'"
             )

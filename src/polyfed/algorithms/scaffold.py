@@ -104,7 +104,7 @@ class Scaffold(Averaging):
         """x by the mean of y, c by the mean change times the share of a block's owners that took part."""
         after: ScaffoldState = super().merge(state, replies, fed)
         mean = replies.mean("control", dict.fromkeys(replies, 1.0))
-        took_part = {m: sum(m in fed.clients[c].modalities for c in replies) for m in fed.clients.modalities}
+        took_part = {m: sum(m in fed.clients.owned(c) for c in replies) for m in fed.clients.modalities}
         owners = dict(zip(fed.clients.modalities, fed.clients.holds.sum(0).tolist(), strict=True))
         share = {m: took_part[m] / max(owners[m], 1) for m in owners} | {SHARED: len(replies) / len(fed.clients)}
         control = {

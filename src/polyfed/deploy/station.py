@@ -109,7 +109,7 @@ class Station:
         Raises:
             BadReply: the client changed since it enrolled.
         """
-        now, then = list(self.engine.roster[client].modalities), packet.header.get("modalities")
+        now, then = list(self.engine.roster.owned(client)), packet.header.get("modalities")
         if now != then:
             raise BadReply(f"is for modalities {then}, client {client} has {now} now; start the server again")
 

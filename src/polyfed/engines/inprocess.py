@@ -98,7 +98,7 @@ class InProcess(ABC):
         return self._site_of[client]
 
     def _make_site(self, client: int) -> Site:
-        owned = self.roster.modalities if client < 0 else self.roster[client].modalities
+        owned = self.roster.modalities if client < 0 else self.roster.owned(client)
         kind = (*owned, "examiner") if client < 0 else owned
         if kind not in self._sites:
             blocks = {*owned, SHARED}

@@ -112,7 +112,7 @@ class Remote(InProcess):
                 encoded[id(msg), blocks] = own, encode(own)
             own, content = encoded[id(msg), blocks]
             self._book(ask, client, own, TO_CLIENT)
-            held = list(self.roster[client].modalities)
+            held = list(self.roster.owned(client))
             packets[client] = letter(
                 self._ticket(ask, client), ask, self.facts, content, kept=self.kept, modalities=held
             )

@@ -211,7 +211,7 @@ class Vertical(Algorithm):
 
     def _head(self, fed: Federation, members: Sequence[int], params: Tree) -> Tree:
         """The head with the parts of a silo's modalities: others would have no input there."""
-        held = {modality for client in members for modality in fed.clients[client].modalities}
+        held = {modality for client in members for modality in fed.clients.owned(client)}
         return {name: params[name] for name in fed.site.model.head(held)}
 
     # devices
