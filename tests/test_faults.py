@@ -1,6 +1,8 @@
 """Clients that misbehave, recipes that are wrong, data that is odd: a clear error, and the round goes on."""
 
-from dataclasses import dataclass, replace
+import re
+import warnings
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,12 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.assembly import assemble
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Npz, Toy
-from polyfed.errors import DataError, PolyfedError, RecipeError, TooFewReplies
+from polyfed.errors import DataError, PolyfedError, PolyfedWarning, RecipeError, TooFewReplies
 from polyfed.model import ModelSpec
 from polyfed.optim import ServerOptimiser, Train
 from polyfed.recipe import parse_recipe
 from polyfed.replies import Replies
-from polyfed.schema import ranges
+from polyfed.schema import ranges, simple_types
 from polyfed.selection import SELECTORS, Uniform
 from polyfed.settings import EngineSpec
 from polyfed.tree import Tree
@@ -212,7 +214,7 @@ def test_a_wrong_key_before_the_sections_is_named_as_it_is_written(change: Any, 
     assert str(error.value) == words
 
 
-OUTSIDE = (float("nan"), -1.0, 0.0, 2.0, -1)
+OUTSIDE = (float("nan"), -1.0, 0.0, 2.0, -1, -7)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,8 @@ OUTSIDE = (float("nan"), -1.0, 0.0, 2.0, -1)
 )
 def test_every_option_with_a_range_is_refused_outside_of_it(kind: Any, name: str) -> None:
     within = ranges(kind)[name]
-    outside = [value for value in OUTSIDE if not within.holds(value)]
+    whole = int in simple_types(kind)[name]
+    outside = [value for value in OUTSIDE if not within.holds(value) and not (whole and isinstance(value, float))]
     assert len(outside) >= 2
     for value in outside:
         with pytest.raises(RecipeError, match=rf"\] {name} = {value}: must be {within.words}"):
@@ -237,6 +240,56 @@ def test_a_share_of_clients_that_an_algorithm_does_not_draw_is_told() -> None:
     table = {**BASE, "algorithm": {"name": "fedamp"}, "clients": {**BASE["clients"], "participation": 0.5}}
     with pytest.warns(UserWarning, match="participation = 0.5 has no effect: algorithm 'fedamp' asks every client"):
         parse_recipe(table)
+
+
+@pytest.mark.parametrize(
+    ("section", "table", "words"),
+    [
+        ("train", {"lr_end": 0.01}, "[train] lr_end has no effect beside lr_schedule = 'constant'"),
+        ("train", {"beta1": 0.5}, "[train] beta1 has no effect beside optimiser = 'sgd'"),
+        ("train", {"optimiser": "adam", "momentum": 0.9}, "[train] momentum has no effect beside optimiser = 'adam'"),
+        ("server", {"momentum": 0.5}, "[server] momentum has no effect beside optimiser = 'none'"),
+        ("server", {"optimiser": "adagrad", "beta2": 0.5}, "[server] beta2 has no effect beside optimiser = 'adagrad'"),
+    ],
+)
+def test_an_option_without_effect_is_told(section: str, table: dict[str, Any], words: str) -> None:
+    with pytest.warns(PolyfedWarning, match=re.escape(words)) as caught:
+        made = parse_recipe({**BASE, section: table})
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parse_recipe({**BASE, section: {"optimiser": "none" if section == "server" else "sgd"}})
+        defaults = {f.name: getattr(type(made.algorithm.train)(), f.name) for f in fields(made.algorithm.train)}
+        parse_recipe({**BASE, "train": {name: value for name, value in defaults.items() if value is not None}})
+
+
+@pytest.mark.parametrize("path", sorted(Path("recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_no_recipe_of_ours_has_an_option_without_effect(path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "has no effect beside", category=PolyfedWarning)
+        polyfed.load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Train(lr="x"), "[train] lr = 'x': must be a number"),
+        (lambda: Train(epochs=2.5), "[train] epochs = 2.5: must be a whole number"),
+        (lambda: Train(epochs=True), "[train] epochs = True: must be a whole number"),
+        (lambda: Train(nesterov=1), "[train] nesterov = 1: must be true or false"),
+        (lambda: Train(steps="3"), "[train] steps = '3': must be a whole number or None"),
+        (lambda: ALGORITHMS["fedprox"](mu="big"), "[algorithm] mu = 'big': must be a number"),
+        (lambda: ClientsSpec(num="4"), "[clients] num = '4': must be a whole number"),
+    ],
+)
+def test_objects_made_in_python_are_checked_for_types(make: Any, words: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(words)):
+        make()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    train = Train(lr=np.float32(0.5), epochs=np.int64(2))
+    assert (train.lr, train.epochs) == (0.5, 2)
 
 
 def test_steps_make_up_for_no_epochs_and_objects_may_train_nothing() -> None:

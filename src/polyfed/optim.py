@@ -98,6 +98,18 @@ class Train:
         return {"first": like(params), "second": like(params)}
 
     @property
+    def idle(self) -> dict[str, str]:
+        """Options that have no effect beside the others, and which other it is."""
+        found = dict.fromkeys(("beta1", "beta2", "eps"), "optimiser = 'sgd'")
+        if self.optimiser != "sgd":
+            found = dict.fromkeys(("momentum", "nesterov"), f"optimiser = '{self.optimiser}'")
+        if self.lr_schedule == "constant":
+            found["lr_end"] = "lr_schedule = 'constant'"
+        if self.lr_schedule not in ("step", "authors"):
+            found["lr_step"] = f"lr_schedule = '{self.lr_schedule}'"
+        return found
+
+    @property
     def plain(self) -> bool:
         """Whether a step is `w -= lr * gradient` and nothing else."""
         return self.optimiser == "sgd" and not self.momentum and not self.weight_decay
@@ -164,6 +176,19 @@ class ServerOptimiser:
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
         check_ranges("[server]", self)
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Options that have no effect beside the others, and which other it is."""
+        used = {
+            "none": (),
+            "avgm": ("momentum",),
+            "adam": ("beta1", "beta2", "tau"),
+            "adagrad": ("beta1", "tau"),
+            "yogi": ("beta1", "beta2", "tau"),
+        }[self.optimiser]
+        unused = (name for name in ("momentum", "beta1", "beta2", "tau") if name not in used)
+        return dict.fromkeys(unused, f"optimiser = '{self.optimiser}'")
 
     def moments(self, params: Mapping[str, Tensor]) -> Moments:
         """The state before the first round."""

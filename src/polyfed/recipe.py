@@ -204,12 +204,21 @@ def _egress(rows: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
 
 
 def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
-    """An instance of a section's dataclass; `given` are fields that are not written in this section."""
+    """An instance of a section's dataclass; `given` are fields that are not written in this section.
+
+    A section may tell which of its options have no effect (`idle`, option -> why): those that are written and
+    differ from their default are told.
+    """
     values = checked(where, cls, table, frozenset(given))
     try:
-        return cls(**values, **given)
+        built = cls(**values, **given)
     except TypeError as error:  # a required field
         raise RecipeError(f"{where}: {str(error).removeprefix(f'{cls.__name__}.__init__() ')}") from None
+    defaults = {f.name: f.default for f in fields(cls)}
+    for key, because in getattr(built, "idle", {}).items():
+        if key in table and getattr(built, key) != defaults[key]:  # a resolved recipe names all defaults
+            warnings.warn(f"{where} {key} has no effect beside {because}", PolyfedWarning, stacklevel=2)
+    return built
 
 
 def plain(part: Any) -> dict[str, Any]:

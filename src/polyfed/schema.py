@@ -5,7 +5,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from numbers import Integral, Real
+from os import PathLike
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -42,11 +45,18 @@ def between(low: int, high: int) -> Within:
 
 
 def check_ranges(section: str, spec: object) -> None:
-    """Refuse options outside the ranges and words that their types name; None is outside of no range.
+    """Refuse options of another type, or outside the ranges and words that their types name.
+
+    For objects made in Python; `checked` has looked at those of a recipe. None is outside of no range.
 
     Raises:
         RecipeError: with section, key, value and what is allowed.
     """
+    for name, kinds in simple_types(type(spec)).items():  # type: ignore[arg-type]
+        value = getattr(spec, name)
+        if not any(_is_a(value, kind) for kind in kinds):
+            wanted = " or ".join(SIMPLE[kind] for kind in kinds)
+            raise RecipeError(f"{section} {name} = {value!r}: must be {wanted}")
     for name, words in choices(type(spec)).items():  # type: ignore[arg-type]
         if (value := getattr(spec, name)) not in words:
             raise RecipeError(f"{section} {name} = {value!r}; {did_you_mean(str(value), map(str, words))}")
@@ -55,6 +65,26 @@ def check_ranges(section: str, spec: object) -> None:
         if value is not None and not (math.isfinite(value) and within.holds(value)):
             finite = "finite, " if math.isinf(value) else ""
             raise RecipeError(f"{section} {name} = {value}: must be {finite}{within.words}")
+
+
+SIMPLE = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", type(None): "None"}
+"""Types of options that are looked at in objects made in Python, in words."""
+
+
+@cache
+def simple_types(cls: type) -> dict[str, tuple[type, ...]]:
+    """The options of a dataclass that are a simple type or one of several."""
+    hints = {f.name: get_type_hints(cls)[f.name] for f in fields(cls)}
+    found = {
+        name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,) for name, hint in hints.items()
+    }
+    return {name: kinds for name, kinds in found.items() if all(kind in SIMPLE for kind in kinds)}
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    if kind in (int, float):  # numbers of NumPy too, but no bool
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    return isinstance(value, (str, PathLike) if kind is str else kind)
 
 
 @cache

@@ -145,6 +145,17 @@ def test_an_app_does_not_overwrite_another_folder(tmp_path: Path) -> None:
         write_app(tmp_path / "recipe.toml", tmp_path)
 
 
+def test_an_app_does_not_overwrite_that_of_another_recipe(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / f"{name}.toml").write_text(RECIPE)
+    app = write_app(tmp_path / "one.toml", tmp_path / "app")
+    assert write_app(tmp_path / "one.toml", app) == app, "the same recipe may be written again"
+    before = (app / "pyproject.toml").read_bytes()
+    with pytest.raises(RecipeError, match="holds the app polyfed-one, and this recipe's is polyfed-other"):
+        write_app(tmp_path / "other.toml", app)
+    assert (app / "pyproject.toml").read_bytes() == before
+
+
 def test_keys_are_for_their_owners_eyes(tmp_path: Path) -> None:
     folder = write_credentials(tmp_path / "keys", 2)
     for name in ("server.key", "node-0.key", "node-1.key"):

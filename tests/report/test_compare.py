@@ -59,6 +59,16 @@ def test_seed_that_occurs_twice_is_pointed_out(made_run):
     assert "seed 1 occurs 2 times" in comparison.warnings[0]
 
 
+def test_runs_on_other_data_are_pointed_out(made_run):
+    folders = [made_run(f"a{seed}", seed=seed) for seed in (1, 2, 3)]
+    for folder, sha in zip(folders, ("f00", "f00", "bad"), strict=True):
+        facts = json.loads((folder / "run.json").read_text()) | {"data": {"sha256": sha}}
+        (folder / "run.json").write_text(json.dumps(facts))
+    assert compare(folders[:2]).warnings == ()
+    (warning,) = compare(folders).warnings
+    assert warning == "fedavg: not all runs saw the same data; other rows or values in a3"
+
+
 def test_versions_and_checkpoints_do_not_split_a_group(made_run):
     folders = [made_run("a", seed=1), made_run("b", seed=2)]
     recipe = folders[1] / "recipe.toml"

@@ -238,6 +238,11 @@ def test_page_that_cannot_be_written_is_an_error_of_the_user(made_run, tmp_path)
 
 def test_comparison_page_holds_every_group_and_its_range(made_run, tmp_path):
     folders = [made_run(f"{a}-{s}", algorithm=a, seed=s) for a in ("fedavg", "moon") for s in (1, 2, 3)]
+    (tmp_path / "notes.html").write_text("<p>mine</p>")
+    with pytest.raises(RecipeError, match="no page of polyfed's"):
+        write_comparison(compare(folders), tmp_path / "notes.html")
+    assert (tmp_path / "notes.html").read_text() == "<p>mine</p>"
+    write_comparison(compare(folders), tmp_path / "comparison.html")
     page = read(write_comparison(compare(folders), tmp_path / "comparison.html"))
     accuracy = page.drawn["charts"][0]
     assert [one["label"] for one in accuracy["series"]] == ["fedavg (n=3)", "moon (n=3)"]

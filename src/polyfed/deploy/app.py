@@ -1,9 +1,11 @@
 """Flower apps from recipes, and folders of data for the clients of a demonstration."""
 
 import re
+import tomllib
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tomli_w
@@ -54,11 +56,23 @@ def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str],
     _check(recipe, warn)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / APP).exists():
         raise RecipeError(f"{folder} is not empty and holds no polyfed app. Choose another folder")
+    project = _project(recipe, folder)
+    _refuse_another(folder, project["project"]["name"])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / APP).write_text(_APP, encoding="utf-8")
     (folder / RECIPE).write_text(Path(recipe_path).read_text(encoding="utf-8"), encoding="utf-8")
-    (folder / "pyproject.toml").write_text(tomli_w.dumps(_project(recipe, folder)), encoding="utf-8")
+    (folder / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
     return folder
+
+
+def _refuse_another(folder: Path, name: str) -> None:
+    """Refuse a folder that holds the app of another recipe."""
+    try:
+        kept = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # none yet, or cut short: written anew
+    if kept != name:
+        raise RecipeError(f"{folder} holds the app {kept}, and this recipe's is {name}. Choose another folder")
 
 
 def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
@@ -130,7 +144,7 @@ def _arrays(population: Population, client: int) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _project(recipe: Recipe, folder: Path) -> dict[str, object]:
+def _project(recipe: Recipe, folder: Path) -> dict[str, Any]:
     name = re.sub(r"[^a-z0-9]+", "-", recipe.name.lower()).strip("-") or "run"
     config = {"out": str((folder / "run").absolute()), "data": data_of(recipe)}
     return {

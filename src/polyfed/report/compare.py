@@ -91,6 +91,17 @@ class Group:
         return len(set(self.folds))
 
     @property
+    def other_data(self) -> list[str]:
+        """Folders whose data is not that of the group's first run of the same fold: a file has changed in between."""
+        first: dict[str, Any] = {}
+        prints = [folder.facts.get("data", {}).get("sha256") for folder in self.folders]
+        for fold, seen in zip(self.folds, prints, strict=True):
+            if seen is not None:  # a server without rows of its own
+                first.setdefault(fold, seen)
+        runs = zip(self.folders, self.folds, prints, strict=True)
+        return [folder.path.name for folder, fold, seen in runs if seen is not None and seen != first[fold]]
+
+    @property
     def name(self) -> str:
         """The label, and over how many folds the numbers are where these are several."""
         return f"{self.label}, {self.num_folds} folds" if self.num_folds > 1 else self.label
@@ -106,9 +117,11 @@ class Comparison:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a reader must know before trusting a spread: runs of the same seed and fold in a group."""
+        """What a reader must know before trusting a spread: other data, or one seed and fold several times."""
         said = []
         for group in self.groups:
+            if names := group.other_data:
+                said.append(f"{group.name}: not all runs saw the same data; other rows or values in {', '.join(names)}")
             runs = list(zip(group.seeds, group.folds, strict=True))
             for seed, fold in sorted(set(runs)):
                 where = f" at {fold}" if group.num_folds > 1 else ""

@@ -62,6 +62,10 @@ def write_report(dir: str | Path) -> Path:
     return _write(folder.path / REPORT, text)
 
 
+GENERATOR = b'<meta name="generator" content="polyfed">'
+"""By which a page is known as one of ours: only those are written over."""
+
+
 def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     """Write a comparison as a page: the table, and curves with their range over seeds.
 
@@ -186,6 +190,8 @@ def _sha256(text: str) -> str:
 
 def _write(path: Path, text: str) -> Path:
     try:
+        if path.is_file() and GENERATOR not in path.read_bytes()[:1000]:
+            raise RecipeError(f"{path} is there, and is no page of polyfed's. Choose another name, or move it away")
         replace_text(path, text)
     except OSError as error:
         raise RecipeError(f"cannot write {path}: {error.strerror or error}. Choose another place") from None
