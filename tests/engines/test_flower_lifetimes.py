@@ -43,14 +43,15 @@ def living(folder: Path) -> list[int]:
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to see what is left over")
 def test_one_command_goes_on_after_ctrl_c_and_has_nothing_to_do_at_the_end(tmp_path: Path) -> None:
     # so many rounds that the first call is still at work when the second has been refused
-    recipe, folder = recipe_for("fedavg", tmp_path, rounds=40), tmp_path / "fed"
+    recipe, folder = recipe_for("fedavg", tmp_path, rounds=14), tmp_path / "fed"
     text = lambda: (tmp_path / "log").read_text(errors="replace")  # noqa: E731
     with (tmp_path / "log").open("wb") as log:
         first = command(recipe, folder, log)
-        until(lambda: "polyfed: round 1:" in text(), "round 1")
+        until(lambda: "polyfed: waiting:" in text(), "the server to wait for clients")
         other = command(recipe, folder, log)
         assert other.wait(PATIENCE) == 2
         assert f"another call runs a federation here (process {first.pid})" in text()
+        until(lambda: "polyfed: round 1:" in text(), "round 1")
         first.send_signal(signal.SIGINT)
         assert first.wait(PATIENCE) == 130
         assert living(folder) == []
