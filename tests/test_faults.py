@@ -287,6 +287,14 @@ def test_objects_made_in_python_are_checked_for_types(make: Any, words: str) -> 
         make()
 
 
+def test_run_and_check_take_a_recipe_or_its_path() -> None:
+    path = Path("recipes/fedavg-cg-digits.toml")
+    assert polyfed.check(path).recipe == polyfed.check(str(path)).recipe == polyfed.load_recipe(path)
+    for verb in (polyfed.run, polyfed.check):
+        with pytest.raises(RecipeError, match="a dict is no recipe"):
+            verb({"data": {"name": "toy"}})
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     train = Train(lr=np.float32(0.5), epochs=np.int64(2))
     assert (train.lr, train.epochs) == (0.5, 2)

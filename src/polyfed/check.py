@@ -4,6 +4,7 @@ import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
@@ -16,7 +17,7 @@ from polyfed.errors import EgressError, PolyfedWarning, RecipeError
 from polyfed.federation import Ask, Send
 from polyfed.messages import DESTINATIONS, KINDS, LABELS, Message
 from polyfed.policy import Policy
-from polyfed.recipe import Recipe
+from polyfed.recipe import Recipe, recipe_of
 from polyfed.registry import name_of
 from polyfed.rehearsal import Place, Size, rehearse
 from polyfed.replies import Answer
@@ -85,12 +86,13 @@ class Check:
         return tuple(row for row in self.planned if not row.allowed)
 
 
-def check(recipe: Recipe) -> Check:
-    """Validate a recipe against its data, rehearse a round on a few rows, and list what can cross.
+def check(recipe: Recipe | str | Path) -> Check:
+    """Validate a recipe, or the one at a path, against its data, rehearse a round, and list what can cross.
 
     Raises:
         PolyfedError: what a run would refuse before its first round.
     """
+    recipe = recipe_of(recipe)
     assembly = assemble(recipe)
     warn_unmeasured(assembly)
     sizes, failures = _rehearsed(assembly)

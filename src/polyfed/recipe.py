@@ -139,6 +139,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, leave_out: S
         raise type(error)(f"recipe {path}: {error}") from None
 
 
+def recipe_of(given: Recipe | str | Path) -> Recipe:
+    """A recipe as it is, or read from its path."""
+    if isinstance(given, Recipe):
+        return given
+    if not isinstance(given, (str, Path)):
+        raise RecipeError(
+            f"a {type(given).__name__} is no recipe. Give a Recipe, the path of one, or parse_recipe(table)"
+        )
+    return load_recipe(given)
+
+
 def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
     """A recipe from the table of its file.
 

@@ -23,7 +23,7 @@ from polyfed.engines.inprocess import InProcess
 from polyfed.errors import CheckpointError, RecipeError, did_you_mean
 from polyfed.events import Emitter, Listener
 from polyfed.outcome import Run, best_round
-from polyfed.recipe import Recipe, load_recipe
+from polyfed.recipe import Recipe, recipe_of
 from polyfed.records import RESTORE, Records, facts_of_round, run_id
 from polyfed.registry import name_of
 from polyfed.report import write_report
@@ -51,8 +51,7 @@ def run(
     Raises:
         PolyfedError: see `polyfed.errors`; its text says what to do.
     """
-    if not isinstance(recipe, Recipe):
-        recipe = load_recipe(recipe)
+    recipe = recipe_of(recipe)
     for given, allowed in ((engine, ENGINES), (device, ("cpu", "cuda", "auto"))):
         if given is not None and given not in allowed:
             raise RecipeError(f"'{given}' is neither an engine nor a device here; {did_you_mean(given, allowed)}")

@@ -27,7 +27,10 @@ class Counting(Averaging):
 
 @dataclass(frozen=True, kw_only=True)
 class Hoarding(Averaging):
-    """Keeps the logits of all of its rows."""
+    """Keeps the logits of all of its rows where it had a vector before."""
+
+    def local(self, site: Any, key: int) -> Tree:
+        return {"z": torch.zeros(3)}
 
     def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Update, Tree]:
         logits = data.collect(lambda batch: {"z": site.model.logits(fit.params, batch)})

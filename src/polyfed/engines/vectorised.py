@@ -213,7 +213,8 @@ def _refuse_padding(ask: Ask, after: Tree, before: Tree, counts: Sequence[int]) 
     if len(set(counts)) == 1:
         return
     for name, value in after.items():
-        if value.dim() > 1 and value.shape[1] == max(counts) and (name not in before or before[name].dim() == 1):
+        is_new = name not in before or before[name].shape != value.shape
+        if is_new and value.dim() > 1 and value.shape[1] == max(counts):
             raise RecipeError(
                 f"task {ask.name} keeps '{name}' with an entry for each of a client's rows. Clients of unequal length "
                 "cannot be stacked then: make it in Algorithm.local with the length each client needs, or mark the "

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.data.checks import need
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, Column, Columns
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources.facts import Facts
@@ -40,7 +39,6 @@ class _Cmu:
 
     def __post_init__(self) -> None:
         check_modalities(self.modalities, MODALITIES)
-        need(self.classes in _NAMES, "data.classes", self.classes, "7 or 2")
         check_ranges("[data]", self)
 
     def load(self) -> Columns:

@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
-from polyfed.data.checks import need
 from polyfed.data.columns import TEST, TRAIN
 from polyfed.data.listing import Listing, Sample, class_of, folder, records
 from polyfed.data.media import Clip, Extractor, Frames, LogSpectrogram, StftMagnitude
@@ -59,7 +58,6 @@ class CremaD(MediaSet):
 
     def __post_init__(self) -> None:
         check_modalities(self.modalities, ("audio", "visual"))
-        need(self.spectrogram in _SPECTRA, "data.spectrogram", self.spectrogram, " or ".join(_SPECTRA))
         check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:

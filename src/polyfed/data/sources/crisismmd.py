@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from polyfed.data.checks import need
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.listing import Listing, Sample, class_of, table
 from polyfed.data.media import Clip
@@ -49,10 +48,6 @@ class CrisisMmd(ImageText):
     CHOOSES: ClassVar[tuple[str, ...]] = ("label",)
 
     label: Literal["image", "text"] = "image"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        need(self.label in ("image", "text"), "data.label", self.label, "'image' or 'text'")
 
     def listing(self, root: Path) -> Listing:
         """See `MediaSet.listing`."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from polyfed import keys
-from polyfed.data.checks import need
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.listing import Listing, Sample, folder, records
 from polyfed.data.media import Clip
@@ -45,10 +44,6 @@ class Food101(ImageText):
 
     text_source: Literal["page", "title"] = "page"
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        need(self.text_source in ("page", "title"), "data.text_source", self.text_source, "'page' or 'title'")
 
     def listing(self, root: Path) -> Listing:
         """See `MediaSet.listing`."""

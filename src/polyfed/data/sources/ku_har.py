@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from polyfed.data.checks import need
 from polyfed.data.columns import LEFT_OUT
 from polyfed.data.listing import Listing, Sample, folder
 from polyfed.data.media import Clip, Extractor, SensorWindow
@@ -64,7 +63,6 @@ class KuHar(MediaSet):
 
     def __post_init__(self) -> None:
         check_modalities(self.modalities, tuple(_COLUMNS))
-        need(self.activities in (8, 18), "data.activities", self.activities, "8 or 18")
         check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from polyfed.data.checks import need
 from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION
 from polyfed.data.listing import Listing, Sample, class_of, folder, table
 from polyfed.data.media import Clip, Extractor, LogMel
@@ -65,7 +64,6 @@ class Meld(MediaSet):
 
     def __post_init__(self) -> None:
         check_modalities(self.modalities, ("audio", "text"))
-        need(self.classes in (4, 7), "data.classes", self.classes, "4 or 7")
         check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:

@@ -13,6 +13,7 @@ from polyfed.data.columns import TEST, TRAIN, Column, Columns, standardised
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources.facts import Facts
 from polyfed.errors import DataError, did_you_mean
+from polyfed.schema import check_ranges
 
 CLASSES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
 STEPS = 128  # 2.56 s at 50 Hz
@@ -45,9 +46,7 @@ class UciHar:
         need(bool(self.modalities), "data.modalities", self.modalities, ", ".join(_FILES))
         for name in self.modalities:
             need(name in _FILES, "data.modalities", name, did_you_mean(name, _FILES))
-        need(self.split in ("official", "none"), "data.split", self.split, "'official' or 'none'")
-        normalisations = ("train", "window", "none")
-        need(self.normalise in normalisations, "data.normalise", self.normalise, ", ".join(normalisations))
+        check_ranges("[data]", self)
 
     def load(self) -> Columns:
         """Read the windows and normalise them."""
