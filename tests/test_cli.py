@@ -1,5 +1,7 @@
 import json
+import os
 import re
+import signal
 import warnings
 
 import pytest
@@ -114,6 +116,14 @@ def test_ctrl_c_says_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch
     assert code == 130
     assert out == ""
     assert f"polyfed run {recipe} --set train.lr=1.0 --resume --out {tmp_path / 'out'}" in err
+
+
+def test_a_batch_system_that_ends_a_run_is_told_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(polyfed, "run", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
+    code, _, err = polyfed_command("run", recipe, "--out", str(tmp_path / "out"))
+    assert code == 130
+    assert f"--resume --out {tmp_path / 'out'}" in err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "polyfed"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 LAYERS = [
-    {"tree", "keys", "errors", "registry", "schema"},
+    {"tree", "keys", "errors", "registry", "schema", "signals"},
     {"batch", "messages", "metrics", "losses", "optim", "prototypes", "facility"},
     {"policy", "ledger", "network", "model", "data", "wire"},
     {"replies", "federation", "node", "tasks", "view", "selection", "evaluation", "algorithm", "silos"},

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import shlex
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -28,9 +29,10 @@ from polyfed.errors import DataError, PolyfedError, PolyfedWarning, RecipeError
 from polyfed.progress import Progress
 from polyfed.records import dumped
 from polyfed.report import REPORT, compare, write_comparison, write_report
+from polyfed.signals import handling, interrupt
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells give it (128 + SIGINT)."""
+"""Exit code after Ctrl-C or SIGTERM, as shells give it (128 + SIGINT)."""
 
 WIDE = 200
 """Columns of a table that goes to a file or a pipe."""
@@ -108,7 +110,8 @@ def run(
     loaded = polyfed.load_recipe(recipe, [*(overrides or []), *words])
     folder = out if out is not None else unused(Path("runs"), loaded.name)
     try:
-        with Progress() as progress, naming(recipe):
+        # a batch system that takes its machine back sends SIGTERM, and waits a little
+        with Progress() as progress, naming(recipe), handling(interrupt, signal.SIGTERM):
             finished = polyfed.run(loaded, out=folder, resume=resume, listeners=[progress])
     except KeyboardInterrupt:
         settings = [part for word in (*(overrides or []), *words) for part in ("--set", word)]

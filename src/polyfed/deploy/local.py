@@ -18,15 +18,15 @@ import tomli_w
 from polyfed import errors
 from polyfed.deploy.app import data_of, node_config, write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
-from polyfed.deploy.processes import HOST, free_ports, groups_of, interrupt, listens, lives, signal_group
+from polyfed.deploy.processes import HOST, free_ports, groups_of, listens, lives, signal_group
 from polyfed.deploy.server import ERROR, placed
 from polyfed.engines.flower import QUIET
-from polyfed.engines.flower.process import handling
 from polyfed.errors import PolyfedError, RecipeError
 from polyfed.lock import alone_in
 from polyfed.recipe import Recipe, load_recipe
 from polyfed.records import RECIPE as RUN_RECIPE
 from polyfed.records import RESULT
+from polyfed.signals import handling, interrupt
 
 CONNECTION = "polyfed-local"
 START_SECONDS, STOP_SECONDS = 60.0, 5.0

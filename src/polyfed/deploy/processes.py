@@ -58,8 +58,3 @@ def groups_of(pid: int) -> set[int]:
             seen.append(child)
             found.add(own)
     return found
-
-
-def interrupt(*_: object) -> None:
-    """A handler: as Ctrl-C."""
-    raise KeyboardInterrupt

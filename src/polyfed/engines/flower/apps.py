@@ -14,8 +14,9 @@ from flwr.simulation import run_simulation
 
 from polyfed.engines.flower.codec import packet_of, records
 from polyfed.engines.flower.post import GridPost
-from polyfed.engines.flower.process import end_with_link, handling, speak_last
+from polyfed.engines.flower.process import end_with_link, speak_last
 from polyfed.engines.letters import FAILED
+from polyfed.signals import handling
 from polyfed.wire import Packet
 
 Handler = Callable[[Packet, Mapping[str, Any]], Packet]
@@ -74,8 +75,8 @@ def simulate(main: Callable[[GridPost], None], handler: Handler, clients: int, c
             interrupted = True
 
     config: Any = {"client_resources": {"num_cpus": cpus, "num_gpus": 0.0}}
-    # Ctrl-C stops the server, which then ends the simulation: interrupting the simulation itself blocks it
-    with _quiet(), handling(lambda *_: stop.set(), signal.SIGINT):
+    # a signal stops the server, which then ends the simulation: interrupting the simulation itself blocks it
+    with _quiet(), handling(lambda *_: stop.set(), signal.SIGINT, signal.SIGTERM):
         try:
             run_simulation(app, client_app(handler), clients, backend_config=config)
         finally:

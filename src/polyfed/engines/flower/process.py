@@ -7,10 +7,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from threading import Thread, current_thread, main_thread
-from typing import Any
+from collections.abc import Sequence
+from threading import Thread
 
 from polyfed.errors import PolyfedError
 
@@ -86,17 +84,3 @@ def _refuses(address: tuple[str, int]) -> bool:
     except OSError:
         return False
     return False
-
-
-@contextmanager
-def handling(handler: Any, *kinds: signal.Signals) -> Iterator[None]:
-    """Handle these signals so; only a process's first thread can."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    before = {kind: signal.signal(kind, handler) for kind in kinds}
-    try:
-        yield
-    finally:
-        for kind, old in before.items():
-            signal.signal(kind, old)
