@@ -237,7 +237,7 @@ def test_damaged_folders_and_wrong_options_are_refused(original):
         SOURCES["ucihar"](path=str(folder)).load()
     with pytest.raises(RecipeError, match="did you mean 'gyro'"):
         SOURCES["ucihar"](path=str(folder), modalities=("gyros",))
-    with pytest.raises(RecipeError, match=r"data.normalise"):
+    with pytest.raises(RecipeError, match=r"\[data\] normalise"):
         SOURCES["ucihar"](path=str(folder), normalise="global")
 
 
