@@ -215,6 +215,20 @@ def test_a_habit_gives_up_on_steps_that_never_read_the_same() -> None:
     assert not habit.pays(100)
 
 
+def test_a_step_after_which_the_state_has_another_form_is_not_replayed() -> None:
+    texts = []
+    for _ in range(2):
+        with Writer([x := torch.ones(2)]) as writer:
+            x * 2
+        texts.append(writer.text)
+        writer.text.before, writer.text.after = ("form",), ("other form", "value")
+    assert texts[1].repeats(texts[0])
+    assert replay.Habit(plain=2.0).program(texts[1], texts[0]) is None
+    for text in texts:
+        text.after = ("form", "value")
+    assert replay.Habit(plain=2.0).program(texts[1], texts[0]) is not None
+
+
 def test_the_next_training_trusts_what_this_one_has_read_twice(replayed: list[int]) -> None:
     def loss(w: Tree, batch: Batch) -> Tensor:
         return plain(w, batch)

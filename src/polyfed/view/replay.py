@@ -71,7 +71,7 @@ class Habit:
         if words not in self.programs:
             if draft is None:
                 return None
-            if not text.repeats(draft):
+            if not (text.goes_on and text.repeats(draft)):
                 self.vain += 1
                 return None
             if len(self.programs) >= PROGRAMS:
@@ -110,11 +110,12 @@ def run(
     """
     slices = list(zip(*(column.unbind() for column in columns), strict=True))
     left, tries, drafts = Counter(kinds), Counter[Hashable](), dict[Hashable, Text]()
+    habits = {kind: _habit(author, kind) for kind in left}  # once: the hash of code is that of all its bytes
     known: dict[Hashable, Known] = {}
     values, t = [columns[0].new_zeros(0, dtype=torch.float32)], 0
     while t < len(kinds):
         kind, stop, started = kinds[t], t + 1, perf_counter()
-        habit = _habit(author, kind)
+        habit = habits[kind]
         if kind in known and _fits(known[kind].text, state):
             while (
                 stop < len(kinds) and kinds[stop] in known and known[kinds[stop]].text.after == known[kind].text.after

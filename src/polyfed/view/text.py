@@ -79,6 +79,11 @@ class Text:
         """What it says, whatever the tensors from outside."""
         return (*range(self.inputs), *self.outside), tuple(self.calls), self.results, self.before, self.after
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the state after the step has the form of the state before it."""
+        return self.before == self.after[:-1]
+
     def repeats(self, other: "Text") -> bool:
         """Whether this is `other` once more, on the very same tensors from outside."""
         return self.words() == other.words() and all(
@@ -140,7 +145,7 @@ class Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif isinstance(value, (list, tuple)):
                 found.append(self._refs(value))
             else:
-                found.append(_constant(type(value).__name__, value) if isinstance(value, int) else _spelt(value))
+                found.append(_constant(value) if isinstance(value, int) else _spelt(value))
         return tuple(found)
 
     def slot(self, tensor: Tensor) -> int:
@@ -188,8 +193,8 @@ def _spelt(value: Any) -> Constant:
     return Constant(value, type(value), repr(value))
 
 
-@lru_cache(maxsize=4096)
-def _constant(kind: str, value: int) -> Constant:
+@lru_cache(maxsize=4096, typed=True)
+def _constant(value: int) -> Constant:
     return _spelt(value)
 
 
