@@ -67,17 +67,13 @@ def check_ranges(section: str, spec: object) -> None:
             raise RecipeError(f"{section} {name} = {value}: must be {finite}{within.words}")
 
 
-SIMPLE = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", type(None): "None"}
-"""Types of options that are looked at in objects made in Python, in words."""
-
-
 @cache
 def simple_types(cls: type) -> dict[str, tuple[type, ...]]:
     """The options of a dataclass that are a simple type or one of several."""
-    hints = {f.name: get_type_hints(cls)[f.name] for f in fields(cls)}
-    found = {
-        name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,) for name, hint in hints.items()
-    }
+    hints, found = get_type_hints(cls), {}
+    for name in (f.name for f in fields(cls)):
+        several = get_origin(hints[name]) in (Union, UnionType)
+        found[name] = get_args(hints[name]) if several else (hints[name],)
     return {name: kinds for name, kinds in found.items() if all(kind in SIMPLE for kind in kinds)}
 
 
@@ -146,6 +142,15 @@ WANTED = {
     "model_type": "a table",
 }
 """What pydantic's errors say, in the words of who writes TOML."""
+
+SIMPLE = {
+    bool: WANTED["bool_type"],
+    int: WANTED["int_type"],
+    float: WANTED["float_type"],
+    str: WANTED["string_type"],
+    type(None): "None",
+}
+"""The types that are looked at in objects made in Python, in the same words."""
 
 
 def _wanted(error: ValidationError) -> str:

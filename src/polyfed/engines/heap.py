@@ -19,8 +19,8 @@ def keep_freed_memory() -> bool:
     """
     if not sys.platform.startswith("linux"):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    libc = ctypes.CDLL(None)
+    mallopt, trim = (getattr(libc, name, None) for name in ("mallopt", "malloc_trim"))
     if trim is not None:
         trim(0)  # what loading and dealing out the data has freed is not what training takes: back with it first
     return mallopt is not None and bool(mallopt(MMAP_THRESHOLD, LARGEST)) and bool(mallopt(TRIM_THRESHOLD, KEPT))

@@ -190,9 +190,15 @@ def _sha256(text: str) -> str:
 
 def _write(path: Path, text: str) -> Path:
     try:
-        if path.is_file() and GENERATOR not in path.read_bytes()[:1000]:
+        if path.is_file() and not _is_ours(path):
             raise RecipeError(f"{path} is there, and is no page of polyfed's. Choose another name, or move it away")
         replace_text(path, text)
     except OSError as error:
         raise RecipeError(f"cannot write {path}: {error.strerror or error}. Choose another place") from None
     return path
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file is a page that polyfed wrote; its head says so."""
+    with path.open("rb") as file:
+        return GENERATOR in file.read(1000)

@@ -39,6 +39,9 @@ from polyfed.view.base import (
     usable_rows,
 )
 
+StackStep = Callable[[Any, Batch, Tensor], tuple[Any, Tensor]]
+"""`step(state, batch, number of the step)` -> state and value of the loss; state is (params, moments, carry)."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -124,44 +127,49 @@ class StackedView(View):
         """See `View.fit`."""
         train, model, after = job.train, job.model or self.model, job.after
         names = job.trained(model)
-        epochs = after.num_epochs if after else 0
-        if job.on is None:
-            skip = model.has_batchnorm
-            plan = make_plan(self.keys, self._sizes, train, skip_single=skip, stream=job.stream, first_epoch=epochs)
-            count, number = plan.count[self.lane], plan.number[self.lane]
-        else:
-            count = torch.ones_like(self.num_rows)
         w = {name: self._own(value) for name, value in job.params.items()}
-        state = (w, train.moments({name: w[name] for name in names}), dict(job.carry or {}))
-        values: list[Tensor] = [torch.zeros(1, device=self.lane.device)]
-        if after is not None:
-            state = (w, _snapshot(after.moments), state[2])
-            values = [(after.loss * after.num_steps).reshape(1)]
-            count = count + after.num_steps
-            number = number + after.num_steps if job.on is None else count
+        moments = train.moments({name: w[name] for name in names}) if after is None else _snapshot(after.moments)
+        state = (w, moments, dict(job.carry or {}))
+        earlier = torch.zeros((), device=self.lane.device) if after is None else after.loss * after.num_steps
         step = _step_of(job, model, names, train.lr_at(self.round, self.rounds))
-        if job.on is not None:
-            state, value = step(state, job.on, count)
-            values.append(value.reshape(1))
+        if job.on is None:
+            state, values, count = self._trained(job, model, step, state)
         else:
-            columns = self._steps(plan, number, job.stream)
-
-            def advance(kind: tuple[bool, bool], state: Any, own: Sequence[Tensor]) -> tuple[Any, Tensor]:
-                (full, live), (rows_B, where_B, ok_B, key, alive, nth) = kind, own
-                before = None if live else _snapshot(state)
-                state, value = step(state, self._batch(rows_B, where_B, None if full else ok_B, key), nth)
-                if before is None:
-                    return state, value
-                return _where(alive, state, before), torch.where(alive, value, 0.0)
-
-            kinds = list(zip(plan.full, plan.live, strict=True))
-            code = (getattr(part, "__code__", type(part)) for part in (job.loss, job.direction))
-            author = (*code, len(self.keys), self.modalities) if self.replays else None
-            state, taken = replay.run(advance, state, columns, kinds, author=author)
-            values.append(taken)
+            count = torch.ones_like(self.num_rows) if after is None else after.num_steps + 1
+            state, value = step(state, job.on, count)
+            values = value.reshape(1)
         w, moments, kept = state
-        mean = torch.cat(values).sum() / count.clamp(min=1)
-        return Fit(w, mean, count, kept, moments, epochs + train.epochs)
+        mean = torch.cat([earlier.reshape(1), values]).sum() / count.clamp(min=1)
+        return Fit(w, mean, count, kept, moments, (after.num_epochs if after else 0) + train.epochs)
+
+    def _trained(self, job: Job, model: Model, step: StackStep, state: Any) -> tuple[Any, Tensor, Tensor]:
+        """The state after all steps of `job.train`, the value of each, (T,), and how many steps there were so far."""
+        after = job.after
+        plan = make_plan(
+            self.keys,
+            self._sizes,
+            job.train,
+            skip_single=model.has_batchnorm,
+            stream=job.stream,
+            first_epoch=after.num_epochs if after else 0,
+        )
+        count, number = plan.count[self.lane], plan.number[self.lane]
+        if after is not None:
+            count, number = count + after.num_steps, number + after.num_steps
+
+        def advance(kind: tuple[bool, bool], state: Any, own: Sequence[Tensor]) -> tuple[Any, Tensor]:
+            (full, live), (rows_B, where_B, ok_B, key, alive, nth) = kind, own
+            before = None if live else _snapshot(state)
+            state, value = step(state, self._batch(rows_B, where_B, None if full else ok_B, key), nth)
+            if before is None:
+                return state, value
+            return _where(alive, state, before), torch.where(alive, value, 0.0)
+
+        kinds = list(zip(plan.full, plan.live, strict=True))
+        code = (getattr(part, "__code__", type(part)) for part in (job.loss, job.direction))
+        author = (*code, len(self.keys), self.modalities) if self.replays else None
+        state, values = replay.run(advance, state, self._steps(plan, number, job.stream), kinds, author=author)
+        return state, values, count
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
         """See `View.batch`."""
@@ -256,8 +264,7 @@ def _epoch_order(order_keys: list[int], epoch: int, stack: Rows, width: int) -> 
     return torch.nn.functional.pad(order, (0, max(width - order.shape[1], 0)))[:, :width]
 
 
-def _step_of(job: Job, model: Model, names: Sequence[str], lr: float) -> Callable[..., tuple[Any, Tensor]]:
-    """`(state, batch, number of the step)` -> state and value of the loss; state is (params, moments, carry)."""
+def _step_of(job: Job, model: Model, names: Sequence[str], lr: float) -> StackStep:
     gradient, train, direction = _gradient_of(job.loss, model, job.split), job.train, job.direction
 
     def step(state: Any, batch: Batch, number: Tensor) -> tuple[Any, Tensor]:
