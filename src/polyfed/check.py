@@ -21,7 +21,7 @@ from polyfed.recipe import Recipe, recipe_of
 from polyfed.registry import name_of
 from polyfed.rehearsal import Place, Size, rehearse
 from polyfed.replies import Answer
-from polyfed.tasks import tasks_of
+from polyfed.tasks import info_of, tasks_of, types_of
 from polyfed.tree import SHARED
 
 SERVER_TASKS = ("score",)
@@ -204,15 +204,14 @@ def plan(assembly: Assembly, rehearsed: Mapping[Place, Size] | None = None) -> I
     for name, task in tasks_of(algorithm).items():
         if not asked(name, algorithm, bool(assembly.fed.clients.tested)):
             continue
-        info = task.__polyfed_task__  # type: ignore[attr-defined]
-        reply = info.types(task)[1]
+        reply, scope = types_of(task)[1], info_of(task).scope
         for field, kind in reply.kinds.items():
             for block in blocks_of(reply, field, modalities):
                 if not algorithm.will_send(name, field, block, assembly.policy):
                     continue
                 if name == CLASS_MEANS and block not in (*assembly.model.modalities, SHARED):
                     continue  # a modality that the global model does not read has no features there
-                allowed = assembly.policy.allows(kind, block, info.scope)
+                allowed = assembly.policy.allows(kind, block, scope)
                 size = seen.get((name, field, block))
                 known = sizes.get(block) if kind in ("parameters", "gradients") else None
                 yield Planned(
@@ -221,10 +220,10 @@ def plan(assembly: Assembly, rehearsed: Mapping[Place, Size] | None = None) -> I
                     field=field,
                     kind=kind,
                     block=block,
-                    destination=info.scope,
+                    destination=scope,
                     bytes=known if size is None else size.fixed,
                     allowed=allowed,
-                    cure="" if allowed else assembly.policy.cure((kind,), block, info.scope),
+                    cure="" if allowed else assembly.policy.cure((kind,), block, scope),
                     bytes_per_row=0.0 if size is None else size.per_row,
                     rehearsed=size is not None,
                     tells=reply.tells.get(field, ""),

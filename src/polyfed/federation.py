@@ -19,12 +19,16 @@ from polyfed.errors import BadReply, Diverged, RecipeError, TooFewReplies
 from polyfed.messages import Message
 from polyfed.network import Clock
 from polyfed.replies import NOT_FINITE, Answer, Part, Replies, check_form, not_finite
+from polyfed.tasks import info_of, name_of, types_of
 from polyfed.tree import SHARED, Tree
 from polyfed.view import AloneView
 
 TEST, VALIDATION = -1, -2
 """Examiners: the server's own test and validation rows answer like clients, with these numbers, and are asked only to
 evaluate. What they send crosses no border, so neither gate nor ledger sees it."""
+
+Task = Callable[..., tuple[Message, Tree]]
+"""A method marked `@task`, bound to its algorithm or part of it."""
 
 Send = Message | Mapping[int, Message]
 """One message for all, or one for each client."""
@@ -93,19 +97,35 @@ class Ask:
     Attributes:
         task: the bound method that answers.
         name: its name as seen from the algorithm, as `update` or `selector.score`.
+        round: the round, from 1; 0 is set-up.
+        rounds: rounds of the run.
+        number: of the ask in its round, from 0.
+        seed: of the run.
+        turn: asks of one round and one turn give a client the same random numbers, those of another turn others.
+        got: the message type that the task receives.
         reply: the message type it is declared to answer with.
+        scope: how far the reply may travel, as the task itself says.
         loop_because: why the task cannot be vectorised; empty when it can.
     """
 
-    task: Callable[..., tuple[Message, Tree]]
+    task: Task
     name: str
-    reply: type[Message]
     round: int
     rounds: int
     number: int
     seed: int
-    scope: str
-    loop_because: str = ""
+    turn: int = 0
+    got: type[Message] = field(init=False)
+    reply: type[Message] = field(init=False)
+    scope: str = field(init=False)
+    loop_because: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Read what the task declares; nobody who asks may say otherwise."""
+        (got, reply), info = types_of(self.task), info_of(self.task)
+        known = {"got": got, "reply": reply, "scope": info.scope, "loop_because": info.loop_because}
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
 
 
 class Engine(Protocol):
@@ -156,11 +176,12 @@ class Federation:
 
     def ask(
         self,
-        task: Callable[..., tuple[Message, Tree]],
+        task: Task,
         clients: Sequence[int],
         send: Send,
         *,
         judged: bool = True,
+        turn: int = 0,
     ) -> Replies:
         """Have these clients run a task on a message each; `send` is one message or one a client.
 
@@ -169,23 +190,13 @@ class Federation:
             clients: numbers; the order does not matter.
             send: what they receive; parts of trees that belong to modalities a client lacks are left out.
             judged: whether too few answers end the run; no, where others have answered already or are asked next.
+            turn: another one for every time that a round asks the same anew, so that batches and dropout differ.
 
         Raises:
             EgressError: a client's policy refused to let the reply go.
             TooFewReplies, Diverged: see `judge`.
         """
-        info = task.__polyfed_task__  # type: ignore[attr-defined]
-        ask = Ask(
-            task=task,
-            name=info.path(task, self.owner),
-            reply=info.types(task)[1],
-            round=self.round,
-            rounds=self.rounds,
-            number=self.asked,
-            seed=self.seed,
-            scope=info.scope,
-            loop_because=info.loop_because,
-        )
+        ask = Ask(task, name_of(task, self.owner), self.round, self.rounds, self.asked, self.seed, turn)
         self.asked += 1
         for client in clients:
             if type(client) is not int or not (client in self.examiners or 0 <= client < len(self.clients)):

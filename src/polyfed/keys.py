@@ -75,7 +75,8 @@ def normal(base: int | Tensor, shape: int | tuple[int, ...], device: torch.devic
 def permutation(base: int | Tensor, n: int, device: torch.device | str | None = None) -> Tensor:
     """A random order of range(n), int64 (n,)."""
     if isinstance(base, int):
-        return permutations([base], [n], device)[0]
+        noise = _mix_array(_positions(n) + np.uint32(base)).view(np.int32)
+        return torch.from_numpy(noise.argsort(kind="stable")).to(device)
     return torch.argsort(bits(base, n, device), stable=True)
 
 

@@ -1,5 +1,6 @@
 """What comes back from an ask: stacked replies, their means per block, and the checks that every reply must pass."""
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,7 +143,7 @@ def not_finite(part: Part) -> dict[int, str]:
     if not floats:
         return bad
     # one pass over everything first: a finite sum has finite terms only; one that overflows means a closer look
-    if bool(torch.stack([v.sum(dtype=torch.float32) for _, _, v in floats]).isfinite().all()):
+    if math.isfinite(torch.stack([v.sum(dtype=torch.float32) for _, _, v in floats]).sum().item()):
         return bad
     for name, key, value in floats:
         finite_K = torch.isfinite(value.reshape(len(part.clients), -1)).all(1).tolist()

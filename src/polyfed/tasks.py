@@ -28,25 +28,6 @@ class TaskInfo:
     scope: str = "server"
     loop_because: str = ""
 
-    def types(self, method: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
-        """The message types it receives and answers with.
-
-        They are read off the annotations; a template's task, annotated with bare `Message`, leaves them to its
-        owner's class attributes `sends` and `replies`.
-        """
-        hints = get_type_hints(method)
-        got, reply = hints["got"], get_args(hints["return"])[0]
-        owner = method.__self__  # type: ignore[attr-defined]
-        return (owner.sends if got is Message else got, owner.replies if reply is Message else reply)
-
-    def path(self, method: Callable[..., Any], algorithm: Any) -> str:
-        """The task's name as seen from the algorithm: `update`, or `selector.score`."""
-        owner = method.__self__  # type: ignore[attr-defined]
-        for prefix, part in parts(algorithm):
-            if part is owner:
-                return f"{prefix}{method.__name__}"
-        raise AssertionError(f"{method.__qualname__} belongs neither to the algorithm nor to a part of it")
-
 
 def task(*, scope: str = "server", loop_because: str = "") -> Callable[[_F], _F]:
     """Mark a method as a client task.
@@ -80,3 +61,30 @@ def tasks_of(algorithm: Any) -> dict[str, Callable[..., Any]]:
             if hasattr(getattr(type(owner), name), "__polyfed_task__"):
                 found[prefix + name] = getattr(owner, name)
     return found
+
+
+def info_of(task: Callable[..., Any]) -> TaskInfo:
+    """What its mark says of a task."""
+    info: TaskInfo = task.__polyfed_task__  # type: ignore[attr-defined]
+    return info
+
+
+def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
+    """The message types a bound task receives and answers with.
+
+    They are read off the annotations; a template's task, annotated with bare `Message`, leaves them to its owner's
+    class attributes `sends` and `replies`.
+    """
+    hints = get_type_hints(task)
+    got, reply = hints["got"], get_args(hints["return"])[0]
+    owner = task.__self__  # type: ignore[attr-defined]
+    return (owner.sends if got is Message else got, owner.replies if reply is Message else reply)
+
+
+def name_of(task: Callable[..., Any], algorithm: Any) -> str:
+    """The name of a bound task as seen from the algorithm: `update`, or `selector.score`."""
+    owner = task.__self__  # type: ignore[attr-defined]
+    for prefix, part in parts(algorithm):
+        if part is owner:
+            return f"{prefix}{task.__name__}"
+    raise AssertionError(f"{task.__qualname__} belongs neither to the algorithm nor to a part of it")

@@ -20,6 +20,8 @@ from polyfed.optim import Train
 from polyfed.policy import Policy
 from polyfed.replies import Answer
 from polyfed.silos import check_aligned
+from polyfed.view import AloneView
+from polyfed.view.base import Job
 from world import furthest, played, recipe, same
 
 ENGINES = ("sequential", "vectorised")
@@ -53,6 +55,18 @@ def test_the_timeline_equals_an_independent_one(
 ) -> None:
     state, _, _ = world.play(method(**options), engine=engine)
     assert furthest(state.params, hfm(world.data(), world.initial, 2, how)) < 2e-5
+
+
+def test_every_exchange_draws_its_own_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    fit = AloneView.fit
+
+    def noted(view: AloneView, job: Job) -> Any:
+        return fit(view, replace(job, loss=lambda w, batch: drawn.append(batch.key) or job.loss(w, batch)))
+
+    monkeypatch.setattr(AloneView, "fit", noted)
+    Silos([40], [TWO]).play(method(q=4, r=3), rounds=2)
+    assert len(drawn) == len(set(drawn)) == 2 * 4 * 3 * 2  # devices, local rounds, exchanges, rounds
 
 
 @pytest.mark.parametrize("engine", ENGINES)

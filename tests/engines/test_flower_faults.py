@@ -194,6 +194,13 @@ def test_messages_within_a_silo_are_refused_unless_recipe_and_client_let_the_ser
     parts = joined(made, grid_of(secret, tmp_path))
     with pytest.raises(EgressError, match="its reply is for the silo"):
         played(made, parts)
+    # nor does it help to call the reply one for the server: what a task is for, its own code says
+
+    def relabelled(handler: Any) -> Any:
+        return lambda packet, *rest: handler(Packet(packet.header | {"scope": "server"}, packet.body), *rest)
+
+    with pytest.raises(EgressError, match="its reply is for the silo"):
+        played(made, joined(made, grid_of(secret, tmp_path / "relabelled", relabelled)))
 
 
 def test_a_server_that_died_after_clients_had_answered_gets_the_same_answers_again(tmp_path: Path) -> None:

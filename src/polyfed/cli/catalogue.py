@@ -23,7 +23,7 @@ from polyfed.messages import DESTINATIONS, KINDS
 from polyfed.policy import Policy
 from polyfed.recipe import PARTS
 from polyfed.registry import find
-from polyfed.tasks import tasks_of
+from polyfed.tasks import info_of, tasks_of, types_of
 from polyfed.tree import SHARED
 
 ANY = "any"
@@ -139,12 +139,11 @@ def crossings(cls: type[Algorithm]) -> Iterator[Carried]:
     """What the tasks of an algorithm can receive and answer, with its default hyper-parameters."""
     algorithm = cls()
     for name, task in tasks_of(algorithm).items():
-        info = task.__polyfed_task__  # type: ignore[attr-defined]
-        got, reply = info.types(task)
+        got, reply = types_of(task)
         answers = [field for field in reply.kinds if _can_send(algorithm, name, field)]
         if not asked(name, algorithm, tested=True) or (reply.kinds and not answers):
             continue  # never asked of a client
-        for way, kind, fields in (("down", got, got.kinds), (info.scope, reply, answers)):
+        for way, kind, fields in (("down", got, got.kinds), (info_of(task).scope, reply, answers)):
             for field in fields:
                 yield Carried(
                     name,

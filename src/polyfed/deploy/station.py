@@ -67,8 +67,7 @@ class Station:
     def _work(self, packet: Packet, ticket: Ticket) -> Packet:
         engine = self.engine
         ask = self._ask(packet, ticket)
-        expected = ask.task.__polyfed_task__.types(ask.task)[0]  # type: ignore[attr-defined]
-        got: Message = decode(packet, expected, limit=self.limit, finite=True)
+        got: Message = decode(packet, ask.got, limit=self.limit, finite=True)
         folder = self.folder / ticket.run / f"client-{ticket.client}"
         store = Store(folder)
         self._check_held(packet, ticket.client)
@@ -121,20 +120,19 @@ class Station:
             EgressError: replies would pass through a server that this client did not agree may see them.
         """
         match packet.header:
-            case {"task": str(name), "scope": "server" | "silo" as scope, "seed": int(seed), "rounds": int(rounds)}:
+            case {"task": str(name), "seed": int(seed), "rounds": int(rounds), "turn": int(turn)}:
                 task = tasks_of(self.engine.algorithm).get(name)
             case _:
                 raise BadReply("is no ask that can be read")
         if task is None:
             raise BadReply(f"asks for the task '{name[:80]}', which {type(self.engine.algorithm).__name__} lacks")
-        if scope == "silo" and not self.relay:
+        ask = Ask(task, name, ticket.round, rounds, ticket.ask, seed, turn)
+        if ask.scope == "silo" and not self.relay:
             raise EgressError(
                 f"client {ticket.client} refused task {name}: its reply is for the silo, but would pass through the "
                 'server, which sees it. It would run if the client\'s configuration said: relay="server-sees"'
             )
-        info = task.__polyfed_task__  # type: ignore[attr-defined]
-        reply = info.types(task)[1]
-        return Ask(task, name, reply, ticket.round, rounds, ticket.ask, seed, scope, info.loop_because)
+        return ask
 
 
 def enrolment(population: Population, policy: Policy, client: int) -> Packet:

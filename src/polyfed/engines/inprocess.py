@@ -230,8 +230,8 @@ def roster_of(population: Population) -> Roster:
 
 
 def client_key(ask: Ask, client: int) -> int:
-    """The key of everything random a client does in a round."""
-    return keys.key(ask.seed, "client", client, ask.round)
+    """The key of everything random a client does in a round, or in one turn of it."""
+    return keys.key(ask.seed, "client", client, ask.round, *((ask.turn,) if ask.turn else ()))
 
 
 def pair(ask: Ask, returned: Any) -> tuple[Message, Tree]:

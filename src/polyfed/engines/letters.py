@@ -160,7 +160,7 @@ def letter(ticket: Ticket, ask: Ask, facts: Facts, content: Packet, **more: Any)
         more: `kept`, the newest round that the server will never ask again, so that older local states may be
             forgotten; `modalities`, which the server believes the client has.
     """
-    about = {"task": ask.name, "scope": ask.scope, "seed": ask.seed, "rounds": ask.rounds}
+    about = {"task": ask.name, "seed": ask.seed, "rounds": ask.rounds, "turn": ask.turn}
     header = ticket.header(want=ASK, facts=asdict(facts), **about, **more)
     return Packet(header | content.header, content.body)
 

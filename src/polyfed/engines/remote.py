@@ -16,7 +16,7 @@ from polyfed.federation import Ask, Send
 from polyfed.ledger import TO_CLIENT, Entry
 from polyfed.messages import Message, crossings, cut, rebuilt
 from polyfed.replies import Part
-from polyfed.tasks import tasks_of
+from polyfed.tasks import info_of, tasks_of
 from polyfed.wire import Packet, decode, encode
 
 
@@ -66,7 +66,7 @@ class Remote(InProcess):
 
     def _refuse_silos(self) -> None:
         """Messages between clients of a silo pass through the server here, so the recipe must say that it sees them."""
-        inner = [name for name, task in tasks_of(self.algorithm).items() if task.__polyfed_task__.scope == "silo"]  # type: ignore[attr-defined]
+        inner = [name for name, task in tasks_of(self.algorithm).items() if info_of(task).scope == "silo"]
         if inner and not self.terms.relay:
             raise RecipeError(
                 f"task {inner[0]} sends within silos, and on the flower engine that passes through the server. "

@@ -173,7 +173,7 @@ class Vertical(Algorithm):
     ) -> tuple[SiloState, Replies]:
         samples = {silo: Sample(self._rows(fed, silo, members, number)) for silo, members in silos.items()}
         ask = {client: samples[silo] for silo, members in silos.items() for client in members}
-        answers = fed.ask(self.embed, sorted(ask), ask)
+        answers = fed.ask(self.embed, sorted(ask), ask, turn=number)
         fresh = {client: Sent(ask[client].rows, reply.embeddings) for client, reply in answers.items()}
         known = state.sent | fresh
         phi: dict[int, Exchange] = {}
@@ -181,13 +181,13 @@ class Vertical(Algorithm):
             embeddings = stale_embeddings(samples[silo].rows, [known[c] for c in members if c in known])
             exchange = Exchange(state.heads[silo], embeddings, samples[silo].rows)
             phi |= {client: exchange for client in members if client in answers}
-        copies = fed.ask(self.practise, sorted(phi), phi)
+        copies = fed.ask(self.practise, sorted(phi), phi, turn=number)
         heads_from, moved = copies, bytes_down(fed, ask) + bytes_up(answers) + bytes_down(fed, phi) + bytes_up(copies)
         if self.head_update == "server":
             hosts = {
                 there[0]: phi[there[0]] for members in silos.values() if (there := [c for c in members if c in phi])
             }
-            heads_from = fed.ask(self.fit_head, sorted(hosts), hosts, judged=False)
+            heads_from = fed.ask(self.fit_head, sorted(hosts), hosts, judged=False, turn=number)
             moved += bytes_down(fed, hosts) + bytes_up(heads_from)
         heads = {
             silo: mean_tree([heads_from[client].head for client in members if client in heads_from])
