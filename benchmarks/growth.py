@@ -28,7 +28,7 @@ ROWS_EACH = 16
 
 def shared(setting: Setting, clients: int) -> Columns:
     """A table of `clients` x `ROWS_EACH` rows whose samples all come from one small set of the setting's shape."""
-    draw = keys.torch_generator(1)
+    draw = torch.Generator().manual_seed(1)
     rows, distinct = clients * ROWS_EACH, 2_000
     pick = torch.randint(distinct, (rows,), generator=draw)
     values = {m: torch.randn(distinct, w, generator=draw) for m, w in zip("ab", setting.features, strict=True)}

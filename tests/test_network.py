@@ -26,7 +26,7 @@ from polyfed.selection import Uniform
 from polyfed.tasks import task
 from polyfed.tree import Tree
 from polyfed.view import View
-from polyfed.view.metered import rows_trained, steps_trained
+from polyfed.view.base import rows_trained, steps_trained
 from world import algorithm, played, recipe, same
 
 

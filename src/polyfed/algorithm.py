@@ -221,7 +221,7 @@ class Averaging(Algorithm):
         if not replies:
             return state
         memory = self.selector.learn(memory, state.params, replies, fed)
-        return self.merge(state.with_(memory=memory, train_loss=mean_loss(replies)), replies, fed)
+        return self.merge(state.with_(memory=memory, train_loss=mean_loss(replies, fed)), replies, fed)
 
     def outgoing(self, state: Any, cohort: list[int], fed: Federation) -> Send:
         """What the cohort receives: one message for all, or one for each client."""
@@ -285,7 +285,7 @@ class Averaging(Algorithm):
         return self.reply(site, data, fit, got, local)
 
 
-def mean_loss(replies: Replies) -> float:
-    """Training loss of a cohort, weighted by rows."""
-    losses, rows = replies.numbers("loss"), replies.numbers("num_rows")
-    return sum(losses[c] * rows[c] for c in replies) / max(sum(rows.values()), 1.0)
+def mean_loss(replies: Replies, fed: Federation) -> float:
+    """Training loss of a cohort, weighted by the rows that the server knows of."""
+    losses, rows = replies.numbers("loss"), {client: int(fed.clients.num_rows[client]) for client in replies}
+    return sum(losses[c] * rows[c] for c in replies) / max(sum(rows.values()), 1)

@@ -108,11 +108,6 @@ def generator(base: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=base))
 
 
-def torch_generator(base: int) -> torch.Generator:
-    """A CPU generator for PyTorch's own initialisers."""
-    return torch.Generator().manual_seed(base)
-
-
 def _below(base: int, step: int, limit: int) -> int:
     high, low = (_mix_int((_mix_int(2 * step + half) + base) & _MASK) for half in (0, 1))
     return ((high << 32) | low) * limit >> 64

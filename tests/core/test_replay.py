@@ -1,4 +1,4 @@
-"""Steps that are written down and replayed are the steps themselves, bit for bit, or are not replayed."""
+"""Steps that are traced and replayed are the steps themselves, bit for bit, or are not replayed."""
 
 import gc
 import weakref
@@ -23,7 +23,7 @@ from polyfed.recipe import EngineSpec
 from polyfed.tree import Tree
 from polyfed.view import Fit, StackedView, replay
 from polyfed.view.stacked import Rows
-from polyfed.view.text import Ref, Writer
+from polyfed.view.trace import Ref, Tracer
 from world import AWKWARD, PLAIN, played
 
 NEVER = ("centralized", "split-learning", "splitfed")
@@ -36,7 +36,7 @@ Loss = Callable[[Tree, Batch], Any]
 
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Steps are written down wherever one is left to replay; the list fills with how many a replay took."""
+    """Steps are traced wherever one is left to replay; the list fills with how many a replay took."""
     taken: list[int] = []
     original = replay._replayed
 
@@ -45,8 +45,8 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return original(steps, *rest)
 
     monkeypatch.setattr(replay, "_replayed", spied)
-    monkeypatch.setattr(replay.Habit, "pays", lambda habit, left: habit.vain < replay.PATIENCE and left > 1)
-    replay._habit.cache_clear()
+    monkeypatch.setattr(replay.Profile, "pays", lambda profile, left: profile.misses < replay.PATIENCE and left > 1)
+    replay._profile.cache_clear()
     return taken
 
 
@@ -64,7 +64,7 @@ def trained(
         view = StackedView(COLUMNS, rows, client_keys, lane, ("a", "b"), MODEL, 1, 1, replays=replays)
         fit = view.minimise(loss, first, train=train or Train(lr=0.1, batch_size=8, epochs=2), **options)
         fits.append(fit)
-        return fit.params, fit.loss, fit.carry
+        return fit.params, fit.loss, {name: torch.as_tensor(value) for name, value in fit.carry.items()}
 
     params, value, carry = vmap(task)(torch.arange(len(counts)))
     return replace(fits[0], params=params, loss=value, carry=carry)
@@ -176,64 +176,125 @@ def test_nothing_that_a_loss_closes_over_outlives_the_training(replayed: list[in
     assert gone() is None
 
 
-def test_looks_at_the_same_numbers_are_left_out() -> None:
+def test_a_loss_of_complex_numbers(replayed: list[int]) -> None:
+    """A conjugate is a view of the same memory, and not the same numbers; autograd makes some by itself."""
+
+    def power(w: Tree, batch: Batch) -> Tensor:
+        z = torch.fft.rfft(MODEL.logits(w, batch))
+        power = (z * z.conj()).real.mean() + (z * z).abs().mean()
+        return 0.1 * (power + torch.fft.irfft(z * w["shared.bias"][:2], n=3).square().mean())
+
+    fit = trained(power)
+    assert replayed
+    assert bool(fit.loss.isfinite().all())
+    assert equal(fit, trained(power, replays=False))
+
+
+def test_a_direction_that_writes_into_a_tensor_of_its_own_is_not_replayed(replayed: list[int]) -> None:
+    def slowing() -> Any:
+        scale = torch.ones(())
+
+        def direction(grads: Tree, w: Tree, aux: Any, carry: Tree) -> tuple[Tree, Tree]:
+            scale.mul_(0.9)
+            return {name: grad * scale for name, grad in grads.items()}, carry
+
+        return direction
+
+    fit = trained(plain, direction=slowing())
+    assert not replayed
+    assert equal(fit, trained(plain, direction=slowing(), replays=False))
+
+
+def test_a_loss_that_turns_a_tensor_around_in_place_is_not_replayed(replayed: list[int]) -> None:
+    def turned(w: Tree, batch: Batch) -> Tensor:
+        x = MODEL.logits(w, batch)[:3]
+        y = x.detach().clone()
+        y.view(-1)
+        y.t_()
+        return (x * y.t()).square().mean() + (x * y).mean()
+
+    fit = trained(turned)
+    assert not replayed
+    assert equal(fit, trained(turned, replays=False))
+
+
+def test_a_carry_that_is_no_tensor_is_not_replayed(replayed: list[int]) -> None:
+    def counting(grads: Tree, w: Tree, aux: Any, carry: Any) -> tuple[Tree, Any]:
+        return grads, {"steps": carry["steps"] + 1}
+
+    fit = trained(plain, direction=counting, carry={"steps": 0})  # type: ignore[dict-item]
+    assert not replayed
+    assert fit.carry["steps"].tolist() == [16] * 3
+
+
+def test_views_of_the_same_numbers_are_left_out() -> None:
     x = torch.arange(6.0).view(2, 3)
-    with Writer([x]) as writer:
+    with Tracer([x]) as tracer:
         y = x.transpose(0, 1).expand(3, 2).transpose(0, 1)
         out = y * 2.0
-    assert [call.op for call in writer.text.calls] == [
+    assert [call.op for call in tracer.trace.calls] == [
         torch.ops.aten.transpose.int,
         torch.ops.aten.mul.Tensor,
     ]
-    assert writer.text.calls[-1].args[0] == Ref(0)
+    assert tracer.trace.calls[-1].args[0] == Ref(0)
     assert torch.equal(out, x * 2)
 
 
-def test_a_step_is_written_down_only_where_that_pays() -> None:
-    habit = replay.Habit()
-    assert not habit.pays(1000), "before a plain step was timed"
-    habit.plain = 2.0
-    assert habit.pays(replay.TRIAL + 1)
-    assert not habit.pays(replay.TRIAL)
-    habit.written, habit.replayed = 8.0, 1.0
-    assert habit.pays(14)
-    assert not habit.pays(13), "six seconds are lost by writing, twelve are won back"
-    habit.replayed = 2.5
-    assert not habit.pays(1000)
+def test_a_step_is_traced_only_where_that_pays() -> None:
+    profile = replay.Profile()
+    assert not profile.pays(1000), "before a plain step was timed"
+    profile.plain = 2.0
+    assert profile.pays(replay.TRIAL + 1)
+    assert not profile.pays(replay.TRIAL)
+    profile.traced, profile.replayed = 8.0, 1.0
+    assert profile.pays(14)
+    assert not profile.pays(13), "six seconds are lost by tracing, twelve are won back"
+    profile.replayed = 2.5
+    assert not profile.pays(1000)
 
 
-def test_a_habit_gives_up_on_steps_that_never_read_the_same() -> None:
-    habit = replay.Habit(plain=2.0)
-    texts = []
-    for by in range(replay.PATIENCE + 1):
-        with Writer([x := torch.ones(2)]) as writer:
-            x * by
-        texts.append(writer.text)
-    for draft, text in pairwise(texts):
-        assert habit.pays(100)
-        assert habit.program(text, draft) is None
-    assert not habit.pays(100)
+def taken(by: float, **changes: Any) -> replay.Step:
+    """A step that multiplies, traced."""
+    with Tracer([x := torch.ones(2)]) as tracer:
+        out = x * by
+    tracer.trace.results = (tracer.slot(out),)
+    tracer.trace.before, tracer.trace.after = ("layout",), ("layout", "value")
+    for name, value in changes.items():
+        setattr(tracer.trace, name, value)
+    return replay.Step(None, out, tracer.trace, [torch.ones(2)], [out])
 
 
-def test_a_step_after_which_the_state_has_another_form_is_not_replayed() -> None:
-    texts = []
-    for _ in range(2):
-        with Writer([x := torch.ones(2)]) as writer:
-            x * 2
-        texts.append(writer.text)
-        writer.text.before, writer.text.after = ("form",), ("other form", "value")
-    assert texts[1].repeats(texts[0])
-    assert replay.Habit(plain=2.0).program(texts[1], texts[0]) is None
-    for text in texts:
-        text.after = ("form", "value")
-    assert replay.Habit(plain=2.0).program(texts[1], texts[0]) is not None
+def test_steps_that_never_leave_the_same_trace_are_given_up() -> None:
+    profile = replay.Profile(plain=2.0)
+    for one, other in pairwise(taken(by) for by in range(replay.PATIENCE + 1)):
+        assert profile.pays(100)
+        assert profile.program(other, one.trace) is None
+    assert not profile.pays(100)
 
 
-def test_the_next_training_trusts_what_this_one_has_read_twice(replayed: list[int]) -> None:
+def test_only_a_step_that_leaves_the_state_as_it_was_laid_out_is_replayed() -> None:
+    assert replay.Profile().program(taken(2), taken(2).trace) is not None
+    other = {"after": ("other layout", "value")}
+    assert replay.Profile().program(taken(2, **other), taken(2, **other).trace) is None
+
+
+def test_a_program_that_does_not_give_the_bits_of_its_own_step_is_not_used() -> None:
+    """The last guard: against whatever a trace may come to miss."""
+    step, before = taken(2), taken(2).trace
+    for trace in (step.trace, before):
+        trace.calls[0] = trace.calls[0]._replace(op=torch.ops.aten.add.Tensor)
+    assert step.trace.repeats(before)
+    profile = replay.Profile()
+    assert profile.program(step, before) is None
+    assert not profile.programs
+    assert profile.misses == 1
+
+
+def test_the_next_training_trusts_what_this_one_has_traced_twice(replayed: list[int]) -> None:
     def loss(w: Tree, batch: Batch) -> Tensor:
         return plain(w, batch)
 
     trained(loss)
     first = sum(replayed)
     trained(loss)
-    assert sum(replayed) - first > first, "a kind of step is written down once less"
+    assert sum(replayed) - first > first, "a kind of step is traced once less"

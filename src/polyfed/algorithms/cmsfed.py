@@ -44,8 +44,8 @@ from polyfed.view import Fit, View
 
 @message
 class Assignment(Message):
-    """The model; global prototypes (C, D) by modality, a row of zeros for a class without; and under the name of the
-    modality that is to be helped, its dominance ratio r.
+    """The model; global prototypes (C, D) by modality, a row of zeros for a class without; and a flag under the name of
+    the modality that is to be helped.
     """
 
     params: Tree = carries("parameters")
@@ -177,7 +177,7 @@ class CmsFed(Averaging):
             return state
         if not self.modality_selection:
             memory = self.selector.learn(memory, state.params, replies, fed)
-        after = self.merge(state.with_(memory=memory, train_loss=mean_loss(replies)), replies, fed)
+        after = self.merge(state.with_(memory=memory, train_loss=mean_loss(replies, fed)), replies, fed)
         return self.learned(after, state.params, replies, fed)
 
     def choice(self, state: CmsfedState, fed: Federation) -> tuple[Choice, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from polyfed.algorithms.cmsfed_lesson import encoder_names
 from polyfed.federation import Federation, Roster
 from polyfed.tree import Tree, scaled, select, subtract
-from polyfed.view.base import usable_rows
+from polyfed.view.base import steps_trained
 
 if TYPE_CHECKING:
     from polyfed.algorithms.cmsfed import CmsFed, Report
@@ -101,30 +101,28 @@ def gradients_of(
         if method.gradient_split == "exact":
             whole, parts = report.gradient, report.encoder_gradient
         else:
-            whole, parts = _delta(method, sent, report, fed, first)
+            whole, parts = _delta(method, sent, report.params, int(fed.clients.num_rows[client]), fed, first)
         if whole:
             g[client] = whole
         h[client] = {m: select(parts, [m]) for m in fed.clients.modalities if select(parts, [m])}
     return g, h
 
 
-def _delta(method: "CmsFed", sent: Tree, report: "Report", fed: Federation, first: bool) -> tuple[Tree, Tree]:
+def _delta(
+    method: "CmsFed", sent: Tree, trained: Tree, num_rows: int, fed: Federation, first: bool
+) -> tuple[Tree, Tree]:
     """What training moved, as the released code compares it: encoders only; S_M gives g, the rest gives h.
 
     The first pass gives both: there is nothing else to tell the clients' encoders apart by.
     """
     names = [n for m in fed.clients.modalities for n in encoder_names(fed.site, sent, m)]
-    moved = subtract({n: report.params[n] for n in names if n in report.params}, sent)
+    moved = subtract({n: trained[n] for n in names if n in trained}, sent)
     rate = -1.0
     if method.normalize_delta:
-        rate = -method.train.lr_at(fed.round, fed.rounds) * _num_steps(method, report, fed, first)
+        train = method.first_pass() if first else method.train
+        num_steps = steps_trained(num_rows, train, skip_single=fed.site.model.has_batchnorm)
+        rate = -method.train.lr_at(fed.round, fed.rounds) * num_steps
     moved = scaled(moved, 1.0 / rate if rate else 0.0)
     if len(moved) < len(names):
         return {}, moved
     return moved, moved if first else {}
-
-
-def _num_steps(method: "CmsFed", report: "Report", fed: Federation, first: bool) -> int:
-    train = method.first_pass() if first else method.train
-    rows = usable_rows(int(report.num_rows), train.batch_size, fed.site.model.has_batchnorm)
-    return train.steps if train.steps is not None else train.epochs * -(-rows // (train.batch_size or max(rows, 1)))

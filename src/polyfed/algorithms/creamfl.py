@@ -204,7 +204,7 @@ class CreamFL(Algorithm):
         targets = {
             m: ensemble([z[m] for z in sent[m] if m in z], other[m]) for m in own if any(m in z for z in sent[m])
         }
-        return self.distilled(state, targets, fed).with_(train_loss=mean_loss(replies))
+        return self.distilled(state, targets, fed).with_(train_loss=mean_loss(replies, fed))
 
     def distilled(self, state: CreamState, targets: Tree, fed: Federation) -> CreamState:
         """Train the server's model on the public set, labels and aggregated representations."""

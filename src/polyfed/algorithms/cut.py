@@ -26,7 +26,7 @@ from polyfed.replies import Replies
 from polyfed.tasks import task
 from polyfed.tree import SHARED, Tree, block_of
 from polyfed.view import Fit, View
-from polyfed.view.metered import steps_trained
+from polyfed.view.base import steps_trained
 
 WEIGHT, MOMENT = "weight.", "moment."
 """Prefixes of a client's half and of its optimiser among the client's local state."""

@@ -132,7 +132,7 @@ class FedAmp(Algorithm):
             if len(members):
                 made = Clouds(members, self.attention(rows[:, : form.num_trainable], fed.round) @ rows)
                 clouds[block] = made.beside(clouds[block]) if block in clouds else made
-        return FedAmpState(state.params, clouds, sorted(asked), mean_loss(trained))
+        return FedAmpState(state.params, clouds, sorted(asked), mean_loss(trained, fed))
 
     def alpha_at(self, round: int) -> float:
         """Alpha in a round, from 1."""

@@ -126,7 +126,7 @@ class FedFomo(Algorithm):
             for name, weights in weighed[client].weights.items():
                 chosen = offers[client].senders[block_of(name)]
                 preferences[block_of(name)][client, chosen] += weights.double().cpu()
-        return FedFomoState(state.params, preferences, sorted(asked), mean_loss(trained))
+        return FedFomoState(state.params, preferences, sorted(asked), mean_loss(trained, fed))
 
     def evaluate(self, state: FedFomoState, fed: Federation) -> Measured:
         """Clients judge their own models."""

@@ -66,7 +66,7 @@ class FedMSplit(Averaging):
         trained = {client: reply.params for client, reply in replies.items()}
         models = state.models | self.mixed(trained, fed)
         params = state.params | mean_model(models, fed)
-        return state.with_(memory=memory, models=models, params=params, train_loss=mean_loss(replies))
+        return state.with_(memory=memory, models=models, params=params, train_loss=mean_loss(replies, fed))
 
     def loss(self, site: Site, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
         """Cross-entropy, and in `personal` the pull to the received model."""

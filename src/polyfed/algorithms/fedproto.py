@@ -115,7 +115,8 @@ class FedProto(Averaging):
         reports = [(reply.prototypes, reply.rows_per_class) for reply in replies.values()]
         uniform = self.proto_weight == "uniform"
         return after.with_(
-            prototypes=prototypes.gathered(state.prototypes, reports, uniform=uniform), train_loss=mean_loss(replies)
+            prototypes=prototypes.gathered(state.prototypes, reports, uniform=uniform),
+            train_loss=mean_loss(replies, fed),
         )
 
     def evaluate(self, state: ProtoState, fed: Federation) -> Measured:

@@ -90,7 +90,7 @@ class Local(Algorithm):
         """The cohort trains on."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         replies = fed.ask(self.practise, cohort, Start())
-        return state.with_(memory=memory, train_loss=mean_loss(replies)) if replies else state
+        return state.with_(memory=memory, train_loss=mean_loss(replies, fed)) if replies else state
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Uploads are for judging alone, and nothing is asked for that the policy forbids."""

@@ -30,7 +30,7 @@ from polyfed.schema import NOT_NEGATIVE
 from polyfed.tasks import task
 from polyfed.tree import SHARED, Tree, keep_on_host
 from polyfed.view import View
-from polyfed.view.metered import rows_trained, steps_trained
+from polyfed.view.base import rows_trained, steps_trained
 
 TABLE_CLIENTS = 64
 """Matrices of more devices than this are not logged: a heat map of them could not be read."""
@@ -129,7 +129,7 @@ class Pfmml(Algorithm):
             blocks[block] = self._after(state.blocks[block], now, lost, layout, own, fed.round)
             undelivered[block] = lost & ~blocks[block].sent  # who uploads gets a newer copy
         return replace(
-            state, blocks=blocks, undelivered=undelivered, waited_for=sorted(asked), train_loss=mean_loss(trained)
+            state, blocks=blocks, undelivered=undelivered, waited_for=sorted(asked), train_loss=mean_loss(trained, fed)
         )
 
     def evaluate(self, state: PfmmlState, fed: Federation) -> Measured:

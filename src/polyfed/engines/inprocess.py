@@ -245,6 +245,15 @@ def pair(ask: Ask, returned: Any) -> tuple[Message, Tree]:
             f"task {ask.name} must return a message and the client's local state, as in `return Update(...), local`; "
             f"it returned {type(returned).__name__}"
         )
+    local = returned[1]
+    if not (isinstance(local, Mapping) and all(isinstance(value, Tensor) for value in local.values())):
+        what = type(local).__name__
+        if isinstance(local, Mapping):
+            what = ", ".join(f"'{k}': {type(v).__name__}" for k, v in local.items() if not isinstance(v, Tensor))
+        raise RecipeError(
+            f"task {ask.name}: a client's local state is a dict of tensors by name, so that it can be saved; this one "
+            f"has {what}. A number becomes a tensor by torch.tensor(...)"
+        )
     return returned
 
 

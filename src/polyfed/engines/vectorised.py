@@ -39,7 +39,7 @@ class Vectorised(InProcess):
     Args:
         stack: most clients in a stack; 0 lets `STACK_BYTES` decide, and has models that convolve over images run one
             client after another on a CPU.
-        replay: whether training steps may be written down and replayed (`view.replay`).
+        replay: whether training steps may be traced and replayed (`view.replay`).
     """
 
     name = "vectorised"

@@ -12,7 +12,7 @@ from polyfed.batch import Batch
 from polyfed.data import Columns
 from polyfed.model import Model
 from polyfed.optim import Train
-from polyfed.tree import Tree, clone
+from polyfed.tree import Tree, clone, like
 from polyfed.view.base import (
     DROPOUT,
     FOLD_BATCH,
@@ -22,6 +22,7 @@ from polyfed.view.base import (
     Step,
     View,
     split_loss,
+    steps_trained,
     stream_key,
     summed,
     usable_rows,
@@ -131,12 +132,12 @@ class AloneView(View):
         n = len(self.index)
         size = train.batch_size or n
         end = usable_rows(n, train.batch_size, model.has_batchnorm)
-        limit = train.steps if train.steps is not None else train.epochs * -(-end // max(size, 1))
+        limit = steps_trained(n, train, skip_single=model.has_batchnorm)
         order_key = stream_key(self.key, ORDER, stream)
         dropout_key = stream_key(self.key, DROPOUT, stream)
         done = 0
         for epoch in range(limit):  # an epoch has at least one step, so `limit` epochs suffice
-            if done >= limit or not end:
+            if done >= limit:
                 return
             order = keys.permutation(keys.fold_in(order_key, first_epoch + epoch), n, device=self.index.device)
             # one call cuts a column into all steps of the epoch: cheaper than a slice a step (docs/performance.md)
@@ -173,7 +174,8 @@ class AloneView(View):
 def _collected(value: Tensor, leaves: Tree) -> Tree:
     """The gradient for all leaves of a graph, taken from where `backward` leaves it: `autograd.grad` looks at every
     leaf in Python first, a thirtieth of a small step. It would also compute what is not asked for."""
-    value.backward()  # type: ignore[no-untyped-call]
+    if value.requires_grad:  # a loss may not depend on the parameters at all
+        value.backward()  # type: ignore[no-untyped-call]
     grads: Tree = {}
     for name, leaf in leaves.items():
         found, leaf.grad = leaf.grad, None
@@ -183,6 +185,8 @@ def _collected(value: Tensor, leaves: Tree) -> Tree:
 
 def _gradient(value: Tensor, leaves: Tree, retain: bool = False) -> Tree:
     # zeros for what the loss does not touch are filled in here: `materialize_grads` costs a sixth of a small step
+    if not value.requires_grad:
+        return like(leaves)
     found = torch.autograd.grad(value, tuple(leaves.values()), retain_graph=retain, allow_unused=True)
     pairs = zip(leaves.items(), found, strict=True)
     return {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in pairs}

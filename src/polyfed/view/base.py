@@ -217,6 +217,24 @@ def usable_rows(n: int, batch_size: int, skip_single: bool) -> int:
     return n - 1 if n % size == 1 else n
 
 
+def rows_trained(num_rows: int, train: Train, *, skip_single: bool) -> int:
+    """Rows that a local training of a client puts through the model, repeats counted."""
+    end = usable_rows(num_rows, train.batch_size, skip_single)
+    if train.steps is None or not end:
+        return train.epochs * end if end else 0
+    size = min(train.batch_size or end, end)
+    epochs, rest = divmod(train.steps, -(-end // size))
+    return epochs * end + min(rest * size, end)
+
+
+def steps_trained(num_rows: int, train: Train, *, skip_single: bool) -> int:
+    """Optimiser steps of a client's local training."""
+    end = usable_rows(num_rows, train.batch_size, skip_single)
+    if train.steps is not None or not end:
+        return train.steps or 0 if end else 0
+    return train.epochs * -(-end // (train.batch_size or end))
+
+
 def split_loss(out: Any) -> tuple[Any, Any]:
     """The scalar (or its terms) and the aux of what a loss returned."""
     return out if isinstance(out, tuple) else (out, {})

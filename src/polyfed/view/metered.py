@@ -11,7 +11,7 @@ from polyfed.model import Model
 from polyfed.network import TRAINING_PASSES, Count
 from polyfed.optim import Train
 from polyfed.tree import SHARED, block_of
-from polyfed.view.base import FOLD_BATCH, Fit, Job, Step, View, usable_rows
+from polyfed.view.base import FOLD_BATCH, Fit, Job, Step, View, rows_trained
 
 
 class MeteredView(View):
@@ -70,21 +70,3 @@ class MeteredView(View):
     def test(self) -> View:
         """See `View.test`; judging is not counted."""
         return self._view.test
-
-
-def rows_trained(num_rows: int, train: Train, *, skip_single: bool) -> int:
-    """Rows that a local training of a client puts through the model, repeats counted."""
-    end = usable_rows(num_rows, train.batch_size, skip_single)
-    if train.steps is None or not end:
-        return train.epochs * end if end else 0
-    size = min(train.batch_size or end, end)
-    epochs, rest = divmod(train.steps, -(-end // size))
-    return epochs * end + min(rest * size, end)
-
-
-def steps_trained(num_rows: int, train: Train, *, skip_single: bool) -> int:
-    """Optimiser steps of a client's local training."""
-    end = usable_rows(num_rows, train.batch_size, skip_single)
-    if train.steps is not None or not end:
-        return train.steps or 0 if end else 0
-    return train.epochs * -(-end // (train.batch_size or end))

@@ -1,12 +1,13 @@
-"""Steps of a stack's local training: taken, or, where that is sooner, written down and replayed.
+"""Steps of a stack's local training: taken, or, where that is sooner, traced and replayed.
 
 Under `vmap` and `grad` every operation is handed through two levels of dispatch, which takes longer than the operation
-itself where models are small. So a step of a long training is written down (`view.text`), and once two steps in a row
-have read the same, that text is replayed: in this training and, when its first step reads the same again, in the next.
+itself where models are small. So a step of a long training is traced (`view.trace`), and once two steps in a row have
+left the same trace, it is replayed: in this training and, when its first traced step is the same again, in the next.
 
 Only what no step can change is kept: operations, numbers, shapes. Tensors that the loss closes over are those of the
-step that was written down. A loss that is not a function of its batch alone (a counter, a list of masks) does not read
-the same twice and is never replayed. Both ways give the same bits, so the choice may follow the clock.
+step that was traced. A loss that is not a function of its batch alone (a counter, a list of masks) leaves another trace
+each time and is never replayed. A program must also have given the bits of the very step it was made from before it
+takes another's place. Both ways give the same bits, so the choice may follow the clock.
 """
 
 from collections import Counter
@@ -21,80 +22,106 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyfed.view.text import Forms, Program, Text, Writer
+from polyfed.view.trace import Layout, Program, Trace, Tracer
 
 TRIAL = 8
 """Steps that must be left over for a first trial; afterwards what was measured decides."""
 
 MARGIN = 2
-"""How many times over the time that writing down costs must be won back: times of a busy machine scatter."""
+"""How many times over the time that tracing costs must be won back: times of a busy machine scatter."""
 
 PATIENCE = 3
-"""How often a step is written down in vain: in one training, and by one author in a row."""
+"""How often a step is traced without use: in one training, and of one source in a row."""
 
 PROGRAMS = 16
-"""Texts of an author that are remembered: stacks of other sizes and other steps of a schedule read differently."""
+"""Programs of a source that are kept: stacks of other sizes and other steps of a schedule leave other traces."""
 
 Advance = Callable[[Any, Any, Sequence[Tensor]], tuple[Any, Tensor]]
 """`advance(kind, state, slices)` -> (state, value): one step; `slices` are what is its own."""
 
 
 @dataclass
-class Habit:
-    """What is known of one kind of step of one author.
+class Profile:
+    """What is known of one kind of step of one source.
 
     Attributes:
         plain: seconds of a step as it is, the quickest seen.
-        written: seconds of a step that is written down.
+        traced: seconds of a step that is traced.
         replayed: seconds of a step that is replayed.
-        vain: how often in a row it was written down and did not read as the step before.
-        programs: of texts that were read twice, by their words; they hold no tensors.
+        misses: how often in a row it was traced without use.
+        programs: of traces that were seen twice, by their signature; they hold no tensors.
     """
 
     plain: float = inf
-    written: float = inf
+    traced: float = inf
     replayed: float = inf
-    vain: int = 0
+    misses: int = 0
     programs: dict[Hashable, Program] = field(default_factory=dict)
 
     def pays(self, left: int) -> bool:
-        """Whether to write a step down when, itself included, `left` of its kind are to come."""
-        if self.vain >= PATIENCE or self.plain == inf:
+        """Whether to trace a step when, itself included, `left` of its kind are to come."""
+        if self.misses >= PATIENCE or self.plain == inf:
             return False
         if self.replayed == inf:
             return left > TRIAL
-        return (left - 1) * (self.plain - self.replayed) > MARGIN * (self.written - self.plain)
+        return (left - 1) * (self.plain - self.replayed) > MARGIN * (self.traced - self.plain)
 
-    def program(self, text: Text, draft: Text | None) -> Program | None:
-        """The program of a text that may be replayed: read twice, now or before."""
-        words = text.words()
-        if words not in self.programs:
-            if draft is None:
+    def program(self, step: "Step", before: Trace | None) -> Program | None:
+        """The program of a traced step that may take the place of others: its trace was seen twice, now or earlier."""
+        signature = step.trace.signature()
+        if signature not in self.programs:
+            if before is None:
                 return None
-            if not (text.goes_on and text.repeats(draft)):
-                self.vain += 1
+            program = step.program() if step.trace.repeatable and step.trace.repeats(before) else None
+            if program is None:
+                self.misses += 1
                 return None
             if len(self.programs) >= PROGRAMS:
                 del self.programs[next(iter(self.programs))]
-            self.programs[words] = text.program()
-        self.vain = 0
-        return self.programs[words]
+            self.programs[signature] = program
+        self.misses = 0
+        return self.programs[signature]
 
 
 @lru_cache(maxsize=1024)
-def _habit(author: Hashable, kind: Hashable) -> Habit:
-    return Habit()
+def _profile(source: Hashable, kind: Hashable) -> Profile:
+    return Profile()
+
+
+@dataclass
+class Step:
+    """A step that was taken and traced; without layouts where the state after it is not one of tensors.
+
+    Attributes:
+        state: after it.
+        value: of the loss.
+        trace: what it did.
+        inputs: copies of the plain tensors that it began with, or none.
+        outputs: the plain tensors that it gave.
+    """
+
+    state: Any
+    value: Tensor
+    trace: Trace
+    inputs: list[Tensor]
+    outputs: Sequence[Tensor]
+
+    def program(self) -> Program | None:
+        """Its program, if that gives the very bits that the step gave."""
+        program = self.trace.program()
+        again = program(*self.inputs, *self.trace.outside.values())
+        return program if all(map(_same_bits, again, self.outputs)) else None
 
 
 class Known(NamedTuple):
-    """A text to be replayed, and its program."""
+    """A trace to be replayed, and its program."""
 
-    text: Text
+    trace: Trace
     program: Program
 
 
 def run(
-    advance: Advance, state: Any, columns: Sequence[Tensor], kinds: Sequence[Hashable], *, author: Hashable
+    advance: Advance, state: Any, columns: Sequence[Tensor], kinds: Sequence[Hashable], *, source: Hashable
 ) -> tuple[Any, Tensor]:
     """All steps of a stack's training.
 
@@ -103,72 +130,83 @@ def run(
         state: nest of tensors before the first step.
         columns: what belongs to each step, (T, ...) each.
         kinds: per step, what decides in Python what the step does; steps of one kind do the same.
-        author: the code behind the step and the size of the stack; None forbids to replay.
+        source: the code behind the step and the size of the stack; None forbids to replay.
 
     Returns:
         The state after the last step, and the value of each step, (T,).
     """
+    if not _plain(state):
+        source = None
     slices = list(zip(*(column.unbind() for column in columns), strict=True))
-    left, tries, drafts = Counter(kinds), Counter[Hashable](), dict[Hashable, Text]()
-    habits = {kind: _habit(author, kind) for kind in left}  # once: the hash of code is that of all its bytes
+    left, tries, earlier = Counter(kinds), Counter[Hashable](), dict[Hashable, Trace]()
+    profiles = {kind: _profile(source, kind) for kind in left}  # once: the hash of code is that of all its bytes
     known: dict[Hashable, Known] = {}
     values, t = [columns[0].new_zeros(0, dtype=torch.float32)], 0
     while t < len(kinds):
         kind, stop, started = kinds[t], t + 1, perf_counter()
-        habit = habits[kind]
-        if kind in known and _fits(known[kind].text, state):
+        profile = profiles[kind]
+        if kind in known and _fits(known[kind].trace, state):
             while (
-                stop < len(kinds) and kinds[stop] in known and known[kinds[stop]].text.after == known[kind].text.after
+                stop < len(kinds) and kinds[stop] in known and known[kinds[stop]].trace.after == known[kind].trace.after
             ):
                 stop += 1
             state, value = _replayed([known[kind] for kind in kinds[t:stop]], state, columns, t)
-            habit.replayed = min(habit.replayed, (perf_counter() - started) / (stop - t))
-        elif author is not None and kind not in known and tries[kind] < PATIENCE and habit.pays(left[kind]):
-            state, value, text = _written(partial(advance, kind), state, slices[t])
-            habit.written = min(habit.written, perf_counter() - started)
-            if (program := habit.program(text, drafts.get(kind))) is not None:
-                known[kind] = Known(text, program)
-            drafts[kind], tries[kind] = text, tries[kind] + 1
+            profile.replayed = min(profile.replayed, (perf_counter() - started) / (stop - t))
+        elif source is not None and kind not in known and tries[kind] < PATIENCE and profile.pays(left[kind]):
+            step = _traced(partial(advance, kind), state, slices[t], copies=kind in earlier)
+            state, value = step.state, step.value
+            profile.traced = min(profile.traced, perf_counter() - started)
+            if (program := profile.program(step, earlier.get(kind))) is not None:
+                known[kind] = Known(step.trace, program)
+            earlier[kind], tries[kind] = step.trace, tries[kind] + 1
         else:
             state, value = advance(kind, state, slices[t])
-            habit.plain = min(habit.plain, perf_counter() - started)
+            profile.plain = min(profile.plain, perf_counter() - started)
         values.append(value.reshape(-1))
         left.subtract(kinds[t:stop])
         t = stop
     return state, torch.cat(values)
 
 
-def _fits(text: Text, state: Any) -> bool:
-    return _forms(*_below(pytree.tree_leaves(state))) == text.before
+def _plain(state: Any) -> bool:
+    """Whether a state holds tensors only; what a direction carries along is its author's."""
+    return all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(state))
 
 
-def _forms(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Forms:
+def _fits(trace: Trace, state: Any) -> bool:
+    return _layout(*_below(pytree.tree_leaves(state))) == trace.before
+
+
+def _layout(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Layout:
     return tuple((t.dtype, t.shape, t.stride(), dim) for t, dim in zip(tensors, dims, strict=True))
 
 
-def _written(step: Callable[..., tuple[Any, Tensor]], state: Any, slices: Sequence[Tensor]) -> tuple[Any, Tensor, Text]:
-    """Take a step and write it down."""
+def _traced(advance: Callable[..., tuple[Any, Tensor]], state: Any, slices: Sequence[Tensor], *, copies: bool) -> Step:
+    """Take a step and trace it; steps work in place, so what it began with must be copied first."""
     leaves = pytree.tree_leaves(state)
     inputs, dims = _below([*leaves, *slices])
-    with Writer(inputs) as writer:
-        state, value = step(state, slices)
+    began = [tensor.clone() for tensor in inputs] if copies else []
+    with Tracer(inputs) as tracer:
+        state, value = advance(state, slices)
+    trace = tracer.trace
+    if not _plain(state):
+        return Step(state, value, trace, [], [])
     outputs, dims_after = _below([*pytree.tree_leaves(state), value])
-    text = writer.text
-    text.results = tuple(writer.slot(tensor) for tensor in outputs)
-    text.before, text.after = _forms(inputs, dims)[: len(leaves)], _forms(outputs, dims_after)
-    return state, value, text
+    trace.results = tuple(tracer.slot(tensor) for tensor in outputs)
+    trace.before, trace.after = _layout(inputs, dims)[: len(leaves)], _layout(outputs, dims_after)
+    return Step(state, value, trace, began, outputs)
 
 
 def _replayed(steps: Sequence[Known], state: Any, columns: Sequence[Tensor], start: int) -> tuple[Any, Tensor]:
-    """Take these steps, the first of them number `start`, as their texts say; their values, (steps,)."""
+    """Take these steps, the first of them number `start`, as their traces say; their values, (steps,)."""
     leaves, spec = pytree.tree_flatten(state)
 
     def work(plain: Any, dims: Any) -> Any:
         assert not any(dims[len(leaves) :]), "a column has the client axis first"
         now, own = plain[: len(leaves)], plain[len(leaves) :]
         values = []
-        for t, (text, program) in enumerate(steps, start):
-            *now, value = program(*now, *(column.select(1, t) for column in own), *text.outside.values())
+        for t, (trace, program) in enumerate(steps, start):
+            *now, value = program(*now, *(column.select(1, t) for column in own), *trace.outside.values())
             values.append(value)
         batched = values[0].dim() == 1  # a loss may be one number for all clients
         return (*now, torch.stack(values)), (*dims[: len(leaves)], 1 if batched else None)
@@ -208,3 +246,8 @@ def _below(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int | N
 
     Lower.apply(work, *tensors)  # type: ignore[no-untyped-call]
     return found[0], found[1]
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers; NaN equals NaN."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

@@ -167,8 +167,8 @@ class StackedView(View):
 
         kinds = list(zip(plan.full, plan.live, strict=True))
         code = (getattr(part, "__code__", type(part)) for part in (job.loss, job.direction))
-        author = (*code, len(self.keys), self.modalities) if self.replays else None
-        state, values = replay.run(advance, state, self._steps(plan, number, job.stream), kinds, author=author)
+        source = (*code, len(self.keys), self.modalities) if self.replays else None
+        state, values = replay.run(advance, state, self._steps(plan, number, job.stream), kinds, source=source)
         return state, values, count
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
@@ -197,7 +197,8 @@ class StackedView(View):
             end = min(start + batch_size, longest)
             rows = torch.arange(start, end, device=self.lane.device)
             ok = None if end <= shortest else rows < self.num_rows
-            carry = step(carry, self._batch(rows, self._where(rows), ok, None))
+            after = step(carry, self._batch(rows, self._where(rows), ok, None))
+            carry = after if start < shortest else _where_alike(start < self.num_rows, after, carry)
         return carry
 
     def _own(self, value: Tensor) -> Tensor:
@@ -316,3 +317,11 @@ def _snapshot(nest: Any) -> Any:
 
 def _where(alive: Tensor, new: Any, old: Any) -> Any:
     return pytree.tree_map(lambda a, b: torch.where(alive, a, b), new, old)
+
+
+def _where_alike(alive: Tensor, new: Any, old: Any) -> Any:
+    """`old` for clients that have come to their end, where both are laid out alike; what grows row by row is not."""
+    (after, spec), (before, spec_before) = pytree.tree_flatten(new), pytree.tree_flatten(old)
+    if spec != spec_before or not all(isinstance(leaf, Tensor) for leaf in (*after, *before)):
+        return new
+    return _where(alive, new, old) if [a.shape for a in after] == [b.shape for b in before] else new

@@ -1,8 +1,8 @@
-"""One training step of a stack, written down as operations on plain tensors with a client axis.
+"""One training step of a stack, traced as operations on plain tensors with a client axis.
 
-Under `vmap` and `grad` a layer becomes a dozen operations at the bottom, most of which only look at the same numbers in
-the same shape again. A text leaves those looks out, and what is left is what the step did: the same operations in the
-same order, hence the same bits.
+Under `vmap` and `grad` a layer becomes a dozen operations at the bottom, most of which are views of the same numbers in
+the same shape again. A trace leaves those out, and what remains is what the step did: the same operations in the same
+order, hence the same bits.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -16,14 +16,14 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Program = Callable[..., tuple[Tensor, ...]]
-"""A text as a function of the state's tensors, the slices, and the tensors from outside; gives the results."""
+"""A trace as a function of the state's tensors, the slices, and the tensors from outside; gives the results."""
 
-Forms = tuple[Hashable, ...]
+Layout = tuple[Hashable, ...]
 """Of tensors: type, shape, strides, and where the client axis is."""
 
 
 class Ref(int):
-    """A tensor of a text, by its number."""
+    """A tensor of a trace, by its number."""
 
     __slots__ = ()
 
@@ -56,42 +56,44 @@ class Constant:
 
 
 @dataclass
-class Text:
-    """One step, written down.
+class Trace:
+    """One step.
 
     Attributes:
         inputs: how many of the first slots are the state's and the slices' tensors.
         calls: the operations, in order.
         outside: tensors that the step closes over (the table's columns, the global model), by slot.
         results: slots of the state after the step, and of its value.
-        before: forms of the state's tensors before the step.
+        before: layout of the state's tensors before the step.
         after: the same after the step, and of the value.
+        tampers: whether it wrote into a tensor that it closes over, or gave a tensor another shape in place.
     """
 
     inputs: int
     calls: list[Call] = field(default_factory=list)
     outside: dict[int, Tensor] = field(default_factory=dict)
     results: tuple[int, ...] = ()
-    before: Forms = ()
-    after: Forms = ()
+    before: Layout = ()
+    after: Layout = ()
+    tampers: bool = False
 
-    def words(self) -> tuple[Any, ...]:
-        """What it says, whatever the tensors from outside."""
+    def signature(self) -> tuple[Any, ...]:
+        """All of it but the tensors from outside."""
         return (*range(self.inputs), *self.outside), tuple(self.calls), self.results, self.before, self.after
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the state after the step has the form of the state before it."""
-        return self.before == self.after[:-1]
+    def repeatable(self) -> bool:
+        """Whether another such step could follow: the state has the layout that it had, and nothing else changed."""
+        return self.before == self.after[:-1] and not self.tampers
 
-    def repeats(self, other: "Text") -> bool:
+    def repeats(self, other: "Trace") -> bool:
         """Whether this is `other` once more, on the very same tensors from outside."""
-        return self.words() == other.words() and all(
+        return self.signature() == other.signature() and all(
             _same(tensor, other.outside[slot]) for slot, tensor in self.outside.items()
         )
 
     def program(self) -> Program:
-        """The text as one Python function, which lets go of every tensor after its last use."""
+        """The trace as one Python function, which lets go of every tensor after its last use."""
         graph = fx.Graph()
         nodes = {slot: graph.placeholder(f"t{slot}") for slot in (*range(self.inputs), *self.outside)}
         for call in self.calls:
@@ -105,36 +107,38 @@ class Text:
         return fx.GraphModule({}, graph).forward
 
 
-class Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down, while it is on, what reaches the bottom."""
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes, while it is on, what reaches the bottom."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.text = Text(len(inputs))
+        self.trace = Trace(len(inputs))
         self._slots: dict[int, int] = {}
-        self._looks: dict[Hashable, int] = {}
-        self._root: list[int] = []  # by slot: whose memory it looks at
+        self._views: dict[Hashable, int] = {}
+        self._base: list[int] = []  # by slot: of which slot's memory it is a view
         self._alive: list[Tensor] = []  # so that no identity is used twice (weak references take ten times as long)
         for tensor in inputs:
             self._add(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do it, and write it down."""
+        """Do it, and note it."""
         out = func(*args, **(kwargs or {}))
         refs = self._refs(args)
-        root = self._seen(args[0]) if _looks(func) else None
+        base = self._viewed(args[0]) if _makes_view(func) else None
         if isinstance(out, Tensor):
-            if root is not None and (earlier := self._looks.get(_look(root, out))) is not None:
+            if base is not None and (earlier := self._views.get(_view(base, out))) is not None:
                 self._slots[id(out)] = earlier
                 self._alive.append(out)
                 return out
-            made: tuple[int | None, ...] = (self._made(out, root),)
+            made: tuple[int | None, ...] = (self._made(out, base),)
         elif isinstance(out, (list, tuple)):
-            made = tuple(self._made(t, root) if isinstance(t, Tensor) else None for t in out)
+            made = tuple(self._made(t, base) if isinstance(t, Tensor) else None for t in out)
         else:
             return out  # a fact about a tensor, such as its device
         named = tuple((name, *self._refs((value,))) for name, value in kwargs.items()) if kwargs else ()
-        self.text.calls.append(Call(func, refs, named, made, not isinstance(out, Tensor)))
+        self.trace.calls.append(Call(func, refs, named, made, not isinstance(out, Tensor)))
+        if torch.Tag.inplace_view in func.tags or any(self._outside(args[place]) for place in _written(func)):
+            self.trace.tampers = True
         return out
 
     def _refs(self, values: Sequence[Any]) -> tuple[Any, ...]:
@@ -145,7 +149,7 @@ class Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif isinstance(value, (list, tuple)):
                 found.append(self._refs(value))
             else:
-                found.append(_constant(value) if isinstance(value, int) else _spelt(value))
+                found.append(_integer(value) if isinstance(value, int) else _literal(value))
         return tuple(found)
 
     def slot(self, tensor: Tensor) -> int:
@@ -153,49 +157,64 @@ class Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._slots.get(id(tensor))
         if found is None:
             found = self._add(tensor)
-            self.text.outside[found] = tensor
+            self.trace.outside[found] = tensor
         return found
 
-    def _made(self, tensor: Tensor, root: int | None) -> int:
+    def _outside(self, tensor: Tensor) -> bool:
+        return self._base[self.slot(tensor)] in self.trace.outside
+
+    def _made(self, tensor: Tensor, base: int | None) -> int:
         found = self._slots.get(id(tensor))  # operations in place give back what they change
         if found is not None:
             return found
-        slot = self._add(tensor, root)
-        if root is not None:
-            self._looks[_look(root, tensor)] = slot
+        slot = self._add(tensor, base)
+        if base is not None:
+            self._views[_view(base, tensor)] = slot
         return slot
 
-    def _add(self, tensor: Tensor, root: int | None = None) -> int:
-        slot = len(self._root)
+    def _add(self, tensor: Tensor, base: int | None = None) -> int:
+        slot = len(self._base)
         self._slots[id(tensor)] = slot
         self._alive.append(tensor)
-        self._root.append(slot if root is None else root)
+        self._base.append(slot if base is None else base)
         return slot
 
-    def _seen(self, tensor: Tensor) -> int:
-        """Whose memory a tensor looks at; the tensor counts as a look at it from now on."""
+    def _viewed(self, tensor: Tensor) -> int:
+        """Of which slot's memory a tensor is a view; it counts as a known view of it from now on."""
         slot = self.slot(tensor)
-        root = self._root[slot]
-        self._looks.setdefault(_look(root, tensor), slot)
-        return root
+        base = self._base[slot]
+        self._views.setdefault(_view(base, tensor), slot)
+        return base
 
 
 @cache
-def _looks(op: Any) -> bool:
+def _makes_view(op: Any) -> bool:
     return bool(op.is_view) or op is torch.ops.aten._unsafe_view.default
 
 
-def _look(root: int, tensor: Tensor) -> Hashable:
-    return root, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+@cache
+def _written(op: Any) -> tuple[int, ...]:
+    """Places of the arguments that an operation changes in place."""
+    schema = op._schema
+    if not schema.is_mutable:
+        return ()
+    places = [i for i, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write]
+    return tuple(i for i in places if not schema.arguments[i].kwarg_only)
 
 
-def _spelt(value: Any) -> Constant:
+def _view(base: int, tensor: Tensor) -> Hashable:
+    """What makes two views of one memory equal. Conjugate and negative are flags of a view: the memory is the same."""
+    flags = tensor.is_conj(), tensor.is_neg()
+    return base, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), flags
+
+
+def _literal(value: Any) -> Constant:
     return Constant(value, type(value), repr(value))
 
 
 @lru_cache(maxsize=4096, typed=True)
-def _constant(value: int) -> Constant:
-    return _spelt(value)
+def _integer(value: int) -> Constant:
+    return _literal(value)
 
 
 def _same(mine: Tensor, its: Tensor) -> bool:
