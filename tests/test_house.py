@@ -20,7 +20,7 @@ LAYERS = [
     {"tree", "keys", "errors", "registry", "schema", "signals"},
     {"batch", "messages", "metrics", "losses", "optim", "prototypes", "facility"},
     {"policy", "ledger", "network", "model", "data", "wire"},
-    {"replies", "federation", "node", "tasks", "view", "selection", "evaluation", "algorithm", "silos"},
+    {"replies", "forms", "federation", "node", "tasks", "view", "selection", "evaluation", "algorithm", "silos"},
     {"algorithms", "engines"},
     {
         "recipe",

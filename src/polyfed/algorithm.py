@@ -26,7 +26,7 @@ from polyfed.node import Site
 from polyfed.optim import Moments, ServerOptimiser, Train
 from polyfed.policy import Policy
 from polyfed.replies import Replies
-from polyfed.schema import check_ranges
+from polyfed.schema import NOT_NEGATIVE, check_ranges
 from polyfed.selection import Selector, Uniform
 from polyfed.tasks import task
 from polyfed.tree import Tree
@@ -47,7 +47,7 @@ class Update(Message):
 
     params: Tree = carries("parameters")
     loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from polyfed.messages import HISTOGRAM, Message, carries, message
 from polyfed.model import Model
 from polyfed.model.fusion import masked
 from polyfed.prototypes import Prototypes
-from polyfed.schema import EVERY, check_ranges
+from polyfed.schema import EVERY, NOT_NEGATIVE, check_ranges
 from polyfed.tree import Tree, blocks
 from polyfed.view import View
 
@@ -25,8 +25,8 @@ class Examination(Message):
     """
 
     params: Tree = carries("parameters")
-    prototypes: Tree = carries("prototypes")
-    known: Tree = carries("statistic")
+    prototypes: Tree = carries("prototypes", shape=("classes", "features"))
+    known: Tree = carries("statistic", shape=("classes",))
 
 
 @message
@@ -35,26 +35,26 @@ class ClassMeans(Message):
     rows per class (C,), under `shared` and under each modality that rows lack.
     """
 
-    prototypes: Tree = carries("prototypes")
-    rows_per_class: Tree = carries("statistic", tells=HISTOGRAM)
+    prototypes: Tree = carries("prototypes", shape=("classes", "features"))
+    rows_per_class: Tree = carries("statistic", shape=("classes",), within=NOT_NEGATIVE, tells=HISTOGRAM)
 
 
 @message
 class Scores(Message):
     """Sums over an examiner's rows: confusion (C, C), hits, summed loss; per modality a confusion matrix."""
 
-    confusion: Tensor = carries("statistic", dims=2)
+    confusion: Tensor = carries("statistic", shape=("classes", "classes"))
     top5_hits: Tensor = carries("statistic")
     loss_sum: Tensor = carries("statistic")
-    unimodal: Tree = carries("statistic")
+    unimodal: Tree = carries("statistic", shape=("classes", "classes"))
 
 
 @message
 class OwnScore(Message):
     """How many of its own test rows a client gets right."""
 
-    hits: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic")
+    hits: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True)

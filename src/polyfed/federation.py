@@ -16,9 +16,10 @@ from torch import Tensor
 from polyfed import keys
 from polyfed.data.columns import Column, Columns
 from polyfed.errors import BadReply, Diverged, RecipeError, TooFewReplies
+from polyfed.forms import NOT_FINITE, Forms
 from polyfed.messages import Message
 from polyfed.network import Clock
-from polyfed.replies import NOT_FINITE, Answer, Part, Replies, check_form, not_finite
+from polyfed.replies import Answer, Part, Replies
 from polyfed.tasks import info_of, name_of, types_of
 from polyfed.tree import SHARED, Tree
 from polyfed.view import AloneView
@@ -29,6 +30,9 @@ evaluate. What they send crosses no border, so neither gate nor ledger sees it."
 
 Task = Callable[..., tuple[Message, Tree]]
 """A method marked `@task`, bound to its algorithm or part of it."""
+
+Accept = Callable[[int, Any], str]
+"""`accept(client, reply)` -> what is wrong with it; empty when nothing is."""
 
 Send = Message | Mapping[int, Message]
 """One message for all, or one for each client."""
@@ -167,6 +171,14 @@ class Federation:
     clock: Clock | None = None
     round: int = 0
     asked: int = 0
+    _forms: Forms | None = field(default=None, init=False, repr=False)
+
+    @property
+    def forms(self) -> Forms:
+        """What replies must look like, for the present template."""
+        if self._forms is None or self._forms.template is not self.template:
+            self._forms = Forms(self.template, self.site.model, self.clients.modalities)
+        return self._forms
 
     def begin(self, round: int) -> None:
         """Enter a round."""
@@ -182,6 +194,7 @@ class Federation:
         *,
         judged: bool = True,
         turn: int = 0,
+        accept: Accept | None = None,
     ) -> Replies:
         """Have these clients run a task on a message each; `send` is one message or one a client.
 
@@ -190,6 +203,8 @@ class Federation:
             clients: numbers; the order does not matter.
             send: what they receive; parts of trees that belong to modalities a client lacks are left out.
             judged: whether too few answers end the run; no, where others have answered already or are asked next.
+            accept: `accept(client, reply)` says what is wrong with a reply that is well formed but does not answer what
+                was asked, and nothing otherwise; such a reply is dropped like any bad one.
             turn: another one for every time that a round asks the same anew, so that batches and dropout differ.
 
         Raises:
@@ -207,7 +222,7 @@ class Federation:
             return Replies([])
         answer = self.engine.answer(ask, sorted(clients), send)
         missing = dict(answer.missing)
-        parts = [kept for part in answer.parts if (kept := self._inspect(ask, part, missing)) is not None]
+        parts = [kept for part in answer.parts if (kept := self._inspect(ask, part, missing, accept))]
         parts = self._in_time(parts, missing)
         for client, reason in sorted(missing.items()):
             self.emit("client-missing", round=self.round, task=ask.name, client=client, reason=reason)
@@ -278,14 +293,16 @@ class Federation:
         missing.update(late)
         return [left for part in parts if (left := part.without(late)) is not None] if late else parts
 
-    def _inspect(self, ask: Ask, part: Part, missing: dict[int, str]) -> Part | None:
+    def _inspect(self, ask: Ask, part: Part, missing: dict[int, str], accept: Accept | None) -> Part | None:
         """The part without replies that must not be used; reasons go to `missing`."""
         try:
-            check_form(part.message, ask.reply, self.template)
+            self.forms.check(part.message, ask.reply)
         except BadReply as error:
             missing.update(dict.fromkeys(part.clients, str(error)))
             return None
-        bad = not_finite(part)
+        bad = self.forms.unusable(part)
+        if accept is not None and (fine := part.without(bad)):
+            bad |= {client: words for client, reply in Replies([fine]).items() if (words := accept(client, reply))}
         missing.update(bad)
         return part.without(bad)
 

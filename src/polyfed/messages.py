@@ -24,6 +24,8 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 import torch
 from torch import Tensor
 
+from polyfed.errors import RecipeError
+from polyfed.schema import Within
 from polyfed.tree import SHARED, Tree, block_of
 
 KINDS = (
@@ -45,25 +47,55 @@ HISTOGRAM = "how many rows of each class a client has"
 LABELS = "labels"
 """The policy row of kind `labels`: labels belong to no modality, whichever field carries them."""
 
+OF_THE_MODEL = ("parameters", "gradients")
+"""Kinds whose trees are keyed by the names of the model; others are keyed by modality, or by `shared`."""
+
 DESTINATIONS = ("server", "silo")
 """Where a client's reply may go. What a client receives is booked under `client` and is never refused."""
 
 
 class Message:
-    """Base of all messages; `@message` fills in `kinds`, `owners`, `counts`, `dims`, `tells`, by field, and `whole`."""
+    """Base of all messages; `@message` fills in `declared` by field, and from it the rest."""
 
+    declared: ClassVar[Mapping[str, "Declared"]] = {}
     kinds: ClassVar[Mapping[str, str]] = {}
     owners: ClassVar[Mapping[str, str | None]] = {}
     counts: ClassVar[Mapping[str, str]] = {}
-    dims: ClassVar[Mapping[str, int]] = {}
     tells: ClassVar[Mapping[str, str]] = {}
     whole: ClassVar[frozenset[str]] = frozenset()
 
 
+Sizes = tuple[str | None, ...]
+"""Sizes of a tensor: `classes`; `features`, a modality's embedding; `encoded`, its encoder's output, and `sample`, both
+of which may be several; None for any."""
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a field says of itself; `carries` has the words."""
+
+    kind: str
+    of: str | None
+    rows: str | None
+    whole: bool
+    shape: Sizes | None
+    partial: bool
+    within: Within | None
+    tells: str
+
+
 def carries(
-    kind: str, *, of: str | None = None, rows: str | None = None, whole: bool = False, dims: int = 0, tells: str = ""
+    kind: str,
+    *,
+    of: str | None = None,
+    rows: str | None = None,
+    whole: bool = False,
+    shape: Sizes | None = None,
+    partial: bool = False,
+    within: Within | None = None,
+    tells: str = "",
 ) -> Any:
-    """Declare a field.
+    """Declare a field. A reply that is not as declared is dropped.
 
     Args:
         kind: one of `KINDS`.
@@ -71,13 +103,15 @@ def carries(
         rows: for a field whose tensors have an entry per row, the 0-dim field that says how many rows are real.
         whole: for a tree that clients receive whole. Otherwise what belongs to modalities a client does not own is
             left out; a head over the embeddings of several parties is of use only with all of its parts.
-        dims: dimensions of a bare tensor of kind `statistic`: one number unless said otherwise. Others are dropped.
+        shape: of each tensor, without the axis of `rows`, see `Sizes`. None: one number for a `statistic`; what the
+            model says for parameters and gradients; anything for the rest. Labels of shape () are class numbers.
+        partial: for parameters and gradients, whether a part of a block may come without the rest of it.
+        within: the range of every entry.
         tells: what a reader of the kind alone would not expect it to give away; `polyfed check` says it.
     """
     assert kind in KINDS, f"kind {kind!r} is not one of {KINDS}"
-    return dataclasses.field(
-        metadata={"kind": kind, "of": of, "rows": rows, "whole": whole, "dims": dims, "tells": tells}
-    )
+    shape = () if shape is None and kind == "statistic" else shape
+    return dataclasses.field(metadata={"carries": Declared(kind, of, rows, whole, shape, partial, within, tells)})
 
 
 _M = TypeVar("_M", bound=type[Message])
@@ -89,14 +123,14 @@ def message(cls: _M) -> _M:
     dataclass(frozen=True)(cls)  # in place: it gives back the class it was given
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     for field in fields:
-        assert "kind" in field.metadata, f"{cls.__name__}.{field.name} does not say what it carries"
-    cls.kinds = {field.name: field.metadata["kind"] for field in fields}
-    cls.owners = {field.name: field.metadata["of"] for field in fields}
-    cls.counts = {field.name: rows for field in fields if (rows := field.metadata["rows"]) is not None}
+        assert "carries" in field.metadata, f"{cls.__name__}.{field.name} does not say what it carries"
+    cls.declared = declared = {field.name: field.metadata["carries"] for field in fields}
+    cls.kinds = {name: said.kind for name, said in declared.items()}
+    cls.owners = {name: said.of for name, said in declared.items()}
+    cls.counts = {name: said.rows for name, said in declared.items() if said.rows is not None}
     assert set(cls.counts.values()) <= set(cls.kinds), f"{cls.__name__} counts rows with a field it does not have"
-    cls.tells = {field.name: told for field in fields if (told := field.metadata["tells"])}
-    cls.dims = {field.name: field.metadata["dims"] for field in fields}
-    cls.whole = frozenset(field.name for field in fields if field.metadata["whole"])
+    cls.tells = {name: said.tells for name, said in declared.items() if said.tells}
+    cls.whole = frozenset(name for name, said in declared.items() if said.whole)
     return cls
 
 
@@ -189,6 +223,11 @@ def _crossings(kind_of_message: type[Message], form: tuple[_Field, ...]) -> tupl
         groups: dict[str, _Field] = {}
         for entry in tensors_:
             key = entry[0]
+            if key is not None and kind not in OF_THE_MODEL and key != block_of(key):
+                raise RecipeError(
+                    f"{kind_of_message.__name__}.{name} holds '{key}'; trees of kind '{kind}' are keyed by modality, "
+                    f"or by '{SHARED}' for what belongs to none"
+                )
             owner = kind_of_message.owners[name] or SHARED if key is None else block_of(key)
             block = LABELS if kind == "labels" else owner
             groups[block] = (*groups.get(block, ()), entry)

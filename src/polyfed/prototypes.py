@@ -190,7 +190,10 @@ def gathered(
     """
     new = dict(old)
     for m in dict.fromkeys(m for means, _ in reports for m in means):
-        owners = [(means[m], counts.get(m, counts[SHARED])) for means, counts in reports if m in means]
+        counted = ((means.get(m), counts.get(m, counts.get(SHARED))) for means, counts in reports)
+        owners = [(mean, counts) for mean, counts in counted if mean is not None and counts is not None]
+        if not owners:  # means that come without counts cannot be weighed
+            continue
         weights = torch.stack([(counts > 0).to(counts.dtype) if uniform else counts for _, counts in owners])
         sums = (weights.unsqueeze(-1) * torch.stack([means for means, _ in owners])).sum(0)
         fresh = Prototypes.of(sums, weights.sum(0))

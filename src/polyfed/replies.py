@@ -1,16 +1,13 @@
-"""What comes back from an ask: stacked replies, their means per block, and the checks that every reply must pass."""
+"""What comes back from an ask: stacked replies, and their means per block."""
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from polyfed.errors import BadReply
 from polyfed.messages import Message, rebuilt, trimmed
-from polyfed.messages import tensors as tensors_of
-from polyfed.tree import Tree, block_of
+from polyfed.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -100,58 +97,6 @@ def joined(asks: Iterable[Replies]) -> Replies:
     asked = list(asks)
     missing = {client: why for replies in asked for client, why in replies.missing.items()}
     return Replies([part for replies in asked for part in replies.parts], missing)
-
-
-def check_form(msg: Message, expected: type[Message], template: Tree) -> None:
-    """Refuse a (stacked) reply of another type, whose parameters and gradients do not fit the model, whose numbers are
-    not numbers, or that counts more rows than it holds.
-
-    Raises:
-        BadReply: with the field and what is wrong with it.
-    """
-    if not isinstance(msg, expected):
-        raise BadReply(f"sent {type(msg).__name__}, expected {expected.__name__}")
-    for name, key, value in tensors_of(msg):
-        if key is None and msg.kinds[name] == "statistic" and value.dim() != 1 + msg.dims[name]:
-            expects = f"{msg.dims[name]} dimensions" if msg.dims[name] else "one number"
-            raise BadReply(f"{name} has the shape {tuple(value.shape[1:])}, expected {expects}")
-        if key is None or msg.kinds[name] not in ("parameters", "gradients"):
-            continue
-        wanted = template.get(key)
-        if wanted is None:
-            raise BadReply(f"{name} holds '{key}', which the model does not have")
-        if value.shape[1:] != wanted.shape or value.dtype != wanted.dtype:
-            found, ours = (f"{t.dtype} {tuple(s)}" for t, s in ((value, value.shape[1:]), (wanted, wanted.shape)))
-            raise BadReply(f"{name}.{key} is {found}, expected {ours}")
-    if "num_rows" in msg.kinds and int(msg.num_rows.min()) < 0:  # type: ignore[attr-defined]
-        raise BadReply("num_rows is negative")
-    for name, count in msg.counts.items():
-        rows, counted = getattr(msg, name), getattr(msg, count)
-        held = [t.shape[1] for t in ([rows] if isinstance(rows, torch.Tensor) else rows.values()) if t.dim() > 1]
-        if held and not 0 <= int(counted.min()) <= int(counted.max()) <= min(held):
-            raise BadReply(f"{count} says {counted.tolist()} rows, {name} holds {min(held)}")
-
-
-NOT_FINITE = "is not finite"
-"""How the reason ends when a reply holds NaN or infinity."""
-
-
-def not_finite(part: Part) -> dict[int, str]:
-    """Clients of a part whose reply holds NaN or infinity, with the first such field."""
-    bad: dict[int, str] = {}
-    floats = [(f, k, v) for f, k, v in tensors_of(part.message) if v.is_floating_point() and v.numel()]
-    if not floats:
-        return bad
-    # one pass over everything first: a finite sum has finite terms only; one that overflows means a closer look
-    if math.isfinite(torch.stack([v.sum(dtype=torch.float32) for _, _, v in floats]).sum().item()):
-        return bad
-    for name, key, value in floats:
-        finite_K = torch.isfinite(value.reshape(len(part.clients), -1)).all(1).tolist()
-        for client, fine in zip(part.clients, finite_K, strict=True):
-            if not fine:
-                where = name if key is None else f"{name}.{key} (block {block_of(key)})"
-                bad.setdefault(client, f"{where} {NOT_FINITE}")
-    return bad
 
 
 def _accumulate(mean: Tree, sent: Tree, share_K: list[float]) -> None:

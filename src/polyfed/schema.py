@@ -21,11 +21,11 @@ class Within:
 
     Attributes:
         words: what a value must be, after "must be".
-        holds: whether a finite value lies inside.
+        holds: whether a finite value lies inside; of a tensor, entry by entry.
     """
 
     words: str
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], Any]
 
 
 NOT_NEGATIVE = Within("0 or more", lambda value: value >= 0)
@@ -34,14 +34,14 @@ AT_LEAST_ONE = Within("1 or more", lambda value: value >= 1)
 ABOVE_ONE = Within("above 1", lambda value: value > 1)
 AT_LEAST_TWO = Within("2 or more", lambda value: value >= 2)
 EVERY = Within("0 (only the last round) or more", lambda value: value >= 0)
-PROBABILITY = Within("from 0 to 1", lambda value: 0 <= value <= 1)
-FRACTION = Within("above 0, at most 1", lambda value: 0 < value <= 1)
-BELOW_ONE = Within("from 0 up to, not including, 1", lambda value: 0 <= value < 1)
+PROBABILITY = Within("from 0 to 1", lambda value: (value >= 0) & (value <= 1))
+FRACTION = Within("above 0, at most 1", lambda value: (value > 0) & (value <= 1))
+BELOW_ONE = Within("from 0 up to, not including, 1", lambda value: (value >= 0) & (value < 1))
 
 
 def between(low: int, high: int) -> Within:
     """From `low` to `high`, both allowed."""
-    return Within(f"from {low} to {high}", lambda value: low <= value <= high)
+    return Within(f"from {low} to {high}", lambda value: (low <= value) & (value <= high))
 
 
 def check_ranges(section: str, spec: object) -> None:

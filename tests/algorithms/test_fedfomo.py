@@ -96,7 +96,7 @@ def test_the_one_better_candidate_is_taken_exactly(engine: str) -> None:
     parts.engine.locals = {k: {**start, **{PREVIOUS + n: v for n, v in start.items()}} for k in range(4)}
     offer = {"shared.bias": torch.stack([torch.zeros(4), bias, -bias])}
     replies = parts.fed.ask(parts.algorithm.mix, [0], Candidates(offer))
-    assert replies[0].weights["shared.weights"].tolist() == [0.0, 1.0, 0.0]
+    assert replies[0].weights["shared"].tolist() == [0.0, 1.0, 0.0]
     assert torch.equal(parts.engine.locals[0]["shared.bias"], bias)
 
 

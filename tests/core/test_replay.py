@@ -22,7 +22,7 @@ from polyfed.optim import Train
 from polyfed.recipe import EngineSpec
 from polyfed.tree import Tree
 from polyfed.view import Fit, StackedView, replay
-from polyfed.view.stacked import Rows
+from polyfed.view.plan import Rows
 from polyfed.view.trace import Ref, Tracer
 from world import AWKWARD, PLAIN, played
 

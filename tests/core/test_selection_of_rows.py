@@ -12,7 +12,7 @@ from polyfed.losses import cross_entropy
 from polyfed.model import ModelSpec, build_model
 from polyfed.optim import Train
 from polyfed.view import AloneView, StackedView
-from polyfed.view.stacked import Rows
+from polyfed.view.plan import Rows
 
 COLUMNS = Toy(rows=60, classes=3, shapes={"a": (4,)}).load()
 MODEL = build_model(ModelSpec(embedding=3, encoders={"a": {"kind": "mlp", "hidden": [5]}}), {"a": (4,)}, 3)

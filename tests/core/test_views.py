@@ -14,7 +14,7 @@ from polyfed.data.sources import Toy
 from polyfed.model import ModelSpec, build_model
 from polyfed.optim import Train
 from polyfed.view import AloneView, StackedView
-from polyfed.view.stacked import Rows, make_plan
+from polyfed.view.plan import Rows, make_plan
 from world import PLAIN
 
 COLUMNS = Toy(rows=200, classes=3).load()

@@ -57,7 +57,7 @@ BAD = {
     "NaN": (not_a_number, "is not finite"),
     "wrong shape": (reshaped, "expected torch.float32"),
     "no number": (boxed, "loss has the shape (1, 1), expected one number"),
-    "negative rows": (counting(-200), "num_rows is negative"),
+    "negative rows": (counting(-200), "num_rows must be 0 or more"),
     "unknown name": (renamed, "the model does not have"),
     "too large": (lambda ask, reply: Packet(reply.header, bytes(3 * 2**20)), "is too large"),
     "too short": (lambda ask, reply: Packet(reply.header, reply.body[:-8]), "runs past the end"),

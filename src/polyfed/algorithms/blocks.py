@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyfed import keys
 from polyfed.errors import RecipeError
-from polyfed.federation import Federation
+from polyfed.federation import Accept, Federation
 from polyfed.messages import Message, carries, message
 from polyfed.model import Model
 from polyfed.replies import Replies
@@ -147,7 +147,7 @@ def wanted(chosen: Mapping[str, Tensor]) -> dict[int, Wanted]:
     asked: dict[int, Tree] = {}
     for block, chosen_K in chosen.items():
         for client in chosen_K.nonzero().flatten().tolist():
-            asked.setdefault(client, {})[f"{block}.wanted"] = flag
+            asked.setdefault(client, {})[block] = flag
     return {client: Wanted(blocks) for client, blocks in asked.items()}
 
 
@@ -155,3 +155,13 @@ def pick(params: Tree, got: Wanted) -> Blocks:
     """The wanted blocks of a device's model."""
     blocks = {block_of(name) for name in got.blocks}
     return Blocks({n: v for n, v in params.items() if block_of(n) in blocks and v.is_floating_point()})
+
+
+def as_wanted(asked: Mapping[int, Wanted], layout: Mapping[str, Layout]) -> Accept:
+    """Accepts uploads that hold what was wanted, all of it and nothing else."""
+
+    def flaw(client: int, reply: Blocks) -> str:
+        names = {name for block in asked[client].blocks for name in layout[block].names}
+        return "" if reply.params.keys() == names else "sent other blocks than were wanted"
+
+    return flaw

@@ -22,7 +22,7 @@ from polyfed.model import ModelSpec
 from polyfed.node import Site
 from polyfed.policy import Policy
 from polyfed.replies import Replies
-from polyfed.schema import POSITIVE
+from polyfed.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.tasks import task
 from polyfed.tree import Tree
 from polyfed.view import Fit, View
@@ -37,10 +37,10 @@ class Request(Message):
 class Handover(Message):
     """A client's rows: samples (n, ...) by modality, which of them are there where some are not, and labels (n,)."""
 
-    samples: Tree = carries("raw", rows="num_rows")
-    present: Tree = carries("raw", rows="num_rows")
-    labels: Tensor = carries("labels", rows="num_rows")
-    num_rows: Tensor = carries("statistic")
+    samples: Tree = carries("raw", rows="num_rows", shape=("sample",))
+    present: Tree = carries("raw", rows="num_rows", shape=())
+    labels: Tensor = carries("labels", rows="num_rows", shape=())
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)

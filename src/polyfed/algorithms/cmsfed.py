@@ -24,7 +24,7 @@ from polyfed import keys, prototypes
 from polyfed.algorithm import Averaging, Broadcast, State, mean_loss
 from polyfed.algorithms.cmsfed_choice import Choice, choose
 from polyfed.algorithms.cmsfed_lesson import Lesson, blamed, encoder_names
-from polyfed.algorithms.cmsfed_memory import Ratios, gradients_of
+from polyfed.algorithms.cmsfed_memory import Ratios, gradients_of, whole_gradients
 from polyfed.batch import Batch
 from polyfed.errors import RecipeError
 from polyfed.facility import Similarity
@@ -35,7 +35,7 @@ from polyfed.optim import Train
 from polyfed.policy import Policy
 from polyfed.prototypes import Prototypes
 from polyfed.replies import Replies, joined
-from polyfed.schema import BELOW_ONE, NOT_NEGATIVE
+from polyfed.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE
 from polyfed.selection import Uniform
 from polyfed.tasks import task
 from polyfed.tree import SHARED, Tree, select, vector
@@ -49,7 +49,7 @@ class Assignment(Message):
     """
 
     params: Tree = carries("parameters")
-    prototypes: Tree = carries("prototypes")
+    prototypes: Tree = carries("prototypes", shape=("classes", "features"))
     target: Tree = carries("statistic")
 
 
@@ -64,12 +64,12 @@ class Report(Message):
     prototype_loss: Tensor = carries("statistic")
     params: Tree = carries("parameters")
     gradient: Tree = carries("gradients")
-    encoder_gradient: Tree = carries("gradients")
-    prototypes: Tree = carries("prototypes")
-    rows_per_class: Tree = carries("statistic", tells=HISTOGRAM)
-    ratio: Tree = carries("statistic")
+    encoder_gradient: Tree = carries("gradients", partial=True)
+    prototypes: Tree = carries("prototypes", shape=("classes", "features"))
+    rows_per_class: Tree = carries("statistic", shape=("classes",), within=NOT_NEGATIVE, tells=HISTOGRAM)
+    ratio: Tree = carries("statistic", within=POSITIVE)
     loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,8 @@ class CmsFed(Averaging):
     def round(self, state: CmsfedState, fed: Federation) -> CmsfedState:
         """Choose modalities of clients, have them train, average per block, and look at the clients anew."""
         if self.modality_selection and state.gradients is None:
-            first = fed.ask(self.explore, list(fed.clients.eligible), Broadcast(state.params))
+            send, accept = Broadcast(state.params), whole_gradients(state.params, fed)
+            first = fed.ask(self.explore, list(fed.clients.eligible), send, accept=accept)
             state = self.learned(state, state.params, first, fed)
         choice, memory = self.choice(state, fed)
         state = state.with_(choice=choice, memory=memory)
@@ -196,12 +197,13 @@ class CmsFed(Averaging):
         weak, known = state.choice.weak, state.prototypes if self.prototypes == "global" else {}
         sent = {m: p.sent for m, p in known.items()}
         target = {weak: torch.ones(())} if weak else {}
-        both = fed.ask(self.train_all, state.choice.both, Assignment(state.params, sent, target), judged=False)
+        every, accept = Assignment(state.params, sent, target), whole_gradients(state.params, fed)
+        both = fed.ask(self.train_all, state.choice.both, every, judged=False, accept=accept)
         ones = {
             client: Assignment(state.params, {m: v for m, v in sent.items() if m == own}, {own: torch.ones(())})
             for client, own in state.choice.alone.items()
         }
-        alone = fed.ask(self.train_alone, list(ones), ones, judged=False)
+        alone = fed.ask(self.train_alone, list(ones), ones, judged=False, accept=accept)
         replies = joined([both, alone])
         fed.judge(replies, "train_all and train_alone")
         return replies

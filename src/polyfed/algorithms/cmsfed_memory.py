@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms.cmsfed_lesson import encoder_names
-from polyfed.federation import Federation, Roster
+from polyfed.federation import Accept, Federation, Roster
 from polyfed.tree import Tree, scaled, select, subtract
 from polyfed.view.base import steps_trained
 
@@ -89,6 +89,21 @@ class Ratios:
         """The weakest of some modalities; the first of them before anything is known."""
         mean = self.mean()
         return max(owned, key=lambda m: mean[m]) if mean else owned[0]
+
+
+def whole_gradients(params: Tree, fed: Federation) -> Accept:
+    """Accepts reports whose gradients, where they have any, are those of all parameters and of whole encoders."""
+    all_names = fed.site.model.trainable(params).keys()
+
+    def flaw(client: int, report: "Report") -> str:
+        if report.gradient and report.gradient.keys() != all_names:
+            return "sent a part of the gradient g"
+        for m in fed.clients.modalities:
+            if (own := select(report.encoder_gradient, [m])) and [*own] != [*encoder_names(fed.site, params, m)]:
+                return f"sent a part of the gradient h of {m}"
+        return ""
+
+    return flaw
 
 
 def gradients_of(

@@ -49,16 +49,16 @@ class Call(Message):
 class Public(Message):
     """The public set: samples (P, ...) by modality and labels (P,)."""
 
-    samples: Tree = carries("raw", rows="num_rows")
-    labels: Tensor = carries("labels", rows="num_rows")
-    num_rows: Tensor = carries("statistic")
+    samples: Tree = carries("raw", rows="num_rows", shape=("sample",))
+    labels: Tensor = carries("labels", rows="num_rows", shape=())
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @message
 class Invitation(Message):
     """The public samples, once, to every client."""
 
-    samples: Tree = carries("raw", rows="num_public")
+    samples: Tree = carries("raw", rows="num_public", shape=("sample",))
     num_public: Tensor = carries("statistic")
 
 
@@ -66,7 +66,7 @@ class Invitation(Message):
 class Enrolled(Message):
     """The client has them."""
 
-    num_rows: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @message
@@ -82,9 +82,9 @@ class Guide(Message):
 class Represented(Message):
     """The client's representations (P, E) of the public set."""
 
-    representations: Tree = carries("embeddings", rows="num_public")
+    representations: Tree = carries("embeddings", rows="num_public", shape=("features",))
     loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
     num_public: Tensor = carries("statistic")
 
 
@@ -197,7 +197,13 @@ class CreamFL(Algorithm):
         with torch.no_grad():
             own = fed.site.model.vectors(state.params, whole(state.samples))
         other = {m: torch.stack([z for n, z in own.items() if n != m]).mean(0) for m in own}
-        replies = fed.ask(self.represent, cohort, Guide(own, other, torch.tensor(len(state.labels))))
+        guide = Guide(own, other, torch.tensor(len(state.labels)))
+
+        def flaw(client: int, reply: Represented) -> str:
+            told = {len(z) for z in reply.representations.values()}
+            return "" if told == {len(state.labels)} else f"told of {told} public rows, there are {len(state.labels)}"
+
+        replies = fed.ask(self.represent, cohort, guide, accept=flaw)
         if not replies:
             return state
         sent = {m: [replies[k].representations for k in replies] for m in own}

@@ -16,8 +16,9 @@ from polyfed import keys
 from polyfed.algorithms.cut_messages import Cue, Feedback, Half, Joint, Judged, Ready, Smashed
 from polyfed.batch import Batch
 from polyfed.errors import RecipeError
-from polyfed.federation import Federation
+from polyfed.federation import Accept, Federation
 from polyfed.losses import cross_entropy
+from polyfed.messages import LABELS
 from polyfed.model import Model
 from polyfed.model.fusion import masked
 from polyfed.node import Site
@@ -102,7 +103,7 @@ class Cut:
         with torch.no_grad():
             w = {n: v.clone() for n, v in half_of(local).items()}  # batch statistics are written in `backward`
             activations = masked(site.model.features(w, batch), batch.present)
-        labels = {} if self.u_shaped else {"labels": batch.y}
+        labels = {} if self.u_shaped else {LABELS: batch.y}
         return Smashed(activations, labels, batch.num_real.to(torch.int64)), local
 
     @task()
@@ -183,7 +184,7 @@ class Cut:
         n = int(sent.num_rows)
         rows = torch.arange(n, device=next(iter(sent.activations.values())).device)
         key = keys.key(fed.seed, "server dropout", k, fed.round, step)
-        return Batch(x={}, y=sent.labels.get("labels", torch.zeros_like(rows)), rows=rows, key=key)
+        return Batch(x={}, y=sent.labels.get(LABELS, torch.zeros_like(rows)), rows=rows, key=key)
 
     def exchange(
         self, fed: Federation, order: Sequence[int], params: Tree, uppers: dict[int, Upper]
@@ -211,7 +212,7 @@ class Cut:
         for step in range(1, max(lengths.values(), default=0) + 1):
             active = [k for k in order if k in there and lengths[k] >= step]
             number = torch.tensor(step)
-            smashed = fed.ask(self.forward, active, Cue(number), judged=False)
+            smashed = fed.ask(self.forward, active, Cue(number), judged=False, accept=self._at_the_cut(fed))
             judged = self._judged(fed, smashed, uppers, number)
             feedback = {}
             for k in [k for k in active if k in (judged if self.u_shaped else smashed)]:
@@ -226,6 +227,15 @@ class Cut:
         done = fed.ask(self.finish, there, Cue(torch.tensor(0)), judged=False)
         return Replies(done.parts, lost | done.missing), total / max(rows, 1)
 
+    def _at_the_cut(self, fed: Federation) -> Accept:
+        labels = set() if self.u_shaped else {LABELS}
+
+        def flaw(client: int, reply: Smashed) -> str:
+            whole = reply.activations.keys() == {*fed.clients.owned(client)} and reply.labels.keys() == labels
+            return "" if whole else "sent other activations or labels than the cut has"
+
+        return flaw
+
     def _judged(self, fed: Federation, smashed: Replies, uppers: dict[int, Upper], step: Tensor) -> Replies:
         """U-shaped: the way up to the clients' heads and back; nothing otherwise."""
         if not self.u_shaped:
@@ -237,7 +247,11 @@ class Cut:
                 batch = self.received(fed, k, sent, upper.steps)
                 joint = fed.site.model.joint(upper.params, sent.activations, batch)
             sends[k] = Joint(joint, step, sent.num_rows)
-        return fed.ask(self.close, list(sends), sends, judged=False)
+
+        def flaw(client: int, reply: Judged) -> str:
+            return "" if reply.gradient.shape == sends[client].joint.shape else "sent a gradient of another shape"
+
+        return fed.ask(self.close, list(sends), sends, judged=False, accept=flaw)
 
 
 def will_send(cut: Cut, task: str, field: str, block: str) -> bool:

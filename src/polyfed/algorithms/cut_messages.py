@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from polyfed.messages import Message, carries, message
+from polyfed.schema import NOT_NEGATIVE
 from polyfed.tree import Tree
 
 
@@ -10,7 +11,7 @@ from polyfed.tree import Tree
 class Half(Message):
     """The client's half of the model, on its way there or back."""
 
-    params: Tree = carries("parameters")
+    params: Tree = carries("parameters", partial=True)
 
 
 @message
@@ -24,16 +25,16 @@ class Cue(Message):
 class Ready(Message):
     """The client has done it."""
 
-    num_rows: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @message
 class Smashed(Message):
     """Activations at the cut (B, ...) by modality, and the labels (B,) where they may go along."""
 
-    activations: Tree = carries("embeddings", rows="num_rows")
-    labels: Tree = carries("labels", rows="num_rows")
-    num_rows: Tensor = carries("statistic")
+    activations: Tree = carries("embeddings", rows="num_rows", shape=("encoded",))
+    labels: Tree = carries("labels", rows="num_rows", shape=())
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @message
@@ -42,7 +43,7 @@ class Feedback(Message):
 
     gradients: Tree = carries("embeddings", rows="num_rows")
     step: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @message
@@ -51,7 +52,7 @@ class Joint(Message):
 
     joint: Tensor = carries("embeddings", rows="num_rows")
     step: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @message
@@ -60,4 +61,4 @@ class Judged(Message):
 
     gradient: Tensor = carries("embeddings", rows="num_rows")
     loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)

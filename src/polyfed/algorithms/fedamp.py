@@ -122,7 +122,7 @@ class FedAmp(Algorithm):
         layout = layouts(fed, state.params)
         count = exchange.num_uploads(self.uploads, len(fed.clients))
         asked = exchange.wanted(exchange.draw_uploads(fed, count, layout))
-        uploads = fed.ask(self.upload, list(asked), asked, judged=False)
+        uploads = fed.ask(self.upload, list(asked), asked, judged=False, accept=exchange.as_wanted(asked, layout))
         lost = downloads.keys() - installed.keys()
         clouds = {}
         for block, form in layout.items():

@@ -53,7 +53,7 @@ class Candidates(Message):
 class Weights(Message):
     """Per block, the weights (N,) of the candidates received; what is missing to 1 is the client's own."""
 
-    weights: Tree = carries("statistic")
+    weights: Tree = carries("statistic", shape=(None,), within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)
@@ -116,16 +116,20 @@ class FedFomo(Algorithm):
         layout = layouts(fed, state.params)
         count = exchange.num_uploads(self.uploads, len(fed.clients))
         asked = exchange.wanted(exchange.draw_uploads(fed, count, layout))
-        uploads = fed.ask(self.upload, list(asked), asked, judged=False)
+        uploads = fed.ask(self.upload, list(asked), asked, judged=False, accept=exchange.as_wanted(asked, layout))
         offers = self._offers(state, fed, uploads, layout)
-        weighed = fed.ask(
-            self.mix, list(offers), {k: offer.message(layout) for k, offer in offers.items()}, judged=False
-        )
+        sends = {client: offer.message(layout) for client, offer in offers.items()}
+
+        def flaw(client: int, reply: Weights) -> str:
+            counted = {block: len(share) for block, share in reply.weights.items()}
+            offered = {block: len(senders) for block, senders in offers[client].senders.items()}
+            return "" if counted == offered else f"weighed {counted} candidates, was offered {offered}"
+
+        weighed = fed.ask(self.mix, list(offers), sends, judged=False, accept=flaw)
         preferences = {block: table.clone() for block, table in state.preferences.items()}
         for client in weighed:
-            for name, weights in weighed[client].weights.items():
-                chosen = offers[client].senders[block_of(name)]
-                preferences[block_of(name)][client, chosen] += weights.double().cpu()
+            for block, weights in weighed[client].weights.items():
+                preferences[block][client, offers[client].senders[block]] += weights.double().cpu()
         return FedFomoState(state.params, preferences, sorted(asked), mean_loss(trained, fed))
 
     def evaluate(self, state: FedFomoState, fed: Federation) -> Measured:
@@ -182,7 +186,7 @@ class FedFomo(Algorithm):
             helped = share.sum() > 0
             for name, values in pool.items():
                 after[name] = torch.where(helped, torch.tensordot(share, values, 1), own[name])
-            weights[f"{block}.weights"] = share[:-1]
+            weights[block] = share[:-1]
         return Weights(weights), {**after, **{PREVIOUS + n: v for n, v in after.items()}}
 
     def _losses(self, site: Site, data: View, previous: Tree, pools: dict[str, Tree]) -> tuple[Tensor, Tree]:

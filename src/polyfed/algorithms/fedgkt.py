@@ -40,19 +40,19 @@ from polyfed.view import Fit, View
 class Lesson(Message):
     """The server's logits (n, C) of the client's rows, under `shared`; nothing in a client's first round."""
 
-    logits: Tree = carries("predictions", rows="num_rows")
-    num_rows: Tensor = carries("statistic")
+    logits: Tree = carries("predictions", rows="num_rows", shape=("classes",))
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @message
 class Extract(Message):
     """Features (n, E) by modality, the client's logits (n, C) and the labels (n,) of all of its rows."""
 
-    features: Tree = carries("embeddings", rows="num_rows")
-    logits: Tensor = carries("predictions", rows="num_rows")
-    labels: Tensor = carries("labels", rows="num_rows")
+    features: Tree = carries("embeddings", rows="num_rows", shape=("encoded",))
+    logits: Tensor = carries("predictions", rows="num_rows", shape=("classes",))
+    labels: Tensor = carries("labels", rows="num_rows", shape=())
     loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from polyfed.algorithm import Averaging, Broadcast, State, mean_loss
+from polyfed.algorithm import Averaging, Broadcast, State, Update, mean_loss
 from polyfed.batch import Batch
 from polyfed.evaluation import Measured
 from polyfed.federation import Federation
@@ -59,7 +59,12 @@ class FedMSplit(Averaging):
         if self.mode == "block_mean":
             return super().round(state, fed)  # type: ignore[no-any-return]
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
-        replies = fed.ask(self.update, cohort, {client: Broadcast(self._own(state, client, fed)) for client in cohort})
+        sends = {client: Broadcast(self._own(state, client, fed)) for client in cohort}
+
+        def flaw(client: int, reply: Update) -> str:
+            return "" if reply.params.keys() == sends[client].params.keys() else "sent other names than it was sent"
+
+        replies = fed.ask(self.update, cohort, sends, accept=flaw)
         if not replies:
             return state.with_(memory=memory)
         memory = self.selector.learn(memory, state.params, replies, fed)

@@ -37,7 +37,7 @@ class Shared(Message):
     """The model (`mm_fedavg`) and global prototypes (C, D) by modality, zeros for a class without."""
 
     params: Tree = carries("parameters")
-    prototypes: Tree = carries("prototypes")
+    prototypes: Tree = carries("prototypes", shape=("classes", "features"))
 
 
 @message
@@ -45,10 +45,10 @@ class Learned(Message):
     """Trained parameters (`mm_fedavg`), the client's prototypes, and its rows per class (C,)."""
 
     params: Tree = carries("parameters")
-    prototypes: Tree = carries("prototypes")
-    rows_per_class: Tree = carries("statistic", tells=HISTOGRAM)
+    prototypes: Tree = carries("prototypes", shape=("classes", "features"))
+    rows_per_class: Tree = carries("statistic", shape=("classes",), within=NOT_NEGATIVE, tells=HISTOGRAM)
     loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from polyfed.federation import Federation
 from polyfed.messages import Message, carries, message
 from polyfed.node import Site
+from polyfed.schema import NOT_NEGATIVE
 from polyfed.silos import Exchange, SiloState, Vertical, bytes_down, bytes_up, devices_of_silos
 from polyfed.tasks import task
 from polyfed.tree import Tree
@@ -35,7 +36,7 @@ class Adopt(Message):
 class Adopted(Message):
     """How many rows the device has."""
 
-    num_rows: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True)

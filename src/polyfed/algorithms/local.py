@@ -21,6 +21,7 @@ from polyfed.losses import cross_entropy
 from polyfed.messages import Message, carries, message
 from polyfed.node import Site
 from polyfed.policy import Policy
+from polyfed.schema import NOT_NEGATIVE
 from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.tasks import task
 from polyfed.tree import Tree
@@ -40,7 +41,7 @@ class Done(Message):
     """Training loss and number of rows."""
 
     loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @message

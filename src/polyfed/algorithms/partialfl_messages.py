@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from polyfed.messages import Message, carries, message
+from polyfed.schema import NOT_NEGATIVE
 from polyfed.tree import Tree
 
 
@@ -18,10 +19,11 @@ class Deposit(Message):
     vectors: Tree = carries(
         "embeddings",
         rows="num_rows",
+        shape=("sample",),
         tells="the rows as the data holds them: inputs = 'embeddings' takes them for such",
     )
-    samples: Tree = carries("raw", rows="num_rows")
-    num_rows: Tensor = carries("statistic")
+    samples: Tree = carries("raw", rows="num_rows", shape=("sample",))
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @message
@@ -30,7 +32,7 @@ class Guided(Message):
 
     params: Tree = carries("parameters")
     teacher: Tree = carries("embeddings", rows="num_rows")
-    num_rows: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @message
@@ -38,8 +40,8 @@ class GuidedUpdate(Message):
     """The trained global model, the local model's embeddings z'_T (n, d), and what the training looked like."""
 
     params: Tree = carries("parameters")
-    student: Tree = carries("embeddings", rows="num_rows")
+    student: Tree = carries("embeddings", rows="num_rows", shape=(None,))
     loss: Tensor = carries("statistic")
     local_loss: Tensor = carries("statistic")
     alignment: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)

@@ -116,9 +116,10 @@ class Pfmml(Algorithm):
         installed = fed.ask(self.install, list(downloads), downloads, judged=False)
         unheard = torch.tensor([client in downloads and client not in installed for client in fed.clients])
         trained = fed.ask(self.practise, list(fed.clients.eligible), Start())
+        laid = layouts(fed, state.params)
         asked = exchange.wanted(self._schedule(state, fed))
-        uploads = fed.ask(self.upload, list(asked), asked, judged=False)
-        step, laid = self._step(fed), layouts(fed, state.params)
+        uploads = fed.ask(self.upload, list(asked), asked, judged=False, accept=exchange.as_wanted(asked, laid))
+        step = self._step(fed)
         largest = max(layout.num_trainable for layout in laid.values())
         blocks, undelivered = {}, {}
         for block, layout in laid.items():

@@ -20,6 +20,7 @@ from polyfed.federation import Federation
 from polyfed.messages import Message, carries, message
 from polyfed.node import Site
 from polyfed.replies import Replies
+from polyfed.schema import NOT_NEGATIVE
 from polyfed.tree import SHARED, Tree, add, block_of, like
 from polyfed.view import Fit, View
 from polyfed.view.base import Direction
@@ -40,7 +41,7 @@ class ControlledUpdate(Message):
     params: Tree = carries("parameters")
     control: Tree = carries("gradients")
     loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from polyfed.messages import Message, carries, message
 from polyfed.model.fusion import masked
 from polyfed.node import Site
 from polyfed.policy import Policy
+from polyfed.schema import NOT_NEGATIVE
 from polyfed.silos import Exchange, SiloState, Vertical, check_aligned, devices_of_silos
 from polyfed.silos.exchange import Question
 from polyfed.tasks import task
@@ -30,9 +31,9 @@ from polyfed.view import View
 class OwnTest(Message):
     """Embeddings (n, E) of a device's own test rows, and which samples these are (n,), for its edge."""
 
-    embeddings: Tree = carries("embeddings", rows="num_rows")
-    ids: Tensor = carries("ids", rows="num_rows")
-    num_rows: Tensor = carries("statistic")
+    embeddings: Tree = carries("embeddings", rows="num_rows", shape=("encoded",))
+    ids: Tensor = carries("ids", rows="num_rows", shape=())
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True)

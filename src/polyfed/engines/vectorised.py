@@ -18,12 +18,12 @@ from torch.func import vmap
 from polyfed.engines.inprocess import InProcess, client_key, describe_failure, pair
 from polyfed.errors import PolyfedError, RecipeError
 from polyfed.federation import Ask, Send
-from polyfed.messages import Message, cut, rebuilt
+from polyfed.messages import OF_THE_MODEL, Message, cut, rebuilt, tensors
 from polyfed.node import Node
 from polyfed.replies import Part
 from polyfed.tree import Tree, size_bytes
 from polyfed.view import StackedView
-from polyfed.view.stacked import Rows
+from polyfed.view.plan import Rows
 
 STACK_BYTES = 512 * 2**20
 """Default budget of a stack: parameters, gradients, moments and the batch of all its clients together. Half a GiB
@@ -138,8 +138,10 @@ class Vectorised(InProcess):
                 Node((client,), site, self.ledger).receive(ask, msg)
         else:  # all have the same form, so one entry speaks for all
             node.receive(ask, received[0])
-        reply = node.release(ask, _without_padding(reply_type[0](**values)), stacked=True)
-        _refuse_padding(ask, after, locals_, rows.counts)
+        made = reply_type[0](**values)
+        _refuse_padding(ask, made, rows.counts)
+        _refuse_kept_padding(ask, after, locals_, rows.counts)
+        reply = node.release(ask, _without_padding(made), stacked=True)
         for i, client in enumerate(group):
             self.locals[client] = {name: value[i].clone() for name, value in after.items()}
         return _ordered(Part(tuple(group), reply))
@@ -208,7 +210,22 @@ def _without_padding(reply: Any) -> Any:
     return replace(reply, **changed) if changed else reply
 
 
-def _refuse_padding(ask: Ask, after: Tree, before: Tree, counts: Sequence[int]) -> None:
+def _refuse_padding(ask: Ask, reply: Message, counts: Sequence[int]) -> None:
+    """Refuse to send what looks like an entry per row and does not say so: padding is made of another client's row."""
+    if len(set(counts)) == 1:
+        return
+    for name, key, value in tensors(reply):
+        said = reply.declared[name]
+        told = said.rows is not None or said.shape is not None or said.kind in OF_THE_MODEL
+        if not told and value.dim() > 1 and value.shape[1] == max(counts):
+            raise RecipeError(
+                f"task {ask.name} sends {name if key is None else f'{name}.{key}'} with an entry for each of its "
+                f"rows, and {type(reply).__name__} does not say so: in a stack of unequal clients it has been padded. "
+                f"Declare carries('{said.kind}', rows='num_rows') with a field num_rows, or its shape="
+            )
+
+
+def _refuse_kept_padding(ask: Ask, after: Tree, before: Tree, counts: Sequence[int]) -> None:
     """Refuse to keep something new with an entry per row: in a stack of unequal clients it has been padded."""
     if len(set(counts)) == 1:
         return

@@ -77,6 +77,7 @@ class Model:
         self._first = {kind: {block_of(n): n for n in names if f".{kind}." in n} for kind in ("encoder", "fusion")}
         self._live: Tree | None = None
         self._flops: dict[str, int] = {}
+        self._encoded: dict[str, tuple[int, ...]] = {}
         layers = [layer for module in self._modules.values() for layer in module.modules()]
         self.has_batchnorm = any(isinstance(layer, BatchNorm) for layer in layers)
         self.convolves = any(isinstance(layer, nn.Conv2d | nn.Conv3d) for layer in layers)
@@ -145,6 +146,13 @@ class Model:
     def feature_size(self, modality: str) -> int:
         """Entries E of a modality's feature as `vector` gives it: the same for all, `build_model` checks it."""
         return self._fusion.embedding
+
+    def encoded_shape(self, modality: str) -> tuple[int, ...]:
+        """Shape of one row of `features`: (E,), or (T, E) under attention fusion."""
+        if modality not in self._encoded:
+            with torch.no_grad():
+                self._encoded[modality] = tuple(self._features(self.zero_batch(1, (modality,)))[modality].shape[1:])
+        return self._encoded[modality]
 
     @property
     def joint_size(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from polyfed.federation import Federation
 from polyfed.messages import Message, carries, crossings, cut, message
 from polyfed.replies import Replies
+from polyfed.schema import NOT_NEGATIVE
 from polyfed.tree import Tree, keep_on_host, zip_map
 
 
@@ -24,22 +25,22 @@ class Question(Message):
 class Ids(Message):
     """Sample ids of all of a device's rows, in order, int64 (N_m,)."""
 
-    ids: Tensor = carries("ids", rows="num_rows")
-    num_rows: Tensor = carries("statistic")
+    ids: Tensor = carries("ids", rows="num_rows", shape=())
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @message
 class Sample(Message):
     """The edge's mini-batch: positions among the silo's rows, int64 (B_m,)."""
 
-    rows: Tensor = carries("ids")
+    rows: Tensor = carries("ids", shape=(None,))
 
 
 @message
 class Embedded(Message):
     """Embeddings (B_m, E) of the device's modalities, in the order of the rows that were asked for."""
 
-    embeddings: Tree = carries("embeddings")
+    embeddings: Tree = carries("embeddings", shape=(None, "encoded"))
 
 
 @message
@@ -47,8 +48,8 @@ class Exchange(Message):
     """What an edge sends its devices (Phi in 3.2): the head, the latest embeddings of all, and their rows."""
 
     head: Tree = carries("parameters", whole=True)
-    embeddings: Tree = carries("embeddings", whole=True)
-    rows: Tensor = carries("ids")
+    embeddings: Tree = carries("embeddings", whole=True, shape=(None, "encoded"))
+    rows: Tensor = carries("ids", shape=(None,))
 
 
 @message
@@ -57,7 +58,7 @@ class Copy(Message):
     meanwhile, relative to their norm: by so much those that its peers used were stale at the end.
     """
 
-    head: Tree = carries("parameters")
+    head: Tree = carries("parameters", partial=True)
     loss: Tensor = carries("statistic")
     drift: Tensor = carries("statistic")
 
@@ -73,7 +74,7 @@ class Forward(Message):
 class Upload(Message):
     """A device's encoders, and what it forwards for its edge."""
 
-    params: Tree = carries("parameters")
+    params: Tree = carries("parameters", partial=True)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from polyfed import keys
 from polyfed.algorithm import Algorithm, State
 from polyfed.batch import Batch
 from polyfed.errors import RecipeError
-from polyfed.federation import Federation
+from polyfed.federation import Accept, Federation
 from polyfed.losses import cross_entropy
 from polyfed.model.fusion import masked
 from polyfed.node import Site
@@ -173,7 +173,7 @@ class Vertical(Algorithm):
     ) -> tuple[SiloState, Replies]:
         samples = {silo: Sample(self._rows(fed, silo, members, number)) for silo, members in silos.items()}
         ask = {client: samples[silo] for silo, members in silos.items() for client in members}
-        answers = fed.ask(self.embed, sorted(ask), ask, turn=number)
+        answers = fed.ask(self.embed, sorted(ask), ask, turn=number, accept=_of_these_rows(ask))
         fresh = {client: Sent(ask[client].rows, reply.embeddings) for client, reply in answers.items()}
         known = state.sent | fresh
         phi: dict[int, Exchange] = {}
@@ -181,13 +181,16 @@ class Vertical(Algorithm):
             embeddings = stale_embeddings(samples[silo].rows, [known[c] for c in members if c in known])
             exchange = Exchange(state.heads[silo], embeddings, samples[silo].rows)
             phi |= {client: exchange for client in members if client in answers}
-        copies = fed.ask(self.practise, sorted(phi), phi, turn=number)
+        accept = None if self.head_update == "server" else _same_head(phi)
+        copies = fed.ask(self.practise, sorted(phi), phi, turn=number, accept=accept)
         heads_from, moved = copies, bytes_down(fed, ask) + bytes_up(answers) + bytes_down(fed, phi) + bytes_up(copies)
         if self.head_update == "server":
             hosts = {
                 there[0]: phi[there[0]] for members in silos.values() if (there := [c for c in members if c in phi])
             }
-            heads_from = fed.ask(self.fit_head, sorted(hosts), hosts, judged=False, turn=number)
+            heads_from = fed.ask(
+                self.fit_head, sorted(hosts), hosts, judged=False, turn=number, accept=_same_head(hosts)
+            )
             moved += bytes_down(fed, hosts) + bytes_up(heads_from)
         heads = {
             silo: mean_tree([heads_from[client].head for client in members if client in heads_from])
@@ -292,3 +295,18 @@ class Vertical(Algorithm):
     def _reached(self, site: Site, got: Exchange) -> set[str]:
         """Names of the head that the loss reaches: not the parts of a device that sent nothing."""
         return set(site.model.head(got.embeddings)) & got.head.keys()
+
+
+def _of_these_rows(asked: Mapping[int, Sample]) -> Accept:
+    def flaw(client: int, reply: Embedded) -> str:
+        sent, wanted = {m: len(h) for m, h in reply.embeddings.items()}, len(asked[client].rows)
+        return "" if all(n == wanted for n in sent.values()) else f"sent embeddings of {sent} rows, not of {wanted}"
+
+    return flaw
+
+
+def _same_head(sent: Mapping[int, Exchange]) -> Accept:
+    def flaw(client: int, reply: Copy) -> str:
+        return "" if reply.head.keys() == sent[client].head.keys() else "sent other parts of the head than it was sent"
+
+    return flaw

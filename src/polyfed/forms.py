@@ -1,0 +1,160 @@
+"""What a reply must look like. The server trusts nothing that comes back: names, shapes, types and values are held
+against what the message's type declares, for this model.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from polyfed.errors import BadReply
+from polyfed.messages import LABELS, OF_THE_MODEL, Declared, Message, tensors
+from polyfed.model import Model
+from polyfed.replies import Part
+from polyfed.tree import SHARED, Tree, block_of
+
+NOT_FINITE = "is not finite"
+"""How the reason ends when a reply holds NaN or infinity."""
+
+REAL = ("embeddings", "prototypes", "predictions")
+"""Kinds that are floating-point numbers."""
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The forms of replies in a federation.
+
+    Attributes:
+        template: the server's parameters, by name.
+        model: the model with all modalities.
+        modalities: of the federation.
+    """
+
+    template: Tree
+    model: Model
+    modalities: tuple[str, ...]
+    _named: dict[tuple[str, bool, tuple[str, ...]], str] = field(default_factory=dict)
+
+    def check(self, msg: Message, expected: type[Message]) -> None:
+        """Refuse a (stacked) reply of another type, or whose names, shapes and types are not as declared.
+
+        Raises:
+            BadReply: with the field and what is wrong with it.
+        """
+        if not isinstance(msg, expected):
+            raise BadReply(f"sent {type(msg).__name__}, expected {expected.__name__}")
+        for name, said in expected.declared.items():
+            value = getattr(msg, name)
+            if isinstance(value, Tensor):
+                self._check_tensor(name, None, value, said)
+                continue
+            if flaw := self._flaw(name, said, tuple(value)):
+                raise BadReply(flaw)
+            for key, tensor in value.items():
+                self._check_tensor(f"{name}.{key}", key, tensor, said)
+        for name, count in msg.counts.items():
+            rows, counted = getattr(msg, name), getattr(msg, count)
+            held = [t.shape[1] for t in ([rows] if isinstance(rows, Tensor) else rows.values())]
+            if held and not 0 <= int(counted.min()) <= int(counted.max()) <= min(held):
+                raise BadReply(f"{count} says {counted.tolist()} rows, {name} holds {min(held)}")
+
+    def unusable(self, part: Part) -> dict[int, str]:
+        """Clients of a part whose reply holds NaN, infinity, or numbers outside of what they can be, and where."""
+        found = [(name, key, value) for name, key, value in tensors(part.message) if value.numel()]
+        bad: dict[int, str] = {}
+        for name, key, value in found:
+            said = part.message.declared[name]
+            if said.kind == "labels" and said.shape == ():
+                fine, words = (value >= 0) & (value < self.model.num_classes), f"from 0 to {self.model.num_classes - 1}"
+            elif said.within is not None:
+                fine, words = said.within.holds(value), said.within.words
+            else:
+                continue
+            # NaN is in no range; that it is not finite is said below
+            self._note(bad, part, fine | (value != value), f"{_at(name, key)} must be {words}")
+        floats = [(name, key, value) for name, key, value in found if value.is_floating_point()]
+        # one pass over everything first: a finite sum has finite terms only; one that overflows means a closer look
+        sums = [value.sum(dtype=torch.float32) for _, _, value in floats]
+        if floats and not math.isfinite(torch.stack(sums).sum().item()):
+            for name, key, value in floats:
+                self._note(bad, part, torch.isfinite(value), f"{_at(name, key)} {NOT_FINITE}")
+        return bad
+
+    def _note(self, bad: dict[int, str], part: Part, fine: Tensor, reason: str) -> None:
+        for client, whole in zip(part.clients, fine.reshape(len(part.clients), -1).all(1).tolist(), strict=True):
+            if not whole:
+                bad.setdefault(client, reason)
+
+    def _check_tensor(self, where: str, key: str | None, value: Tensor, said: Declared) -> None:
+        if said.kind in OF_THE_MODEL:
+            assert key is not None, f"{where}: parameters and gradients come in trees"
+            wanted = self.template[key]
+            if value.shape[1:] != wanted.shape or value.dtype != wanted.dtype:
+                found, ours = (f"{t.dtype} {tuple(s)}" for t, s in ((value, value.shape[1:]), (wanted, wanted.shape)))
+                raise BadReply(f"{where} is {found}, expected {ours}")
+            return
+        if said.kind in REAL and not value.is_floating_point():
+            raise BadReply(f"{where} is {value.dtype}, expected floating-point numbers")
+        if said.kind == "labels" and said.shape == () and value.dtype != torch.int64:
+            raise BadReply(f"{where} is {value.dtype}, expected torch.int64")
+        if said.rows is not None and value.dim() < 2:
+            raise BadReply(f"{where} has no axis of rows")
+        if said.shape is None:
+            return
+        found_shape, sizes = value.shape[1 if said.rows is None else 2 :], tuple(self._sizes(said, key))
+        if len(found_shape) != len(sizes) or any(n not in (None, m) for n, m in zip(sizes, found_shape, strict=True)):
+            words = " x ".join("any" if n is None else str(n) for n in sizes) or "one number"
+            raise BadReply(f"{where} has the shape {tuple(found_shape)}, expected {words}")
+
+    def _sizes(self, said: Declared, key: str | None) -> Iterator[int | None]:
+        modality = said.of if key is None else key
+        for word in said.shape or ():
+            if word is None:
+                yield None
+            elif word == "classes":
+                yield self.model.num_classes
+            elif word == "features":
+                yield self.model.feature_size(str(modality))
+            elif word == "encoded":
+                yield from self.model.encoded_shape(str(modality))
+            elif word == "sample":
+                yield from self.model.shapes[str(modality)]
+            else:
+                raise AssertionError(f"a size is classes, features, encoded, sample or None, not {word!r}")
+
+    def _flaw(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
+        """What is wrong with the names of a tree, empty if nothing: all clients send a few sets of names."""
+        known = self._named.get((field, said.partial, names))
+        if known is None:
+            find = self._unlike_model if said.kind in OF_THE_MODEL else self._unlike_federation
+            known = self._named[field, said.partial, names] = find(field, said, names)
+        return known
+
+    def _unlike_federation(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
+        blocks = (*self.modalities, SHARED, LABELS)
+        strange = [name for name in names if name not in blocks]
+        return f"{field} holds '{strange[0]}', expected are {', '.join(blocks)}" if strange else ""
+
+    def _unlike_model(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
+        strange = [name for name in names if name not in self.template]
+        if strange:
+            return f"{field} holds '{strange[0]}', which the model does not have"
+        if said.partial:
+            return ""
+        ours = sorted(self.template, key=self._group)
+        for (block, _), of_group in groupby(ours, self._group):
+            group = set(of_group)
+            if group & set(names) and (missing := group - set(names)):
+                return f"{field} lacks '{min(missing)}' and has other parts of block '{block}'"
+        return ""
+
+    def _group(self, name: str) -> tuple[str, bool]:
+        """What is sent together or not at all: a block's parameters, and a block's statistics."""
+        return block_of(name), self.model.is_buffer(name)
+
+
+def _at(field: str, key: str | None) -> str:
+    return field if key is None else f"{field}.{key} (block {block_of(key)})"
