@@ -350,8 +350,11 @@ def arrays(**changes: Any) -> dict[str, Any]:
         ({"label": np.full(40, -1)}, "-1"),
         ({"label": np.arange(40) + 0.5}, "label"),
         ({"split": np.full(40, 7)}, "split"),
+        ({"split": np.ones(40, int)}, "no training row to deal"),
+        ({"a": np.zeros((40, 0), np.float32)}, "no numbers"),
+        ({"label": np.r_[np.arange(39) % 3, 10**7]}, "10000001 classes of 40 rows"),
     ],
-    ids=["nan", "unequal", "label", "float-label", "split"],
+    ids=["nan", "unequal", "label", "float-label", "split", "all-test", "empty-samples", "a-label-that-is-none"],
 )
 def test_odd_arrays_are_told_by_name(changes: Any, words: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", **arrays(**changes))
@@ -360,6 +363,25 @@ def test_odd_arrays_are_told_by_name(changes: Any, words: str, tmp_path: Path) -
     with pytest.raises(DataError) as error:
         assemble(replace(made, model=one, clients=ClientsSpec(num=3)))
     assert words in str(error.value)
+
+
+def test_classes_without_a_row_and_modalities_of_nobody_are_told(tmp_path: Path) -> None:
+    np.savez(tmp_path / "one.npz", **arrays(label=np.arange(40) % 3 + 1))
+    with pytest.warns(PolyfedWarning, match=r"classes run from 0 to 3, and 1 of them \(0\) have no row"):
+        Npz(path=str(tmp_path / "one.npz"), modalities=("a",)).load()
+    names = np.array(["none", "x", "y", "z"])
+    np.savez(tmp_path / "named.npz", **arrays(label=np.arange(40) % 3 + 1, label_name=names))
+    Npz(path=str(tmp_path / "named.npz"), modalities=("a",)).load()
+    np.savez(tmp_path / "absent.npz", **arrays(b=np.zeros((40, 2), np.float32), b_present=np.zeros(40, bool)))
+    data = Npz(path=str(tmp_path / "absent.npz"), modalities=("a", "b"))
+    with pytest.warns(PolyfedWarning, match="no row has b"):
+        assemble(recipe(algorithm("fedavg"), data=data, clients=ClientsSpec(partition="iid", num=3)))
+
+
+def test_a_recipe_that_windows_wrote_is_read(tmp_path: Path) -> None:
+    text = Path("recipes/fedavg-cg-digits.toml").read_text(encoding="utf-8")
+    (tmp_path / "r.toml").write_bytes(text.encode("utf-8-sig"))
+    assert polyfed.load_recipe(tmp_path / "r.toml").rounds == 30
 
 
 @pytest.mark.parametrize("name", ["partialfl", "fedgkt", "creamfl"])

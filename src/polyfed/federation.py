@@ -248,7 +248,7 @@ class Federation:
         if lost and not replies:
             raise Diverged(
                 f"round {self.round}, task {what}: training left the finite numbers at {len(lost)} of {asked} "
-                f"clients. {_listed(lost)}. Lower [train] lr, or set [train] clip_norm"
+                f"clients. {_listed(lost)}. Lower [train] lr, set [train] clip_norm, or scale the features down"
             )
         if len(replies) < min(self.min_replies, asked):
             raise TooFewReplies(

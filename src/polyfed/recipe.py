@@ -125,7 +125,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, leave_out: S
     """
     path = Path(path)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors begin files with a mark
     except OSError as error:
         raise RecipeError(f"recipe {path}: {error.strerror or error}. Give the path of a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

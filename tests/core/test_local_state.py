@@ -1,18 +1,19 @@
-"""Local state that changes its form between rounds, on both engines."""
+"""What a task keeps, sends and raises, on both engines: what is refused, and with which words."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from polyfed.algorithm import Averaging, Update
 from polyfed.data import ClientsSpec
-from polyfed.errors import RecipeError
+from polyfed.errors import EgressError, RecipeError, TooFewReplies
+from polyfed.messages import Message, carries, message
 from polyfed.optim import Train
 from polyfed.selection import Uniform
 from polyfed.tree import Tree
-from world import played, recipe
+from world import furthest, played, recipe
 
 TRAIN = Train(lr=0.1, batch_size=16)
 
@@ -53,3 +54,71 @@ def test_an_entry_per_row_is_not_kept_with_the_padding_of_a_stack() -> None:
     assert all(len(tree["z"]) == parts.fed.clients[c].num_rows for c, tree in parts.engine.locals.items())
     with pytest.raises(RecipeError, match=r"task update keeps 'z' with an entry for each.*loop_because"):
         played(recipe(Hoarding(train=TRAIN), "vectorised", rounds=1))
+
+
+@message
+class Rows(Message):
+    """Something for every row, without a word of that."""
+
+    z: Tree = carries("embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding(Averaging):
+    """Sends the logits of all of its rows."""
+
+    replies: ClassVar[type[Message]] = Rows
+
+    def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Message, Tree]:
+        return Rows(data.collect(lambda batch: {"shared": site.model.logits(fit.params, batch)})), local
+
+
+def test_an_entry_per_row_is_not_sent_with_the_padding_of_a_stack() -> None:
+    with pytest.raises(RecipeError, match=r"task update sends z.shared with an entry for each of its rows"):
+        played(recipe(Padding(train=TRAIN), "vectorised", rounds=1, egress={"shared": {"server": ["embeddings"]}}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbering(Averaging):
+    """Keeps what is no tensor."""
+
+    kept: str = "n"
+
+    def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Message, Any]:
+        return Update(fit.params, fit.loss, data.num_rows), {"n": 3} if self.kept else None
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize(("kept", "words"), [("n", "'n': int"), ("", "NoneType")])
+def test_local_state_of_anything_but_tensors_is_refused(engine: str, kept: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=f"dict of tensors by name.*{words}"):
+        played(recipe(Numbering(train=TRAIN, kept=kept), engine, rounds=1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretending(Averaging):
+    """Raises what only the gate may raise; its words would leave a device."""
+
+    def loss(self, site: Any, w: Tree, batch: Any, got: Any, local: Tree) -> Any:
+        raise EgressError(f"labels: {batch.y}")
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_a_task_that_raises_a_refusal_of_its_own_has_failed(engine: str) -> None:
+    with pytest.raises(TooFewReplies, match="RuntimeError: task update raised EgressError, which only the gate may"):
+        played(recipe(Pretending(train=TRAIN), engine, rounds=1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant(Averaging):
+    """Has a loss in which no parameter occurs."""
+
+    def loss(self, site: Any, w: Tree, batch: Any, got: Any, local: Tree) -> Any:
+        return batch.mean(batch.y.to(torch.float32))
+
+
+def test_a_loss_without_parameters_moves_nothing_on_both_engines() -> None:
+    one, many = (played(recipe(Constant(train=TRAIN), engine, rounds=1)) for engine in ("sequential", "vectorised"))
+    assert one[1].train_loss == pytest.approx(many[1].train_loss)
+    for parts, state, _ in (one, many):
+        assert furthest(state.params, parts.initial) < 1e-6

@@ -90,6 +90,32 @@ def test_fold_sums_over_real_rows_only(counts: list[int]) -> None:
         assert torch.allclose(alone(own, 0).fold(step, torch.zeros(16), batch_size=4), many[k], atol=1e-5)
 
 
+def test_a_fold_stops_at_each_clients_last_row() -> None:
+    """Whatever the step does with its carry: a maximum, a moving mean, a count of batches."""
+    counts = [3, 11, 9]
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    rows = [torch.arange(int(starts[k]), int(starts[k + 1])) for k in range(len(counts))]
+    first = {"most": torch.tensor(-9.0), "moving": torch.zeros(()), "batches": torch.zeros(())}
+
+    def step(carry: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        mean = -batch.mean(batch.x["a"].square()).mean()
+        return {
+            "most": torch.maximum(carry["most"], mean),
+            "moving": 0.9 * carry["moving"] + 0.1 * mean,
+            "batches": carry["batches"] + 1,
+        }
+
+    def one(lane: Tensor) -> dict[str, Tensor]:
+        view = StackedView(COLUMNS, Rows.pad(rows), (0,) * len(rows), lane, ("a", "b"), MODEL, 1, 1)
+        out: dict[str, Tensor] = view.fold(step, first, batch_size=4)
+        return out
+
+    many = torch.func.vmap(one)(torch.arange(len(rows)))
+    for k, own in enumerate(rows):
+        single = alone(own, 0).fold(step, first, batch_size=4)
+        assert all(torch.allclose(many[name][k], single[name], atol=1e-6) for name in first)
+
+
 def test_only_chosen_blocks_are_trained() -> None:
     w = MODEL.init(0)
     fit = alone(torch.arange(40), 1).minimise(

@@ -109,6 +109,10 @@ class Columns:
             if not isinstance(column, Column):
                 kind = type(column).__name__
                 raise DataError(f"data '{self.name}': modality '{name}' is a {kind}, not a Column; write Column(...)")
+            if 0 in column.shape:
+                raise DataError(
+                    f"data '{self.name}': modality '{name}' has samples of shape {column.shape}, no numbers"
+                )
         if len(self.label) == 0:
             raise DataError(f"data '{self.name}': no rows")
         self._check_lengths()

@@ -208,6 +208,9 @@ def _check(population: Population, clients: ClientsSpec) -> None:
             f"client {int(bare[0])} has no modality ({len(bare)} such clients): its rows lack what it may "
             "hold. Change clients.missing, only, keep_both or holdings, or the arrays of present rows"
         )
+    for name, there in population.columns.present.items():
+        if not bool(there.any()):
+            warnings.warn(f"no row has {name} ('{name}_present'): it is never trained", PolyfedWarning, stacklevel=3)
     count = clients.participation
     if isinstance(count, int) and count > population.num_clients:
         raise RecipeError(f"clients.participation = {count}, but there are {population.num_clients} clients")

@@ -89,7 +89,7 @@ def policy_on(node: NodeConfig, recipe: Recipe, modalities: tuple[str, ...]) -> 
     if not node.policy:
         return Policy().stricter(told)
     try:
-        table = tomllib.loads(Path(node.policy).read_text(encoding="utf-8"))
+        table = tomllib.loads(Path(node.policy).read_text(encoding="utf-8-sig"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"policy {node.policy}: {error}. Give a TOML file with [egress.*] tables") from None
     # one file may serve all sites: rows for modalities of the federation that this device lacks are no mistake

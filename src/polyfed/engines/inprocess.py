@@ -2,7 +2,8 @@
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from polyfed import keys
 from polyfed.algorithm import Algorithm
 from polyfed.data import Population
 from polyfed.engines.heap import keep_freed_memory
-from polyfed.errors import PolyfedError, RecipeError
+from polyfed.errors import EgressError, PolyfedError, RecipeError
 from polyfed.federation import TEST, VALIDATION, Ask, Roster, Send
 from polyfed.ledger import Ledger
 from polyfed.messages import Message, rebuilt
@@ -170,7 +171,9 @@ class InProcess(ABC):
             test_index=self.test_rows(client),
         )
         try:
-            reply, local = pair(ask, ask.task(site, self.metered(ask, (client,), view), self.local(ask, client), got))
+            with only_the_gate_refuses(ask):
+                returned = ask.task(site, self.metered(ask, (client,), view), self.local(ask, client), got)
+            reply, local = pair(ask, returned)
             released = node.release(ask, reply, stacked=False)
         except PolyfedError:
             raise
@@ -255,6 +258,16 @@ def pair(ask: Ask, returned: Any) -> tuple[Message, Tree]:
             f"has {what}. A number becomes a tensor by torch.tensor(...)"
         )
     return returned
+
+
+@contextmanager
+def only_the_gate_refuses(ask: Ask) -> Iterator[None]:
+    """A task's own `EgressError` is a failure like any other: the words of a refusal leave a device, so the gate's have
+    to be the only ones."""
+    try:
+        yield
+    except EgressError as error:
+        raise RuntimeError(f"task {ask.name} raised EgressError, which only the gate may") from error
 
 
 def describe_failure(ask: Ask, clients: Sequence[int], got: Message) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from polyfed.engines.inprocess import InProcess, client_key, describe_failure, pair
+from polyfed.engines.inprocess import InProcess, client_key, describe_failure, only_the_gate_refuses, pair
 from polyfed.errors import PolyfedError, RecipeError
 from polyfed.federation import Ask, Send
 from polyfed.messages import OF_THE_MODEL, Message, cut, rebuilt, tensors
@@ -117,7 +117,9 @@ class Vectorised(InProcess):
                 test_stack=tests,
                 replays=self.replay,
             )
-            reply, after = pair(ask, ask.task(site, self.metered(ask, group, view), local, kind(**got)))
+            with only_the_gate_refuses(ask):
+                returned = ask.task(site, self.metered(ask, group, view), local, kind(**got))
+            reply, after = pair(ask, returned)
             reply_type.append(type(reply))
             return {name: getattr(reply, name) for name in reply.kinds}, after
 

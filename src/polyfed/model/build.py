@@ -47,9 +47,9 @@ def _check_names(spec: ModelSpec, inputs: Mapping[str, Shape]) -> None:
     if not inputs:
         raise ModelError("The data has no modality; a model needs at least one.")
     for name in inputs:
-        if not name.isidentifier() or name in _RESERVED:
+        if not (name.isidentifier() and name.isascii()) or name in _RESERVED:
             raise ModelError(
-                f"{name!r} cannot be the name of a modality: use letters, digits and _, "
+                f"{name!r} cannot be the name of a modality: use letters a to z, digits and _, "
                 f"no digit first, and none of {', '.join(_RESERVED)}."
             )
         if name not in spec.encoders:

@@ -1,5 +1,6 @@
 """The generic source: named arrays of one `.npz` file, or of a folder of `.npy` files."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
@@ -14,7 +15,7 @@ from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.files import Arrays, stored_name
 from polyfed.data.sources.facts import Facts
 from polyfed.data.splits import stratified
-from polyfed.errors import DataError, RecipeError
+from polyfed.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.schema import BELOW_ONE, check_ranges
 
 Layout = Literal["F", "TF", "FT", "HW", "HWC", "CHW"]
@@ -75,6 +76,8 @@ class Npz:
         self._check_names(arrays)
         label = arrays.integers(self.label)
         names = self._strings(arrays)
+        if names is None:
+            _check_numbering(label, f"'{self.label}' of '{arrays.path}'")
         columns = Columns(
             name=stored_name(arrays.path),
             modalities={name: self._column(arrays, name) for name in self.modalities},
@@ -187,3 +190,28 @@ def _guess(values: Tensor) -> str:
     if axes == 3:
         return "HWC" if values.shape[-1] in (1, 3, 4) else "CHW"
     return "F" if axes == 1 else "other"
+
+
+MANY_CLASSES = 1000
+"""More classes than rows and than this are no labels but something else (inferred)."""
+
+
+def _check_numbering(label: Tensor, where: str) -> None:
+    """Look at labels whose number of classes nothing says but the largest of them."""
+    if not len(label) or int(label.min()) < 0:
+        return  # said elsewhere
+    num_classes, seen = int(label.max()) + 1, torch.unique(label)
+    if num_classes > max(len(label), MANY_CLASSES):
+        raise DataError(
+            f"{where} holds {num_classes - 1}, which makes {num_classes} classes of {len(label)} rows. Number the "
+            "classes from 0, and leave out rows without a label"
+        )
+    if len(seen) < num_classes:
+        absent = sorted(set(range(num_classes)) - set(seen.tolist()))
+        listed = ", ".join(map(str, absent[:5])) + (", ..." if len(absent) > 5 else "")
+        warnings.warn(
+            f"{where}: classes run from 0 to {num_classes - 1}, and {len(absent)} of them ({listed}) have no row. "
+            "Number the classes from 0 without gaps, or name them all in an array 'label_name'",
+            PolyfedWarning,
+            stacklevel=5,
+        )
