@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import polyfed
+from polyfed.algorithm import Averaging
 from polyfed.data.columns import Columns
 from polyfed.data.sources import CgDigits
-from polyfed.errors import DataError, RecipeError
+from polyfed.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.recipe import load_recipe
+from polyfed.registry import find
 
 MODULE = """
 from dataclasses import dataclass
@@ -128,3 +131,25 @@ def test_a_bare_tensor_is_no_column() -> None:
 def test_what_is_wrong_with_an_own_part_is_said(recipe: Path, override: str, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         load_recipe(recipe, [override])
+
+
+class Undeclared(Averaging):
+    """Lacks its decorator."""
+
+    strength: float = 0.5
+
+
+def test_options_without_the_decorator_of_a_dataclass_are_told() -> None:
+    with pytest.raises(RecipeError, match=r"has the options strength, .*@dataclass\(frozen=True, kw_only=True\) above"):
+        find("test_own:Undeclared", {})
+
+
+def test_a_method_that_is_nearly_a_hook_is_told() -> None:
+    with pytest.warns(PolyfedWarning, match=r"Misspelt.losses overrides nothing; was 'loss' meant"):
+
+        class Misspelt(Averaging):
+            def losses(self, *_: Any) -> None:
+                """FedAvg's own loss would be taken."""
+
+            def entirely_new(self) -> None:
+                """Nobody would be meant."""

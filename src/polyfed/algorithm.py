@@ -5,9 +5,11 @@ server sends parameters, clients train, the server averages per block. A class h
 is final; what two algorithms share is a function, not a parent.
 """
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from polyfed import metrics, prototypes
 from polyfed.batch import Batch
-from polyfed.errors import RecipeError
+from polyfed.errors import PolyfedWarning, RecipeError
 from polyfed.evaluation import ClassMeans, Evaluation, Examination, Measured, OwnScore, Scores, own_score, scores
 from polyfed.federation import TEST, VALIDATION, Federation, Send
 from polyfed.losses import cross_entropy
@@ -28,7 +30,7 @@ from polyfed.policy import Policy
 from polyfed.replies import Replies
 from polyfed.schema import NOT_NEGATIVE, check_ranges
 from polyfed.selection import Selector, Uniform
-from polyfed.tasks import task
+from polyfed.tasks import is_task, task
 from polyfed.tree import Tree
 from polyfed.view import Fit, View
 from polyfed.view.base import Direction
@@ -87,6 +89,19 @@ class Algorithm(ABC):
     """Whether rows that lack a modality which others of the same client have are told apart; else they are refused."""
     sends_class_means: ClassVar[bool] = False
     """Whether clients can send class means of the global model's features, for one modality judged by `prototype`."""
+
+    def __init_subclass__(cls) -> None:
+        """Tell of a method that looks like a hook and is none: with `losses` a class is its parent by another name."""
+        super().__init_subclass__()
+        hooks = {name for base in cls.__mro__[1:] for name in vars(base) if callable(getattr(base, name))}
+        for name, value in vars(cls).items():
+            new = callable(value) and not name.startswith("_") and name not in hooks and not is_task(value)
+            if new and (meant := get_close_matches(name, hooks, n=1, cutoff=0.8)):
+                warnings.warn(
+                    f"{cls.__name__}.{name} overrides nothing; was '{meant[0]}' meant? A leading _ says it was not",
+                    PolyfedWarning,
+                    stacklevel=2,
+                )
 
     def __post_init__(self) -> None:
         """Refuse options outside the ranges that their types name; one that refuses more calls this one first."""

@@ -128,7 +128,7 @@ def _rehearsed(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
     except Exception as error:
         sizes = {}
         failed[f"the server's half: {type(error).__name__}: {error}"] = None
-    return sizes, tuple(f"A round rehearsed on a few rows failed, so some sizes are not known: {why}" for why in failed)
+    return sizes, tuple(f"A round rehearsed on a few rows FAILED, so some sizes are not known: {why}" for why in failed)
 
 
 def warn_unmeasured(assembly: Assembly) -> None:

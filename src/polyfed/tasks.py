@@ -58,9 +58,14 @@ def tasks_of(algorithm: Any) -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     for prefix, owner in parts(algorithm):
         for name in dir(type(owner)):
-            if hasattr(getattr(type(owner), name), "__polyfed_task__"):
+            if is_task(getattr(type(owner), name)):
                 found[prefix + name] = getattr(owner, name)
     return found
+
+
+def is_task(method: Any) -> bool:
+    """Whether a method is marked."""
+    return hasattr(method, "__polyfed_task__")
 
 
 def info_of(task: Callable[..., Any]) -> TaskInfo:

@@ -108,7 +108,7 @@ def carriers(rows: Iterable[Carrier]) -> str:
 
 
 def remarks(check: Check) -> Iterator[Text]:
-    """Where the sizes come from, what would allow what is refused, and what went wrong."""
+    """Where the sizes come from, what would allow what is refused, and what else there is to know."""
     yield Text(
         "Bytes are those of a first round, rehearsed on a few rows of a few clients; of several tasks, the largest.",
         "dim",
@@ -116,7 +116,12 @@ def remarks(check: Check) -> Iterator[Text]:
     told = {f"{row.message}.{row.field}": row.tells for row in check.planned if row.tells}
     yield from (Text(f"{field} tells {what}", "yellow") for field, what in told.items())
     yield from (Text(f"would be allowed by {cure}") for cure in check.cures)
-    yield from (Text(remark, "yellow") for remark in (*check.remarks, *check.beside))
+    yield from (Text(remark, "yellow") for remark in check.beside)
+
+
+def failures(check: Check) -> Iterator[Text]:
+    """What went wrong in the rehearsal: a run may go the same way."""
+    yield from (Text(remark, "bold red") for remark in check.remarks)
 
 
 def _listed(kinds: Iterable[str]) -> str:

@@ -69,6 +69,7 @@ def check_tables(check: Check) -> Group:
         crossing.crossing_table(check),
         *crossing.remarks(check),
         crossing.in_short(check),
+        *crossing.failures(check),  # last, where it is read
     )
 
 
