@@ -11,7 +11,8 @@ from torch import Tensor
 from polyfed.algorithm import Algorithm
 from polyfed.algorithms.blocks import Blocks, Installed
 from polyfed.algorithms.local import Done
-from polyfed.federation import Ask, Federation, Roster, Send
+from polyfed.ask import Ask, Send
+from polyfed.federation import Federation, Roster
 from polyfed.ledger import Ledger
 from polyfed.messages import Message
 from polyfed.network import Clock, Network

@@ -20,7 +20,7 @@ LAYERS = [
     {"tree", "keys", "errors", "registry", "schema", "signals"},
     {"batch", "messages", "metrics", "losses", "optim", "prototypes", "facility"},
     {"policy", "ledger", "network", "model", "data", "wire"},
-    {"replies", "forms", "federation", "node", "tasks", "view", "selection", "evaluation", "algorithm", "silos"},
+    {"ask", "replies", "forms", "federation", "node", "tasks", "view", "selection", "evaluation", "algorithm", "silos"},
     {"algorithms", "engines"},
     {
         "recipe",

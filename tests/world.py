@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from polyfed.algorithm import Algorithm
 from polyfed.algorithms import ALGORITHMS
+from polyfed.ask import Ask, Send
 from polyfed.assembly import Assembly, assemble
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.evaluation import Evaluation
-from polyfed.federation import Ask, Send
 from polyfed.model import ModelSpec
 from polyfed.optim import Train
 from polyfed.recipe import EngineSpec, Recipe

@@ -16,10 +16,11 @@ from typing import Any, ClassVar, Literal, Self
 from torch import Tensor
 
 from polyfed import metrics, prototypes
+from polyfed.ask import Send
 from polyfed.batch import Batch
 from polyfed.errors import PolyfedWarning, RecipeError
 from polyfed.evaluation import ClassMeans, Evaluation, Examination, Measured, OwnScore, Scores, own_score, scores
-from polyfed.federation import TEST, VALIDATION, Federation, Send
+from polyfed.federation import TEST, VALIDATION, Federation
 from polyfed.losses import cross_entropy
 from polyfed.messages import Message, carries, message
 from polyfed.model import ModelSpec

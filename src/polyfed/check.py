@@ -12,9 +12,9 @@ from torch import Tensor
 
 from polyfed.algorithm import Algorithm
 from polyfed.algorithms import ALGORITHMS
+from polyfed.ask import Ask, Send
 from polyfed.assembly import Assembly, assemble, block_sizes, facts_of
 from polyfed.errors import EgressError, PolyfedWarning, RecipeError
-from polyfed.federation import Ask, Send
 from polyfed.messages import DESTINATIONS, KINDS, LABELS, Message
 from polyfed.policy import Policy
 from polyfed.recipe import Recipe, recipe_of
@@ -128,7 +128,7 @@ def _rehearsed(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
     except Exception as error:
         sizes = {}
         failed[f"the server's half: {type(error).__name__}: {error}"] = None
-    return sizes, tuple(f"A round rehearsed on a few rows FAILED, so some sizes are not known: {why}" for why in failed)
+    return sizes, tuple(f"A round rehearsed on a few rows failed, so some sizes are not known: {why}" for why in failed)
 
 
 def warn_unmeasured(assembly: Assembly) -> None:

@@ -8,34 +8,26 @@ and the round goes on if enough clients answered.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from polyfed import keys
+from polyfed.ask import Accept, Ask, Send, Task
 from polyfed.data.columns import Column, Columns
 from polyfed.errors import BadReply, Diverged, RecipeError, TooFewReplies
 from polyfed.forms import NOT_FINITE, Forms
-from polyfed.messages import Message
 from polyfed.network import Clock
+from polyfed.node import Site
 from polyfed.replies import Answer, Part, Replies
-from polyfed.tasks import info_of, name_of, types_of
+from polyfed.tasks import name_of
 from polyfed.tree import SHARED, Tree
 from polyfed.view import AloneView
 
 TEST, VALIDATION = -1, -2
 """Examiners: the server's own test and validation rows answer like clients, with these numbers, and are asked only to
 evaluate. What they send crosses no border, so neither gate nor ledger sees it."""
-
-Task = Callable[..., tuple[Message, Tree]]
-"""A method marked `@task`, bound to its algorithm or part of it."""
-
-Accept = Callable[[int, Any], str]
-"""`accept(client, reply)` -> what is wrong with it; empty when nothing is."""
-
-Send = Message | Mapping[int, Message]
-"""One message for all, or one for each client."""
 
 
 @dataclass(frozen=True)
@@ -94,44 +86,6 @@ class Roster:
         return tuple(m for m, has in zip(self.modalities, self.holds[client].tolist(), strict=True) if has)
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One question of the server to some clients.
-
-    Attributes:
-        task: the bound method that answers.
-        name: its name as seen from the algorithm, as `update` or `selector.score`.
-        round: the round, from 1; 0 is set-up.
-        rounds: rounds of the run.
-        number: of the ask in its round, from 0.
-        seed: of the run.
-        turn: asks of one round and one turn give a client the same random numbers, those of another turn others.
-        got: the message type that the task receives.
-        reply: the message type it is declared to answer with.
-        scope: how far the reply may travel, as the task itself says.
-        loop_because: why the task cannot be vectorised; empty when it can.
-    """
-
-    task: Task
-    name: str
-    round: int
-    rounds: int
-    number: int
-    seed: int
-    turn: int = 0
-    got: type[Message] = field(init=False)
-    reply: type[Message] = field(init=False)
-    scope: str = field(init=False)
-    loop_because: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Read what the task declares; nobody who asks may say otherwise."""
-        (got, reply), info = types_of(self.task), info_of(self.task)
-        known = {"got": got, "reply": reply, "scope": info.scope, "loop_because": info.loop_because}
-        for name, value in known.items():
-            object.__setattr__(self, name, value)
-
-
 class Engine(Protocol):
     """How asked clients are run."""
 
@@ -160,8 +114,8 @@ class Federation:
 
     clients: Roster
     engine: Engine
-    owner: Any
-    site: Any
+    owner: object
+    site: Site
     template: Tree
     seed: int
     rounds: int

@@ -7,8 +7,8 @@ stacked; gate and ledger look at fields, not at values, so the same code serves 
 from dataclasses import dataclass
 from typing import Any
 
+from polyfed.ask import Ask
 from polyfed.errors import EgressError
-from polyfed.federation import Ask
 from polyfed.ledger import TO_CLIENT, Entry, Ledger
 from polyfed.messages import Crossing, Message, crossings, cut
 from polyfed.model import Model

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from polyfed.ask import Ask, Send
 from polyfed.assembly import Assembly, assemble
 from polyfed.data import Population
 from polyfed.engines import Sequential
 from polyfed.events import Emitter, Listener
-from polyfed.federation import Ask, Send
 from polyfed.messages import Message, crossings
 from polyfed.node import Node, Site
 from polyfed.recipe import Recipe

@@ -12,11 +12,12 @@ from torch import Tensor
 from oracles.hfm import Silo
 from polyfed import keys
 from polyfed.algorithm import Algorithm
+from polyfed.ask import Ask, Send
 from polyfed.assembly import ENGINES
 from polyfed.data import Columns, Population
 from polyfed.data.shards import Shards
 from polyfed.data.sources import Toy
-from polyfed.federation import TEST, Ask, Federation, Send
+from polyfed.federation import TEST, Federation
 from polyfed.ledger import Ledger
 from polyfed.model import Model, ModelSpec, build_model
 from polyfed.policy import Policy

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from polyfed import keys
+from polyfed.ask import Accept
 from polyfed.errors import RecipeError
-from polyfed.federation import Accept, Federation
+from polyfed.federation import Federation
 from polyfed.messages import Message, carries, message
 from polyfed.model import Model
 from polyfed.replies import Replies

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms.cmsfed_lesson import encoder_names
-from polyfed.federation import Accept, Federation, Roster
+from polyfed.ask import Accept
+from polyfed.federation import Federation, Roster
 from polyfed.tree import Tree, scaled, select, subtract
 from polyfed.view.base import steps_trained
 

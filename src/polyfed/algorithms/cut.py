@@ -14,9 +14,10 @@ from torch import Tensor
 
 from polyfed import keys
 from polyfed.algorithms.cut_messages import Cue, Feedback, Half, Joint, Judged, Ready, Smashed
+from polyfed.ask import Accept
 from polyfed.batch import Batch
 from polyfed.errors import RecipeError
-from polyfed.federation import Accept, Federation
+from polyfed.federation import Federation
 from polyfed.losses import cross_entropy
 from polyfed.messages import LABELS
 from polyfed.model import Model

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from polyfed.ask import Ask
 from polyfed.data import Population
 from polyfed.deploy.faults import Fault, in_short
 from polyfed.deploy.store import Store
@@ -13,7 +14,6 @@ from polyfed.engines import Sequential
 from polyfed.engines.inprocess import roster_of
 from polyfed.engines.letters import FAILED, REFUSED, REPLY, Enrolment, Ticket, reason
 from polyfed.errors import BadReply, EgressError, PolyfedError
-from polyfed.federation import Ask
 from polyfed.ledger import Ledger, lines
 from polyfed.messages import Message, rebuilt
 from polyfed.policy import Policy

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from polyfed import keys
 from polyfed.algorithm import Algorithm
+from polyfed.ask import Ask, Send
 from polyfed.data import Population
 from polyfed.engines.heap import keep_freed_memory
 from polyfed.errors import EgressError, PolyfedError, RecipeError
-from polyfed.federation import TEST, VALIDATION, Ask, Roster, Send
+from polyfed.federation import TEST, VALIDATION, Roster
 from polyfed.ledger import Ledger
 from polyfed.messages import Message, rebuilt
 from polyfed.model import Model
@@ -89,7 +90,7 @@ class InProcess(ABC):
         return Answer(sorted(parts, key=lambda part: part.clients[0]), missing)
 
     @abstractmethod
-    def _run(self, ask: Ask, clients: Sequence[int], send: Send, missing: dict[int, str]) -> Any:
+    def _run(self, ask: Ask, clients: Sequence[int], send: Send, missing: dict[int, str]) -> Iterator[Part]:
         """Yield parts; a client that fails goes to `missing` with a reason."""
 
     def site(self, client: int) -> Site:

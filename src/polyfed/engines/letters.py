@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
+from polyfed.ask import Ask
 from polyfed.errors import BadReply
-from polyfed.federation import Ask
 from polyfed.wire import Header, Packet
 
 ENROL, ASK = "enrol", "ask"

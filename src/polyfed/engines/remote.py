@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from polyfed.ask import Ask, Send
 from polyfed.engines.inprocess import InProcess
 from polyfed.engines.letters import FAILED, MAX_REASON, REFUSED, REPLY, Facts, Post, Ticket, letter
 from polyfed.errors import BadReply, EgressError, RecipeError
-from polyfed.federation import Ask, Send
 from polyfed.ledger import TO_CLIENT, Entry
 from polyfed.messages import Message, crossings, cut, rebuilt
 from polyfed.replies import Part

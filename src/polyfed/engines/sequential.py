@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from polyfed.ask import Ask, Send
 from polyfed.engines.inprocess import InProcess
-from polyfed.federation import Ask, Send
 from polyfed.replies import Part
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from polyfed.ask import Ask, Send
 from polyfed.engines.inprocess import InProcess, client_key, describe_failure, only_the_gate_refuses, pair
 from polyfed.errors import PolyfedError, RecipeError
-from polyfed.federation import Ask, Send
 from polyfed.messages import OF_THE_MODEL, Message, cut, rebuilt, tensors
 from polyfed.node import Node
 from polyfed.replies import Part

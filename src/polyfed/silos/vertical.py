@@ -21,9 +21,10 @@ from torch import Tensor
 
 from polyfed import keys
 from polyfed.algorithm import Algorithm, State
+from polyfed.ask import Accept
 from polyfed.batch import Batch
 from polyfed.errors import RecipeError
-from polyfed.federation import Accept, Federation
+from polyfed.federation import Federation
 from polyfed.losses import cross_entropy
 from polyfed.model.fusion import masked
 from polyfed.node import Site
