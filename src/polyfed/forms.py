@@ -54,7 +54,7 @@ class Forms:
             if flaw := self._flaw(name, said, tuple(value)):
                 raise BadReply(flaw)
             for key, tensor in value.items():
-                self._check_tensor(f"{name}.{key}", key, tensor, said)
+                self._check_tensor(name, key, tensor, said)
         for name, count in msg.counts.items():
             rows, counted = getattr(msg, name), getattr(msg, count)
             held = [t.shape[1] for t in ([rows] if isinstance(rows, Tensor) else rows.values())]
@@ -73,8 +73,8 @@ class Forms:
                 fine, words = said.within.holds(value), said.within.words
             else:
                 continue
-            # NaN is in no range; that it is not finite is said below
-            self._note(bad, part, fine | (value != value), f"{_at(name, key)} must be {words}")
+            if not bool(fine.all()):  # NaN is in no range; that it is not finite is said below
+                self._note(bad, part, fine | (value != value), f"{_at(name, key)} must be {words}")
         floats = [(name, key, value) for name, key, value in found if value.is_floating_point()]
         # one pass over everything first: a finite sum has finite terms only; one that overflows means a closer look
         sums = [value.sum(dtype=torch.float32) for _, _, value in floats]
@@ -88,14 +88,15 @@ class Forms:
             if not whole:
                 bad.setdefault(client, reason)
 
-    def _check_tensor(self, where: str, key: str | None, value: Tensor, said: Declared) -> None:
+    def _check_tensor(self, field: str, key: str | None, value: Tensor, said: Declared) -> None:
         if said.kind in OF_THE_MODEL:
-            assert key is not None, f"{where}: parameters and gradients come in trees"
+            assert key is not None, f"{field}: parameters and gradients come in trees"
             wanted = self.template[key]
             if value.shape[1:] != wanted.shape or value.dtype != wanted.dtype:
                 found, ours = (f"{t.dtype} {tuple(s)}" for t, s in ((value, value.shape[1:]), (wanted, wanted.shape)))
-                raise BadReply(f"{where} is {found}, expected {ours}")
+                raise BadReply(f"{field}.{key} is {found}, expected {ours}")
             return
+        where = field if key is None else f"{field}.{key}"
         if said.kind in REAL and not value.is_floating_point():
             raise BadReply(f"{where} is {value.dtype}, expected floating-point numbers")
         if said.kind == "labels" and said.shape == () and value.dtype != torch.int64:
