@@ -49,6 +49,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    suggest_commands=False,  # click says it already
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
