@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[500, 100_000])
     parser.add_argument("--engine", default="vectorised", choices=("sequential", "vectorised"))
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5, help="processes of each size; medians are shown")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -92,13 +93,19 @@ def main() -> None:
         return
     print("| clients | start-up s | ms a round | processor ms | peak MiB | without data | without interpreter too |")
     print("|---|---|---|---|---|---|---|")
-    for clients in options.clients:
-        command = [sys.executable, __file__, "--child", "--clients", str(clients), "--engine", options.engine]
-        done = subprocess.run([*command, "--rounds", str(options.rounds)], capture_output=True, text=True, check=True)
-        found = json.loads(done.stdout)
+    found: dict[int, list[dict[str, float]]] = {clients: [] for clients in options.clients}
+    for _ in range(options.repeats):  # in turns: the machine has moods that last longer than a process
+        for clients, runs in found.items():
+            command = [sys.executable, __file__, "--child", "--clients", str(clients), "--engine", options.engine]
+            done = subprocess.run(
+                [*command, "--rounds", str(options.rounds)], capture_output=True, text=True, check=True
+            )
+            runs.append(json.loads(done.stdout))
+    for clients, runs in found.items():
+        mid = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         print(
-            f"| {clients:,} | {found['startup_s']:.2f} | {found['round_ms']:.1f} | {found['round_cpu_ms']:.1f} | "
-            f"{found['peak_mib']:.0f} | {found['without_data_mib']:.0f} | {found['grown_mib']:.1f} |",
+            f"| {clients:,} | {mid['startup_s']:.2f} | {mid['round_ms']:.1f} | {mid['round_cpu_ms']:.1f} | "
+            f"{mid['peak_mib']:.0f} | {mid['without_data_mib']:.0f} | {mid['grown_mib']:.1f} |",
             flush=True,
         )
 

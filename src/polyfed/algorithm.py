@@ -264,8 +264,9 @@ class Averaging(Algorithm):
 
     def weights(self, replies: Replies, fed: Federation) -> Mapping[int, float]:
         """Weight of each client in a mean: its rows as the server has known them from the start, or 1."""
-        weighted = self.aggregation == "weighted"
-        return {client: float(fed.clients.num_rows[client]) if weighted else 1.0 for client in replies}
+        if self.aggregation == "uniform":
+            return dict.fromkeys(replies, 1.0)
+        return fed.clients.rows_of(replies)
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
         """Class means of the features over all training rows, merged by rows; clients receive encoders only."""
@@ -303,5 +304,5 @@ class Averaging(Algorithm):
 
 def mean_loss(replies: Replies, fed: Federation) -> float:
     """Training loss of a cohort, weighted by the rows that the server knows of."""
-    losses, rows = replies.numbers("loss"), {client: int(fed.clients.num_rows[client]) for client in replies}
+    losses, rows = replies.numbers("loss"), fed.clients.rows_of(replies)
     return sum(losses[c] * rows[c] for c in replies) / max(sum(rows.values()), 1)

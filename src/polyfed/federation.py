@@ -6,10 +6,11 @@ back: names, shapes, types and finiteness of every reply are checked before use,
 and the round goes on if enough clients answered.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,8 +69,11 @@ class Roster:
         empty = self.num_rows == 0
         eligible = (~empty).nonzero().flatten().tolist() if bool(empty.any()) else range(len(self))
         object.__setattr__(self, "eligible", eligible)
+        object.__setattr__(self, "_rows_of_holds", self.holds.cpu().numpy())
 
     eligible: Sequence[int] = field(init=False)
+    _rows_of_holds: np.ndarray = field(init=False, repr=False, compare=False)
+    _sets: dict[bytes, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.num_rows)
@@ -83,7 +87,17 @@ class Roster:
 
     def owned(self, client: int) -> tuple[str, ...]:
         """The modalities of a client, in the federation's order."""
-        return tuple(m for m, has in zip(self.modalities, self.holds[client].tolist(), strict=True) if has)
+        held = self._rows_of_holds[
+            client
+        ].tobytes()  # a tensor takes ten times as long, and new clients come every round
+        if held not in self._sets:
+            self._sets[held] = tuple(m for m, has in zip(self.modalities, held, strict=True) if has)
+        return self._sets[held]
+
+    def rows_of(self, clients: Iterable[int]) -> dict[int, int]:
+        """Training rows of these clients."""
+        asked = list(clients)
+        return dict(zip(asked, self.num_rows[torch.tensor(asked, dtype=torch.int64)].tolist(), strict=True))
 
 
 class Engine(Protocol):

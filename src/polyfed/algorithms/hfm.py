@@ -77,7 +77,7 @@ class Hfm(Vertical):
         heads = {silo: self._head(fed, members, state.params) for silo, members in there.items()}
         state = self.vertical(state.with_(heads=heads, silo_bytes=0), fed, there)
         uploads, handed = self.upload_of(state, fed, there)
-        rows = {client: float(fed.clients.num_rows[client]) for client in uploads}
+        rows = fed.clients.rows_of(uploads)
         return state.with_(
             params=state.params | uploads.mean("params", rows),
             silo_bytes=state.silo_bytes + handed,

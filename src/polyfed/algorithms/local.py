@@ -120,7 +120,7 @@ class Local(Algorithm):
                 sums: Scores = fed.ask(self.score, [TEST], Examination(upload.params, {}, {}))[TEST]
                 fed.emit("judged", round=fed.round, confusion=sums.confusion)
                 scores[client] = metrics.summary(sums.confusion, sums.top5_hits, sums.loss_sum)
-        return over_clients(scores, {client: float(fed.clients.num_rows[client]) for client in scores})
+        return over_clients(scores, fed.clients.rows_of(scores))
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
         """A client is judged with its own model."""

@@ -67,7 +67,7 @@ class SplitFed(Algorithm):
             uppers = {-1: Upper(self.cut.upper(state.params), state.optimiser, state.steps)}
         done, loss = self.cut.exchange(fed, order, state.params, uppers)
         fed.judge(done, "cut")
-        weights = {k: float(fed.clients.num_rows[k]) if self.aggregation == "weighted" else 1.0 for k in done}
+        weights = fed.clients.rows_of(done) if self.aggregation == "weighted" else dict.fromkeys(done, 1.0)
         halves = {k: uppers[k].params for k in done} if self.version == 1 else {}
         upper = mean(halves, weights) if self.version == 1 else uppers[-1].params
         params = state.params | done.mean("params", weights) | upper

@@ -78,7 +78,8 @@ class Vectorised(InProcess):
             if examiner:  # the server's test set: one large table, nothing to gain from a stack
                 yield from ([client] for client in group)
                 continue
-            group.sort(key=lambda client: (int(self.roster.num_rows[client]), client))
+            by_length = sorted((rows, client) for client, rows in self.roster.rows_of(group).items())
+            group = [client for _, client in by_length]
             size = self.stack or self._fitting(group)
             yield from (group[start : start + size] for start in range(0, len(group), size))
 
