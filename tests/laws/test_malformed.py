@@ -16,11 +16,11 @@ from polyfed.errors import PolyfedError
 from polyfed.messages import Message
 from polyfed.recipe import Recipe
 from polyfed.replies import Answer, Part
-from polyfed.selection import Uniform
+from polyfed.selection import DivFl, PowD, Selector, Uniform
 from polyfed.tree import Tree
 
 BAD = 2
-"""The client whose replies are bent; it holds both modalities, or all that its kind may."""
+"""The client whose replies are bent; in most worlds it holds both modalities."""
 
 
 def entries(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
@@ -107,10 +107,35 @@ def place_of(error: Exception) -> str:
     return f"{ours.filename.rpartition('polyfed/')[-1]}:{ours.lineno}"
 
 
-@pytest.mark.parametrize("name", sorted(ROWS))
-def test_a_malformed_reply_ends_no_run(name: str) -> None:
-    made, crashed = everybody(world(name)), []
-    for (task, field), value in sent(made).items():
+def under(selector: Selector) -> Recipe:
+    """FedAvg, its cohort chosen by a selector that asks the clients itself."""
+    made = world("fedavg")
+    return replace(made, algorithm=replace(made.algorithm, selector=selector))  # type: ignore[call-arg]
+
+
+def u_shaped() -> Recipe:
+    """SplitFed whose clients keep labels and head."""
+    made = world("splitfed", u_shaped=True)
+    egress = {block: {"server": ["parameters", "embeddings", "statistic"]} for block in ("a", "b", "shared")}
+    return replace(made, model=replace(made.model, head=(8,)), egress=egress)
+
+
+CASES: dict[str, Callable[[], Recipe]] = {
+    **{name: lambda name=name: everybody(world(name)) for name in sorted(ROWS)},  # type: ignore[misc]
+    "cmsfed, deltas": lambda: everybody(world("cmsfed", gradient_split="delta")),
+    "splitfed, u-shaped": u_shaped,
+    "hfm, head at the edge": lambda: world("hfm", head_update="server"),
+    "fedavg under divfl": lambda: under(DivFl(participation=3)),
+    "fedavg under pow-d": lambda: under(PowD(participation=3, d=6, allow_incongruent=True)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_malformed_reply_ends_no_run(case: str) -> None:
+    made, crashed = CASES[case](), []
+    found = sent(made)
+    assert found, "the client was never asked"
+    for (task, field), value in found.items():
         for how, change in BENT.items():
             if same(value, change(value)):
                 continue
