@@ -36,7 +36,7 @@ class Forms:
     template: Tree
     model: Model
     modalities: tuple[str, ...]
-    _named: dict[tuple[str, bool, tuple[str, ...]], str] = field(default_factory=dict)
+    _named: dict[tuple[str, str, bool, tuple[str, ...]], str] = field(default_factory=dict)
 
     def check(self, msg: Message, expected: type[Message]) -> None:
         """Refuse a (stacked) reply of another type, or whose names, shapes and types are not as declared.
@@ -128,22 +128,26 @@ class Forms:
 
     def _flaw(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
         """What is wrong with the names of a tree, empty if nothing: all clients send a few sets of names."""
-        known = self._named.get((field, said.partial, names))
-        if known is None:
-            find = self._unlike_model if said.kind in OF_THE_MODEL else self._unlike_federation
-            known = self._named[field, said.partial, names] = find(field, said, names)
-        return known
+        place = field, said.kind, said.partial, names
+        if place not in self._named:
+            of_the_model = said.kind in OF_THE_MODEL
+            self._named[place] = (
+                self._unlike_model(field, names, partial=said.partial)
+                if of_the_model
+                else self._unlike_federation(field, names)
+            )
+        return self._named[place]
 
-    def _unlike_federation(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
+    def _unlike_federation(self, field: str, names: tuple[str, ...]) -> str:
         blocks = (*self.modalities, SHARED, LABELS)
         strange = [name for name in names if name not in blocks]
         return f"{field} holds '{strange[0]}', expected are {', '.join(blocks)}" if strange else ""
 
-    def _unlike_model(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
+    def _unlike_model(self, field: str, names: tuple[str, ...], *, partial: bool) -> str:
         strange = [name for name in names if name not in self.template]
         if strange:
             return f"{field} holds '{strange[0]}', which the model does not have"
-        if said.partial:
+        if partial:
             return ""
         ours = sorted(self.template, key=self._group)
         for (block, _), of_group in groupby(ours, self._group):

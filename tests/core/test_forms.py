@@ -1,0 +1,37 @@
+"""What a reply must look like, beyond what the law of malformed replies bends (tests/laws/test_malformed.py)."""
+
+import pytest
+import torch
+
+from polyfed import keys
+from polyfed.errors import BadReply
+from polyfed.forms import Forms
+from polyfed.messages import Message, carries, message
+from polyfed.model import ModelSpec, build_model
+from polyfed.tree import Tree
+from world import PLAIN
+
+MODEL = build_model(ModelSpec(embedding=4, encoders=PLAIN), {"a": (16,), "b": (24,)}, 3)
+FIRST = MODEL.init(keys.key(1, "init"))
+
+
+@message
+class Numbers(Message):
+    """A number for each modality."""
+
+    told: Tree = carries("statistic")
+
+
+@message
+class Weights(Message):
+    """Parameters, in a field of the same name."""
+
+    told: Tree = carries("parameters")
+
+
+def test_a_field_is_judged_by_its_own_message_whatever_another_calls_so() -> None:
+    forms, names = Forms(FIRST, MODEL, ("a", "b")), {"a": torch.ones(1), "b": torch.ones(1)}
+    forms.check(Numbers(names), Numbers)
+    with pytest.raises(BadReply, match="told holds 'a', which the model does not have"):
+        forms.check(Weights(names), Weights)
+    forms.check(Weights({name: value.unsqueeze(0) for name, value in FIRST.items()}), Weights)
