@@ -4,7 +4,7 @@ Each population runs in a process of its own and reports start-up (dealing the r
 federation), the median round, and the peak memory of the process without the table's tensors. Clients share a small
 table: what is measured is the price of a client that is not asked, not of its rows.
 
-    python benchmarks/growth.py [--engine vectorised] [--clients 500 100000] [--rounds 20]
+    python benchmarks/growth.py [--engine vectorised] [--clients 500 100000] [--rounds 20] [--repeats 5]
 """
 
 import argparse

@@ -84,14 +84,19 @@ def losing(parts: Assembly, task: str, *clients: int) -> list[int]:
 def played(made: Recipe) -> tuple[Assembly, Any, list[dict[str, Any]]]:
     """All rounds of a recipe without files: its parts, the final state, the ledger's rows."""
     parts = assemble(made)
-    fed, method = parts.fed, made.algorithm
+    return parts, through(parts, made.rounds), list(parts.ledger.rows())
+
+
+def through(parts: Assembly, rounds: int) -> Any:
+    """The state after these rounds."""
+    fed, method = parts.fed, parts.algorithm
     fed.begin(0)
     state = method.init(fed, parts.initial)
     fed.template = getattr(state, "params", parts.initial)
-    for round in range(1, made.rounds + 1):
+    for round in range(1, rounds + 1):
         fed.begin(round)
         state = method.round(state, fed)
-    return parts, state, list(parts.ledger.rows())
+    return state
 
 
 def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

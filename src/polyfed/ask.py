@@ -54,3 +54,13 @@ class Ask:
         known = {"got": got, "reply": reply, "scope": info.scope, "loop_because": info.loop_because}
         for name, value in known.items():
             object.__setattr__(self, name, value)
+
+
+def names_as_sent(field: str, sent: Mapping[int, Message]) -> Accept:
+    """Accepts replies whose tree has the names of the one that the client was sent in a field of that name."""
+
+    def flaw(client: int, reply: Message) -> str:
+        same = getattr(reply, field).keys() == getattr(sent[client], field).keys()
+        return "" if same else f"sent other names in {field} than it was sent"
+
+    return flaw

@@ -15,7 +15,7 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.ask import Ask, Send
 from polyfed.assembly import Assembly, assemble, block_sizes, facts_of
 from polyfed.errors import EgressError, PolyfedWarning, RecipeError
-from polyfed.messages import DESTINATIONS, KINDS, LABELS, Message
+from polyfed.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL, Message
 from polyfed.policy import Policy
 from polyfed.recipe import Recipe, recipe_of
 from polyfed.registry import name_of
@@ -213,7 +213,7 @@ def plan(assembly: Assembly, rehearsed: Mapping[Place, Size] | None = None) -> I
                     continue  # a modality that the global model does not read has no features there
                 allowed = assembly.policy.allows(kind, block, scope)
                 size = seen.get((name, field, block))
-                known = sizes.get(block) if kind in ("parameters", "gradients") else None
+                known = sizes.get(block) if kind in OF_THE_MODEL else None
                 yield Planned(
                     task=name,
                     message=reply.__name__,

@@ -22,7 +22,7 @@ from polyfed.forms import NOT_FINITE, Forms
 from polyfed.network import Clock
 from polyfed.node import Site
 from polyfed.replies import Answer, Part, Replies
-from polyfed.tasks import name_of
+from polyfed.tasks import path_of
 from polyfed.tree import SHARED, Tree
 from polyfed.view import AloneView
 
@@ -87,9 +87,8 @@ class Roster:
 
     def owned(self, client: int) -> tuple[str, ...]:
         """The modalities of a client, in the federation's order."""
-        held = self._rows_of_holds[
-            client
-        ].tobytes()  # a tensor takes ten times as long, and new clients come every round
+        # NumPy: new clients come every round, and a tensor takes ten times as long
+        held = self._rows_of_holds[client].tobytes()
         if held not in self._sets:
             self._sets[held] = tuple(m for m, has in zip(self.modalities, held, strict=True) if has)
         return self._sets[held]
@@ -171,15 +170,15 @@ class Federation:
             clients: numbers; the order does not matter.
             send: what they receive; parts of trees that belong to modalities a client lacks are left out.
             judged: whether too few answers end the run; no, where others have answered already or are asked next.
+            turn: another one for every time that a round asks the same anew, so that batches and dropout differ.
             accept: `accept(client, reply)` says what is wrong with a reply that is well formed but does not answer what
                 was asked, and nothing otherwise; such a reply is dropped like any bad one.
-            turn: another one for every time that a round asks the same anew, so that batches and dropout differ.
 
         Raises:
             EgressError: a client's policy refused to let the reply go.
             TooFewReplies, Diverged: see `judge`.
         """
-        ask = Ask(task, name_of(task, self.owner), self.round, self.rounds, self.asked, self.seed, turn)
+        ask = Ask(task, path_of(task, self.owner), self.round, self.rounds, self.asked, self.seed, turn)
         self.asked += 1
         for client in clients:
             if type(client) is not int or not (client in self.examiners or 0 <= client < len(self.clients)):

@@ -75,8 +75,7 @@ def normal(base: int | Tensor, shape: int | tuple[int, ...], device: torch.devic
 def permutation(base: int | Tensor, n: int, device: torch.device | str | None = None) -> Tensor:
     """A random order of range(n), int64 (n,)."""
     if isinstance(base, int):
-        noise = _mix_array(_positions(n) + np.uint32(base)).view(np.int32)
-        return torch.from_numpy(noise.argsort(kind="stable")).to(device)
+        return torch.from_numpy(_noise(np.uint32(base), n).argsort(kind="stable")).to(device)
     return torch.argsort(bits(base, n, device), stable=True)
 
 
@@ -86,7 +85,7 @@ def permutations(bases: Sequence[int], counts: Sequence[int], device: torch.devi
     Worked out on the host: on rows this short, twenty tensor operations cost more than the numbers.
     """
     longest = max(counts, default=0)
-    noise = _mix_array(_positions(longest) + np.array(bases, dtype=np.uint32)[:, None]).view(np.int32)
+    noise = _noise(np.array(bases, dtype=np.uint32)[:, None], longest)
     if min(counts, default=0) < longest:
         behind = np.arange(longest) >= np.array(counts)[:, None]
         noise = np.where(behind, np.int64(1) << 40, noise)
@@ -118,6 +117,11 @@ def _positions(count: int) -> np.ndarray:
     """The first round of `bits` at positions 0 to `count`: it knows no key, so that all clients share it."""
     counter = np.arange(count, dtype=np.uint32) * np.uint32(_GOLDEN)
     return _mix_array(counter ^ np.uint32(_SALT))
+
+
+def _noise(base: np.uint32 | np.ndarray, count: int) -> np.ndarray:
+    """`bits` of a key, or of keys (K, 1), at the first `count` positions: int32 (count,) or (K, count)."""
+    return _mix_array(_positions(count) + base).view(np.int32)
 
 
 def _mix_int(value: int) -> int:

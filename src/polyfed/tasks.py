@@ -86,7 +86,7 @@ def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
     return (owner.sends if got is Message else got, owner.replies if reply is Message else reply)
 
 
-def name_of(task: Callable[..., Any], algorithm: Any) -> str:
+def path_of(task: Callable[..., Any], algorithm: Any) -> str:
     """The name of a bound task as seen from the algorithm: `update`, or `selector.score`."""
     owner = task.__self__  # type: ignore[attr-defined]
     for prefix, part in parts(algorithm):

@@ -18,6 +18,7 @@ from polyfed.recipe import Recipe
 from polyfed.replies import Answer, Part
 from polyfed.selection import DivFl, PowD, Selector, Uniform
 from polyfed.tree import Tree
+from world import through
 
 BAD = 2
 """The client whose replies are bent; in most worlds it holds both modalities."""
@@ -52,7 +53,7 @@ BENT: dict[str, Callable[[Any], Any]] = {
 def run(made: Recipe, bend: Callable[[str, Message], Message]) -> None:
     """Two rounds in which one client's replies go through `bend`."""
     parts = assemble(made)
-    fed, method = parts.fed, made.algorithm
+    fed = parts.fed
     answer = fed.engine.answer
 
     def bent(ask: Any, asked: Any, send: Any) -> Answer:
@@ -63,13 +64,7 @@ def run(made: Recipe, bend: Callable[[str, Message], Message]) -> None:
         )
 
     fed.engine.answer = bent  # type: ignore[method-assign]
-    fed.begin(0)
-    state = method.init(fed, parts.initial)
-    fed.template = getattr(state, "params", parts.initial)
-    for round in (1, 2):
-        fed.begin(round)
-        state = method.round(state, fed)
-    method.evaluate(state, fed)
+    parts.algorithm.evaluate(through(parts, 2), fed)
 
 
 def sent(made: Recipe) -> dict[tuple[str, str], Tensor | Tree]:

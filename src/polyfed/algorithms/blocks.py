@@ -154,8 +154,7 @@ def wanted(chosen: Mapping[str, Tensor]) -> dict[int, Wanted]:
 
 def pick(params: Tree, got: Wanted) -> Blocks:
     """The wanted blocks of a device's model."""
-    blocks = {block_of(name) for name in got.blocks}
-    return Blocks({n: v for n, v in params.items() if block_of(n) in blocks and v.is_floating_point()})
+    return Blocks({n: v for n, v in params.items() if block_of(n) in got.blocks and v.is_floating_point()})
 
 
 def as_wanted(asked: Mapping[int, Wanted], layout: Mapping[str, Layout]) -> Accept:

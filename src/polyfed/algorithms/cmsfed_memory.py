@@ -95,12 +95,13 @@ class Ratios:
 def whole_gradients(params: Tree, fed: Federation) -> Accept:
     """Accepts reports whose gradients, where they have any, are those of all parameters and of whole encoders."""
     all_names = fed.site.model.trainable(params).keys()
+    encoders = {m: [*encoder_names(fed.site, params, m)] for m in fed.clients.modalities}
 
     def flaw(client: int, report: "Report") -> str:
         if report.gradient and report.gradient.keys() != all_names:
             return "sent a part of the gradient g"
-        for m in fed.clients.modalities:
-            if (own := select(report.encoder_gradient, [m])) and [*own] != [*encoder_names(fed.site, params, m)]:
+        for m, names in encoders.items():
+            if (own := select(report.encoder_gradient, [m])) and [*own] != names:
                 return f"sent a part of the gradient h of {m}"
         return ""
 

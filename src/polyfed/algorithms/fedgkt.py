@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from polyfed import keys, metrics
-from polyfed.algorithm import Algorithm, Broadcast, State
+from polyfed.algorithm import Algorithm, Broadcast, State, mean_loss
 from polyfed.algorithms.towers import mlps
 from polyfed.batch import Batch
 from polyfed.evaluation import Measured, OwnScore
@@ -177,14 +177,14 @@ class FedGKT(Algorithm):
         logits = view.collect(lambda batch: {"shared": model.logits(fit.params, batch)})["shared"]
         parts = torch.split(logits, [len(replies[k].labels) for k in replies])
         answers = {k: part.clone() for k, part in zip(replies, parts, strict=True)}
-        steps, losses, rows = int(fit.num_steps), replies.numbers("loss"), replies.numbers("num_rows")
+        steps = int(fit.num_steps)
         return state.with_(
             params=fit.params,
             optimiser=fit.moments,
             steps=steps,
             logits=state.logits | answers,
             server_loss=float(fit.loss) * steps / max(steps - state.steps, 1),
-            train_loss=sum(losses[k] * rows[k] for k in replies) / max(sum(rows.values()), 1.0),
+            train_loss=mean_loss(replies, fed),
         )
 
     def evaluate(self, state: GktState, fed: Federation) -> Measured:

@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from polyfed.algorithm import Averaging, Broadcast, State, Update, mean_loss
+from polyfed.algorithm import Averaging, Broadcast, State, mean_loss
+from polyfed.ask import names_as_sent
 from polyfed.batch import Batch
 from polyfed.evaluation import Measured
 from polyfed.federation import Federation
@@ -60,11 +61,7 @@ class FedMSplit(Averaging):
             return super().round(state, fed)  # type: ignore[no-any-return]
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         sends = {client: Broadcast(self._own(state, client, fed)) for client in cohort}
-
-        def flaw(client: int, reply: Update) -> str:
-            return "" if reply.params.keys() == sends[client].params.keys() else "sent other names than it was sent"
-
-        replies = fed.ask(self.update, cohort, sends, accept=flaw)
+        replies = fed.ask(self.update, cohort, sends, accept=names_as_sent("params", sends))
         if not replies:
             return state.with_(memory=memory)
         memory = self.selector.learn(memory, state.params, replies, fed)
@@ -142,9 +139,10 @@ class FedMSplit(Averaging):
 def mean_model(models: Mapping[int, Tree], fed: Federation) -> Tree:
     """Per name the mean over the clients that hold it, by rows."""
     total: Tree = {}
+    rows = fed.clients.rows_of(models)
     for name in dict.fromkeys(name for tree in models.values() for name in tree):
         holders = [client for client in sorted(models) if name in models[client]]
-        weights = [float(fed.clients.num_rows[client]) for client in holders]
+        weights = [rows[client] for client in holders]
         total[name] = _weighted([models[client][name] for client in holders], [w / sum(weights) for w in weights])
     return total
 

@@ -3,7 +3,6 @@
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -172,9 +171,7 @@ class InProcess(ABC):
             test_index=self.test_rows(client),
         )
         try:
-            with only_the_gate_refuses(ask):
-                returned = ask.task(site, self.metered(ask, (client,), view), self.local(ask, client), got)
-            reply, local = pair(ask, returned)
+            reply, local = perform(ask, site, self.metered(ask, (client,), view), self.local(ask, client), got)
             released = node.release(ask, reply, stacked=False)
         except PolyfedError:
             raise
@@ -195,7 +192,7 @@ class InProcess(ABC):
         """The view of these alike clients, its work counted where the run has a network model."""
         if self.clock is None or clients[0] < 0:
             return view
-        rows = [int(self.roster.num_rows[client]) for client in clients]
+        rows = list(self.roster.rows_of(clients).values())
         counter = self.clock.counter(ask.number, clients)
         return MeteredView(view, rows, self.site(clients[0]).modalities, self.model, counter)
 
@@ -238,37 +235,32 @@ def client_key(ask: Ask, client: int) -> int:
     return keys.key(ask.seed, "client", client, ask.round, *((ask.turn,) if ask.turn else ()))
 
 
-def pair(ask: Ask, returned: Any) -> tuple[Message, Tree]:
-    """What a task returned: a reply and the client's local state.
+def perform(ask: Ask, site: Site, view: View, local: Tree, got: Any) -> tuple[Message, Tree]:
+    """Run a task: its reply and the client's local state. A task's own `EgressError` is a failure like any other: the
+    words of a refusal leave a device, so the gate's have to be the only ones.
 
     Raises:
-        RecipeError: it is something else; a `return` without the local state is easily written.
+        RecipeError: it returned something else; a `return` without the local state is easily written.
     """
+    try:
+        returned = ask.task(site, view, local, got)
+    except EgressError as error:
+        raise RuntimeError(f"task {ask.name} raised EgressError, which only the gate may") from error
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Message)):
         raise RecipeError(
             f"task {ask.name} must return a message and the client's local state, as in `return Update(...), local`; "
             f"it returned {type(returned).__name__}"
         )
-    local = returned[1]
-    if not (isinstance(local, Mapping) and all(isinstance(value, Tensor) for value in local.values())):
-        what = type(local).__name__
-        if isinstance(local, Mapping):
-            what = ", ".join(f"'{k}': {type(v).__name__}" for k, v in local.items() if not isinstance(v, Tensor))
+    reply, kept = returned
+    if not (isinstance(kept, Mapping) and all(isinstance(value, Tensor) for value in kept.values())):
+        what = type(kept).__name__
+        if isinstance(kept, Mapping):
+            what = ", ".join(f"'{k}': {type(v).__name__}" for k, v in kept.items() if not isinstance(v, Tensor))
         raise RecipeError(
             f"task {ask.name}: a client's local state is a dict of tensors by name, so that it can be saved; this one "
             f"has {what}. A number becomes a tensor by torch.tensor(...)"
         )
-    return returned
-
-
-@contextmanager
-def only_the_gate_refuses(ask: Ask) -> Iterator[None]:
-    """A task's own `EgressError` is a failure like any other: the words of a refusal leave a device, so the gate's have
-    to be the only ones."""
-    try:
-        yield
-    except EgressError as error:
-        raise RuntimeError(f"task {ask.name} raised EgressError, which only the gate may") from error
+    return reply, kept
 
 
 def describe_failure(ask: Ask, clients: Sequence[int], got: Message) -> str:

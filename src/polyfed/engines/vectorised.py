@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from polyfed.ask import Ask, Send
-from polyfed.engines.inprocess import InProcess, client_key, describe_failure, only_the_gate_refuses, pair
+from polyfed.engines.inprocess import InProcess, client_key, describe_failure, perform
 from polyfed.errors import PolyfedError, RecipeError
 from polyfed.messages import OF_THE_MODEL, Message, cut, rebuilt, tensors
 from polyfed.node import Node
@@ -118,9 +118,7 @@ class Vectorised(InProcess):
                 test_stack=tests,
                 replays=self.replay,
             )
-            with only_the_gate_refuses(ask):
-                returned = ask.task(site, self.metered(ask, group, view), local, kind(**got))
-            reply, after = pair(ask, returned)
+            reply, after = perform(ask, site, self.metered(ask, group, view), local, kind(**got))
             reply_type.append(type(reply))
             return {name: getattr(reply, name) for name in reply.kinds}, after
 
@@ -215,12 +213,10 @@ def _without_padding(reply: Any) -> Any:
 
 def _refuse_padding(ask: Ask, reply: Message, counts: Sequence[int]) -> None:
     """Refuse to send what looks like an entry per row and does not say so: padding is made of another client's row."""
-    if len(set(counts)) == 1:
-        return
     for name, key, value in tensors(reply):
         said = reply.declared[name]
         told = said.rows is not None or said.shape is not None or said.kind in OF_THE_MODEL
-        if not told and value.dim() > 1 and value.shape[1] == max(counts):
+        if not told and _may_be_padded(value, counts):
             raise RecipeError(
                 f"task {ask.name} sends {name if key is None else f'{name}.{key}'} with an entry for each of its "
                 f"rows, and {type(reply).__name__} does not say so: in a stack of unequal clients it has been padded. "
@@ -230,16 +226,19 @@ def _refuse_padding(ask: Ask, reply: Message, counts: Sequence[int]) -> None:
 
 def _refuse_kept_padding(ask: Ask, after: Tree, before: Tree, counts: Sequence[int]) -> None:
     """Refuse to keep something new with an entry per row: in a stack of unequal clients it has been padded."""
-    if len(set(counts)) == 1:
-        return
     for name, value in after.items():
         is_new = name not in before or before[name].shape != value.shape
-        if is_new and value.dim() > 1 and value.shape[1] == max(counts):
+        if is_new and _may_be_padded(value, counts):
             raise RecipeError(
                 f"task {ask.name} keeps '{name}' with an entry for each of a client's rows. Clients of unequal length "
                 "cannot be stacked then: make it in Algorithm.local with the length each client needs, or mark the "
                 "task with loop_because"
             )
+
+
+def _may_be_padded(value: Tensor, counts: Sequence[int]) -> bool:
+    """Whether a stack's tensor has as many entries a client as the longest of unequal clients has rows."""
+    return len(set(counts)) > 1 and value.dim() > 1 and value.shape[1] == max(counts)
 
 
 def _ordered(part: Part) -> Part:

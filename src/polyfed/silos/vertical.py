@@ -21,7 +21,7 @@ from torch import Tensor
 
 from polyfed import keys
 from polyfed.algorithm import Algorithm, State
-from polyfed.ask import Accept
+from polyfed.ask import Accept, names_as_sent
 from polyfed.batch import Batch
 from polyfed.errors import RecipeError
 from polyfed.federation import Federation
@@ -182,7 +182,7 @@ class Vertical(Algorithm):
             embeddings = stale_embeddings(samples[silo].rows, [known[c] for c in members if c in known])
             exchange = Exchange(state.heads[silo], embeddings, samples[silo].rows)
             phi |= {client: exchange for client in members if client in answers}
-        accept = None if self.head_update == "server" else _same_head(phi)
+        accept = None if self.head_update == "server" else names_as_sent("head", phi)
         copies = fed.ask(self.practise, sorted(phi), phi, turn=number, accept=accept)
         heads_from, moved = copies, bytes_down(fed, ask) + bytes_up(answers) + bytes_down(fed, phi) + bytes_up(copies)
         if self.head_update == "server":
@@ -190,7 +190,7 @@ class Vertical(Algorithm):
                 there[0]: phi[there[0]] for members in silos.values() if (there := [c for c in members if c in phi])
             }
             heads_from = fed.ask(
-                self.fit_head, sorted(hosts), hosts, judged=False, turn=number, accept=_same_head(hosts)
+                self.fit_head, sorted(hosts), hosts, judged=False, turn=number, accept=names_as_sent("head", hosts)
             )
             moved += bytes_down(fed, hosts) + bytes_up(heads_from)
         heads = {
@@ -302,12 +302,5 @@ def _of_these_rows(asked: Mapping[int, Sample]) -> Accept:
     def flaw(client: int, reply: Embedded) -> str:
         sent, wanted = {m: len(h) for m, h in reply.embeddings.items()}, len(asked[client].rows)
         return "" if all(n == wanted for n in sent.values()) else f"sent embeddings of {sent} rows, not of {wanted}"
-
-    return flaw
-
-
-def _same_head(sent: Mapping[int, Exchange]) -> Accept:
-    def flaw(client: int, reply: Copy) -> str:
-        return "" if reply.head.keys() == sent[client].head.keys() else "sent other parts of the head than it was sent"
 
     return flaw
