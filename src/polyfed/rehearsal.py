@@ -18,7 +18,7 @@ from polyfed.events import Emitter, Listener
 from polyfed.messages import Message, crossings
 from polyfed.node import Node, Site
 from polyfed.recipe import Recipe
-from polyfed.replies import Part
+from polyfed.replies import Part, stacked
 from polyfed.tree import Tree
 
 PASSES = (10, 20)
@@ -100,17 +100,19 @@ class Stage(Sequential):
 
     def _run(self, ask: Ask, clients: Sequence[int], send: Send, missing: dict[int, str]) -> Iterator[Part]:
         chosen: dict[int, Kind] = {}
+        replies: dict[int, Message] = {}
         for kind, alike in itertools.groupby(sorted(clients, key=self._order), key=self._kind):
             chosen |= dict.fromkeys(itertools.islice(alike, self.few), kind)
         missing.update(dict.fromkeys(set(clients) - chosen.keys(), STANDS_FOR))
         for client, kind in sorted(chosen.items()):
             if client not in self.locals and kind in self.left_by:
                 self.locals[client] = self.left_by[kind]
-            part = self.alone(ask, client, send, missing)
+            reply = self.alone(ask, client, send, missing)
             if client in self.locals:
                 self.left_by[kind] = self.locals[client]
-            if part is not None:
-                yield part
+            if reply is not None:
+                replies[client] = reply
+        yield from stacked(replies)
 
     def _order(self, client: int) -> tuple[Kind, int, int]:
         return self._kind(client), -self._num_rows(client), client

@@ -1,13 +1,20 @@
 """What comes back from an ask: stacked replies, and their means per block."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from polyfed.messages import Message, rebuilt, trimmed
+from polyfed.messages import Message, rebuilt, tensors, trimmed
 from polyfed.tree import Tree
+
+SMALL = 2**18
+"""Bytes of a reply up to which copying it into a stack costs less than looking at it by itself (docs/performance.md)."""
+
+MOST = 64
+"""Replies of such a stack: what is done once for all of them hardly counts any more, and the copy stays below 16 MiB."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,35 @@ class Part:
         index = torch.tensor(wanted)
         clients = tuple(self.clients[i] for i in wanted)
         return Part(clients, rebuilt(self.message, lambda t: t[index.to(t.device)])) if wanted else None
+
+
+def stacked(replies: dict[int, Message]) -> Iterator[Part]:
+    """Replies that came one by one, as parts: small ones of one form together, so that checking and averaging them
+    takes one operation for many. Takes them out of `replies` on its way, so that nothing is held twice for long."""
+    alike: dict[Hashable, list[int]] = {}
+    for client, reply in replies.items():
+        found = [(name, key, value.shape, value.dtype, value.nbytes) for name, key, value in tensors(reply)]
+        alone = client if sum(entry[-1] for entry in found) > SMALL else None
+        alike.setdefault((type(reply), alone, *found), []).append(client)
+    for group in alike.values():
+        for start in range(0, len(group), MOST):
+            clients = tuple(group[start : start + MOST])
+            yield Part(clients, _stack([replies.pop(client) for client in clients]))
+
+
+def _stack(messages: Sequence[Any]) -> Any:
+    """One message with a leading axis for messages of one form."""
+    first, fields = messages[0], dict[str, Any]()
+    with torch.no_grad():
+        if len(messages) == 1:
+            return rebuilt(first, lambda tensor: tensor.unsqueeze(0))
+        for name in first.kinds:
+            values = [getattr(msg, name) for msg in messages]
+            if isinstance(values[0], Tensor):
+                fields[name] = torch.stack(values)
+            else:
+                fields[name] = {key: torch.stack([tree[key] for tree in values]) for key in values[0]}
+    return type(first)(**fields)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,11 @@ BENT: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def only(part: Part, clients: set[int]) -> Part | None:
+    """The part of a part."""
+    return part.without(set(part.clients) - clients)
+
+
 def run(made: Recipe, bend: Callable[[str, Message], Message]) -> None:
     """Two rounds in which one client's replies go through `bend`."""
     parts = assemble(made)
@@ -58,10 +63,8 @@ def run(made: Recipe, bend: Callable[[str, Message], Message]) -> None:
 
     def bent(ask: Any, asked: Any, send: Any) -> Answer:
         got = answer(ask, asked, send)
-        return replace(
-            got,
-            parts=[Part(p.clients, bend(ask.name, p.message)) if p.clients == (BAD,) else p for p in got.parts],
-        )
+        bad = [Part((BAD,), bend(ask.name, part.message)) for p in got.parts if (part := only(p, {BAD}))]
+        return replace(got, parts=[*bad, *(part for p in got.parts if (part := p.without({BAD})))])
 
     fed.engine.answer = bent  # type: ignore[method-assign]
     parts.algorithm.evaluate(through(parts, 2), fed)

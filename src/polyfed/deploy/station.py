@@ -15,7 +15,7 @@ from polyfed.engines.inprocess import roster_of
 from polyfed.engines.letters import FAILED, REFUSED, REPLY, Enrolment, Ticket, reason
 from polyfed.errors import BadReply, EgressError, PolyfedError
 from polyfed.ledger import Ledger, lines
-from polyfed.messages import Message, rebuilt
+from polyfed.messages import Message
 from polyfed.policy import Policy
 from polyfed.tasks import tasks_of
 from polyfed.tree import SHARED, Tree
@@ -77,18 +77,18 @@ class Station:
             engine.ledger = Ledger(ticket.run)
             missing: dict[int, str] = {}
             try:
-                part = engine.alone(ask, ticket.client, got, missing)
+                reply = engine.alone(ask, ticket.client, got, missing)
             finally:
                 book(folder / LEDGER, lines(engine.ledger.drain(), ticket.run))
-            if part is None and self.discreet:
+            if reply is None and self.discreet:
                 raise Fault(f"{missing[ticket.client].partition(':')[0]} in task {ask.name}")
-            if part is None:
+            if reply is None:
                 return reason(FAILED, ticket, missing[ticket.client])
             left = engine.locals.get(ticket.client)
             if left is not None and left is not local:
                 modalities = engine.roster[ticket.client].modalities
                 store.keep(ticket, left, modalities, int(packet.header.get("kept", 0)))
-        content = encode(rebuilt(part.message, lambda tensor: tensor[0]))
+        content = encode(reply)
         return Packet(ticket.header(verdict=REPLY) | content.header, content.body)
 
     def _begun(self, store: Store, ask: Ask, ticket: Ticket) -> Tree | None:

@@ -152,12 +152,12 @@ class InProcess(ABC):
             found |= dict.fromkeys(group, got)
         return {client: found[client] for client in clients}
 
-    def alone(self, ask: Ask, client: int, send: Send, missing: dict[int, str]) -> Part | None:
-        """Run one client by itself, from what is sent to it."""
+    def alone(self, ask: Ask, client: int, send: Send, missing: dict[int, str]) -> Message | None:
+        """Run one client by itself, from what is sent to it; None where it failed, and the reason in `missing`."""
         return self.worked(ask, client, self.received(ask, (client,), send)[client], missing)
 
-    def worked(self, ask: Ask, client: int, got: Any, missing: dict[int, str]) -> Part | None:
-        """Run one client by itself, on what it has received."""
+    def worked(self, ask: Ask, client: int, got: Any, missing: dict[int, str]) -> Message | None:
+        """Run one client by itself, on what it has received; see `alone`."""
         site = self.site(client)
         node = self.node((client,), site)
         view = AloneView(
@@ -185,8 +185,7 @@ class InProcess(ABC):
             return None
         if local is not self.locals.get(client):
             self.locals[client] = clone(local)
-        with torch.no_grad():
-            return Part((client,), rebuilt(released, lambda tensor: tensor.unsqueeze(0)))
+        return released
 
     def metered(self, ask: Ask, clients: Sequence[int], view: View) -> View:
         """The view of these alike clients, its work counted where the run has a network model."""

@@ -14,8 +14,8 @@ from polyfed.engines.inprocess import InProcess
 from polyfed.engines.letters import FAILED, MAX_REASON, REFUSED, REPLY, Facts, Post, Ticket, letter
 from polyfed.errors import BadReply, EgressError, RecipeError
 from polyfed.ledger import TO_CLIENT, Entry
-from polyfed.messages import Message, crossings, cut, rebuilt
-from polyfed.replies import Part
+from polyfed.messages import Message, crossings, cut
+from polyfed.replies import Part, stacked
 from polyfed.tasks import info_of, tasks_of
 from polyfed.wire import Packet, decode, encode
 
@@ -75,12 +75,18 @@ class Remote(InProcess):
             )
 
     def _run(self, ask: Ask, clients: Sequence[int], send: Send, missing: dict[int, str]) -> Iterator[Part]:
+        replies: dict[int, Message] = {}
         for examiner in (client for client in clients if client < 0):
-            if (part := self.alone(ask, examiner, send, missing)) is not None:
-                yield part
+            if (judged := self.alone(ask, examiner, send, missing)) is not None:
+                replies[examiner] = judged
         asked = [client for client in clients if client >= 0]
-        if not asked:
-            return
+        if asked:
+            replies |= self._exchanged(ask, asked, send, missing)
+        yield from stacked(replies)
+
+    def _exchanged(self, ask: Ask, asked: Sequence[int], send: Send, missing: dict[int, str]) -> dict[int, Message]:
+        """The replies of clients elsewhere."""
+        replies: dict[int, Message] = {}
         answers = self.post.exchange(self._letters(ask, asked, send), self.terms.reply_seconds)
         refused: EgressError | None = None
         for client in asked:
@@ -90,9 +96,10 @@ class Remote(InProcess):
                 refused = refused or error
                 continue
             if reply is not None:
-                yield Part((client,), rebuilt(reply, lambda tensor: tensor.to(self.device).unsqueeze(0)))
+                replies[client] = self._to_device(reply)
         if refused is not None:  # only now: what the others sent has arrived all the same, and is booked
             raise refused
+        return replies
 
     def _too_late(self) -> str:
         return f"no answer within {self.terms.reply_seconds:g} seconds"

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from polyfed.ask import Ask, Send
 from polyfed.engines.inprocess import InProcess
-from polyfed.replies import Part
+from polyfed.messages import Message
+from polyfed.replies import Part, stacked
 
 
 class Sequential(InProcess):
@@ -13,7 +14,9 @@ class Sequential(InProcess):
     name = "sequential"
 
     def _run(self, ask: Ask, clients: Sequence[int], send: Send, missing: dict[int, str]) -> Iterator[Part]:
+        replies: dict[int, Message] = {}
         for client, got in self.received(ask, clients, send).items():
-            part = self.worked(ask, client, got, missing)
-            if part is not None:
-                yield part
+            reply = self.worked(ask, client, got, missing)
+            if reply is not None:
+                replies[client] = reply
+        yield from stacked(replies)

@@ -20,7 +20,7 @@ from polyfed.engines.inprocess import InProcess, client_key, describe_failure, p
 from polyfed.errors import PolyfedError, RecipeError
 from polyfed.messages import OF_THE_MODEL, Message, cut, rebuilt, tensors
 from polyfed.node import Node
-from polyfed.replies import Part
+from polyfed.replies import Part, stacked
 from polyfed.tree import Tree, size_bytes
 from polyfed.view import StackedView
 from polyfed.view.plan import Rows
@@ -50,6 +50,7 @@ class Vectorised(InProcess):
         self._noted: set[str] = set()
 
     def _run(self, ask: Ask, clients: Sequence[int], send: Send, missing: dict[int, str]) -> Iterator[Part]:
+        singles: dict[int, Message] = {}
         for group in self._groups(ask, clients, send):
             if len(group) > 1:
                 part = self._stacked(ask, group, send)
@@ -59,7 +60,8 @@ class Vectorised(InProcess):
             for client in group:
                 single = self.alone(ask, client, send, missing)
                 if single is not None:
-                    yield single
+                    singles[client] = single
+        yield from stacked(singles)
 
     def _groups(self, ask: Ask, clients: Sequence[int], send: Send) -> Iterator[list[int]]:
         loop_because = ask.loop_because
