@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,6 +28,10 @@ from worker import ANSWER
 
 HERE = Path(__file__).parent
 BARE = "bare loop"
+
+REST = 0.05
+"""Seconds between two rounds: a program's OpenMP threads spin on for some milliseconds after its last operation, on
+cores that the next one needs."""
 
 
 @dataclass
@@ -128,6 +133,7 @@ def measure(setting: Setting, options: argparse.Namespace, cache: Path) -> list[
             for number in range(2 + options.rounds):
                 for program in running:
                     program.round(count=number >= 2)
+                    time.sleep(REST)
         finally:
             for program in running:
                 program.stop()

@@ -11,10 +11,14 @@ from polyfed.messages import Message, rebuilt, tensors, trimmed
 from polyfed.tree import Tree
 
 SMALL = 2**18
-"""Bytes of a reply up to which copying it into a stack costs less than looking at it by itself (docs/performance.md)."""
+"""Bytes of a reply up to which a copy in a stack costs less than a look at it by itself (docs/performance.md)."""
 
 MOST = 64
-"""Replies of such a stack: what is done once for all of them hardly counts any more, and the copy stays below 16 MiB."""
+"""Replies of such a stack: by then, what is done once for all of them hardly counts; a stack stays below 16 MiB."""
+
+
+Piece = tuple[tuple[int, ...], Tensor]
+"""Clients, and what they sent under one name of a tree: (K, ...)."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,10 @@ def stacked(replies: dict[int, Message]) -> Iterator[Part]:
     takes one operation for many. Takes them out of `replies` on its way, so that nothing is held twice for long."""
     alike: dict[Hashable, list[int]] = {}
     for client, reply in replies.items():
-        found = [(name, key, value.shape, value.dtype, value.nbytes) for name, key, value in tensors(reply)]
-        alone = client if sum(entry[-1] for entry in found) > SMALL else None
-        alike.setdefault((type(reply), alone, *found), []).append(client)
+        found = list(tensors(reply))
+        alone = client if sum(value.nbytes for _, _, value in found) > SMALL else None
+        form = [(name, key, value.shape, value.dtype) for name, key, value in found]
+        alike.setdefault((type(reply), alone, *form), []).append(client)
     for group in alike.values():
         for start in range(0, len(group), MOST):
             clients = tuple(group[start : start + MOST])
@@ -51,9 +56,9 @@ def stacked(replies: dict[int, Message]) -> Iterator[Part]:
 def _stack(messages: Sequence[Any]) -> Any:
     """One message with a leading axis for messages of one form."""
     first, fields = messages[0], dict[str, Any]()
+    if len(messages) == 1:  # detached by name: without gradients, a view of a leaf still asks for one
+        return rebuilt(first, lambda tensor: tensor.detach().unsqueeze(0))
     with torch.no_grad():
-        if len(messages) == 1:
-            return rebuilt(first, lambda tensor: tensor.unsqueeze(0))
         for name in first.kinds:
             values = [getattr(msg, name) for msg in messages]
             if isinstance(values[0], Tensor):
@@ -110,22 +115,12 @@ class Replies(Mapping[int, Any]):
 
         Names that nobody sent are absent. Integers (counters) take the maximum, never a mean (algorithms.md 0.4).
         """
-        totals: dict[str, float] = {}
+        pieces: dict[str, list[Piece]] = {}
         for part in self.parts:
-            share = sum(weights[c] for c in part.clients)
-            for key in getattr(part.message, name):
-                totals[key] = totals.get(key, 0.0) + share
-        alike: dict[float, list[str]] = {}
-        for key, total in totals.items():
-            if total > 0:
-                alike.setdefault(total, []).append(key)
-        mean: Tree = {}
-        for part in self.parts:
-            tree = getattr(part.message, name)
-            for total, keys in alike.items():
-                sent = {key: tree[key] for key in keys if key in tree}
-                _accumulate(mean, sent, [weights[c] / total for c in part.clients])
-        return {key: value[0] for key, value in mean.items()}
+            for key, stack in getattr(part.message, name).items():
+                pieces.setdefault(key, []).append((part.clients, stack))
+        totals = {key: sum(weights[c] for clients, _ in found for c in clients) for key, found in pieces.items()}
+        return {key: _mean(found, weights, totals[key]) for key, found in pieces.items() if totals[key] > 0}
 
 
 def joined(asks: Iterable[Replies]) -> Replies:
@@ -135,17 +130,31 @@ def joined(asks: Iterable[Replies]) -> Replies:
     return Replies([part for replies in asked for part in replies.parts], missing)
 
 
-def _accumulate(mean: Tree, sent: Tree, share_K: list[float]) -> None:
-    """Adds the weighted sum over the clients of a part to `mean`, in place; both keep a leading axis."""
-    counters = {key: value for key, value in sent.items() if not value.is_floating_point()}
-    for key, value in counters.items():
-        top = value.amax(0, keepdim=True)
-        mean[key] = torch.maximum(mean[key], top) if key in mean else top
-    sums = {key: value for key, value in sent.items() if key not in counters}
-    if len(share_K) > 1:
-        weight = torch.tensor([share_K])
-        sums = {key: torch.tensordot(weight.to(value), value, 1) for key, value in sums.items()}
-    mean.update({key: torch.zeros_like(value) for key, value in sums.items() if key not in mean})
-    if sums:  # all tensors in one call
-        alpha = share_K[0] if len(share_K) == 1 else 1.0
-        torch._foreach_add_([mean[key] for key in sums], list(sums.values()), alpha=alpha)
+def _mean(pieces: list[Piece], weights: Mapping[int, float], total: float) -> Tensor:
+    """The weighted mean over all clients of the pieces."""
+    one_K = pieces[0][1]
+    if not one_K.is_floating_point():
+        return torch.stack([stack.amax(0) for _, stack in pieces]).amax(0)
+    if len(pieces) > 1 and one_K[0].nbytes <= SMALL:
+        pieces = _ascending(pieces)
+    mean: Tensor | None = None
+    for clients, stack in pieces:
+        share_K = [weights[client] / total for client in clients]
+        if mean is not None and len(clients) == 1:  # large: no copy
+            mean.add_(stack[0], alpha=share_K[0])
+            continue
+        term = torch.tensordot(torch.tensor([share_K]).to(stack), stack, 1)[0]
+        mean = term if mean is None else mean.add_(term)
+    assert mean is not None, "a name in a tree has been sent by somebody"
+    return mean
+
+
+def _ascending(pieces: list[Piece]) -> list[Piece]:
+    """The same in ascending order of clients, so that bits of a mean do not depend on who came in one stack."""
+    clients = [client for group, _ in pieces for client in group]
+    order = sorted(range(len(clients)), key=clients.__getitem__)
+    whole = torch.cat([stack for _, stack in pieces])
+    if order != list(range(len(order))):
+        whole = whole[torch.tensor(order, device=whole.device)]
+    starts = range(0, len(order), MOST)
+    return [(tuple(clients[i] for i in order[s : s + MOST]), whole[s : s + MOST]) for s in starts]

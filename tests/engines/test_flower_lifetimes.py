@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -15,10 +16,18 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from engines.federations import PATIENCE, recipe_for, reference, said, until
 from polyfed.deploy.local import Local
 from polyfed.deploy.server import only_server
+from polyfed.signals import handling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 POLYFED = str(Path(sys.executable).with_name("polyfed"))
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c() -> Iterator[None]:
+    """Tests that a shell runs in the background ignore Ctrl-C, and would hand that down to what they start."""
+    with handling(signal.default_int_handler, signal.SIGINT):
+        yield
 
 
 def command(recipe: Path, folder: Path, log: IO[bytes]) -> "subprocess.Popen[bytes]":
