@@ -34,6 +34,7 @@ LAYERS = [
         "progress",
         "report",
         "settings",
+        "overrides",
         "tracking",
         "lock",
         "outcome",

@@ -21,28 +21,12 @@ from polyfed.messages import KINDS
 from polyfed.model import ModelSpec
 from polyfed.network import Network
 from polyfed.optim import ServerOptimiser, Train
+from polyfed.overrides import apply, called, refuse_unknown
 from polyfed.registry import find, name_of
 from polyfed.schema import checked
 from polyfed.selection import SELECTORS, Selector
 from polyfed.settings import CheckpointSpec, EngineSpec
 from polyfed.tracking import TRACKERS, Tracker
-
-SECTIONS = (
-    "data",
-    "clients",
-    "model",
-    "train",
-    "algorithm",
-    "selection",
-    "server",
-    "network",
-    "egress",
-    "evaluate",
-    "engine",
-    "checkpoint",
-    "tracking",
-)
-"""Sections of a recipe; `seed` and `rounds` stand before them."""
 
 PARTS = {"train": "train", "evaluation": "evaluate", "selector": "selection", "server": "server"}
 """Fields of an algorithm that are written in a section of their own."""
@@ -131,12 +115,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, leave_out: S
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"recipe {path} is not valid TOML: {error}") from None
     for override in overrides:
-        _apply(table, override)
+        apply(table, override)
     table = {section: entry for section, entry in table.items() if section not in leave_out}
     try:
         return parse_recipe(table, name=path.stem)
     except RecipeError as error:
-        raise type(error)(f"recipe {path}: {error}") from None
+        raise type(error)(f"{called(path, overrides)}: {error}") from None
 
 
 def recipe_of(given: Recipe | str | Path) -> Recipe:
@@ -160,8 +144,7 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
     sections.pop("versions", None)  # a resolved recipe says what it ran on; it can be run again as it is
     top: dict[str, Any] = {key: sections.pop(key) for key in ("seed", "rounds") if key in sections}
     for key, value in sections.items():
-        if key not in SECTIONS:
-            raise RecipeError(f"no section or key '{key}'; {did_you_mean(key, (*SECTIONS, 'seed', 'rounds'))}")
+        refuse_unknown(key)
         if not isinstance(value, Mapping):
             raise RecipeError(f"'{key}' is a section: write [{key}] and its keys below it")
     for section in ("data", "algorithm", "model"):
@@ -295,24 +278,3 @@ def _class(
         wanted = "a dataclass" if base is object else f"a subclass of {base.__name__} and a dataclass"
         raise RecipeError(f"{where} name = '{name}' must be {wanted}; it is {cls!r}")
     return cls, rest
-
-
-def _apply(table: dict[str, Any], override: str) -> None:
-    path, equals, text = override.partition("=")
-    names = path.strip().split(".")
-    if not equals or not all(names):
-        raise RecipeError(f"--set {override}: write section.key=value, as in --set train.lr=0.1")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()  # a bare word
-    # another data set or algorithm comes with keys of its own; elsewhere what is not named should stay as it is
-    if names[0] in SECTIONS and len(names) == 1 and not (isinstance(value, dict) and "name" in value):
-        raise RecipeError(
-            f"--set {override}: '{names[0]}' is a section; write its keys one by one, --set {names[0]}.key=value"
-        )
-    for name in names[:-1]:
-        table = table.setdefault(name, {})
-        if not isinstance(table, dict):
-            raise RecipeError(f"--set {override}: '{name}' is a value, not a section")
-    table[names[-1]] = value

@@ -26,6 +26,7 @@ from polyfed.check import Check
 from polyfed.cli import deployment, handbook, preparation, tables
 from polyfed.deploy.inspection import inspect
 from polyfed.errors import DataError, PolyfedError, PolyfedWarning, RecipeError
+from polyfed.overrides import called
 from polyfed.progress import Progress
 from polyfed.records import dumped
 from polyfed.report import REPORT, compare, write_comparison, write_report
@@ -108,14 +109,15 @@ def run(
         raise RecipeError("--resume needs the folder of the run: --out DIR")
     machine = {"engine.name": engine, "engine.device": device and device.value, "engine.debug": debug or None}
     words = [f"{key}={json.dumps(value)}" for key, value in machine.items() if value is not None]
-    loaded = polyfed.load_recipe(recipe, [*(overrides or []), *words])
+    overrides = [*(overrides or []), *words]
+    loaded = polyfed.load_recipe(recipe, overrides)
     folder = out if out is not None else unused(Path("runs"), loaded.name)
     try:
         # a batch system that takes its machine back sends SIGTERM, and waits a little
-        with Progress() as progress, naming(recipe), handling(interrupt, signal.SIGTERM):
+        with Progress() as progress, naming(recipe, overrides), handling(interrupt, signal.SIGTERM):
             finished = polyfed.run(loaded, out=folder, resume=resume, listeners=[progress])
     except KeyboardInterrupt:
-        settings = [part for word in (*(overrides or []), *words) for part in ("--set", word)]
+        settings = [part for word in overrides for part in ("--set", word)]
         again = shlex.join(["polyfed", "run", str(recipe), *settings, "--resume", "--out", str(folder)])
         typer.echo(f"go on with: {again}", err=True)
         raise typer.Exit(INTERRUPTED) from None
@@ -145,7 +147,7 @@ def check(
         else:
             show(deployment.device_tables(inspection))
         raise typer.Exit(polyfed.errors.EgressError.exit_code if inspection.refused else 0)
-    with naming(recipe):
+    with naming(recipe, overrides or []):
         checked = polyfed.check(loaded)
     if as_json:
         print_json(plan_of(checked))
@@ -247,12 +249,12 @@ def write_flower_app(
 
 
 @contextmanager
-def naming(recipe: Path) -> Iterator[None]:
+def naming(recipe: Path, overrides: Sequence[str]) -> Iterator[None]:
     """Put the recipe's name before errors that show only once recipe and data meet; reading it names it already."""
     try:
         yield
     except (RecipeError, polyfed.errors.EgressError) as error:
-        raise type(error)(f"recipe {recipe}: {error}") from None
+        raise type(error)(f"{called(recipe, overrides)}: {error}") from None
 
 
 def unused(parent: Path, name: str) -> Path:

@@ -1,7 +1,7 @@
 """Clients in other processes or on other machines: the server's half. What carries the packets is a `Post`.
 
-The server computes as the sequential engine does: replies come into the round one by one in ascending order of the
-clients, whenever they arrive, so parameters do not depend on who was fast. Its ledger books what it sent and what it
+The server computes as the sequential engine does: replies come into the round in ascending order of the clients,
+whenever they arrive, so parameters do not depend on who was fast. Its ledger books what it sent and what it
 took; each client keeps a ledger of its own, which also knows what was refused there.
 """
 
