@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from torch import Tensor
 
-from polyfed.algorithm import Algorithm
+from polyfed.algorithm import Algorithm, Averaging
 from polyfed.algorithms import ALGORITHMS
 from polyfed.ask import Ask, Send
 from polyfed.assembly import Assembly, assemble, block_sizes, facts_of
@@ -24,13 +24,13 @@ from polyfed.replies import Answer
 from polyfed.tasks import info_of, tasks_of, types_of
 from polyfed.tree import SHARED
 
-SERVER_TASKS = ("score",)
+SERVER_TASKS = (Algorithm.score.__name__,)
 """Tasks that run on the server's own rows: nothing of theirs crosses a client's border."""
 
-SCORE_OWN = "score_own"
+SCORE_OWN = Algorithm.score_own.__name__
 """The task by which clients judge on test rows of their own."""
 
-CLASS_MEANS = "class_means"
+CLASS_MEANS = Averaging.class_means.__name__
 """The averaging methods' task for `[evaluate] unimodal = "prototype"`."""
 
 
