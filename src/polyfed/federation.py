@@ -19,11 +19,12 @@ from polyfed.ask import Accept, Ask, Send, Task
 from polyfed.data.columns import Column, Columns
 from polyfed.errors import BadReply, Diverged, RecipeError, TooFewReplies
 from polyfed.forms import NOT_FINITE, Forms
+from polyfed.messages import LABELS, tensors
 from polyfed.network import Clock
 from polyfed.node import Site
 from polyfed.replies import Answer, Part, Replies
 from polyfed.tasks import path_of
-from polyfed.tree import SHARED, Tree
+from polyfed.tree import SHARED, Tree, block_of
 from polyfed.view import AloneView
 
 TEST, VALIDATION = -1, -2
@@ -267,11 +268,20 @@ class Federation:
         except BadReply as error:
             missing.update(dict.fromkeys(part.clients, str(error)))
             return None
-        bad = self.forms.unusable(part)
+        bad = self._foreign(part) | self.forms.unusable(part)
         if accept is not None and (fine := part.without(bad)):
             bad |= {client: words for client, reply in Replies([fine]).items() if (words := accept(client, reply))}
         missing.update(bad)
         return part.without(bad)
+
+    def _foreign(self, part: Part) -> dict[int, str]:
+        """Clients that sent something of a modality which they do not have, and which: it would enter the means."""
+        msg = part.message
+        sent = {block_of(key) for name, key, _ in tensors(msg) if key is not None and name not in msg.whole}
+        own = {client: sent - {*self.clients.owned(client), SHARED, LABELS} for client in part.clients if client >= 0}
+        return {
+            client: f"sent something of {min(more)}, which it does not have" for client, more in own.items() if more
+        }
 
 
 def _listed(reasons: Mapping[int, str]) -> str:

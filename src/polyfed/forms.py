@@ -3,8 +3,9 @@ against what the message's type declares, for this model.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -20,7 +21,13 @@ NOT_FINITE = "is not finite"
 """How the reason ends when a reply holds NaN or infinity."""
 
 REAL = ("embeddings", "prototypes", "predictions")
-"""Kinds that are floating-point numbers."""
+"""Kinds that are floating-point numbers, of the model's own type: what is computed on them would fail on another."""
+
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+"""Types of a number of rows."""
+
+OF_A_MODALITY = frozenset({"features", "encoded", "sample"})
+"""Sizes that only a modality has."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,12 @@ class Forms:
     template: Tree
     model: Model
     modalities: tuple[str, ...]
-    _named: dict[tuple[str, str, bool, tuple[str, ...]], str] = field(default_factory=dict)
+    _named: dict[Hashable, str] = field(default_factory=dict)
+
+    @cached_property
+    def floats(self) -> frozenset[torch.dtype]:
+        """Floating-point types of the model."""
+        return frozenset(t.dtype for t in self.template.values() if t.is_floating_point()) or frozenset({torch.float32})
 
     def check(self, msg: Message, expected: type[Message]) -> None:
         """Refuse a (stacked) reply of another type, or whose names, shapes and types are not as declared.
@@ -55,16 +67,19 @@ class Forms:
                 raise BadReply(flaw)
             for key, tensor in value.items():
                 self._check_tensor(name, key, tensor, said)
-        for name, count in msg.counts.items():
-            rows, counted = getattr(msg, name), getattr(msg, count)
-            held = [t.shape[1] for t in ([rows] if isinstance(rows, Tensor) else rows.values())]
-            if held and not 0 <= int(counted.min()) <= int(counted.max()) <= min(held):
-                raise BadReply(f"{count} says {counted.tolist()} rows, {name} holds {min(held)}")
+        for count in msg.counts.values():
+            if (kind := getattr(msg, count).dtype) not in WHOLE:
+                raise BadReply(f"{count} is {kind}, expected whole numbers")
 
     def unusable(self, part: Part) -> dict[int, str]:
         """Clients of a part whose reply holds NaN, infinity, or numbers outside of what they can be, and where."""
         found = [(name, key, value) for name, key, value in tensors(part.message) if value.numel()]
         bad: dict[int, str] = {}
+        for name, count in part.message.counts.items():
+            rows, counted = getattr(part.message, name), getattr(part.message, count)
+            if held := [t.shape[1] for t in ([rows] if isinstance(rows, Tensor) else rows.values())]:
+                fine = (counted >= 0) & (counted <= min(held))
+                self._note(bad, part, fine, f"{count} must be from 0 to {min(held)}, the rows that {name} holds")
         for name, key, value in found:
             said = part.message.declared[name]
             if said.kind == "labels" and said.shape == ():
@@ -97,9 +112,9 @@ class Forms:
                 raise BadReply(f"{field}.{key} is {found}, expected {ours}")
             return
         where = field if key is None else f"{field}.{key}"
-        if said.kind in REAL and not value.is_floating_point():
-            raise BadReply(f"{where} is {value.dtype}, expected floating-point numbers")
-        if said.kind == "labels" and said.shape == () and value.dtype != torch.int64:
+        if said.kind in REAL and value.dtype not in self.floats:
+            raise BadReply(f"{where} is {value.dtype}, expected {' or '.join(sorted(map(str, self.floats)))}")
+        if (said.kind == "ids" or (said.kind == "labels" and said.shape == ())) and value.dtype != torch.int64:
             raise BadReply(f"{where} is {value.dtype}, expected torch.int64")
         if said.rows is not None and value.dim() < 2:
             raise BadReply(f"{where} has no axis of rows")
@@ -128,18 +143,24 @@ class Forms:
 
     def _flaw(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
         """What is wrong with the names of a tree, empty if nothing: all clients send a few sets of names."""
-        place = field, said.kind, said.partial, names
+        place = field, said.kind, said.partial, said.shape, names
         if place not in self._named:
             of_the_model = said.kind in OF_THE_MODEL
             self._named[place] = (
                 self._unlike_model(field, names, partial=said.partial)
                 if of_the_model
-                else self._unlike_federation(field, names)
+                else self._unlike_federation(field, said, names)
             )
         return self._named[place]
 
-    def _unlike_federation(self, field: str, names: tuple[str, ...]) -> str:
-        blocks = (*self.modalities, SHARED, LABELS)
+    def _unlike_federation(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
+        sizes = {*(said.shape or ())}
+        if "encoded" in sizes:
+            blocks = self.model.modalities
+        elif OF_A_MODALITY & sizes:
+            blocks = tuple(self.model.shapes)
+        else:
+            blocks = (*self.modalities, SHARED, LABELS)
         strange = [name for name in names if name not in blocks]
         return f"{field} holds '{strange[0]}', expected are {', '.join(blocks)}" if strange else ""
 

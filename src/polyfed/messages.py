@@ -101,8 +101,9 @@ def carries(
         kind: one of `KINDS`.
         of: for a bare tensor, the modality it speaks of (default: none in particular).
         rows: for a field whose tensors have an entry per row, the 0-dim field that says how many rows are real.
-        whole: for a tree that clients receive whole. Otherwise what belongs to modalities a client does not own is
-            left out; a head over the embeddings of several parties is of use only with all of its parts.
+        whole: for a tree that clients receive whole, or may send so. Otherwise what belongs to modalities a client
+            does not own is left out on its way there, and refused on its way back; a head over the embeddings of
+            several parties is of use only with all of its parts.
         shape: of each tensor, without the axis of `rows`, see `Sizes`. None: one number for a `statistic`; what the
             model says for parameters and gradients; anything for the rest. Labels of shape () are class numbers.
         partial: for parameters and gradients, whether a part of a block may come without the rest of it.

@@ -1,8 +1,9 @@
 """The sections of a recipe, where a key belongs, and `--set section.key=value`, which writes it from outside."""
 
+import re
 import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,22 +16,22 @@ from polyfed.network import Network
 from polyfed.optim import ServerOptimiser, Train
 from polyfed.settings import CheckpointSpec, EngineSpec
 
-SECTIONS: Mapping[str, type | None] = {
-    "data": None,
+SECTIONS: Mapping[str, type | tuple[str, ...]] = {
+    "data": ("name",),
     "clients": ClientsSpec,
     "model": ModelSpec,
     "train": Train,
-    "algorithm": None,
-    "selection": None,
+    "algorithm": ("name",),
+    "selection": ("name",),
     "server": ServerOptimiser,
     "network": Network,
-    "egress": None,
+    "egress": (),
     "evaluate": Evaluation,
     "engine": EngineSpec,
     "checkpoint": CheckpointSpec,
-    "tracking": None,
+    "tracking": ("name",),
 }
-"""Sections of a recipe, and whose options they hold where that never changes; `seed` and `rounds` stand before them."""
+"""Sections of a recipe: whose options they hold, or which ones always; `seed` and `rounds` stand before them."""
 
 
 def called(path: Path, overrides: Sequence[str]) -> str:
@@ -46,26 +47,23 @@ def refuse_unknown(key: str) -> None:
     """
     if key in SECTIONS:
         return
-    homes = [f"{name}.{key}" for name, cls in SECTIONS.items() if cls and key in {f.name for f in fields(cls)}]
-    if homes:
+    if homes := [f"{section}.{key}" for section, options in SECTIONS.items() if key in _names(options)]:
         raise RecipeError(f"'{key}' belongs in a section: write {' or '.join(homes)}")
     raise RecipeError(f"no section or key '{key}'; {did_you_mean(key, (*SECTIONS, 'seed', 'rounds'))}")
+
+
+def _names(options: type | tuple[str, ...]) -> Collection[str]:
+    return options if isinstance(options, tuple) else {f.name for f in fields(options)}
 
 
 def apply(table: dict[str, Any], override: str) -> None:
     """Write `section.key=value` into a recipe's table; the value is TOML, or a bare word.
 
     Raises:
-        RecipeError: it does not say where, or speaks of a section as of a value.
+        RecipeError: it does not say where, or speaks of a section as of a value, or its value is neither.
     """
-    path, equals, text = override.partition("=")
-    names = path.strip().split(".")
-    if not equals or not all(names):
-        raise RecipeError(f"--set {override}: write section.key=value, as in --set train.lr=0.1")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()  # a bare word
+    path, _, text = override.partition("=")
+    names, value = _path(path, override), _value(text, override)
     # another data set or algorithm comes with keys of its own; elsewhere what is not named should stay as it is
     if names[0] in SECTIONS and len(names) == 1 and not (isinstance(value, dict) and "name" in value):
         raise RecipeError(
@@ -76,3 +74,36 @@ def apply(table: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise RecipeError(f"--set {override}: '{name}' is a value, not a section")
     table[names[-1]] = value
+
+
+def _path(text: str, override: str) -> list[str]:
+    """The names of a dotted key, which may be quoted."""
+    found: Any
+    try:
+        found = tomllib.loads(f"{text.strip()} = 0") if "=" in override else {}
+    except tomllib.TOMLDecodeError:
+        found = {}
+    names: list[str] = []
+    while isinstance(found, dict) and len(found) == 1:
+        ((name, found),) = found.items()
+        names.append(name)
+    if not names or found != 0:
+        raise RecipeError(f"--set {override}: write section.key=value, as in --set train.lr=0.1")
+    return names
+
+
+def _value(text: str, override: str) -> Any:
+    """A value in TOML; else a word that needs no quotes, or a number as people write it (.5)."""
+    text = text.strip()
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError as error:
+        if text[:1] in ("[", "{", '"', "'"):
+            raise RecipeError(
+                f"--set {override}: {text} is not TOML ({error}). Words inside of lists and tables need quotes, and so "
+                'do the quotes from the shell: --set \'section.key=["a", "b"]\''
+            ) from None
+        return float(text) if re.fullmatch(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", text, re.IGNORECASE) else text
+    if len(found) > 1:
+        raise RecipeError(f"--set {override}: one key and one value; repeat --set for more")
+    return found["value"]

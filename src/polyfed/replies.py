@@ -42,10 +42,10 @@ def stacked(replies: dict[int, Message]) -> Iterator[Part]:
     """Replies that came one by one, as parts: small ones of one form together, so that checking and averaging them
     takes one operation for many. Takes them out of `replies` on its way, so that nothing is held twice for long."""
     alike: dict[Hashable, list[int]] = {}
-    for client, reply in replies.items():
+    for client, reply in sorted(replies.items()):
         found = list(tensors(reply))
         alone = client if sum(value.nbytes for _, _, value in found) > SMALL else None
-        form = [(name, key, value.shape, value.dtype) for name, key, value in found]
+        form = [(name, key, value.shape, value.dtype, value.device) for name, key, value in found]
         alike.setdefault((type(reply), alone, *form), []).append(client)
     for group in alike.values():
         for start in range(0, len(group), MOST):
@@ -56,15 +56,14 @@ def stacked(replies: dict[int, Message]) -> Iterator[Part]:
 def _stack(messages: Sequence[Any]) -> Any:
     """One message with a leading axis for messages of one form."""
     first, fields = messages[0], dict[str, Any]()
-    if len(messages) == 1:  # detached by name: without gradients, a view of a leaf still asks for one
-        return rebuilt(first, lambda tensor: tensor.detach().unsqueeze(0))
-    with torch.no_grad():
-        for name in first.kinds:
-            values = [getattr(msg, name) for msg in messages]
-            if isinstance(values[0], Tensor):
-                fields[name] = torch.stack(values)
-            else:
-                fields[name] = {key: torch.stack([tree[key] for tree in values]) for key in values[0]}
+    if len(messages) == 1:
+        return rebuilt(first, lambda tensor: tensor.unsqueeze(0))
+    for name in first.kinds:
+        values = [getattr(msg, name) for msg in messages]
+        if isinstance(values[0], Tensor):
+            fields[name] = torch.stack(values)
+        else:
+            fields[name] = {key: torch.stack([tree[key] for tree in values]) for key in values[0]}
     return type(first)(**fields)
 
 
@@ -94,6 +93,7 @@ class Replies(Mapping[int, Any]):
         object.__setattr__(self, "_place", dict(sorted(place.items())))
 
     def __getitem__(self, client: int) -> Any:
+        """A client's reply: views of its stack, so clone what is to be kept for longer than the round."""
         part, i = self._place[client]  # type: ignore[attr-defined]
         return trimmed(rebuilt(part.message, lambda t: t[i]))
 
@@ -113,13 +113,16 @@ class Replies(Mapping[int, Any]):
     def mean(self, name: str, weights: Mapping[int, float]) -> Tree:
         """Per name of a tree, the weighted mean over the clients that sent it; weights are renormalised over those.
 
-        Names that nobody sent are absent. Integers (counters) take the maximum, never a mean (algorithms.md 0.4).
+        Names that nobody sent are absent, and those whose senders all weigh nothing. Integers (counters) take the
+        maximum of all that were sent, never a mean (algorithms.md 0.4). The bits of an entry of at most `SMALL` bytes
+        do not depend on which clients came in one stack; those of a larger one do, by rounding.
         """
         pieces: dict[str, list[Piece]] = {}
         for part in self.parts:
             for key, stack in getattr(part.message, name).items():
                 pieces.setdefault(key, []).append((part.clients, stack))
         totals = {key: sum(weights[c] for clients, _ in found for c in clients) for key, found in pieces.items()}
+        assert all(total == total for total in totals.values()), "a weight is not a number"
         return {key: _mean(found, weights, totals[key]) for key, found in pieces.items() if totals[key] > 0}
 
 
@@ -132,28 +135,27 @@ def joined(asks: Iterable[Replies]) -> Replies:
 
 def _mean(pieces: list[Piece], weights: Mapping[int, float], total: float) -> Tensor:
     """The weighted mean over all clients of the pieces."""
-    one_K = pieces[0][1]
-    if not one_K.is_floating_point():
+    kinds = {stack.dtype for _, stack in pieces}
+    if not any(kind.is_floating_point or kind.is_complex for kind in kinds):
         return torch.stack([stack.amax(0) for _, stack in pieces]).amax(0)
-    if len(pieces) > 1 and one_K[0].nbytes <= SMALL:
-        pieces = _ascending(pieces)
-    mean: Tensor | None = None
-    for clients, stack in pieces:
+    one = pieces[0][1][0]
+    wide = torch.promote_types(one.dtype, torch.float32)  # half of a type's digits are lost in a sum of hundreds
+    mean = torch.zeros_like(one, dtype=wide)
+    for clients, stack in _ascending(pieces) if one.nbytes <= SMALL else pieces:
         share_K = [weights[client] / total for client in clients]
-        if mean is not None and len(clients) == 1:  # large: no copy
+        if len(clients) == 1:
             mean.add_(stack[0], alpha=share_K[0])
-            continue
-        term = torch.tensordot(torch.tensor([share_K]).to(stack), stack, 1)[0]
-        mean = term if mean is None else mean.add_(term)
-    assert mean is not None, "a name in a tree has been sent by somebody"
-    return mean
+        else:
+            share = torch.tensor(share_K, dtype=wide, device=stack.device)
+            mean.add_(torch.tensordot(share, stack.to(wide), 1))
+    return mean.to(one.dtype)
 
 
 def _ascending(pieces: list[Piece]) -> list[Piece]:
-    """The same in ascending order of clients, so that bits of a mean do not depend on who came in one stack."""
+    """The same, in ascending order of clients and at most `MOST` of them together, however they came."""
     clients = [client for group, _ in pieces for client in group]
     order = sorted(range(len(clients)), key=clients.__getitem__)
-    whole = torch.cat([stack for _, stack in pieces])
+    whole = pieces[0][1] if len(pieces) == 1 else torch.cat([stack for _, stack in pieces])
     if order != list(range(len(order))):
         whole = whole[torch.tensor(order, device=whole.device)]
     starts = range(0, len(order), MOST)

@@ -1,3 +1,6 @@
+from collections.abc import Sequence
+
+import pytest
 import torch
 
 from polyfed.algorithm import Update
@@ -22,7 +25,7 @@ def test_joined_asks_read_like_one() -> None:
 
 def update(client: int, width: int) -> Update:
     value = torch.full((width,), float(client))
-    return Update({"shared.bias": value.requires_grad_()}, torch.tensor(0.5), torch.tensor(client))
+    return Update({"shared.bias": value}, torch.tensor(0.5), torch.tensor(client))
 
 
 def test_small_replies_of_one_form_come_together_and_large_ones_alone() -> None:
@@ -36,7 +39,6 @@ def test_small_replies_of_one_form_come_together_and_large_ones_alone() -> None:
     for client, width in widths.items():
         assert torch.equal(together[client].params["shared.bias"], torch.full((width,), float(client)))
         assert together[client].num_rows.item() == client
-    assert not any(part.message.params["shared.bias"].requires_grad for part in parts)
 
 
 def test_a_stack_of_replies_is_never_longer_than_it_may_be() -> None:
@@ -51,3 +53,37 @@ def test_the_mean_is_the_same_however_replies_came() -> None:
     expected = sum(c * w for c, w in weights.items()) / sum(weights.values())
     for mean in (singly, together):
         torch.testing.assert_close(mean["shared.bias"], torch.full((2,), expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [3, SMALL])
+def test_a_mean_of_the_same_is_the_same_in_every_type(dtype: torch.dtype, width: int) -> None:
+    value, clients = torch.full((width,), 1.0 + 2.0**-6, dtype=dtype), range(200)
+    came: dict[int, Message] = {c: Update({"shared.bias": value}, torch.tensor(0.0), torch.tensor(c)) for c in clients}
+    mean = Replies(list(stacked(came))).mean("params", {c: 0.1 + c for c in clients})["shared.bias"]
+    assert mean.dtype is dtype
+    torch.testing.assert_close(mean.double(), value.double(), rtol=3e-6, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "groups", [[range(70)], [range(64), range(64, 70)], [range(69, -1, -1)], [[c] for c in range(70)]]
+)
+def test_the_bits_of_a_mean_of_small_entries_do_not_depend_on_the_stacks(groups: list[Sequence[int]]) -> None:
+    values = torch.randn(70, 5, generator=torch.Generator().manual_seed(1))
+
+    def mean(groups: Sequence[Sequence[int]]) -> torch.Tensor:
+        zeros = torch.zeros(70)
+        parts = [
+            Part(tuple(g), Update({"shared.bias": values[list(g)]}, zeros[list(g)], zeros[list(g)])) for g in groups
+        ]
+        return Replies(parts).mean("params", {c: 1.0 + c % 7 for c in range(70)})["shared.bias"]
+
+    assert torch.equal(mean(groups), mean([range(0, 70, 2), range(1, 70, 2)]))
+
+
+def test_counters_take_the_maximum_and_a_weight_must_be_a_number() -> None:
+    one = torch.zeros(2)
+    told = Replies([Part((0, 1), Update({"shared.steps": torch.tensor([7, 3])}, one, one))])
+    assert told.mean("params", {0: 1.0, 1: 2.0})["shared.steps"].item() == 7
+    with pytest.raises(AssertionError, match="not a number"):
+        told.mean("params", {0: float("nan"), 1: 2.0})

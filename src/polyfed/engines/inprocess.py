@@ -16,7 +16,7 @@ from polyfed.engines.heap import keep_freed_memory
 from polyfed.errors import EgressError, PolyfedError, RecipeError
 from polyfed.federation import TEST, VALIDATION, Roster
 from polyfed.ledger import Ledger
-from polyfed.messages import Message, rebuilt
+from polyfed.messages import Message, rebuilt, tensors
 from polyfed.model import Model
 from polyfed.network import Clock
 from polyfed.node import Node, Site
@@ -173,6 +173,8 @@ class InProcess(ABC):
         try:
             reply, local = perform(ask, site, self.metered(ask, (client,), view), self.local(ask, client), got)
             released = node.release(ask, reply, stacked=False)
+            if any(tensor.requires_grad for _, _, tensor in tensors(released)):
+                released = rebuilt(released, Tensor.detach)  # or its graph would live as long as the reply
         except PolyfedError:
             raise
         except Exception as error:

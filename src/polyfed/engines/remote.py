@@ -137,7 +137,7 @@ class Remote(InProcess):
         try:
             reply = self._opened(ask, client, answer)
         except BadReply as error:
-            missing[client] = str(error)
+            missing[client] = str(error)[:MAX_REASON]
             return None
         except EgressError as error:
             if self.terms.stop_on_refusal:

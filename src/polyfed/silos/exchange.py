@@ -58,7 +58,7 @@ class Copy(Message):
     meanwhile, relative to their norm: by so much those that its peers used were stale at the end.
     """
 
-    head: Tree = carries("parameters", partial=True)
+    head: Tree = carries("parameters", partial=True, whole=True)
     loss: Tensor = carries("statistic")
     drift: Tensor = carries("statistic")
 
@@ -74,7 +74,7 @@ class Forward(Message):
 class Upload(Message):
     """A device's encoders, and what it forwards for its edge."""
 
-    params: Tree = carries("parameters", partial=True)
+    params: Tree = carries("parameters", partial=True, whole=True)
 
 
 @dataclass(frozen=True)
