@@ -185,7 +185,7 @@ def _size(sightings: Sequence[Sighting]) -> Size:
     for s in sightings:
         largest[s.owned] = max(s.bytes, largest.get(s.owned, 0))
     (few, less), (many, more) = min(largest.items()), max(largest.items())
-    if more == less:
-        return Size(more)
+    if more <= less:
+        return Size(max(largest.values()))
     slope = (more - less) / (many - few)
     return Size(max(0, round(more - slope * many)), slope)

@@ -82,9 +82,9 @@ def decode(packet: Packet, expected: type[Message], *, limit: int, finite: bool 
     if len(body) > limit:
         raise BadReply(f"is too large: {len(body)} bytes, allowed are {limit}")
     if header.get("message") != expected.__name__:
-        raise BadReply(f"sent {header.get('message')!r}, expected {expected.__name__}")
+        raise BadReply(f"sent {header.get('message')!r:.100}, expected {expected.__name__}")
     if header.get("kinds") != dict(expected.kinds):
-        raise BadReply(f"declares other kinds than {expected.__name__}: {header.get('kinds')!r}")
+        raise BadReply(f"declares other kinds than {expected.__name__}: {header.get('kinds')!r:.300}")
     values = _empty(expected)
     place = 0
     for field, name, dtype, shape in _entries(header):
@@ -142,7 +142,7 @@ def _tensor(body: bytes, place: int, dtype: torch.dtype, shape: tuple[int, ...])
 
 def _put(values: dict[str, Tensor | Tree | None], field: str, name: str | None, value: Tensor) -> None:
     if field not in values:
-        raise BadReply(f"has a field '{field}' that its type lacks")
+        raise BadReply(f"has a field '{field:.100}' that its type lacks")
     held = values[field]
     if name is None and held is None:
         values[field] = value
