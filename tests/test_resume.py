@@ -17,6 +17,7 @@ from polyfed.assembly import assemble
 from polyfed.data.sources import Toy
 from polyfed.errors import CheckpointError, DataError, EgressError, PolyfedError, RecipeError
 from polyfed.events import Emitter
+from polyfed.lock import LOCK
 from polyfed.optim import Train
 from polyfed.policy import Policy
 from polyfed.recipe import CheckpointSpec, Recipe
@@ -200,11 +201,11 @@ def test_lines_are_on_the_disk_before_a_checkpoint_that_counts_them(
 def test_what_clients_keep_is_not_lost_by_another_engine(first: str, then: str, tmp_path: Path) -> None:
     made = recipe(algorithm("scaffold"), first)
     folder = Records(tmp_path / "run", resume=False)
-    folder.open(made.table(), {"run": "one"})
+    folder.note(made.table(), {"run": "one"})
     folder.checkpoints.mkdir()
     other = recipe(algorithm("scaffold"), then)
     with pytest.raises(RecipeError, match=f"engine '{first}', now it is '{then}'"):
-        Records(tmp_path / "run", resume=True).open(other.table(), {"run": "two"})
+        Records(tmp_path / "run", resume=True).check(other.table(), {"run": "two", "started": "now"})
 
 
 def test_a_folder_with_another_run_is_not_overwritten(tmp_path: Path) -> None:
@@ -407,3 +408,136 @@ def test_somebody_elses_run_json_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"is not empty and holds no run"):
         polyfed.run(longer(rounds=1), tmp_path / "run")
     assert (tmp_path / "run" / records.FACTS).read_text() == '{"mine": 1}'
+
+
+def stopped(folder: Path, after: int, made: Recipe, **options: Any) -> None:
+    """A run that is interrupted after a round."""
+
+    def stop(event: str, **facts: Any) -> None:
+        if event == "round-finished" and facts["row"]["round"] == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        polyfed.run(made, folder, listeners=[stop], **options)
+
+
+def everything(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_who_is_refused_a_folder_does_not_take_it_from_its_holder(tmp_path: Path) -> None:
+    holder = Records(tmp_path / "run", resume=False)
+    with holder.alone():  # it has written nothing yet: data is being loaded
+        with pytest.raises(RecipeError, match="another process is writing this run"):
+            polyfed.run(longer(rounds=1), tmp_path / "run")
+        assert (tmp_path / "run").is_dir()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_was_there_is_still_there_after_a_refusal(tmp_path: Path) -> None:
+    mine, real = tmp_path / "mine", tmp_path / "real"
+    mine.mkdir()
+    real.mkdir()
+    (tmp_path / "link").symlink_to(real)
+    (mine / ".lock").write_text("my own")
+    for folder in (mine, tmp_path / "link"):
+        with pytest.raises(EgressError):
+            polyfed.run(recipe(algorithm("cmsfed")), folder)
+    assert (mine / ".lock").read_text() == "my own"
+    assert real.is_dir()
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "run" / LOCK).symlink_to(tmp_path / "victim")
+    with pytest.raises(RecipeError, match=LOCK):
+        polyfed.run(longer(rounds=1), tmp_path / "run")
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_a_first_line_that_was_cut_short_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+    made = replace(longer(rounds=3), checkpoint=CheckpointSpec(every=0))
+    stopped(tmp_path / "run", 1, made)
+    (tmp_path / "run" / records.ROUNDS).write_text('{"round": 1, "coh')
+    polyfed.run(made, tmp_path / "run", resume=True)
+    polyfed.run(made, tmp_path / "one")
+    assert files(tmp_path / "run") == files(tmp_path / "one")
+
+
+def test_a_line_that_is_no_round_is_damage(tmp_path: Path) -> None:
+    stopped(tmp_path / "run", 1, replace(longer(rounds=3), checkpoint=CheckpointSpec(every=0)))
+    (tmp_path / "run" / records.ROUNDS).write_text("[1]\n")
+    with pytest.raises(CheckpointError, match="is no round"):
+        polyfed.run(longer(rounds=3), tmp_path / "run", resume=True)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    stopped(tmp_path / "a", 2, longer(rounds=3))
+    stopped(tmp_path / "b", 2, replace(longer(rounds=3), seed=2))
+    shutil.rmtree(tmp_path / "a" / "checkpoint")
+    shutil.copytree(tmp_path / "b" / "checkpoint", tmp_path / "a" / "checkpoint")
+    before = everything(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="is not of this run"):
+        polyfed.run(longer(rounds=3), tmp_path / "a", resume=True)
+    assert everything(tmp_path / "a") == before
+
+
+def test_a_checkpoint_that_says_another_round_is_refused(tmp_path: Path) -> None:
+    stopped(tmp_path / "run", 2, longer(rounds=3))
+    latest = tmp_path / "run" / "checkpoint" / "latest.json"
+    latest.write_text(latest.read_text().replace('"round": 2', '"round": 1'))
+    with pytest.raises(CheckpointError, match="is not of this run"):
+        polyfed.run(longer(rounds=3), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("name", [records.ROUNDS, records.EGRESS])
+@pytest.mark.parametrize("change", [lambda text: text[50:], lambda text: text[: text.index(b"\n") + 1] + text])
+def test_a_resume_that_fails_changes_nothing(name: str, change: Any, tmp_path: Path) -> None:
+    stopped(tmp_path / "run", 2, longer(rounds=4))
+    path = tmp_path / "run" / name
+    path.write_bytes(change(path.read_bytes()))
+    before = everything(tmp_path / "run")
+    try:
+        polyfed.run(longer(rounds=4), tmp_path / "run", resume=True)
+    except CheckpointError:
+        assert everything(tmp_path / "run") == before
+    else:
+        assert name == records.EGRESS, "a ledger's lines are not read again"
+
+
+def test_the_start_of_a_run_is_that_of_its_first_life(tmp_path: Path) -> None:
+    stopped(tmp_path / "run", 1, longer(rounds=2))
+    facts = json.loads((tmp_path / "run" / records.FACTS).read_text())
+    (tmp_path / "run" / records.FACTS).write_text(json.dumps(facts | {"started": "2020-01-01T00:00:00+00:00"}))
+    polyfed.run(longer(rounds=2), tmp_path / "run", resume=True)
+    assert json.loads((tmp_path / "run" / records.FACTS).read_text())["started"].startswith("2020")
+
+
+def test_checkpoints_may_be_switched_on_after_rounds_without(tmp_path: Path) -> None:
+    stopped(tmp_path / "run", 3, replace(longer(rounds=4), checkpoint=CheckpointSpec(every=10)))
+    polyfed.run(longer(rounds=4), tmp_path / "run", resume=True)
+    polyfed.run(longer(rounds=4), tmp_path / "one")
+    assert files(tmp_path / "run") == files(tmp_path / "one")
+
+
+def test_rounds_that_will_be_played_again_do_not_count_as_played(tmp_path: Path) -> None:
+    made = replace(longer(rounds=6), checkpoint=CheckpointSpec(every=2))
+    stopped(tmp_path / "run", 5, made)
+    polyfed.run(replace(made, rounds=4), tmp_path / "run", resume=True)
+    polyfed.run(replace(made, rounds=4), tmp_path / "one")
+    assert files(tmp_path / "run")["sha"] == files(tmp_path / "one")["sha"]
+
+
+def test_a_report_that_cannot_be_drawn_takes_no_result_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(folder: Path) -> None:
+        raise ValueError("no ink")
+
+    monkeypatch.setitem(_Loop._draw.__globals__, "write_report", broken)
+    told: list[str] = []
+    run = polyfed.run(
+        longer(rounds=1), tmp_path / "run", listeners=[lambda event, **f: told.append(f.get("text", event))]
+    )
+    assert run.result["rounds"] == 1
+    assert any("no ink" in text and "polyfed report" in text for text in told)
+    assert "run-finished" in told

@@ -66,6 +66,14 @@ def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) 
             shutil.rmtree(old, ignore_errors=True)
 
 
+def newest(folder: Path) -> int:
+    """The round of the newest checkpoint, as it says itself; 0 where there is none that can be read."""
+    try:
+        return int(json.loads((folder / LATEST).read_text())["round"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
 def load(folder: Path, modules: Collection[str] = (), device: torch.device | str = "cpu") -> tuple[int, Any] | None:
     """The newest checkpoint as (round, content), its tensors on `device`, or None where there is none.
 
@@ -121,6 +129,8 @@ def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None
         return {"tensor": name}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = f"{type(value).__module__}:{type(value).__qualname__}"
+        if "<locals>" in kind and modules is not None:
+            raise CheckpointError(f"the state holds a {kind}, defined inside of a function; move it out of there")
         if modules is not None and not _known(type(value).__module__, modules):
             raise CheckpointError(
                 f"the state holds a {kind}, which a checkpoint could not be read with: only dataclasses of polyfed and "
@@ -132,11 +142,14 @@ def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None
         return {"class": kind, "fields": entries}
     if isinstance(value, dict):
         return {"dict": [[pack(k, tensors, modules), pack(v, tensors, modules)] for k, v in value.items()]}
-    if isinstance(value, list | tuple):
-        name = type(value).__name__ if type(value) in (list, tuple) else "tuple"
-        return {name: [pack(v, tensors, modules) for v in value]}
-    assert value is None or isinstance(value, bool | int | float | str), f"cannot store {type(value).__name__}"
-    return {"value": value}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [pack(v, tensors, modules) for v in value]}
+    if value is None or type(value) in (bool, int, float, str):
+        return {"value": value}
+    raise CheckpointError(
+        f"the state holds a {type(value).__name__}, which a checkpoint cannot: only tensors, numbers, words, None, and "
+        "lists, tuples, dictionaries and dataclasses of these. Make it one of them"
+    )
 
 
 def unpack(skeleton: Any, tensors: dict[str, Tensor], modules: Collection[str]) -> Any:

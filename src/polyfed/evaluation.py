@@ -151,7 +151,9 @@ def own_score(model: Model, w: Tree, data: View) -> OwnScore:
     """Count how many rows of a view a model gets right."""
 
     def step(hits: Tensor, batch: Batch) -> Tensor:
-        right = model.logits(w, batch).argmax(-1) == batch.y
-        return hits + batch.sum(right.to(torch.float32))
+        logits = model.logits(w, batch)
+        right = (logits.argmax(-1) == batch.y).to(torch.float32)
+        # a row without finite logits is no hit and no miss: the count tells it, and the reply is dropped as diverged
+        return hits + batch.sum(torch.where(logits.isfinite().all(-1), right, torch.nan))
 
     return OwnScore(data.fold(step, torch.zeros((), device=data.num_rows.device)), data.num_rows)

@@ -13,7 +13,7 @@ try:
 except ImportError:  # Windows has no such lock: there nobody is kept out
     fcntl = None  # type: ignore[assignment]
 
-LOCK = ".lock"
+LOCK = ".polyfed.lock"
 """Holds the number of the process that has the folder."""
 
 
@@ -28,23 +28,36 @@ def alone_in(folder: Path, what: str, cure: str, seconds: float = 0.0) -> Iterat
         seconds: how long to wait for it to end.
 
     Raises:
-        RecipeError: another process still holds it; names that process.
+        RecipeError: another process still holds it; names that process. Or what should be the lock is a link.
     """
     if fcntl is None:
         yield
         return
     end = time.monotonic() + seconds
-    with (folder / LOCK).open("a+") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    file.seek(0)
-                    raise RecipeError(f"{folder}: {what} (process {file.read().strip()}). {cure}") from None
-                time.sleep(0.5)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+    while (lock := _locked(folder / LOCK)) is None:
+        if time.monotonic() > end:
+            holder = (folder / LOCK).read_text() if (folder / LOCK).exists() else "?"
+            raise RecipeError(f"{folder}: {what} (process {holder.strip()}). {cure}")
+        time.sleep(0.5)
+    try:
+        os.truncate(lock, 0)
+        os.write(lock, str(os.getpid()).encode())
         yield
+    finally:
+        os.close(lock)
+
+
+def _locked(path: Path) -> int | None:
+    """The open lock, or None if another process has it."""
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise RecipeError(f"{path}: {error.strerror}. Choose a folder that can be written") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+            return lock
+    except BlockingIOError:
+        pass
+    os.close(lock)  # held by another; or taken away by it between the two calls, with the folder
+    return None

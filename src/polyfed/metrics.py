@@ -26,7 +26,7 @@ def top_k_hits(logits_BC: Tensor, y_B: Tensor, ok_B: Tensor | None) -> Tensor:
     """Number of rows whose label is among the k largest logits, ties going to the smaller class."""
     own = logits_BC.gather(-1, y_B.unsqueeze(-1))
     classes = torch.arange(logits_BC.shape[-1], device=logits_BC.device)
-    ahead = (logits_BC > own) | ((logits_BC == own) & (classes < y_B.unsqueeze(-1)))
+    ahead = ~(own >= logits_BC) | ((logits_BC == own) & (classes < y_B.unsqueeze(-1)))  # all are ahead of NaN
     hit = ahead.sum(-1) < min(TOP_K, logits_BC.shape[-1])
     return (hit if ok_B is None else hit & ok_B).sum().to(torch.float32)
 

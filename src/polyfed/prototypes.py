@@ -51,7 +51,7 @@ class Prototypes:
     @classmethod
     def of(cls, sums_CD: Tensor, counts_C: Tensor) -> "Prototypes":
         """From sums of features and row counts per class."""
-        return cls(sums_CD / counts_C.clamp(min=1.0).unsqueeze(-1), counts_C > 0)
+        return cls(sums_CD / torch.where(counts_C > 0, counts_C, 1.0).unsqueeze(-1), counts_C > 0)
 
     def distances(self, z_BD: Tensor) -> Tensor:
         """Euclidean distance of every row to every prototype, (B, C); its gradient at zero is finite."""

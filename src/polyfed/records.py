@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,11 +11,12 @@ from typing import Any, TypeVar
 
 import tomli_w
 
-from polyfed.checkpoint import replace_text, sync
+from polyfed.checkpoint import newest, replace_text, sync
 from polyfed.errors import CheckpointError, DataError, RecipeError
 from polyfed.ledger import TO_CLIENT, Entry, lines
 from polyfed.lock import LOCK, alone_in
 from polyfed.optim import WHOLE_RUN_SCHEDULES
+from polyfed.settings import CheckpointSpec
 
 ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
     "rounds.jsonl",
@@ -51,7 +51,7 @@ class Records:
     """
 
     def __init__(self, folder: Path, *, resume: bool) -> None:
-        self.folder, self.resume = folder, resume
+        self.folder, self.resume, self._made = folder, resume, not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -74,46 +74,79 @@ class Records:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the folder, and take it away again if nothing came of the run.
+        """Hold the folder, and take it away again if it was made for this run and nothing came of that.
 
         Raises:
             RecipeError: another process is writing this run.
         """
-        try:
-            with alone_in(self.folder, "another process is writing this run", "Wait for it, or choose another folder"):
+        with alone_in(self.folder, "another process is writing this run", "Wait for it, or choose another folder"):
+            try:
                 yield
-        finally:
-            if [entry.name for entry in self.folder.iterdir()] == [LOCK]:
-                shutil.rmtree(self.folder)
+            finally:  # as its holder: whoever is refused must touch nothing
+                if self._made and [entry.name for entry in self.folder.iterdir()] == [LOCK]:
+                    (self.folder / LOCK).unlink()
+                    self.folder.rmdir()
 
     @property
     def checkpoints(self) -> Path:
         """Where checkpoints are kept."""
         return self.folder / "checkpoint"
 
-    def open(self, recipe: dict[str, Any], facts: dict[str, Any]) -> str:
-        """Note the recipe and facts of the run, or check that a resumed run has the same; the run's id."""
-        if self.begun:
-            self._check_same(recipe)
-            before = _table(self.folder / FACTS, json.loads)
-            if not isinstance(before.get("run"), str):
-                raise CheckpointError(f"{self.folder / FACTS} does not name its run. {RESTORE}")
-            self._check_data(before, facts)
-            run: str = before["run"]
-        else:
-            run = facts["run"]
-        replace_text(self.folder / FACTS, json.dumps(facts | {"run": run}, indent=1))
-        replace_text(self.folder / RECIPE, tomli_w.dumps(recipe))
-        return run
+    def check(self, recipe: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+        """Check that the run that the folder holds is of this recipe and data; its own name and start in the facts.
 
-    def rewind(self, places: dict[str, int]) -> None:
-        """Cut the line files back to where a checkpoint left them; none (or 0) empties them."""
-        for name in (ROUNDS, EGRESS):
-            path = self.folder / name
+        Raises:
+            RecipeError, DataError, CheckpointError: it is not, or cannot be read. Nothing has been changed.
+        """
+        self._check_same(recipe)
+        before = _table(self.folder / FACTS, json.loads)
+        if not isinstance(before.get("run"), str):
+            raise CheckpointError(f"{self.folder / FACTS} does not name its run. {RESTORE}")
+        self._check_data(before, facts)
+        return facts | {"run": before["run"], "started": before.get("started", facts["started"])}
+
+    def note(self, recipe: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Write down the recipe and the facts of the run."""
+        replace_text(self.folder / FACTS, json.dumps(facts, indent=1))
+        replace_text(self.folder / RECIPE, tomli_w.dumps(recipe))
+
+    def refuse_lost_checkpoint(self) -> None:
+        """A run whose rounds were kept, but whose checkpoint is gone, is not played again over what it left.
+
+        Raises:
+            CheckpointError: naming the folder. What was due says the recipe by which these rounds were played.
+        """
+        if not self.begun:
+            return
+        before = _table(self.folder / RECIPE, tomllib.loads)
+        kept = CheckpointSpec(every=before.get("checkpoint", {}).get("every", 1))
+        due = [row["round"] for row in self.rounds() if kept.due(row["round"], before.get("rounds", 0))]
+        if len(due) > 1:  # after the first such round a kill may have come before its checkpoint was whole
+            raise CheckpointError(
+                f"{self.folder} holds {len(due)} rounds that were kept, and no checkpoint ({self.checkpoints}). "
+                f"{RESTORE}"
+            )
+
+    def rewind(self, places: dict[str, int], round: int = 0) -> list[dict[str, Any]]:
+        """Cut the line files back to where a checkpoint of `round` left them; none (or 0) empties them.
+
+        Returns:
+            The rounds that are left.
+
+        Raises:
+            CheckpointError: they do not hold what the checkpoint counts on. Nothing has been changed.
+        """
+        paths = {name: self.folder / name for name in (ROUNDS, EGRESS)}
+        for name, path in paths.items():
             if (path.stat().st_size if path.exists() else 0) < places.get(name, 0):
                 raise CheckpointError(f"{path} is shorter than when the checkpoint was written. {RESTORE}")
+        left = self.rounds(places.get(ROUNDS, 0))
+        if [row["round"] for row in left] != list(range(1, round + 1)):
+            raise CheckpointError(f"{paths[ROUNDS]} does not hold the rounds 1 to {round} of the checkpoint. {RESTORE}")
+        for name, path in paths.items():
             with path.open("ab") as file:
                 file.truncate(places.get(name, 0))
+        return left
 
     def append(self, row: dict[str, Any]) -> None:
         """Add a round."""
@@ -133,12 +166,10 @@ class Records:
             sync(path)
         return {name: path.stat().st_size for name, path in there.items()}
 
-    def rounds(self) -> list[dict[str, Any]]:
-        """All rounds so far."""
+    def rounds(self, size: int | None = None) -> list[dict[str, Any]]:
+        """All rounds so far, or those in the first `size` bytes; a last line that a kill cut short is none."""
         path = self.folder / ROUNDS
-        if not path.exists():
-            return []
-        return _read(path, lambda text: [json.loads(line) for line in text.splitlines()])
+        return _read(path, lambda text: _rounds(text.encode()[:size])) if path.exists() else []
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write the result."""
@@ -146,17 +177,16 @@ class Records:
 
     def _check_rounds(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         """More rounds are fine, unless the rounds played would have been others in the longer run."""
-        path = self.folder / ROUNDS
-        done = path.read_bytes().count(b"\n") if path.exists() else 0
+        done = newest(self.checkpoints)
         if done > now["rounds"]:
             raise RecipeError(
                 f"--resume: {self.folder} holds {done} rounds, the recipe says rounds = {now['rounds']}. Give at "
                 f"least {done}, or another --out folder"
             )
         schedule = now.get("train", {}).get("lr_schedule", "constant")
-        if before["rounds"] != now["rounds"] and done and schedule in WHOLE_RUN_SCHEDULES:
+        if before.get("rounds") != now["rounds"] and done and schedule in WHOLE_RUN_SCHEDULES:
             raise RecipeError(
-                f"--resume: {self.folder} holds a run of {before['rounds']} rounds, the recipe says "
+                f"--resume: {self.folder} holds a run of {before.get('rounds')} rounds, the recipe says "
                 f"{now['rounds']}, and train.lr_schedule = '{schedule}' spreads over all of them: the rounds played "
                 "had other learning rates. Use the rounds of the run, or another --out folder"
             )
@@ -171,7 +201,7 @@ class Records:
                     f"--resume: {self.folder} holds a run with {path} = {old!r}, the recipe says {new!r}. "
                     "Use the recipe of the run, or another --out folder"
                 )
-        self._check_engine(before["engine"]["name"], now["engine"]["name"])
+        self._check_engine(before.get("engine", {}).get("name"), now["engine"]["name"])
         self._check_rounds(before, now)
 
     def _check_data(self, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -183,7 +213,7 @@ class Records:
                 "have changed. Restore it, or begin in another --out folder"
             )
 
-    def _check_engine(self, before: str, now: str) -> None:
+    def _check_engine(self, before: str | None, now: str) -> None:
         """In-process engines can take over from each other; between them and Flower, what clients keep is elsewhere."""
         if before != now and FLOWER in (before, now) and self.checkpoints.exists():
             raise RecipeError(
@@ -208,6 +238,14 @@ def _read(path: Path, parse: Callable[[str], _T]) -> _T:
         return parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # JSON, TOML and UTF-8 errors are ValueErrors
         raise CheckpointError(f"{path} cannot be read: {error}. {RESTORE}") from None
+
+
+def _rounds(text: bytes) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+    for row in found:
+        if not (isinstance(row, dict) and type(row.get("round")) is int):
+            raise ValueError(f"{str(row)[:60]} is no round")
+    return found
 
 
 def _table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:

@@ -107,8 +107,6 @@ class _Loop:
 
     def run(self) -> Run:
         """Set up or resume, run the rounds, write the result."""
-        if self.records is not None and self.records.begun:
-            self._open(self.records)
         first, state = self._start()
         rounds = self.recipe.rounds
         self.emit("run-started", **self._headline(), first_round=first)
@@ -125,53 +123,61 @@ class _Loop:
         folder = None
         if self.records is not None:
             self.records.finish(result)
-            write_report(self.records.folder)
             folder = self.records.folder
+            self._draw(folder)
         self.emit("run-finished", result=result)
         return Run(result, self.rounds, state, self.assembly.model, folder)
 
+    def _draw(self, folder: Path) -> None:
+        """The run has its result, and it stays one whatever is in the way of a picture of it."""
+        try:
+            write_report(folder)
+        except Exception as error:
+            again = f"the numbers are in {folder}; `polyfed report {folder}` tries again"
+            self.emit("note", text=f"no report could be drawn ({type(error).__name__}: {error}): {again}")
+
     def _start(self) -> tuple[int, Any]:
-        algorithm, engine = self.recipe.algorithm, self.assembly.engine
+        """The first round to play and the state before it. A folder is changed only once all of it has been checked."""
+        algorithm, engine, records = self.recipe.algorithm, self.assembly.engine, self.records
+        table, facts = self.recipe.table() | {"versions": versions()}, self._facts()
+        if records is not None and records.begun:
+            facts = records.check(table, facts)
+            self.ledger.run = facts["run"]  # the ledger goes on under its name
         found = self._found()
-        if found is None:
-            if self.records is not None and self.records.resume:
-                self._refuse_lost_checkpoint(self.records)
-                self.emit("note", text=f"{self.records.folder} has no round to go on from: the run begins")
+        if records is None or found is None:
+            if records is not None and records.resume:
+                records.refuse_lost_checkpoint()
+                self.emit("note", text=f"{records.folder} has no round to go on from: the run begins")
             self.fed.begin(0)
             state = algorithm.init(self.fed, self.assembly.initial)
             self.fed.template = getattr(state, "params", self.assembly.initial)
-            if self.records is not None:
-                if not self.records.begun:  # not before: a run that is refused at its start leaves its folder free
-                    self._open(self.records)
-                self.records.rewind({})
+            if records is not None:  # not before: a run that is refused at its start leaves its folder free
+                records.note(table, facts)
+                records.rewind({})
             self._settle(0)
             return 1, state
         round, content = found
-        assert self.records is not None
-        self.records.rewind(content["places"])
-        self.rounds, self.totals = self.records.rounds(), content["totals"]
+        self.rounds, self.totals = records.rewind(content["places"], round), content["totals"]
+        records.note(table, facts)
         engine.locals, state = content["locals"], content["state"]
         engine.kept = round
         self.fed.template = getattr(state, "params", self.assembly.initial)
         self.emit("note", text=f"resumed after round {round}")
         return round + 1, state
 
-    def _open(self, records: Records) -> None:
-        """Note what the run is, or check that a resumed one is the same; the ledger goes on under its name."""
-        self.ledger.run = records.open(self._table(), self._facts())
-
-    def _refuse_lost_checkpoint(self, records: Records) -> None:
-        """A run whose rounds were kept, but whose checkpoint is gone, is not played again over what it left."""
-        due = [row["round"] for row in records.rounds() if self.recipe.checkpoint.due(row["round"], self.recipe.rounds)]
-        if len(due) > 1:  # after the first such round a kill may have come before its checkpoint was whole
-            raise CheckpointError(
-                f"{records.folder} holds {len(due)} rounds that were kept, and no checkpoint ({records.checkpoints}). "
-                f"{RESTORE}"
-            )
-
     def _found(self) -> tuple[int, Any] | None:
+        """The newest checkpoint of this very run.
+
+        Raises:
+            CheckpointError: it is damaged, or was written by another run.
+        """
+        if self.records is None:
+            return None
         modules, device = checkpoint.modules_of(self.recipe.algorithm), self.assembly.engine.device
-        return None if self.records is None else checkpoint.load(self.records.checkpoints, modules, device)
+        found = checkpoint.load(self.records.checkpoints, modules, device)
+        if found is not None and (found[1].get("run"), found[1].get("round")) != (self.ledger.run, found[0]):
+            raise CheckpointError(f"the checkpoint in {self.records.checkpoints} is not of this run. {RESTORE}")
+        return found
 
     def _round(self, round: int, state: Any) -> Any:
         algorithm: Algorithm = self.recipe.algorithm
@@ -184,7 +190,7 @@ class _Loop:
         row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
         row["seconds"] = {"train": trained - started}
         if tables := algorithm.observe_tables(state):
-            row["tables"] = tables
+            row["tables"] = _matrices(tables)
         if times is not None:
             row["simulated_seconds"] = algorithm.simulated_seconds(state, times)
             self.totals["simulated_seconds"] += row["simulated_seconds"]
@@ -224,6 +230,8 @@ class _Loop:
         self.records.append(row)
         if self.recipe.checkpoint.due(round, self.recipe.rounds):
             content = {
+                "run": self.ledger.run,
+                "round": round,
                 "state": state,
                 "locals": self.assembly.engine.locals,
                 "totals": self.totals,
@@ -266,12 +274,19 @@ class _Loop:
             result["simulated_seconds"] = self.totals["simulated_seconds"]
         return result | {"state_sha256": checkpoint.digest(state)}
 
-    def _table(self) -> dict[str, Any]:
-        return self.recipe.table() | {"versions": versions()}
-
     def _facts(self) -> dict[str, Any]:
         facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds")}
         return facts | facts_of(self.assembly) | {"versions": versions()}
+
+
+def _matrices(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
+    """Tables, if each has rows of one length."""
+    for name, rows in tables.items():
+        if len({len(row) for row in rows}) > 1:
+            raise RecipeError(
+                f"observe_tables: the rows of '{name}' have {[len(row) for row in rows]} entries; all must have as many"
+            )
+    return tables
 
 
 def versions() -> dict[str, str]:

@@ -1,7 +1,9 @@
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -88,3 +90,30 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
 
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path) is None
+
+
+class Pair(NamedTuple):
+    """A tuple that would come back as a plain one."""
+
+    one: int
+
+
+class Level(IntEnum):
+    """A number that would come back as a plain one."""
+
+    low = 1
+
+
+@pytest.mark.parametrize("value", [{1}, Pair(1), Level.low, np.int64(3), np.zeros(2), object()])
+def test_what_would_not_come_back_as_it_was_is_refused_by_name(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"holds a {type(value).__name__}, which a checkpoint cannot"):
+        checkpoint.save(tmp_path, 1, {"state": value})
+
+
+def test_a_class_of_a_function_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Inner:
+        x: int
+
+    with pytest.raises(CheckpointError, match="defined inside of a function"):
+        checkpoint.save(tmp_path, 1, Inner(1), modules=[__name__])

@@ -64,3 +64,9 @@ def test_groups_of_several_models_are_averaged_number_by_number() -> None:
     silos = [{"global": {"accuracy": 0.2, "loss": 3.0}}, {"global": {"accuracy": 0.6, "loss": 1.0}}]
     assert metrics.mean_groups(silos) == {"global": {"accuracy": pytest.approx(0.4), "loss": pytest.approx(2.0)}}
     assert metrics.mean_groups([]) == {}
+
+
+def test_what_is_not_a_number_is_no_hit() -> None:
+    logits = torch.full((2, 7), torch.nan)
+    logits[1] = torch.tensor([1.0, 2, 3, 4, 5, 6, torch.nan])
+    assert float(metrics.top_k_hits(logits, torch.tensor([0, 6]), None)) == 0.0

@@ -1,7 +1,7 @@
 """Comparing runs: those that differ only in seed and fold are one group, with mean and spread over its runs."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from polyfed.report.folder import Folder
 from polyfed.report.folds import FOLD_KEYS, check_reach, fold_of, pooled_uars, rounds_to
 from polyfed.report.words import cell_of
 
-IGNORED = ("seed", "versions", "checkpoint")
+IGNORED = ("seed", "versions", "checkpoint", "tracking")
 """Parts of a resolved recipe in which runs of one group may differ: none of them belongs to the method."""
 
 SHARES = {"accuracy": "accuracy", "uar": "UAR", "macro_f1": "macro-F1", "top5": "top-5"}
@@ -226,17 +226,19 @@ def labels_of(folders: Sequence[Folder]) -> list[str]:
         twins = [other for other, n in zip(methods, names, strict=True) if n == name]
         own = [k for k in method if k not in common and any(o.get(k) != method[k] for o in twins)]
         keys = [key for key in telling if key != "algorithm.name"] + own
-        labels.append(" ".join([name, *(f"{_short(key)}={_value(method[key])}" for key in keys[:MOST_DIFFERENCES])]))
+        words = [f"{_short(key, method)}={_value(method[key])}" for key in keys[:MOST_DIFFERENCES]]
+        labels.append(" ".join([name, *words]))
     return [
         label if labels.count(label) == 1 else f"{label} ({folder.path.name})"
         for label, folder in zip(labels, folders, strict=True)
     ]
 
 
-def _short(key: str) -> str:
-    """The last part of an option's name, with its section where that name alone would not tell."""
-    section, _, name = key.rpartition(".")
-    return key if name in ("name", "kind", "seed") or not section else name
+def _short(key: str, method: Mapping[str, Any]) -> str:
+    """The last part of an option's name, with its section where the method has several options of that name."""
+    name = key.rpartition(".")[2]
+    alike = [other for other in method if other.rpartition(".")[2] == name]
+    return key if name in ("name", "kind", "seed") or len(alike) > 1 else name
 
 
 def _value(value: Any) -> str:

@@ -44,9 +44,9 @@ def seconds_of(value: float) -> str:
     >>> seconds_of(0.0475), seconds_of(3.73), seconds_of(95), seconds_of(7300)
     ('47.5 ms', '3.73 s', '1 min 35 s', '2 h 01 min')
     """
-    if value < 1:
+    if value < 0.9995:  # what would be rounded to 1000 ms is a second, and so on
         return f"{1000 * value:.3g} ms"
-    if value < 60:
+    if value < 59.95:
         return f"{value:.3g} s"
     minutes, seconds = divmod(round(value), 60)
     if minutes < 60:
