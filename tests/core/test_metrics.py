@@ -4,6 +4,11 @@ import torch
 from sklearn import metrics as sk
 
 from polyfed import metrics
+from polyfed.data.sources import Toy
+from polyfed.evaluation import own_score
+from polyfed.model import ModelSpec, build_model
+from polyfed.view import AloneView
+from world import PLAIN
 
 
 @pytest.fixture
@@ -70,3 +75,15 @@ def test_what_is_not_a_number_is_no_hit() -> None:
     logits = torch.full((2, 7), torch.nan)
     logits[1] = torch.tensor([1.0, 2, 3, 4, 5, 6, torch.nan])
     assert float(metrics.top_k_hits(logits, torch.tensor([0, 6]), None)) == 0.0
+
+
+def test_a_model_without_finite_logits_has_no_number_of_hits() -> None:
+    model = build_model(ModelSpec(embedding=4, encoders=PLAIN), {"a": (16,), "b": (24,)}, 3)
+    columns = Toy(rows=20, classes=3).load()
+    found = {}
+    for name, scale in (("sound", 1.0), ("lost", torch.nan)):
+        w = {key: scale * value for key, value in model.init(1).items()}
+        view = AloneView(columns, torch.arange(5), ("a", "b"), model, key=1, round=1, rounds=1)
+        found[name] = own_score(model, w, view).hits
+    assert 0 <= float(found["sound"]) <= 5
+    assert found["lost"].isnan()

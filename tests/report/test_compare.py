@@ -31,6 +31,17 @@ def test_groups_are_labelled_by_what_differs(made_run):
     assert [len(group.folders) for group in groups] == [1, 2]
 
 
+def test_options_of_one_name_in_two_sections_are_told_apart(made_run):
+    folders = [made_run("a"), made_run("b")]
+    for folder, (train, server) in zip(folders, ((0.1, 0.05), (0.05, 0.1)), strict=True):
+        path = folder / "recipe.toml"
+        path.write_text(path.read_text() + f"\n[train]\nlr = {train}\n[server]\nlr = {server}\n")
+    assert [group.label for group in compare(folders).groups] == [
+        "fedavg train.lr=0.1 server.lr=0.05",
+        "fedavg train.lr=0.05 server.lr=0.1",
+    ]
+
+
 def test_spread_of_a_single_run_is_not_written(made_run):
     comparison = compare([made_run()])
     (group,) = comparison.groups

@@ -225,6 +225,16 @@ def test_damaged_file_is_named(made_run, name):
         write_report(folder)
 
 
+@pytest.mark.parametrize("change", [{"metrics": None}, {"round": "one"}, {"tables": {"t": [[1], [1, 2]]}}])
+def test_round_that_cannot_be_read_is_named(made_run, change):
+    folder = made_run()
+    path = folder / "rounds.jsonl"
+    first, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text(first + json.dumps(json.loads(rest[0]) | change) + "\n" + "".join(rest[1:]))
+    with pytest.raises(DataError, match=r"rounds.jsonl, line 2 is damaged"):
+        write_report(folder)
+
+
 def test_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(DataError, match="holds no run"):
         write_report(tmp_path)

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from polyfed.report.folder import Folder
+from polyfed.records import ROUNDS
+from polyfed.report.folder import Folder, damaged
 from polyfed.report.participation import Participation
 
 QUANTILES = {"worst": 0.0, "lower": 0.25, "median": 0.5, "upper": 0.75, "best": 1.0}
@@ -100,8 +101,11 @@ class History:
 def read(folder: Folder) -> History:
     """The history of a run's folder; DataError if it is damaged."""
     history = History(Participation(folder.num_clients, folder.num_rounds))
-    for row in folder.rounds():
-        history.add(row)
+    for number, row in enumerate(folder.rounds(), 1):
+        try:
+            history.add(row)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise damaged(folder.path / ROUNDS, f"{type(error).__name__}: {error}", number) from None
     return history
 
 
