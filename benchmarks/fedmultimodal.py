@@ -127,11 +127,17 @@ def main(alpha: float, fedopt: bool, seeds: Sequence[int], out: Path) -> None:
         print(f"{name}: {told[0]} at the best round, {told[1]} at the last, seeds {list(seeds)}")
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """The options of this script and of its yardstick."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--alpha", type=float, default=5.0)
     parser.add_argument("--fedopt", action="store_true", help="the server's momentum 0.9 on half the mean update")
     parser.add_argument("--seeds", type=int, nargs="+", default=[8, 16, 24])
+    return parser
+
+
+if __name__ == "__main__":
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/fedmultimodal"), help="folder of the runs' folders")
     options = parser.parse_args()
     main(options.alpha, options.fedopt, options.seeds, options.out)

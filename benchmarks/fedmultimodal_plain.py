@@ -5,7 +5,6 @@
 Only the table comes from there. Validation is looked at in the second half of the rounds; the best was never earlier.
 """
 
-import argparse
 import copy
 import statistics
 from collections.abc import Sequence
@@ -15,8 +14,8 @@ import torch
 from sklearn.metrics import f1_score
 from torch import Tensor, nn
 
-from fedmultimodal import recipe_of
-from polyfed.data.columns import TEST, TRAIN, VALIDATION
+from fedmultimodal import parser_of, recipe_of
+from polyfed.data.columns import TEST, TRAIN, VALIDATION, Columns
 
 LR, BATCH, COHORT = 0.05, 16, 10
 
@@ -60,8 +59,7 @@ class Net(nn.Module):
 class Loop:
     """Federated averaging, with or without the server's momentum."""
 
-    def __init__(self, alpha: float, fedopt: bool, seed: int) -> None:
-        table = recipe_of(alpha, fedopt).data.load()
+    def __init__(self, table: Columns, fedopt: bool, seed: int) -> None:
         self.x = [table.modalities[name].values.float() for name in ("acc", "gyro")]
         self.y, shard = table.label, table.client
         of = {code: table.split == code for code in (TRAIN, VALIDATION, TEST)}
@@ -112,9 +110,9 @@ class Loop:
 
 def main(alpha: float, fedopt: bool, seeds: Sequence[int], rounds: int) -> None:
     torch.set_num_threads(1)
-    found = []
+    table, found = recipe_of(alpha, fedopt).data.load(), []
     for seed in seeds:
-        loop, best, score = Loop(alpha, fedopt, seed), -1.0, 0.0
+        loop, best, score = Loop(table, fedopt, seed), -1.0, 0.0
         for number in range(rounds):
             loop.round(number)
             if number >= rounds // 2 and (now := loop.f1(loop.held_out)) > best:
@@ -126,10 +124,7 @@ def main(alpha: float, fedopt: bool, seeds: Sequence[int], rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--alpha", type=float, default=5.0)
-    parser.add_argument("--fedopt", action="store_true", help="the server's momentum 0.9 on half the mean update")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[8, 16, 24])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     options = parser.parse_args()
     main(options.alpha, options.fedopt, options.seeds, options.rounds)

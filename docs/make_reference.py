@@ -4,13 +4,10 @@ from pathlib import Path
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import catalogue
-from polyfed.data import SOURCES, ClientsSpec
-from polyfed.evaluation import Evaluation
-from polyfed.model import ENCODERS, ModelSpec
-from polyfed.network import Network
-from polyfed.optim import ServerOptimiser, Train
+from polyfed.data import SOURCES
+from polyfed.model import ENCODERS
+from polyfed.overrides import SECTIONS
 from polyfed.selection import SELECTORS
-from polyfed.settings import CheckpointSpec, EngineSpec
 from polyfed.tracking import TRACKERS
 
 HEAD = """# Recipes
@@ -25,17 +22,6 @@ images along their channels, vectors along their features.
 `[egress.*]` is explained in [egress.md](egress.md), what a run writes in [outputs.md](outputs.md), and what
 references such as "algorithms.md 2.6" or "6.11" mean in [sources.md](sources.md).
 """
-
-SECTIONS = (
-    ("[clients]", ClientsSpec, ()),
-    ("[model]", ModelSpec, ()),
-    ("[train]", Train, ()),
-    ("[server]", ServerOptimiser, ()),
-    ("[evaluate]", Evaluation, ()),
-    ("[network]", Network, ()),
-    ("[engine]", EngineSpec, ()),
-    ("[checkpoint]", CheckpointSpec, ()),
-)
 
 
 def escaped(text: str) -> str:
@@ -58,8 +44,9 @@ def table(options: list[catalogue.Option]) -> str:
 def reference() -> str:
     """The text of docs/recipes.md."""
     parts = [HEAD]
-    for section, cls, leave_out in SECTIONS:
-        parts.append(f"## {section}\n\n{table(catalogue.options(cls, leave_out))}")
+    for section, cls in SECTIONS.items():
+        if isinstance(cls, type):
+            parts.append(f"## [{section}]\n\n{table(catalogue.options(cls))}")
     for title, registry, section in (
         ("Encoders", ENCODERS, '[model.encoders] NAME = { kind = "..." }'),
         ("Data sources", SOURCES, "[data] name"),

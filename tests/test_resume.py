@@ -54,6 +54,21 @@ def _child(folder: str) -> None:
     polyfed.run(longer(), folder, resume=True)
 
 
+def stopped(folder: Path, after: int, made: Recipe, **options: Any) -> None:
+    """A run that is interrupted after a round."""
+
+    def stop(event: str, **facts: Any) -> None:
+        if event == "round-finished" and facts["row"]["round"] == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        polyfed.run(made, folder, listeners=[stop], **options)
+
+
+def everything(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
 def test_a_run_killed_before_its_recipe_was_noted_begins_anew(tmp_path: Path) -> None:
     made = longer(rounds=1)
     whole = polyfed.run(made, tmp_path / "whole").result
@@ -210,10 +225,10 @@ def test_what_clients_keep_is_not_lost_by_another_engine(first: str, then: str, 
 
 def test_a_folder_with_another_run_is_not_overwritten(tmp_path: Path) -> None:
     polyfed.run(longer("fedavg", rounds=1), tmp_path)
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    before = everything(tmp_path)
     with pytest.raises(RecipeError, match="holds another run"):
         polyfed.run(longer("fedavg", rounds=2), tmp_path)
-    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert before == everything(tmp_path)
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
@@ -391,13 +406,7 @@ def test_a_damaged_file_of_a_run_is_named(name: str, text: str | bytes, tmp_path
 
 def test_the_result_of_fewer_rounds_does_not_pass_for_that_of_more(tmp_path: Path) -> None:
     polyfed.run(longer(rounds=2), tmp_path / "run")
-
-    def stop(event: str, **facts: Any) -> None:
-        if event == "round-finished":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        polyfed.run(longer(rounds=4), tmp_path / "run", resume=True, listeners=[stop])
+    stopped(tmp_path / "run", 3, longer(rounds=4), resume=True)
     assert not (tmp_path / "run" / records.RESULT).exists()
     assert len(polyfed.run(longer(rounds=4), tmp_path / "run", resume=True).rounds) == 4
 
@@ -408,21 +417,6 @@ def test_somebody_elses_run_json_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"is not empty and holds no run"):
         polyfed.run(longer(rounds=1), tmp_path / "run")
     assert (tmp_path / "run" / records.FACTS).read_text() == '{"mine": 1}'
-
-
-def stopped(folder: Path, after: int, made: Recipe, **options: Any) -> None:
-    """A run that is interrupted after a round."""
-
-    def stop(event: str, **facts: Any) -> None:
-        if event == "round-finished" and facts["row"]["round"] == after:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        polyfed.run(made, folder, listeners=[stop], **options)
-
-
-def everything(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def test_who_is_refused_a_folder_does_not_take_it_from_its_holder(tmp_path: Path) -> None:

@@ -278,10 +278,9 @@ class Federation:
         """Clients that sent something of a modality which they do not have, and which: it would enter the means."""
         msg = part.message
         sent = {block_of(key) for name, key, _ in tensors(msg) if key is not None and name not in msg.whole}
-        own = {client: sent - {*self.clients.owned(client), SHARED, LABELS} for client in part.clients if client >= 0}
-        return {
-            client: f"sent something of {min(more)}, which it does not have" for client, more in own.items() if more
-        }
+        known = {client: {*self.clients.owned(client), SHARED, LABELS} for client in part.clients if client >= 0}
+        more = {client: sent - own for client, own in known.items() if not sent <= own}
+        return {client: f"sent something of {min(m)}, which it does not have" for client, m in more.items()}
 
 
 def _listed(reasons: Mapping[int, str]) -> str:

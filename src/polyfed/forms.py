@@ -3,7 +3,7 @@ against what the message's type declares, for this model.
 """
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -43,7 +43,7 @@ class Forms:
     template: Tree
     model: Model
     modalities: tuple[str, ...]
-    _named: dict[Hashable, str] = field(default_factory=dict)
+    _named: dict[tuple[str, Declared, tuple[str, ...]], str] = field(default_factory=dict)
 
     @cached_property
     def floats(self) -> frozenset[torch.dtype]:
@@ -143,14 +143,10 @@ class Forms:
 
     def _flaw(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
         """What is wrong with the names of a tree, empty if nothing: all clients send a few sets of names."""
-        place = field, said.kind, said.partial, said.shape, names
+        place = field, said, names
         if place not in self._named:
-            of_the_model = said.kind in OF_THE_MODEL
-            self._named[place] = (
-                self._unlike_model(field, names, partial=said.partial)
-                if of_the_model
-                else self._unlike_federation(field, said, names)
-            )
+            find = self._unlike_model if said.kind in OF_THE_MODEL else self._unlike_federation
+            self._named[place] = find(field, said, names)
         return self._named[place]
 
     def _unlike_federation(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
@@ -164,11 +160,11 @@ class Forms:
         strange = [name for name in names if name not in blocks]
         return f"{field} holds '{strange[0]}', expected are {', '.join(blocks)}" if strange else ""
 
-    def _unlike_model(self, field: str, names: tuple[str, ...], *, partial: bool) -> str:
+    def _unlike_model(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
         strange = [name for name in names if name not in self.template]
         if strange:
             return f"{field} holds '{strange[0]}', which the model does not have"
-        if partial:
+        if said.partial:
             return ""
         ours = sorted(self.template, key=self._group)
         for (block, _), of_group in groupby(ours, self._group):

@@ -55,9 +55,9 @@ def _locked(path: Path) -> int | None:
         raise RecipeError(f"{path}: {error.strerror}. Choose a folder that can be written") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+        if os.path.samestat(os.fstat(lock), path.stat()):
             return lock
-    except BlockingIOError:
+    except (BlockingIOError, FileNotFoundError):  # held by another, or taken away by it between the calls
         pass
-    os.close(lock)  # held by another; or taken away by it between the two calls, with the folder
+    os.close(lock)
     return None

@@ -16,7 +16,6 @@ SMALL = 2**18
 MOST = 64
 """Replies of such a stack: by then, what is done once for all of them hardly counts; a stack stays below 16 MiB."""
 
-
 Piece = tuple[tuple[int, ...], Tensor]
 """Clients, and what they sent under one name of a tree: (K, ...)."""
 
@@ -33,9 +32,18 @@ class Part:
         wanted = [i for i, client in enumerate(self.clients) if client not in dropped]
         if len(wanted) == len(self.clients):
             return self
-        index = torch.tensor(wanted)
-        clients = tuple(self.clients[i] for i in wanted)
-        return Part(clients, rebuilt(self.message, lambda t: t[index.to(t.device)])) if wanted else None
+        return self.at(wanted) if wanted else None
+
+    def ascending(self) -> "Part":
+        """The part with its clients in ascending order."""
+        order = sorted(range(len(self.clients)), key=self.clients.__getitem__)
+        return self if order == [*range(len(order))] else self.at(order)
+
+    def at(self, places: Sequence[int]) -> "Part":
+        """The replies at these places of the stack, in this order."""
+        index = torch.tensor(places)
+        clients = tuple(self.clients[i] for i in places)
+        return Part(clients, rebuilt(self.message, lambda t: t[index.to(t.device)]))
 
 
 def stacked(replies: dict[int, Message]) -> Iterator[Part]:

@@ -26,7 +26,7 @@ from polyfed.check import Check
 from polyfed.cli import deployment, handbook, preparation, tables
 from polyfed.deploy.inspection import inspect
 from polyfed.errors import DataError, PolyfedError, PolyfedWarning, RecipeError
-from polyfed.overrides import called
+from polyfed.overrides import as_words, called
 from polyfed.progress import Progress
 from polyfed.records import dumped
 from polyfed.report import REPORT, compare, write_comparison, write_report
@@ -117,8 +117,7 @@ def run(
         with Progress() as progress, naming(recipe, overrides), handling(interrupt, signal.SIGTERM):
             finished = polyfed.run(loaded, out=folder, resume=resume, listeners=[progress])
     except KeyboardInterrupt:
-        settings = [part for word in overrides for part in ("--set", word)]
-        again = shlex.join(["polyfed", "run", str(recipe), *settings, "--resume", "--out", str(folder)])
+        again = shlex.join(["polyfed", "run", str(recipe), *as_words(overrides), "--resume", "--out", str(folder)])
         typer.echo(f"go on with: {again}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     page = folder / REPORT

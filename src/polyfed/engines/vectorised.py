@@ -18,7 +18,7 @@ from torch.func import vmap
 from polyfed.ask import Ask, Send
 from polyfed.engines.inprocess import InProcess, client_key, describe_failure, perform
 from polyfed.errors import PolyfedError, RecipeError
-from polyfed.messages import OF_THE_MODEL, Message, cut, rebuilt, tensors
+from polyfed.messages import OF_THE_MODEL, Message, cut, tensors
 from polyfed.node import Node
 from polyfed.replies import Part, stacked
 from polyfed.tree import Tree, size_bytes
@@ -147,7 +147,8 @@ class Vectorised(InProcess):
         reply = node.release(ask, _without_padding(made), stacked=True)
         for i, client in enumerate(group):
             self.locals[client] = {name: value[i].clone() for name, value in after.items()}
-        return _ordered(Part(tuple(group), reply))
+        # ascending, so that sums over clients run in the same order whatever their lengths
+        return Part(tuple(group), reply).ascending()
 
     def _note(self, ask: Ask, reason: str) -> None:
         """Say once per task and reason that its clients run one by one."""
@@ -241,12 +242,3 @@ def _refuse_kept_padding(ask: Ask, after: Tree, before: Tree, counts: Sequence[i
 def _may_be_padded(value: Tensor, counts: Sequence[int]) -> bool:
     """Whether a stack's tensor has as many entries a client as the longest of unequal clients has rows."""
     return len(set(counts)) > 1 and value.dim() > 1 and value.shape[1] == max(counts)
-
-
-def _ordered(part: Part) -> Part:
-    """Clients in ascending order, so that sums over them run in the same order whatever their lengths."""
-    if list(part.clients) == sorted(part.clients):
-        return part
-    order = sorted(range(len(part.clients)), key=lambda i: part.clients[i])
-    index = torch.tensor(order)
-    return Part(tuple(part.clients[i] for i in order), rebuilt(part.message, lambda t: t[index.to(t.device)]))
