@@ -168,13 +168,28 @@ def unpack(skeleton: Any, tensors: dict[str, Tensor], modules: Collection[str]) 
 
 
 def digest(content: Any) -> str:
-    """SHA-256 of a nest: structure, plain values and the bytes of every tensor."""
+    """SHA-256 of the numbers in a nest: its structure, its plain values and the bytes of every tensor.
+
+    Names of classes and of their fields are left out, so that moving or renaming code never changes a digest.
+    """
     tensors: dict[str, Tensor] = {}
-    sha = hashlib.sha256(json.dumps(pack(content, tensors)).encode())
+    sha = hashlib.sha256(json.dumps(_nameless(pack(content, tensors))).encode())
     for name, value in tensors.items():
         sha.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
         sha.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
+
+
+def _nameless(skeleton: Any) -> Any:
+    """A skeleton in which a dataclass is the list of its values."""
+    ((kind, content), *rest) = skeleton.items()
+    if kind == "class":
+        return {"fields": [_nameless(value) for _, value in rest[0][1]]}
+    if kind == "dict":
+        return {"dict": [[_nameless(k), _nameless(v)] for k, v in content]}
+    if kind in ("list", "tuple"):
+        return {kind: [_nameless(value) for value in content]}
+    return skeleton
 
 
 def _class(path: str, modules: Collection[str]) -> Any:
