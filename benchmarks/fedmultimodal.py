@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 import polyfed
 from polyfed.data.columns import TRAIN, VALIDATION, Columns
 from polyfed.data.sources.ucihar import UciHar
-from polyfed.federation import Federation
-from polyfed.progress import Progress
+from polyfed.federation.federation import Federation
+from polyfed.cli.progress import Progress
 from polyfed.selection import Selector
-from polyfed.tree import Tree
+from polyfed.core.tree import Tree
 
 SEED = 8
 RECIPE = Path(__file__).parents[1] / "recipes" / "fedavg-ucihar.toml"

@@ -17,7 +17,7 @@ import time
 
 import torch
 
-from polyfed import keys
+from polyfed.core import keys
 from polyfed.data import ClientsSpec, populate
 from polyfed.data.columns import Column, Columns
 from run_polyfed import Ours

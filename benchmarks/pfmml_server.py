@@ -19,11 +19,11 @@ import torch
 
 from polyfed.algorithms.blocks import Blocks, Installed
 from polyfed.algorithms.local import Done
-from polyfed.algorithms.pfmml import Pfmml
-from polyfed.federation import Answer, Ask, Federation, Part, Roster, Send
-from polyfed.ledger import Ledger
-from polyfed.network import Clock, Network
-from polyfed.tree import block_of
+from polyfed.algorithms.pfmml.pfmml import Pfmml
+from polyfed.federation.federation import Answer, Ask, Federation, Part, Roster, Send
+from polyfed.privacy.ledger import Ledger
+from polyfed.federation.network import Clock, Network
+from polyfed.core.tree import block_of
 
 MODALITIES = ("a", "b", "c")
 HOLDINGS = [[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 1], [0, 1, 0], [1, 1, 1], [0, 1, 1], [0, 0, 1]]

@@ -17,8 +17,8 @@ import soundfile
 import torch
 from PIL import Image
 
-from polyfed.data.extraction import Extraction
-from polyfed.data.listing import Listing, Sample
+from polyfed.data.features.extraction import Extraction
+from polyfed.data.features.listing import Listing, Sample
 from polyfed.data.media import Clip, Extractor, Frames, LogSpectrogram
 from polyfed.data.media import Image as ImageFeature
 

@@ -6,9 +6,9 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import catalogue
 from polyfed.data import SOURCES
 from polyfed.model import ENCODERS
-from polyfed.overrides import SECTIONS
+from polyfed.experiment.overrides import SECTIONS
 from polyfed.selection import SELECTORS
-from polyfed.tracking import TRACKERS
+from polyfed.experiment.tracking import TRACKERS
 
 HEAD = """# Recipes
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 import polyfed
-from polyfed.algorithm import Averaging, Update
+from polyfed.algorithms.base import Averaging, Update
 from polyfed.data.sources import CgDigits
 from polyfed.model import ModelSpec
-from polyfed.optim import Train
+from polyfed.training.optimisers import Train
 from polyfed.selection import Uniform
-from polyfed.tree import Tree, add, scaled, squared_distance, subtract
+from polyfed.core.tree import Tree, add, scaled, squared_distance, subtract
 
 
 @dataclass(frozen=True, kw_only=True)

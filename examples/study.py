@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import polyfed
-from polyfed.algorithms.cmsfed import CmsFed
+from polyfed.algorithms.cmsfed.cmsfed import CmsFed
 from polyfed.algorithms.fedavg import FedAvg
 from polyfed.data import ClientsSpec
 from polyfed.data.columns import TEST
 from polyfed.data.sources import CgDigits
-from polyfed.evaluation import Evaluation
+from polyfed.evaluation.scores import Evaluation
 from polyfed.model import ModelSpec
-from polyfed.optim import Train
+from polyfed.training.optimisers import Train
 from polyfed.selection import Uniform
 
 SAME = {

@@ -20,7 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--own"):
         from laws.rows import ROWS, Row
         from polyfed.algorithms import ALGORITHMS
-        from polyfed.registry import own
+        from polyfed.core.registry import own
 
         sys.path.insert(0, os.getcwd())
         ALGORITHMS["own"], ROWS["own"] = own(path), Row()

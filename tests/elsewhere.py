@@ -101,8 +101,8 @@ def elsewhere() -> Iterator[torch.device]:
     # Module.to would put a tensor's memory under the parameter there is, and in a subclass there is none of its own
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
-        whatever_the_recipe_says = patch("polyfed.assembly.device_of", lambda recipe: DEVICE)
-        with _Mode(), whatever_the_recipe_says, patch("polyfed.checkpoint.load_file", load):
+        whatever_the_recipe_says = patch("polyfed.experiment.assembly.device_of", lambda recipe: DEVICE)
+        with _Mode(), whatever_the_recipe_says, patch("polyfed.experiment.checkpoint.load_file", load):
             yield DEVICE
     finally:
         mlps.cache_clear()  # modules that were there would be of no use here

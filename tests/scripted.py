@@ -8,16 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.algorithm import Algorithm
+from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.blocks import Blocks, Installed
 from polyfed.algorithms.local import Done
-from polyfed.ask import Ask, Send
-from polyfed.federation import Federation, Roster
-from polyfed.ledger import Ledger
-from polyfed.messages import Message
-from polyfed.network import Clock, Network
-from polyfed.replies import Answer, Part
-from polyfed.tree import SHARED, block_of
+from polyfed.core.request import Ask, Send
+from polyfed.federation.federation import Federation, Roster
+from polyfed.privacy.ledger import Ledger
+from polyfed.core.messages import Message
+from polyfed.federation.network import Clock, Network
+from polyfed.federation.replies import Answer, Part
+from polyfed.core.tree import SHARED, block_of
 
 PARAMS = {"a.w": torch.zeros(2, 3), "b.w": torch.zeros(5), "shared.w": torch.zeros(4)}
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyfed.algorithm import Averaging
-from polyfed.check import Check, Planned, check
-from polyfed.cli.crossing import grouped, remarks, sentence, size
-from polyfed.errors import RecipeError
-from polyfed.messages import Message, carries, message
-from polyfed.optim import Train
-from polyfed.tree import Tree
+from polyfed.algorithms.base import Averaging
+from polyfed.experiment.check import Check, Planned, check
+from polyfed.cli.egress_tables import grouped, remarks, sentence, size
+from polyfed.core.errors import RecipeError
+from polyfed.core.messages import Message, carries, message
+from polyfed.training.optimisers import Train
+from polyfed.core.tree import Tree
 from test_egress import OPEN, Leaky
 from world import algorithm, played, recipe
 

@@ -11,7 +11,7 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import main
 from polyfed.cli.catalogue import crossings, hyper_parameters, options
 from polyfed.data import SOURCES
-from polyfed.errors import PolyfedWarning
+from polyfed.core.errors import PolyfedWarning
 
 RECIPE = """seed = 1
 rounds = 2

@@ -13,16 +13,16 @@ from torch import Tensor
 from elsewhere import DEVICE, Elsewhere, elsewhere
 from laws.rows import PROTOTYPES
 from laws.test_laws import NAMES, world
-from polyfed.algorithm import Averaging
-from polyfed.assembly import Assembly, assemble
+from polyfed.algorithms.base import Averaging
+from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.data import Columns
 from polyfed.data.sources import Toy
-from polyfed.evaluation import Evaluation
-from polyfed.losses import cross_entropy
-from polyfed.network import Network
-from polyfed.optim import ServerOptimiser, Train
-from polyfed.recipe import EngineSpec, Recipe
-from polyfed.run import Run, run
+from polyfed.evaluation.scores import Evaluation
+from polyfed.training.losses import cross_entropy
+from polyfed.federation.network import Network
+from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.experiment.recipe import EngineSpec, Recipe
+from polyfed.experiment.loop import Run, run
 from polyfed.selection import DivFl, PowD
 from world import AWKWARD, losing
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyfed import policy as policies
-from polyfed.algorithm import Averaging, Update
-from polyfed.assembly import assemble
-from polyfed.check import plan, refuse_forbidden
-from polyfed.errors import EgressError, RecipeError, TooFewReplies
-from polyfed.ledger import Ledger
-from polyfed.messages import Crossing, Message, carries, crossings, message
-from polyfed.node import Node
-from polyfed.policy import Policy
-from polyfed.tree import Tree
+from polyfed.privacy import policy as policies
+from polyfed.algorithms.base import Averaging, Update
+from polyfed.experiment.assembly import assemble
+from polyfed.experiment.check import plan, refuse_forbidden
+from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
+from polyfed.privacy.ledger import Ledger
+from polyfed.core.messages import Crossing, Message, carries, crossings, message
+from polyfed.privacy.gate import Node
+from polyfed.privacy.policy import Policy
+from polyfed.core.tree import Tree
 from world import algorithm, played, recipe
 
 ENGINES = ["sequential", "vectorised"]
@@ -213,7 +213,7 @@ def test_a_message_is_split_by_block() -> None:
 
 
 def test_ledger_rows_come_in_the_same_order_whatever_the_order_of_booking() -> None:
-    from polyfed.ledger import Entry, lines
+    from polyfed.privacy.ledger import Entry, lines
 
     crossing = (Crossing("params", "parameters", "audio", "float32", (2,), 8),)
     down = Entry(1, 0, (0, 1), "Broadcast", crossing, "client", (True,))

@@ -8,7 +8,16 @@ import pytest
 import torch
 from scipy.spatial.distance import cdist
 
-from polyfed.facility import Cover, Similarity, cost, greedy, lazy_greedy, sample, sketched, stochastic_greedy
+from polyfed.selection.submodular import (
+    Cover,
+    Similarity,
+    cost,
+    greedy,
+    lazy_greedy,
+    sample,
+    sketched,
+    stochastic_greedy,
+)
 
 
 def cloud(num: int, size: int = 5, seed: int = 0) -> dict[int, torch.Tensor]:

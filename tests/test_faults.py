@@ -11,20 +11,20 @@ import pytest
 import torch
 
 import polyfed
-from polyfed.algorithm import Averaging, Broadcast, Update
+from polyfed.algorithms.base import Averaging, Broadcast, Update
 from polyfed.algorithms import ALGORITHMS
-from polyfed.assembly import assemble
+from polyfed.experiment.assembly import assemble
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Npz, Toy
-from polyfed.errors import DataError, PolyfedError, PolyfedWarning, RecipeError, TooFewReplies
+from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning, RecipeError, TooFewReplies
 from polyfed.model import ModelSpec
-from polyfed.optim import ServerOptimiser, Train
-from polyfed.recipe import parse_recipe
-from polyfed.replies import Replies
-from polyfed.schema import ranges, simple_types
+from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.experiment.recipe import parse_recipe
+from polyfed.federation.replies import Replies
+from polyfed.core.schema import ranges, simple_types
 from polyfed.selection import SELECTORS, Uniform
-from polyfed.settings import EngineSpec
-from polyfed.tree import Tree
+from polyfed.experiment.settings import EngineSpec
+from polyfed.core.tree import Tree
 from world import AWKWARD, PLAIN, algorithm, furthest, played, recipe
 
 ENGINES = ["sequential", "vectorised"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import polyfed
-from polyfed.algorithm import Algorithm, Averaging
+from polyfed.algorithms.base import Algorithm, Averaging
 from polyfed.algorithms import ALGORITHMS
-from polyfed.silos import Vertical
+from polyfed.algorithms.hfm import Vertical
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "polyfed"

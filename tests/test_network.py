@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracles.pfmml import rate_bps
-from polyfed.algorithm import Algorithm, Averaging, Broadcast, Update
-from polyfed.assembly import assemble
+from polyfed.algorithms.base import Algorithm, Averaging, Broadcast, Update
+from polyfed.experiment.assembly import assemble
 from polyfed.data import ClientsSpec
-from polyfed.errors import RecipeError
-from polyfed.ledger import TO_CLIENT, Entry, Ledger
-from polyfed.losses import cross_entropy
-from polyfed.messages import Crossing
-from polyfed.network import Clock, Network, Timetable
-from polyfed.optim import Train
-from polyfed.run import run
+from polyfed.core.errors import RecipeError
+from polyfed.privacy.ledger import TO_CLIENT, Entry, Ledger
+from polyfed.training.losses import cross_entropy
+from polyfed.core.messages import Crossing
+from polyfed.federation.network import Clock, Network, Timetable
+from polyfed.training.optimisers import Train
+from polyfed.experiment.loop import run
 from polyfed.selection import Uniform
-from polyfed.tasks import task
-from polyfed.tree import Tree
-from polyfed.view import View
-from polyfed.view.base import rows_trained, steps_trained
+from polyfed.core.tasks import task
+from polyfed.core.tree import Tree
+from polyfed.training import View
+from polyfed.training.client_data import rows_trained, steps_trained
 from world import algorithm, played, recipe, same
 
 

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from polyfed.progress import Progress
+from polyfed.cli.progress import Progress
 
 
 class Clock:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from polyfed import prototypes
-from polyfed.batch import Batch
-from polyfed.prototypes import Prototypes
+from polyfed.training import prototypes
+from polyfed.core.batch import Batch
+from polyfed.training.prototypes import Prototypes
 
 
 def batch(y: list[int], ok: list[bool] | None = None, present: dict[str, list[bool]] | None = None) -> Batch:

@@ -12,19 +12,20 @@ from typing import Any
 import pytest
 
 import polyfed
-from polyfed import checkpoint, keys, records
-from polyfed.assembly import assemble
+from polyfed.experiment import checkpoint, records
+from polyfed.core import keys
+from polyfed.experiment.assembly import assemble
 from polyfed.data.sources import Toy
-from polyfed.errors import CheckpointError, DataError, EgressError, PolyfedError, RecipeError
-from polyfed.events import Emitter
-from polyfed.lock import LOCK
-from polyfed.optim import Train
-from polyfed.policy import Policy
-from polyfed.recipe import CheckpointSpec, Recipe
-from polyfed.records import Records
-from polyfed.run import _Loop
+from polyfed.core.errors import CheckpointError, DataError, EgressError, PolyfedError, RecipeError
+from polyfed.experiment.events import Emitter
+from polyfed.experiment.lock import LOCK
+from polyfed.training.optimisers import Train
+from polyfed.privacy.policy import Policy
+from polyfed.experiment.recipe import CheckpointSpec, Recipe
+from polyfed.experiment.records import Records
+from polyfed.experiment.loop import _Loop
 from polyfed.selection import Uniform
-from polyfed.settings import EngineSpec
+from polyfed.experiment.settings import EngineSpec
 from world import AWKWARD, algorithm, recipe
 
 
@@ -288,7 +289,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: 
 def test_a_checkpoint_names_no_class_outside_polyfed_and_the_algorithms_module(tmp_path: Path) -> None:
     polyfed.run(longer("fedavg", rounds=1), tmp_path)
     (path,) = tmp_path.rglob("state.json")
-    path.write_text(path.read_text().replace("polyfed.algorithm:State", "subprocess:Popen"))
+    path.write_text(path.read_text().replace("polyfed.algorithms.base:State", "subprocess:Popen"))
     latest = json.loads((tmp_path / "checkpoint" / "latest.json").read_text())
     latest["sha256"]["state.json"] = checkpoint._sha256(path)
     (tmp_path / "checkpoint" / "latest.json").write_text(json.dumps(latest))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyfed.messages import Message, carries, crossings, message, trimmed
+from polyfed.core.messages import Message, carries, crossings, message, trimmed
 from polyfed.model import ModelSpec, build_model
 from world import PLAIN
 

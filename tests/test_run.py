@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import polyfed
-from polyfed.algorithm import Averaging, Update
-from polyfed.check import check
+from polyfed.algorithms.base import Averaging, Update
+from polyfed.experiment.check import check
 from polyfed.data.columns import TEST
-from polyfed.errors import RecipeError
-from polyfed.evaluation import Evaluation
-from polyfed.optim import Train
+from polyfed.core.errors import RecipeError
+from polyfed.evaluation.scores import Evaluation
+from polyfed.training.optimisers import Train
 from polyfed.selection import Uniform
-from polyfed.settings import EngineSpec
+from polyfed.experiment.settings import EngineSpec
 from world import algorithm, recipe
 
 

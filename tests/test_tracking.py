@@ -9,10 +9,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import polyfed
-from polyfed.errors import RecipeError
-from polyfed.evaluation import Evaluation
-from polyfed.recipe import Recipe, parse_recipe
-from polyfed.tracking import EVENTS, TensorBoard, Tracker, numbers
+from polyfed.core.errors import RecipeError
+from polyfed.evaluation.scores import Evaluation
+from polyfed.experiment.recipe import Recipe, parse_recipe
+from polyfed.experiment.tracking import EVENTS, TensorBoard, Tracker, numbers
 from world import algorithm, recipe
 
 SEEN: list[Any] = []
@@ -116,4 +116,4 @@ def test_something_else_than_a_tracker_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"\[tracking\] name = 'tensorbord' is unknown.*tensorboard"):
         parse_recipe(tracked(1).table() | {"tracking": {"name": "tensorbord"}})
     with pytest.raises(RecipeError, match="must be a subclass of Tracker"):
-        parse_recipe(tracked(1).table() | {"tracking": {"name": "polyfed.optim:Train"}})
+        parse_recipe(tracked(1).table() | {"tracking": {"name": "polyfed.training.optimisers:Train"}})

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyfed.errors import BadReply
-from polyfed.messages import Message, carries, message
-from polyfed.tree import Tree
-from polyfed.wire import DTYPES, Packet, decode, encode
+from polyfed.core.errors import BadReply
+from polyfed.core.messages import Message, carries, message
+from polyfed.core.tree import Tree
+from polyfed.federation.wire_format import DTYPES, Packet, decode, encode
 
 
 @message

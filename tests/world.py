@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithm import Algorithm
+from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms import ALGORITHMS
-from polyfed.ask import Ask, Send
-from polyfed.assembly import Assembly, assemble
+from polyfed.core.request import Ask, Send
+from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.evaluation import Evaluation
+from polyfed.evaluation.scores import Evaluation
 from polyfed.model import ModelSpec
-from polyfed.optim import Train
-from polyfed.recipe import EngineSpec, Recipe
-from polyfed.replies import Answer
+from polyfed.training.optimisers import Train
+from polyfed.experiment.recipe import EngineSpec, Recipe
+from polyfed.federation.replies import Answer
 from polyfed.selection import Uniform
 
 PLAIN = {"a": {"kind": "mlp", "hidden": [12]}, "b": {"kind": "mlp", "hidden": [10]}}

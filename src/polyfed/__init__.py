@@ -2,10 +2,10 @@
 
 from importlib.metadata import version
 
-from polyfed.check import Check, check
-from polyfed.outcome import Run
-from polyfed.recipe import Recipe, load_recipe, parse_recipe
-from polyfed.run import run
+from polyfed.experiment.check import Check, check
+from polyfed.experiment.run_result import Run
+from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
+from polyfed.experiment.loop import run
 
 __version__ = version("polyfed")
 

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from oracles.hfm import Silo
-from polyfed import keys
-from polyfed.algorithm import Algorithm
-from polyfed.ask import Ask, Send
-from polyfed.assembly import ENGINES
+from polyfed.core import keys
+from polyfed.algorithms.base import Algorithm
+from polyfed.core.request import Ask, Send
+from polyfed.experiment.assembly import ENGINES
 from polyfed.data import Columns, Population
-from polyfed.data.shards import Shards
+from polyfed.data.partitions.shards import Shards
 from polyfed.data.sources import Toy
-from polyfed.federation import TEST, Federation
-from polyfed.ledger import Ledger
+from polyfed.federation.federation import TEST, Federation
+from polyfed.privacy.ledger import Ledger
 from polyfed.model import Model, ModelSpec, build_model
-from polyfed.policy import Policy
-from polyfed.replies import Answer
-from polyfed.tree import Tree
+from polyfed.privacy.policy import Policy
+from polyfed.federation.replies import Answer
+from polyfed.core.tree import Tree
 
 OPEN = Policy.parse(
     {

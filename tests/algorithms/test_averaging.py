@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from oracles import averaging as oracle
-from polyfed import keys
+from polyfed.core import keys
 from polyfed.algorithms.moon import contrast
-from polyfed.assembly import Assembly, assemble
+from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.data import ClientsSpec
-from polyfed.errors import RecipeError
-from polyfed.optim import ServerOptimiser, Train
+from polyfed.core.errors import RecipeError
+from polyfed.training.optimisers import ServerOptimiser, Train
 from polyfed.selection import Uniform
-from polyfed.view.base import ORDER
+from polyfed.training.client_data import ORDER
 from world import AWKWARD, algorithm, furthest, played, recipe, same
 
 ALL = Uniform(participation=1.0)

@@ -8,16 +8,17 @@ import torch
 from torch import nn
 
 from oracles import centralized as oracle
-from polyfed import keys, run
+from polyfed.core import keys
+from polyfed.experiment import loop as run
 from polyfed.algorithms.centralized import Centralized
-from polyfed.assembly import assemble
+from polyfed.experiment.assembly import assemble
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.errors import EgressError, RecipeError
+from polyfed.core.errors import EgressError, RecipeError
 from polyfed.model import ModelSpec
-from polyfed.optim import Train
+from polyfed.training.optimisers import Train
 from polyfed.selection import Uniform
-from polyfed.view.base import ORDER
+from polyfed.training.client_data import ORDER
 from world import PLAIN, algorithm, furthest, played, recipe
 
 OPEN = {"a": {"server": ["raw"]}, "b": {"server": ["raw"]}, "labels": {"server": ["labels"]}}

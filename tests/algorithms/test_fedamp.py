@@ -10,10 +10,10 @@ from algorithms.test_pfmml import unreached
 from oracles import personal as oracle
 from polyfed.algorithms.blocks import layouts
 from polyfed.algorithms.fedamp import CLOUD
-from polyfed.errors import RecipeError
-from polyfed.optim import Train
+from polyfed.core.errors import RecipeError
+from polyfed.training.optimisers import Train
 from polyfed.selection import Uniform
-from polyfed.tree import block_of
+from polyfed.core.tree import block_of
 from scripted import PARAMS, scripted
 from world import AWKWARD, algorithm, furthest, played, recipe, same
 

@@ -10,16 +10,17 @@ from torch import nn
 
 from laws.rows import GKT
 from oracles import distillation as oracle
-from polyfed import keys, run
+from polyfed.core import keys
+from polyfed.experiment import loop as run
 from polyfed.algorithms.fedgkt import FedGKT, Lesson
-from polyfed.assembly import assemble
-from polyfed.batch import Batch
+from polyfed.experiment.assembly import assemble
+from polyfed.core.batch import Batch
 from polyfed.data import ClientsSpec
-from polyfed.errors import EgressError, RecipeError
-from polyfed.losses import distillation
-from polyfed.optim import Train
+from polyfed.core.errors import EgressError, RecipeError
+from polyfed.training.losses import distillation
+from polyfed.training.optimisers import Train
 from polyfed.selection import Uniform
-from polyfed.view.base import ORDER
+from polyfed.training.client_data import ORDER
 from world import algorithm, furthest, played, recipe, same
 
 ENGINES = ["sequential", "vectorised"]

@@ -11,17 +11,17 @@ from algorithms.silo_world import OPEN, Silos, silo_model
 from oracles.hfm import Settings, centralised, encode, hfm, top, vfl
 from polyfed.algorithms import ALGORITHMS
 from polyfed.data import ClientsSpec
-from polyfed.errors import DataError, EgressError, PolyfedWarning, RecipeError, TooFewReplies
-from polyfed.evaluation import Evaluation
+from polyfed.core.errors import DataError, EgressError, PolyfedWarning, RecipeError, TooFewReplies
+from polyfed.evaluation.scores import Evaluation
 from polyfed.model import Model, ModelSpec
-from polyfed.network import Network
-from polyfed.node import Node
-from polyfed.optim import Train
-from polyfed.policy import Policy
-from polyfed.replies import Answer
-from polyfed.silos import check_aligned
-from polyfed.view import AloneView
-from polyfed.view.base import Job
+from polyfed.federation.network import Network
+from polyfed.privacy.gate import Node
+from polyfed.training.optimisers import Train
+from polyfed.privacy.policy import Policy
+from polyfed.federation.replies import Answer
+from polyfed.algorithms.hfm import check_aligned
+from polyfed.training import AloneView
+from polyfed.training.client_data import Job
 from world import furthest, played, recipe, same
 
 ENGINES = ("sequential", "vectorised")

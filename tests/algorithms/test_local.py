@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from polyfed.algorithms.local import over_clients
-from polyfed.assembly import Assembly
-from polyfed.batch import Batch
-from polyfed.check import check
+from polyfed.experiment.assembly import Assembly
+from polyfed.core.batch import Batch
+from polyfed.experiment.check import check
 from polyfed.data import ClientsSpec
-from polyfed.errors import PolyfedWarning, RecipeError
-from polyfed.evaluation import Evaluation
+from polyfed.core.errors import PolyfedWarning, RecipeError
+from polyfed.evaluation.scores import Evaluation
 from polyfed.model import ModelSpec
-from polyfed.run import run
+from polyfed.experiment.loop import run
 from polyfed.selection import DivFl, PowD
 from world import PLAIN, algorithm, played, recipe
 

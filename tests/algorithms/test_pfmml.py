@@ -12,17 +12,17 @@ import torch
 
 from oracles import pfmml as oracle
 from polyfed.algorithms.blocks import Layout, layouts
-from polyfed.algorithms.coefficients import Step, aggregate, learned, own_coefficients, scheduled
+from polyfed.algorithms.pfmml.coefficients import Step, aggregate, learned, own_coefficients, scheduled
 from polyfed.data import ClientsSpec, populate
 from polyfed.data.sources import Toy
-from polyfed.errors import RecipeError
+from polyfed.core.errors import RecipeError
 from polyfed.model import build_model
-from polyfed.network import Network
-from polyfed.optim import Train
-from polyfed.recipe import load_recipe
-from polyfed.replies import Answer
+from polyfed.federation.network import Network
+from polyfed.training.optimisers import Train
+from polyfed.experiment.recipe import load_recipe
+from polyfed.federation.replies import Answer
 from polyfed.selection import Uniform
-from polyfed.tree import block_of
+from polyfed.core.tree import block_of
 from scripted import PARAMS, scripted
 from world import AWKWARD, algorithm, furthest, played, recipe, same
 

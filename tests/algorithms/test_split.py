@@ -8,17 +8,18 @@ import torch
 from torch import nn
 
 from oracles import split as oracle
-from polyfed import keys, run
-from polyfed.algorithms.cut import Cut
-from polyfed.assembly import assemble
-from polyfed.check import check
+from polyfed.core import keys
+from polyfed.experiment import loop as run
+from polyfed.algorithms.split.cut import Cut
+from polyfed.experiment.assembly import assemble
+from polyfed.experiment.check import check
 from polyfed.data import ClientsSpec
-from polyfed.errors import EgressError, RecipeError, TooFewReplies
-from polyfed.federation import Federation
+from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
+from polyfed.federation.federation import Federation
 from polyfed.model import ModelSpec
-from polyfed.optim import Train
+from polyfed.training.optimisers import Train
 from polyfed.selection import PowD, Uniform
-from polyfed.view.base import ORDER
+from polyfed.training.client_data import ORDER
 from world import AWKWARD, PLAIN, algorithm, furthest, losing, played, recipe, same
 
 ENGINES = ["sequential", "vectorised"]

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyfed import checkpoint
-from polyfed.algorithm import State
-from polyfed.errors import CheckpointError
+from polyfed.experiment import checkpoint
+from polyfed.algorithms.base import State
+from polyfed.core.errors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from polyfed import keys
-from polyfed.errors import BadReply
-from polyfed.forms import Forms
-from polyfed.messages import Message, carries, message
+from polyfed.core import keys
+from polyfed.core.errors import BadReply
+from polyfed.federation.reply_validation import Forms
+from polyfed.core.messages import Message, carries, message
 from polyfed.model import ModelSpec, build_model
-from polyfed.tree import Tree
+from polyfed.core.tree import Tree
 from world import PLAIN
 
 MODEL = build_model(ModelSpec(embedding=4, encoders=PLAIN), {"a": (16,), "b": (24,)}, 3)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from polyfed import keys
+from polyfed.core import keys
 
 
 def test_parts_and_their_order_make_the_key() -> None:

@@ -3,11 +3,11 @@ import pytest
 import torch
 from sklearn import metrics as sk
 
-from polyfed import metrics
+from polyfed.evaluation import metrics
 from polyfed.data.sources import Toy
-from polyfed.evaluation import own_score
+from polyfed.evaluation.scores import own_score
 from polyfed.model import ModelSpec, build_model
-from polyfed.view import AloneView
+from polyfed.training import AloneView
 from world import PLAIN
 
 

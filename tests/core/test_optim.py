@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 import torch
 
-from polyfed.errors import RecipeError
-from polyfed.optim import ServerOptimiser, Train
+from polyfed.core.errors import RecipeError
+from polyfed.training.optimisers import ServerOptimiser, Train
 
 OPTIMISERS: list[tuple[dict[str, Any], Any]] = [
     ({"optimiser": "sgd"}, lambda p: torch.optim.SGD(p, lr=0.1)),

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from polyfed.errors import RecipeError
-from polyfed.overrides import apply
+from polyfed.core.errors import RecipeError
+from polyfed.experiment.overrides import apply
 
 
 @pytest.mark.parametrize(

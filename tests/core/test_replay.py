@@ -14,16 +14,17 @@ from torch.func import vmap
 
 from laws.rows import ROWS
 from laws.test_laws import world
-from polyfed import checkpoint, keys
-from polyfed.batch import Batch
+from polyfed.experiment import checkpoint
+from polyfed.core import keys
+from polyfed.core.batch import Batch
 from polyfed.data.sources import Toy
 from polyfed.model import ModelSpec, build_model
-from polyfed.optim import Train
-from polyfed.recipe import EngineSpec
-from polyfed.tree import Tree
-from polyfed.view import Fit, StackedView, replay
-from polyfed.view.plan import Rows
-from polyfed.view.trace import Ref, Tracer
+from polyfed.training.optimisers import Train
+from polyfed.experiment.recipe import EngineSpec
+from polyfed.core.tree import Tree
+from polyfed.training import Fit, StackedView, step_replay as replay
+from polyfed.training.step_plan import Rows
+from polyfed.training.step_trace import Ref, Tracer
 from world import AWKWARD, PLAIN, played
 
 NEVER = ("centralized", "split-learning", "splitfed")

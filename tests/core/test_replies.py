@@ -3,9 +3,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from polyfed.algorithm import Update
-from polyfed.messages import Message
-from polyfed.replies import MOST, SMALL, Part, Replies, joined, stacked
+from polyfed.algorithms.base import Update
+from polyfed.core.messages import Message
+from polyfed.federation.replies import MOST, SMALL, Part, Replies, joined, stacked
 
 
 def replies(clients: tuple[int, ...], missing: dict[int, str]) -> Replies:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.func import vmap
 
-from polyfed import keys
+from polyfed.core import keys
 from polyfed.data.sources import Toy
-from polyfed.losses import cross_entropy
+from polyfed.training.losses import cross_entropy
 from polyfed.model import ModelSpec, build_model
-from polyfed.optim import Train
-from polyfed.view import AloneView, StackedView
-from polyfed.view.plan import Rows
+from polyfed.training.optimisers import Train
+from polyfed.training import AloneView, StackedView
+from polyfed.training.step_plan import Rows
 
 COLUMNS = Toy(rows=60, classes=3, shapes={"a": (4,)}).load()
 MODEL = build_model(ModelSpec(embedding=3, encoders={"a": {"kind": "mlp", "hidden": [5]}}), {"a": (4,)}, 3)

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyfed import keys
-from polyfed.batch import Batch
+from polyfed.core import keys
+from polyfed.core.batch import Batch
 from polyfed.data.sources import Toy
 from polyfed.model import ModelSpec, build_model
-from polyfed.optim import Train
-from polyfed.view import AloneView, StackedView
-from polyfed.view.plan import Rows, make_plan
+from polyfed.training.optimisers import Train
+from polyfed.training import AloneView, StackedView
+from polyfed.training.step_plan import Rows, make_plan
 from world import PLAIN
 
 COLUMNS = Toy(rows=200, classes=3).load()

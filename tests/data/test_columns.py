@@ -6,7 +6,7 @@ import torch
 
 from polyfed.data import Column
 from polyfed.data.columns import check_finite, standardised
-from polyfed.errors import DataError
+from polyfed.core.errors import DataError
 
 
 def test_take_is_the_affine_map_of_the_stored_values_in_float32():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyfed.assembly import assemble, facts_of
+from polyfed.experiment.assembly import assemble, facts_of
 from polyfed.data import ClientsSpec, Shards
 from world import algorithm, recipe
 

@@ -6,7 +6,7 @@ import torch
 
 from polyfed.data.files import Arrays, read_idx
 from polyfed.data.sources import SOURCES
-from polyfed.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, RecipeError
 
 
 @pytest.fixture

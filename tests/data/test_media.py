@@ -25,7 +25,7 @@ from polyfed.data.media import (
 )
 from polyfed.data.media import clip as clip_module
 from polyfed.data.media.audio import read_wave, tiled
-from polyfed.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, RecipeError
 
 
 @pytest.fixture

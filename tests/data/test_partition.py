@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from polyfed.data import ClientsSpec, Shards
-from polyfed.data.partition import PARTITIONS, natural_clients
-from polyfed.errors import DataError, RecipeError
+from polyfed.data.partitions.partition import PARTITIONS, natural_clients
+from polyfed.core.errors import DataError, RecipeError
 
 ALL = [
     ("iid", {"num": 7}),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from polyfed.data import SOURCES, ClientsSpec, populate
-from polyfed.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, RecipeError
 
 
 def spec(**options):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from polyfed.data import SOURCES
-from polyfed.data.prepare import prepare
-from polyfed.data.prepared import Prepared
-from polyfed.errors import DataError, RecipeError
+from polyfed.data.features.prepare import prepare
+from polyfed.data.features.prepared import Prepared
+from polyfed.core.errors import DataError, RecipeError
 
 OPTIONS = {"modalities": ("audio",), "split": "actors"}
 

@@ -11,9 +11,9 @@ import torch
 import polyfed
 from polyfed.algorithms import FedAvg
 from polyfed.data import SOURCES, ClientsSpec
-from polyfed.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.model import Mlp, ModelSpec
-from polyfed.recipe import EngineSpec, Recipe
+from polyfed.experiment.recipe import EngineSpec, Recipe
 
 CASES = {
     # name: builder, options, shapes, rows (train, test, validation), classes, natural clients

@@ -7,7 +7,7 @@ import torch
 
 from polyfed.data import SOURCES, Facts
 from polyfed.data.sources.av_mnist import log_mel, pairs, read_fsdd
-from polyfed.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, RecipeError
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.deploy import write_app, write_nodes
-from polyfed.deploy.app import node_config
+from polyfed.deploy.app_folder import node_config
 from polyfed.deploy.handlers import Deployed
-from polyfed.deploy.local import _held
+from polyfed.deploy.local_federation import _held
 from polyfed.deploy.server import serve
 from polyfed.engines.flower import DirectGrid, GridPost, client_app
-from polyfed.recipe import load_recipe
-from polyfed.run import conduct
-from polyfed.wire import Packet
+from polyfed.experiment.recipe import load_recipe
+from polyfed.experiment.loop import conduct
+from polyfed.federation.wire_format import Packet
 
 RECIPE = """
 seed = 3

@@ -7,11 +7,11 @@ import pytest
 
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
-from polyfed.assembly import Assembly, assemble, population_of
+from polyfed.experiment.assembly import Assembly, assemble, population_of
 from polyfed.deploy.handlers import Simulated
 from polyfed.deploy.server import engine_by
 from polyfed.engines.flower import DirectGrid, GridPost, client_app
-from polyfed.recipe import Recipe
+from polyfed.experiment.recipe import Recipe
 
 
 def grid_of(recipe: Recipe, folder: Path, wrap: Any = lambda handler: handler) -> DirectGrid:

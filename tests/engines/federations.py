@@ -9,8 +9,8 @@ from typing import Any
 from unittest.mock import patch
 
 import polyfed
-from polyfed.deploy.app import node_config
-from polyfed.deploy.local import Local
+from polyfed.deploy.app_folder import node_config
+from polyfed.deploy.local_federation import Local
 
 DEMO = Path(__file__).resolve().parents[2] / "recipes" / "federation-demo.toml"
 METHODS = {"fedavg": "", "fedprox": "mu = 0.1", "scaffold": "", "moon": "mu = 1.0\nprojection = 8"}

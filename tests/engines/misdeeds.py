@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from polyfed.wire import Packet
+from polyfed.federation.wire_format import Packet
 
 
 def with_header(reply: Packet, **changes: Any) -> Packet:

@@ -19,11 +19,11 @@ from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device import NodeConfig, policy_on
 from polyfed.deploy.server import only_server, serve
 from polyfed.engines.flower import DirectGrid, GridPost, client_app
-from polyfed.engines.letters import Enrolment
-from polyfed.errors import BadReply, EgressError, RecipeError, TooFewReplies
-from polyfed.recipe import load_recipe
-from polyfed.run import conduct
-from polyfed.wire import Packet
+from polyfed.engines.protocol import Enrolment
+from polyfed.core.errors import BadReply, EgressError, RecipeError, TooFewReplies
+from polyfed.experiment.recipe import load_recipe
+from polyfed.experiment.loop import conduct
+from polyfed.federation.wire_format import Packet
 
 
 def test_devices_equal_the_simulation_bit_for_bit(tmp_path: Path) -> None:

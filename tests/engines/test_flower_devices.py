@@ -19,15 +19,15 @@ from polyfed.cli import main
 from polyfed.deploy import write_app, write_nodes
 from polyfed.deploy.credentials import _authority, _server, write_credentials
 from polyfed.deploy.device import NodeConfig, node_from, policy_on
-from polyfed.deploy.inspection import inspect
-from polyfed.deploy.local import finished
+from polyfed.deploy.device_check import inspect
+from polyfed.deploy.local_federation import finished
 from polyfed.deploy.server import only_server, placed, serve
 from polyfed.engines.flower import DirectGrid, GridPost, client_app
 from polyfed.engines.flower.process import LAST_WORD, _address, _refuses, speak_last
-from polyfed.errors import DataError, ModelError, RecipeError, TooFewReplies
-from polyfed.recipe import load_recipe
-from polyfed.run import conduct
-from polyfed.wire import Packet
+from polyfed.core.errors import DataError, ModelError, RecipeError, TooFewReplies
+from polyfed.experiment.recipe import load_recipe
+from polyfed.experiment.loop import conduct
+from polyfed.federation.wire_format import Packet
 
 HELLO = Packet({"want": "enrol"})
 

@@ -16,17 +16,17 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 import world
 from engines.direct import grid_of, joined, played
 from engines.misdeeds import boxed, counting, not_a_number, renamed, reshaped, with_header
-from polyfed import checkpoint
-from polyfed.deploy import store
+from polyfed.experiment import checkpoint
+from polyfed.deploy import state_store as store
 from polyfed.deploy.handlers import Simulated
-from polyfed.deploy.station import book
+from polyfed.deploy.client_runtime import book
 from polyfed.engines.flower import DirectGrid, GridPost, client_app
 from polyfed.engines.remote import Remote
-from polyfed.errors import EgressError, RecipeError, TooFewReplies
-from polyfed.recipe import Recipe
+from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
+from polyfed.experiment.recipe import Recipe
 from polyfed.selection import Uniform
-from polyfed.settings import EngineSpec
-from polyfed.wire import Packet
+from polyfed.experiment.settings import EngineSpec
+from polyfed.federation.wire_format import Packet
 
 VICTIM = 2
 
@@ -371,7 +371,7 @@ class Lossy(DirectGrid):
 
 
 def test_an_ask_that_was_lost_with_its_node_is_sent_again(tmp_path: Path, monkeypatch: Any) -> None:
-    from polyfed.engines.flower import post
+    from polyfed.engines.flower import transport as post
 
     monkeypatch.setattr(post, "LOOK_EVERY", 0.0)
     made = recipe("scaffold")

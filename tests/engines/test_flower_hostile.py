@@ -22,15 +22,15 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines import hostile
 from engines.federations import PATIENCE, Surrounded, outcome, recipe_for, rows, said, until
-from polyfed import checkpoint
+from polyfed.experiment import checkpoint
 from polyfed.deploy import write_app
 from polyfed.engines import Sequential
-from polyfed.events import Emitter
-from polyfed.outcome import Run
-from polyfed.recipe import load_recipe
-from polyfed.records import Records
-from polyfed.run import conduct
-from polyfed.tree import Tree
+from polyfed.experiment.events import Emitter
+from polyfed.experiment.run_result import Run
+from polyfed.experiment.recipe import load_recipe
+from polyfed.experiment.records import Records
+from polyfed.experiment.loop import conduct
+from polyfed.core.tree import Tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -13,11 +13,11 @@ import world
 from engines.direct import grid_of, joined, played
 from laws.rows import ROWS
 from laws.test_laws import world as law_world
-from polyfed import checkpoint
+from polyfed.experiment import checkpoint
 from polyfed.algorithms import ALGORITHMS
-from polyfed.deploy.store import Store
-from polyfed.recipe import Recipe
-from polyfed.settings import EngineSpec
+from polyfed.deploy.state_store import Store
+from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.settings import EngineSpec
 from world import furthest
 
 NAMES = sorted(set(ROWS) & set(ALGORITHMS))

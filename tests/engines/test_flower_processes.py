@@ -18,7 +18,7 @@ import polyfed
 from engines.federations import METHODS, PATIENCE, order, outcome, recipe_for, reference, rows, said, until
 from polyfed.deploy import write_app
 from polyfed.deploy.credentials import _authority, _secret, _server, write_credentials
-from polyfed.deploy.local import Local
+from polyfed.deploy.local_federation import Local
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -169,7 +169,7 @@ def test_an_expired_certificate_is_not_accepted(tmp_path: Path) -> None:
     _secret(federation.credentials / "server.key", key, PrivateFormat.PKCS8)
     with federation:
         federation.start_link()
-        with pytest.raises(polyfed.errors.RecipeError, match="failed"):
+        with pytest.raises(polyfed.core.errors.RecipeError, match="failed"):
             federation.flwr("supernode", "register", f"{federation.credentials}/node-0.pub", "polyfed-local")
         federation.start_node(0)
         time.sleep(20)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyfed.optim import Train
+from polyfed.training.optimisers import Train
 
 
 @dataclass(frozen=True)

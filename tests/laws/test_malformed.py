@@ -11,13 +11,13 @@ from torch import Tensor
 
 from laws.rows import ROWS
 from laws.test_laws import world
-from polyfed.assembly import assemble
-from polyfed.errors import PolyfedError
-from polyfed.messages import LABELS, Message, rebuilt
-from polyfed.recipe import Recipe
-from polyfed.replies import Answer, Replies, stacked
+from polyfed.experiment.assembly import assemble
+from polyfed.core.errors import PolyfedError
+from polyfed.core.messages import LABELS, Message, rebuilt
+from polyfed.experiment.recipe import Recipe
+from polyfed.federation.replies import Answer, Replies, stacked
 from polyfed.selection import DivFl, PowD, Selector, Uniform
-from polyfed.tree import SHARED, Tree
+from polyfed.core.tree import SHARED, Tree
 from world import through
 
 BAD = 2

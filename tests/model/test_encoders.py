@@ -5,19 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from polyfed.batch import Batch
-from polyfed.errors import ModelError
-from polyfed.model import (
-    Cnn4,
-    ConvGru,
-    Custom,
-    Mlp,
-    ModelSpec,
-    ResNet18,
-    Transformer,
-    build_model,
-    encoder_spec,
-)
+from polyfed.core.batch import Batch
+from polyfed.core.errors import ModelError
+from polyfed.model import Cnn4, ConvGru, Custom, Mlp, ModelSpec, ResNet18, Transformer, build_model, encoder_spec
 from polyfed.model.adopt import adopt
 from polyfed.model.layers import BatchNorm, Dropout, Rows
 

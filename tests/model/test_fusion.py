@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from polyfed.batch import Batch
-from polyfed.errors import ModelError
+from polyfed.core.batch import Batch
+from polyfed.core.errors import ModelError
 from polyfed.model import FUSIONS, ModelSpec, build_model
 
 

@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import tiny_models
 from transformers import AutoModel
 
-from polyfed.batch import Batch
-from polyfed.errors import ModelError
+from polyfed.core.batch import Batch
+from polyfed.core.errors import ModelError
 from polyfed.model import ModelSpec, build_model
 
 IDS = torch.tensor([[2, 5, 6, 3, 0, 0], [2, 8, 9, 10, 11, 3]])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.func import grad, vmap
 
-from polyfed.batch import Batch
+from polyfed.core.batch import Batch
 from polyfed.model.layers import GRU, BatchNorm, Dropout, Rows
 
 

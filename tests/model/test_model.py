@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.func import grad, vmap
 
-from polyfed.batch import Batch
-from polyfed.errors import ModelError
+from polyfed.core.batch import Batch
+from polyfed.core.errors import ModelError
 from polyfed.model import ModelSpec, build_model
-from polyfed.tree import block_of
+from polyfed.core.tree import block_of
 
 ENCODERS = {
     "mlp": ({"kind": "mlp", "hidden": [6]}, (5,)),

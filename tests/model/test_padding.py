@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from polyfed.batch import Batch
+from polyfed.core.batch import Batch
 from polyfed.model import ModelSpec, build_model
 
 

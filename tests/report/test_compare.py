@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from polyfed.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.report import compare
 
 

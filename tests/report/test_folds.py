@@ -11,13 +11,13 @@ import pytest
 import torch
 from sklearn.metrics import confusion_matrix, recall_score
 
-from polyfed.batch import Batch
-from polyfed.cli.verbs import main
-from polyfed.errors import RecipeError
-from polyfed.evaluation import Evaluation
+from polyfed.core.batch import Batch
+from polyfed.cli.commands import main
+from polyfed.core.errors import RecipeError
+from polyfed.evaluation.scores import Evaluation
 from polyfed.report import compare
 from polyfed.report.compare import POOLED, REACHED
-from polyfed.run import run
+from polyfed.experiment.loop import run
 from world import algorithm, played, recipe
 
 TRUTH = [0, 0, 0, 1, 1, 2]
@@ -167,7 +167,7 @@ b = { kind = "mlp", hidden = [4] }
 name = "fedavg"
 """
     (tmp_path / "r.toml").write_text(text)
-    monkeypatch.setattr("polyfed.metrics.uar", lambda matrix: float("nan"))
+    monkeypatch.setattr("polyfed.evaluation.metrics.uar", lambda matrix: float("nan"))
     with pytest.raises(SystemExit):
         main(["run", str(tmp_path / "r.toml"), "--out", str(tmp_path / "out"), "--json"])
     out = capsys.readouterr().out

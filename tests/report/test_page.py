@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import polyfed.report
-from polyfed.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.report import compare, write_comparison, write_report
 from polyfed.report.history import MOST_FRAMES, Frames
 

@@ -3,7 +3,7 @@
 import json
 
 from polyfed.report import egress, senders, write_report
-from polyfed.report.folder import Folder
+from polyfed.report.run_folder import Folder
 
 
 def table(folder):

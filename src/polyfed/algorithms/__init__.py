@@ -1,8 +1,8 @@
 """Algorithms by their name in `[algorithm] name`; each is one file, both halves in it."""
 
-from polyfed.algorithm import Algorithm
+from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.centralized import Centralized
-from polyfed.algorithms.cmsfed import CmsFed
+from polyfed.algorithms.cmsfed.cmsfed import CmsFed
 from polyfed.algorithms.creamfl import CreamFL
 from polyfed.algorithms.fedamp import FedAmp
 from polyfed.algorithms.fedavg import FedAvg
@@ -14,15 +14,15 @@ from polyfed.algorithms.fedpmr import FedPmr
 from polyfed.algorithms.fedproto import FedProto
 from polyfed.algorithms.fedprox import FedProx
 from polyfed.algorithms.hfl import Hfl
-from polyfed.algorithms.hfm import Hfm
+from polyfed.algorithms.hfm.hfm import Hfm
 from polyfed.algorithms.local import Local
 from polyfed.algorithms.moon import Moon
-from polyfed.algorithms.partialfl import PartialFL
-from polyfed.algorithms.pfmml import Pfmml
+from polyfed.algorithms.partialfl.partialfl import PartialFL
+from polyfed.algorithms.pfmml.pfmml import Pfmml
 from polyfed.algorithms.scaffold import Scaffold
-from polyfed.algorithms.split_learning import SplitLearning
-from polyfed.algorithms.splitfed import SplitFed
-from polyfed.algorithms.vfl import Vfl
+from polyfed.algorithms.split.split_learning import SplitLearning
+from polyfed.algorithms.split.splitfed import SplitFed
+from polyfed.algorithms.hfm.vfl import Vfl
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,

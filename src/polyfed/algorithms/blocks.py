@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyfed import keys
-from polyfed.ask import Accept
-from polyfed.errors import RecipeError
-from polyfed.federation import Federation
-from polyfed.messages import Message, carries, message
+from polyfed.core import keys
+from polyfed.core.request import Accept
+from polyfed.core.errors import RecipeError
+from polyfed.federation.federation import Federation
+from polyfed.core.messages import Message, carries, message
 from polyfed.model import Model
-from polyfed.replies import Replies
-from polyfed.tree import SHARED, Tree, block_of
+from polyfed.federation.replies import Replies
+from polyfed.core.tree import SHARED, Tree, block_of
 
 
 @message

@@ -12,20 +12,20 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from polyfed.algorithm import Algorithm, State
-from polyfed.batch import Batch
-from polyfed.errors import RecipeError
-from polyfed.federation import Federation
-from polyfed.losses import cross_entropy
-from polyfed.messages import Message, carries, message
+from polyfed.algorithms.base import Algorithm, State
+from polyfed.core.batch import Batch
+from polyfed.core.errors import RecipeError
+from polyfed.federation.federation import Federation
+from polyfed.training.losses import cross_entropy
+from polyfed.core.messages import Message, carries, message
 from polyfed.model import ModelSpec
-from polyfed.node import Site
-from polyfed.policy import Policy
-from polyfed.replies import Replies
-from polyfed.schema import NOT_NEGATIVE, POSITIVE
-from polyfed.tasks import task
-from polyfed.tree import Tree
-from polyfed.view import Fit, View
+from polyfed.privacy.gate import Site
+from polyfed.privacy.policy import Policy
+from polyfed.federation.replies import Replies
+from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
+from polyfed.core.tasks import task
+from polyfed.core.tree import Tree
+from polyfed.training import Fit, View
 
 
 @message

@@ -18,23 +18,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyfed import keys
-from polyfed.algorithm import Algorithm, Broadcast, State, mean_loss
+from polyfed.core import keys
+from polyfed.algorithms.base import Algorithm, Broadcast, State, mean_loss
 from polyfed.algorithms.moon import contrast
-from polyfed.batch import Batch
-from polyfed.errors import RecipeError
-from polyfed.evaluation import Measured
-from polyfed.federation import VALIDATION, Federation
-from polyfed.losses import contrastive, cross_entropy
-from polyfed.messages import Message, carries, message
-from polyfed.node import Site
-from polyfed.optim import Moments
-from polyfed.policy import Policy
-from polyfed.schema import NOT_NEGATIVE, POSITIVE
+from polyfed.core.batch import Batch
+from polyfed.core.errors import RecipeError
+from polyfed.evaluation.scores import Measured
+from polyfed.federation.federation import VALIDATION, Federation
+from polyfed.training.losses import contrastive, cross_entropy
+from polyfed.core.messages import Message, carries, message
+from polyfed.privacy.gate import Site
+from polyfed.training.optimisers import Moments
+from polyfed.privacy.policy import Policy
+from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.selection import Selector, Uniform, must_be_uniform
-from polyfed.tasks import task
-from polyfed.tree import Tree
-from polyfed.view import Fit, View
+from polyfed.core.tasks import task
+from polyfed.core.tree import Tree
+from polyfed.training import Fit, View
 
 WEIGHT, PUBLIC, PREVIOUS, SEEN = "weight.", "public.", "previous.", "seen"
 """Prefixes among a client's local state: its model, the public samples, its last representations of them."""

@@ -16,24 +16,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyfed import keys
-from polyfed.algorithm import Algorithm, Broadcast, mean_loss
+from polyfed.core import keys
+from polyfed.algorithms.base import Algorithm, Broadcast, mean_loss
 from polyfed.algorithms import blocks as exchange
 from polyfed.algorithms.blocks import Blocks, Layout, Wanted, layouts, owners
 from polyfed.algorithms.local import Done, Start
-from polyfed.batch import Batch
-from polyfed.evaluation import Measured
-from polyfed.federation import Federation
-from polyfed.losses import cross_entropy
-from polyfed.messages import Message, carries, message
-from polyfed.network import Timetable
-from polyfed.node import Site
-from polyfed.replies import Replies
-from polyfed.schema import AT_LEAST_TWO, NOT_NEGATIVE, PROBABILITY
-from polyfed.tasks import task
-from polyfed.tree import Tree, block_of, blocks, keep_on_host
-from polyfed.view import View
-from polyfed.view.base import FOLD_BATCH
+from polyfed.core.batch import Batch
+from polyfed.evaluation.scores import Measured
+from polyfed.federation.federation import Federation
+from polyfed.training.losses import cross_entropy
+from polyfed.core.messages import Message, carries, message
+from polyfed.federation.network import Timetable
+from polyfed.privacy.gate import Site
+from polyfed.federation.replies import Replies
+from polyfed.core.schema import AT_LEAST_TWO, NOT_NEGATIVE, PROBABILITY
+from polyfed.core.tasks import task
+from polyfed.core.tree import Tree, block_of, blocks, keep_on_host
+from polyfed.training import View
+from polyfed.training.client_data import FOLD_BATCH
 
 PREVIOUS = "previous."
 """Where a client keeps the model it started the round with."""

@@ -17,23 +17,24 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from polyfed import keys, metrics
-from polyfed.algorithm import Algorithm, Broadcast, State, mean_loss
+from polyfed.core import keys
+from polyfed.evaluation import metrics
+from polyfed.algorithms.base import Algorithm, Broadcast, State, mean_loss
 from polyfed.algorithms.towers import mlps
-from polyfed.batch import Batch
-from polyfed.evaluation import Measured, OwnScore
-from polyfed.federation import Federation
-from polyfed.losses import cross_entropy, distillation
-from polyfed.messages import Message, carries, message
+from polyfed.core.batch import Batch
+from polyfed.evaluation.scores import Measured, OwnScore
+from polyfed.federation.federation import Federation
+from polyfed.training.losses import cross_entropy, distillation
+from polyfed.core.messages import Message, carries, message
 from polyfed.model import Model
-from polyfed.node import Site
-from polyfed.optim import Moments
-from polyfed.replies import Replies
-from polyfed.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
+from polyfed.privacy.gate import Site
+from polyfed.training.optimisers import Moments
+from polyfed.federation.replies import Replies
+from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from polyfed.selection import Selector, Uniform, must_be_uniform
-from polyfed.tasks import task
-from polyfed.tree import Tree
-from polyfed.view import Fit, View
+from polyfed.core.tasks import task
+from polyfed.core.tree import Tree
+from polyfed.training import Fit, View
 
 
 @message

@@ -17,14 +17,14 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from polyfed.algorithm import Averaging, Broadcast, State, mean_loss
-from polyfed.ask import names_as_sent
-from polyfed.batch import Batch
-from polyfed.evaluation import Measured
-from polyfed.federation import Federation
-from polyfed.node import Site
-from polyfed.schema import NOT_NEGATIVE, POSITIVE
-from polyfed.tree import SHARED, Tree, block_of, blocks, select, squared_distance, vector
+from polyfed.algorithms.base import Averaging, Broadcast, State, mean_loss
+from polyfed.core.request import names_as_sent
+from polyfed.core.batch import Batch
+from polyfed.evaluation.scores import Measured
+from polyfed.federation.federation import Federation
+from polyfed.privacy.gate import Site
+from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
+from polyfed.core.tree import SHARED, Tree, block_of, blocks, select, squared_distance, vector
 
 
 @dataclass(frozen=True)

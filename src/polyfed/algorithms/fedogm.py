@@ -15,19 +15,19 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from polyfed import keys
-from polyfed.algorithm import Averaging
-from polyfed.batch import Batch
-from polyfed.errors import RecipeError
-from polyfed.federation import Federation
-from polyfed.losses import cross_entropy
+from polyfed.core import keys
+from polyfed.algorithms.base import Averaging
+from polyfed.core.batch import Batch
+from polyfed.core.errors import RecipeError
+from polyfed.federation.federation import Federation
+from polyfed.training.losses import cross_entropy
 from polyfed.model import Model
-from polyfed.node import Site
-from polyfed.prototypes import FLOOR, there
-from polyfed.schema import NOT_NEGATIVE
-from polyfed.tree import Tree, block_of
-from polyfed.view import View
-from polyfed.view.base import Direction
+from polyfed.privacy.gate import Site
+from polyfed.training.prototypes import FLOOR, there
+from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.tree import Tree, block_of
+from polyfed.training import View
+from polyfed.training.client_data import Direction
 
 
 @dataclass(frozen=True, kw_only=True)

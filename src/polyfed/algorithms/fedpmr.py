@@ -16,17 +16,17 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from polyfed import prototypes
-from polyfed.algorithm import Averaging, Broadcast, Update
-from polyfed.batch import Batch
-from polyfed.losses import cross_entropy
-from polyfed.node import Site
-from polyfed.prototypes import Prototypes
-from polyfed.schema import NOT_NEGATIVE
-from polyfed.tasks import task
-from polyfed.tree import Tree
-from polyfed.view import Fit, View
-from polyfed.view.base import legs
+from polyfed.training import prototypes
+from polyfed.algorithms.base import Averaging, Broadcast, Update
+from polyfed.core.batch import Batch
+from polyfed.training.losses import cross_entropy
+from polyfed.privacy.gate import Site
+from polyfed.training.prototypes import Prototypes
+from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.tasks import task
+from polyfed.core.tree import Tree
+from polyfed.training import Fit, View
+from polyfed.training.client_data import legs
 
 
 @dataclass(frozen=True, kw_only=True)

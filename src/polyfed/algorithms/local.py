@@ -12,20 +12,20 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from polyfed import metrics
-from polyfed.algorithm import Algorithm, Broadcast, State, mean_loss
-from polyfed.errors import PolyfedWarning
-from polyfed.evaluation import Examination, Measured, Scores
-from polyfed.federation import TEST, Federation
-from polyfed.losses import cross_entropy
-from polyfed.messages import Message, carries, message
-from polyfed.node import Site
-from polyfed.policy import Policy
-from polyfed.schema import NOT_NEGATIVE
+from polyfed.evaluation import metrics
+from polyfed.algorithms.base import Algorithm, Broadcast, State, mean_loss
+from polyfed.core.errors import PolyfedWarning
+from polyfed.evaluation.scores import Examination, Measured, Scores
+from polyfed.federation.federation import TEST, Federation
+from polyfed.training.losses import cross_entropy
+from polyfed.core.messages import Message, carries, message
+from polyfed.privacy.gate import Site
+from polyfed.privacy.policy import Policy
+from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.selection import Selector, Uniform, must_be_uniform
-from polyfed.tasks import task
-from polyfed.tree import Tree
-from polyfed.view import View
+from polyfed.core.tasks import task
+from polyfed.core.tree import Tree
+from polyfed.training import View
 
 AT_ONCE = 32
 """Models of clients that the server holds at the same time while it judges them."""

@@ -18,17 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyfed import keys
-from polyfed.algorithm import Averaging, Broadcast, Update
-from polyfed.batch import Batch
-from polyfed.federation import Federation
-from polyfed.losses import cross_entropy
-from polyfed.messages import Message
+from polyfed.core import keys
+from polyfed.algorithms.base import Averaging, Broadcast, Update
+from polyfed.core.batch import Batch
+from polyfed.federation.federation import Federation
+from polyfed.training.losses import cross_entropy
+from polyfed.core.messages import Message
 from polyfed.model.fusion import masked
-from polyfed.node import Site
-from polyfed.schema import NOT_NEGATIVE, POSITIVE
-from polyfed.tree import Tree
-from polyfed.view import Fit, View
+from polyfed.privacy.gate import Site
+from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
+from polyfed.core.tree import Tree
+from polyfed.training import Fit, View
 
 PREVIOUS = "previous."
 """Where a client keeps its last model among its local state."""

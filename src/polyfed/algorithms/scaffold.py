@@ -14,16 +14,16 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from polyfed.algorithm import Averaging, State
-from polyfed.errors import RecipeError
-from polyfed.federation import Federation
-from polyfed.messages import Message, carries, message
-from polyfed.node import Site
-from polyfed.replies import Replies
-from polyfed.schema import NOT_NEGATIVE
-from polyfed.tree import SHARED, Tree, add, block_of, like
-from polyfed.view import Fit, View
-from polyfed.view.base import Direction
+from polyfed.algorithms.base import Averaging, State
+from polyfed.core.errors import RecipeError
+from polyfed.federation.federation import Federation
+from polyfed.core.messages import Message, carries, message
+from polyfed.privacy.gate import Site
+from polyfed.federation.replies import Replies
+from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.tree import SHARED, Tree, add, block_of, like
+from polyfed.training import Fit, View
+from polyfed.training.client_data import Direction
 
 
 @message

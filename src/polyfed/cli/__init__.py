@@ -1,5 +1,5 @@
 """The `polyfed` command. A verb is a function in `verbs`; further ones register at `app`."""
 
-from polyfed.cli.verbs import app, main
+from polyfed.cli.commands import app, main
 
 __all__ = ["app", "main"]

@@ -11,11 +11,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from polyfed import deploy
-from polyfed.check import cures_of
+from polyfed.experiment.check import cures_of
 from polyfed.cli import tables
 from polyfed.cli.plain import plain_table, stacked, titled
-from polyfed.deploy.inspection import Inspection
-from polyfed.records import RESULT
+from polyfed.deploy.device_check import Inspection
+from polyfed.experiment.records import RESULT
 from polyfed.report import REPORT
 
 

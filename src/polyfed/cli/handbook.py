@@ -8,7 +8,7 @@ from rich.text import Text
 from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import catalogue
 from polyfed.cli.catalogue import Option
-from polyfed.cli.crossing import Carrier, carriers
+from polyfed.cli.egress_tables import Carrier, carriers
 from polyfed.cli.plain import plain_table, stacked, titled
 from polyfed.data import SOURCES
 

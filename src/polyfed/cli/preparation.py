@@ -11,13 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from polyfed.data.extraction import OnCorrupt
-from polyfed.data.prepare import prepare
-from polyfed.data.prepared import Prepared
+from polyfed.data.features.extraction import OnCorrupt
+from polyfed.data.features.prepare import prepare
+from polyfed.data.features.prepared import Prepared
 from polyfed.data.sources import SOURCES
 from polyfed.data.sources.media_set import MediaSet
-from polyfed.errors import RecipeError
-from polyfed.recipe import build
+from polyfed.core.errors import RecipeError
+from polyfed.experiment.recipe import build
 
 FEW = 10
 """Skipped samples that are listed; the manifest has them all."""

@@ -8,11 +8,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from polyfed.check import Check
-from polyfed.cli import crossing
+from polyfed.experiment.check import Check
+from polyfed.cli import egress_tables as crossing
 from polyfed.cli.plain import plain_table, stacked, titled
 from polyfed.report.compare import Column, Comparison
-from polyfed.report.words import bytes_of, number_of, seconds_of
+from polyfed.report.formatting import bytes_of, number_of, seconds_of
 
 
 def result_table(result: dict[str, Any]) -> Group:

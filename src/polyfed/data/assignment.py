@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from polyfed import keys
+from polyfed.core import keys
 from polyfed.data.clients import ClientsSpec
-from polyfed.errors import RecipeError, did_you_mean
+from polyfed.core.errors import RecipeError, did_you_mean
 
 
 def assign(spec: ClientsSpec, modalities: Sequence[str], num: int, key: int) -> Tensor:

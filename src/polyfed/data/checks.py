@@ -1,6 +1,6 @@
 """Small checks that the schemas of the data and clients sections share."""
 
-from polyfed.errors import RecipeError
+from polyfed.core.errors import RecipeError
 
 
 def need(ok: bool, where: str, value: object, allowed: str) -> None:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from polyfed.data.checks import need
-from polyfed.data.partition import PARTITIONS, Partition
-from polyfed.errors import RecipeError
-from polyfed.registry import find
-from polyfed.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
+from polyfed.data.partitions.partition import PARTITIONS, Partition
+from polyfed.core.errors import RecipeError
+from polyfed.core.registry import find
+from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
 
 _ASSIGNMENTS = ("missing", "keep_both", "only", "holdings")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from polyfed.errors import DataError, did_you_mean
+from polyfed.core.errors import DataError, did_you_mean
 
 TRAIN, TEST, VALIDATION, LEFT_OUT = 0, 1, 2, 3
 """Codes of `Columns.split`."""

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.errors import DataError, did_you_mean
+from polyfed.core.errors import DataError, did_you_mean
 
 Array = NDArray[Any]
 

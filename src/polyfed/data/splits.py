@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed import keys
+from polyfed.core import keys
 from polyfed.data.columns import TEST, TRAIN
 
 

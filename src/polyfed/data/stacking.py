@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from polyfed.data.columns import Column, Columns
-from polyfed.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, RecipeError
 
 
 def stacked(columns: Columns, stack: Mapping[str, Sequence[str]]) -> Columns:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from polyfed.deploy.app import write_app, write_nodes
-from polyfed.errors import RecipeError
+from polyfed.deploy.app_folder import write_app, write_nodes
+from polyfed.core.errors import RecipeError
 
 __all__ = ["run_locally", "write_app", "write_credentials", "write_nodes"]
 
@@ -20,9 +20,9 @@ def write_credentials(folder: Path, nodes: int) -> Path:
 
 
 def run_locally(recipe_path: Path, folder: Path) -> Path:
-    """See `polyfed.deploy.local.run_locally`."""
+    """See `polyfed.deploy.local_federation.run_locally`."""
     try:
-        from polyfed.deploy import local
+        from polyfed.deploy import local_federation as local
     except ImportError as error:
         raise RecipeError(f"a local federation {_CURE} ({error})") from None
     return local.run_locally(recipe_path, folder)

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from polyfed.errors import RecipeError
+from polyfed.core.errors import RecipeError
 
 SERVER = ("ca.pem", "server.pem", "server.key")
 """The authority and the server's certificate, which belong together."""

@@ -10,10 +10,10 @@ import torch
 from polyfed.data import Columns, Population, Shards
 from polyfed.data.columns import TEST, TRAIN, check_finite
 from polyfed.data.sources.npz import Npz
-from polyfed.engines.letters import Facts
-from polyfed.errors import DataError, RecipeError, did_you_mean
-from polyfed.policy import Policy
-from polyfed.recipe import Recipe, build
+from polyfed.engines.protocol import Facts
+from polyfed.core.errors import DataError, RecipeError, did_you_mean
+from polyfed.privacy.policy import Policy
+from polyfed.experiment.recipe import Recipe, build
 
 WHERE = "--node-config"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from polyfed.errors import BadReply, PolyfedError
+from polyfed.core.errors import BadReply, PolyfedError
 
 TELLING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 """Faults of a disk that the server may be told by name."""

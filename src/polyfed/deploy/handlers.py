@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-from polyfed import keys
-from polyfed.assembly import device_of, model_of, population_of
+from polyfed.core import keys
+from polyfed.experiment.assembly import device_of, model_of, population_of
 from polyfed.data import Population
 from polyfed.deploy.device import WHERE, NodeConfig, check_held, policy_on, population_on
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault
-from polyfed.deploy.station import Station, enrolment
+from polyfed.deploy.client_runtime import Station, enrolment
 from polyfed.engines import Sequential
-from polyfed.engines.letters import ENROL, FAILED, REFUSED, Facts, Ticket, reason
-from polyfed.errors import BadReply
-from polyfed.events import Emitter
-from polyfed.ledger import Ledger
-from polyfed.policy import Policy
-from polyfed.recipe import Recipe, build, load_recipe
-from polyfed.wire import Packet
+from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, Ticket, reason
+from polyfed.core.errors import BadReply
+from polyfed.experiment.events import Emitter
+from polyfed.privacy.ledger import Ledger
+from polyfed.privacy.policy import Policy
+from polyfed.experiment.recipe import Recipe, build, load_recipe
+from polyfed.federation.wire_format import Packet
 
 MEGABYTE = 2**20
 

@@ -11,20 +11,20 @@ from typing import Any, TypeVar
 
 import torch
 
-from polyfed.assembly import population_of
+from polyfed.experiment.assembly import population_of
 from polyfed.data import Column, Columns, Population, Shards, stacked
 from polyfed.data.columns import LEFT_OUT, TEST, VALIDATION
 from polyfed.deploy.handlers import MEGABYTE, Simulated
-from polyfed.engines.inprocess import InProcess
-from polyfed.engines.letters import ENROLLED, REFUSED, Enrolment
+from polyfed.engines.in_process import InProcess
+from polyfed.engines.protocol import ENROLLED, REFUSED, Enrolment
 from polyfed.engines.remote import Remote, Terms
-from polyfed.errors import BadReply, DataError, EgressError, PolyfedError, RecipeError, TooFewReplies
-from polyfed.events import Emitter
-from polyfed.lock import alone_in
-from polyfed.recipe import Recipe, load_recipe
-from polyfed.records import Records
-from polyfed.settings import EngineSpec
-from polyfed.wire import Packet
+from polyfed.core.errors import BadReply, DataError, EgressError, PolyfedError, RecipeError, TooFewReplies
+from polyfed.experiment.events import Emitter
+from polyfed.experiment.lock import alone_in
+from polyfed.experiment.recipe import Recipe, load_recipe
+from polyfed.experiment.records import Records
+from polyfed.experiment.settings import EngineSpec
+from polyfed.federation.wire_format import Packet
 
 ERROR = "error.json"
 """What ended a run, beside its records; gone when the run goes on."""

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyfed.ask import Ask, Send
-from polyfed.engines.inprocess import InProcess
-from polyfed.engines.letters import FAILED, MAX_REASON, REFUSED, REPLY, Facts, Post, Ticket, letter
-from polyfed.errors import BadReply, EgressError, RecipeError
-from polyfed.ledger import TO_CLIENT, Entry
-from polyfed.messages import Message, crossings, cut
-from polyfed.replies import Part, stacked
-from polyfed.tasks import info_of, tasks_of
-from polyfed.wire import Packet, decode, encode
+from polyfed.core.request import Ask, Send
+from polyfed.engines.in_process import InProcess
+from polyfed.engines.protocol import FAILED, MAX_REASON, REFUSED, REPLY, Facts, Post, Ticket, letter
+from polyfed.core.errors import BadReply, EgressError, RecipeError
+from polyfed.privacy.ledger import TO_CLIENT, Entry
+from polyfed.core.messages import Message, crossings, cut
+from polyfed.federation.replies import Part, stacked
+from polyfed.core.tasks import info_of, tasks_of
+from polyfed.federation.wire_format import Packet, decode, encode
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from polyfed.ask import Ask, Send
-from polyfed.engines.inprocess import InProcess
-from polyfed.messages import Message
-from polyfed.replies import Part, stacked
+from polyfed.core.request import Ask, Send
+from polyfed.engines.in_process import InProcess
+from polyfed.core.messages import Message
+from polyfed.federation.replies import Part, stacked
 
 
 class Sequential(InProcess):

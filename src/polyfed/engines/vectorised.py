@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from polyfed.ask import Ask, Send
-from polyfed.engines.inprocess import InProcess, client_key, describe_failure, perform
-from polyfed.errors import PolyfedError, RecipeError
-from polyfed.messages import OF_THE_MODEL, Message, cut, tensors
-from polyfed.node import Node
-from polyfed.replies import Part, stacked
-from polyfed.tree import Tree, size_bytes
-from polyfed.view import StackedView
-from polyfed.view.plan import Rows
+from polyfed.core.request import Ask, Send
+from polyfed.engines.in_process import InProcess, client_key, describe_failure, perform
+from polyfed.core.errors import PolyfedError, RecipeError
+from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
+from polyfed.privacy.gate import Node
+from polyfed.federation.replies import Part, stacked
+from polyfed.core.tree import Tree, size_bytes
+from polyfed.training import StackedView
+from polyfed.training.step_plan import Rows
 
 STACK_BYTES = 512 * 2**20
 """Default budget of a stack: parameters, gradients, moments and the batch of all its clients together. Half a GiB

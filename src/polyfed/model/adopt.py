@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from polyfed import keys
-from polyfed.errors import ModelError
+from polyfed.core import keys
+from polyfed.core.errors import ModelError
 from polyfed.model.layers import GRU, Attention, BatchNorm, Dropout, Rows
 
 _CHANNEL_DROPOUT = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
-from polyfed.errors import ModelError, did_you_mean
+from polyfed.core.errors import ModelError, did_you_mean
 
 
 def whole(where: str, value: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from polyfed.errors import ModelError
+from polyfed.core.errors import ModelError
 from polyfed.model import pretrained
 from polyfed.model.encoder import EncoderSpec, Shape
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from polyfed.errors import ModelError
+from polyfed.core.errors import ModelError
 from polyfed.model.checks import one_of, sizes
 from polyfed.model.encoder import EncoderSpec, Shape
 

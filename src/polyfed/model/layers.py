@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from polyfed import keys
-from polyfed.batch import Batch
+from polyfed.core import keys
+from polyfed.core.batch import Batch
 
 
 class Rows:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from polyfed.errors import ModelError
+from polyfed.core.errors import ModelError
 
 _ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout")
 

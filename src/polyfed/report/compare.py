@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyfed.errors import DataError, PolyfedWarning, RecipeError
-from polyfed.metrics import mean_and_spread
-from polyfed.report.folder import Folder
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
+from polyfed.evaluation.metrics import mean_and_spread
+from polyfed.report.run_folder import Folder
 from polyfed.report.folds import FOLD_KEYS, check_reach, fold_of, pooled_uars, rounds_to
-from polyfed.report.words import cell_of
+from polyfed.report.formatting import cell_of
 
 IGNORED = ("seed", "versions", "checkpoint", "tracking")
 """Parts of a resolved recipe in which runs of one group may differ: none of them belongs to the method."""

@@ -5,8 +5,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from polyfed.records import EGRESS
-from polyfed.report.folder import Folder, damaged
+from polyfed.experiment.records import EGRESS
+from polyfed.report.run_folder import Folder, damaged
 
 MOST_SHAPES = 100_000
 """Distinct pairs of client and row ending counted before they are summed up; keeps memory flat when every row has its

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyfed.errors import RecipeError
-from polyfed.metrics import uar
-from polyfed.report.folder import Folder
+from polyfed.core.errors import RecipeError
+from polyfed.evaluation.metrics import uar
+from polyfed.report.run_folder import Folder
 
 FOLD_KEYS = ("data.test_session", "data.fold")
 """Options of data sources that choose the fold (IEMOCAP, MSP-Improv; CREMA-D, KU-HAR)."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from polyfed.records import ROUNDS
-from polyfed.report.folder import Folder, damaged
+from polyfed.experiment.records import ROUNDS
+from polyfed.report.run_folder import Folder, damaged
 from polyfed.report.participation import Participation
 
 QUANTILES = {"worst": 0.0, "lower": 0.25, "median": 0.5, "upper": 0.75, "best": 1.0}

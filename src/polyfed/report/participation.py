@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.tree import SHARED
+from polyfed.core.tree import SHARED
 
 MOST_ROWS, MOST_COLUMNS = 60, 120
 """Largest grid that is still legible on a screen and small in the file."""

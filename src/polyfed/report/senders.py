@@ -3,10 +3,10 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from polyfed.messages import KINDS
+from polyfed.core.messages import KINDS
 from polyfed.report.egress import Egress
-from polyfed.report.folder import Folder
-from polyfed.report.words import bytes_of
+from polyfed.report.run_folder import Folder
+from polyfed.report.formatting import bytes_of
 
 MOST_CLIENTS = 1000
 """Clients that are shown; more would make a page that no mail takes."""

@@ -2,7 +2,7 @@
 
 from polyfed.selection.base import Selector, Uniform, must_be_uniform
 from polyfed.selection.divfl import DivFl
-from polyfed.selection.power import PowD
+from polyfed.selection.power_of_choice import PowD
 
 __all__ = ["SELECTORS", "DivFl", "PowD", "Selector", "Uniform", "must_be_uniform"]
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polyfed import keys
-from polyfed.errors import RecipeError
-from polyfed.federation import Federation
-from polyfed.replies import Replies
-from polyfed.schema import check_ranges
-from polyfed.tree import Tree
+from polyfed.core import keys
+from polyfed.core.errors import RecipeError
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies
+from polyfed.core.schema import check_ranges
+from polyfed.core.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)

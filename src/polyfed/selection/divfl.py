@@ -12,20 +12,20 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from polyfed import keys
-from polyfed.batch import Batch
-from polyfed.facility import Similarity, greedy, lazy_greedy, sample_size, stochastic_greedy
-from polyfed.federation import Federation
-from polyfed.losses import cross_entropy
-from polyfed.messages import Message, carries, message
-from polyfed.node import Site
-from polyfed.optim import Train
-from polyfed.replies import Replies
-from polyfed.schema import NOT_NEGATIVE
+from polyfed.core import keys
+from polyfed.core.batch import Batch
+from polyfed.selection.submodular import Similarity, greedy, lazy_greedy, sample_size, stochastic_greedy
+from polyfed.federation.federation import Federation
+from polyfed.training.losses import cross_entropy
+from polyfed.core.messages import Message, carries, message
+from polyfed.privacy.gate import Site
+from polyfed.training.optimisers import Train
+from polyfed.federation.replies import Replies
+from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.selection.base import Selector
-from polyfed.tasks import task
-from polyfed.tree import Tree, subtract, vector
-from polyfed.view import View
+from polyfed.core.tasks import task
+from polyfed.core.tree import Tree, subtract, vector
+from polyfed.training import View
 
 
 @message

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, RecipeError
 
 Array = NDArray[Any]
 Norm = tuple[Tensor, Tensor]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.data.media.clip import Clip, Plain, corrupt
-from polyfed.errors import DataError
+from polyfed.core.errors import DataError
 
 Floats = NDArray[np.float32]
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed import keys
+from polyfed.core import keys
 from polyfed.data.media.clip import Clip, Norm, Plain, corrupt, optional
 from polyfed.data.media.image import bytes_norm, fitted
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from polyfed import keys
+from polyfed.core import keys
 from polyfed.data.columns import Columns, standardised
 from polyfed.data.sources import colour
 from polyfed.data.sources.facts import Facts

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from polyfed import keys
+from polyfed.core import keys
 from polyfed.data.columns import TRAIN, Column
 
 MEAN_COLOURS = torch.tensor(

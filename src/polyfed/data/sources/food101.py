@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from polyfed import keys
+from polyfed.core import keys
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
-from polyfed.data.listing import Listing, Sample, folder, records
+from polyfed.data.features.listing import Listing, Sample, folder, records
 from polyfed.data.media import Clip
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.image_text import ImageText
-from polyfed.errors import DataError
+from polyfed.core.errors import DataError
 
 _VALIDATION = 10  # percent of every class, rounded up (6.3)
 

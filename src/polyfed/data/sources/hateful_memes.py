@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
-from polyfed.data.listing import Listing, Sample, lines
+from polyfed.data.features.listing import Listing, Sample, lines
 from polyfed.data.media import Clip
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.image_text import ImageText
-from polyfed.errors import DataError
+from polyfed.core.errors import DataError
 
 CLASSES = ("not hateful", "hateful")
 _FILES = (("train.jsonl", TRAIN), ("dev_seen.jsonl", VALIDATION), ("test_seen.jsonl", TEST))

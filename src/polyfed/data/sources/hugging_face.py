@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Literal
 
 from polyfed.data.checks import need
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
-from polyfed.data.listing import Listing, Sample, class_of
+from polyfed.data.features.listing import Listing, Sample, class_of
 from polyfed.data.media import Clip, Extractor, Image, LogMel, TextEmbedding, Tokens, Values
 from polyfed.data.media.clip import optional
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.media_set import MediaSet
-from polyfed.errors import DataError, did_you_mean
+from polyfed.core.errors import DataError, did_you_mean
 
 Kind = Literal["image", "text", "tokens", "audio", "values"]
 _KINDS = ("image", "text", "tokens", "audio", "values")

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from polyfed.data.checks import need
 from polyfed.data.columns import TEST, TRAIN, Columns
-from polyfed.data.extraction import Extraction, Listener, OnCorrupt
+from polyfed.data.features.extraction import Extraction, Listener, OnCorrupt
 from polyfed.data.files import existing
-from polyfed.data.listing import Listing
+from polyfed.data.features.listing import Listing
 from polyfed.data.media import Extractor
-from polyfed.data.prepared import Prepared
-from polyfed.errors import DataError, did_you_mean
+from polyfed.data.features.prepared import Prepared
+from polyfed.core.errors import DataError, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class MediaSet:
     def prepare(
         self, target: Path, *, workers: int = 1, on_corrupt: OnCorrupt = "fail", listener: Listener | None = None
     ) -> Prepared:
-        """Extract the features into a folder; see `polyfed.data.prepare.prepare`."""
+        """Extract the features into a folder; see `polyfed.data.features.prepare.prepare`."""
         root = existing(self.path, self.NAME)
         target.mkdir(parents=True, exist_ok=True)
         work = Extraction(self._used(root), self.extractors(), target, workers, on_corrupt)

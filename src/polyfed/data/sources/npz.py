@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed import keys
+from polyfed.core import keys
 from polyfed.data.checks import need
 from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.files import Arrays, stored_name
 from polyfed.data.sources.facts import Facts
 from polyfed.data.splits import stratified
-from polyfed.errors import DataError, PolyfedWarning, RecipeError
-from polyfed.schema import BELOW_ONE, check_ranges
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
+from polyfed.core.schema import BELOW_ONE, check_ranges
 
 Layout = Literal["F", "TF", "FT", "HW", "HWC", "CHW"]
 

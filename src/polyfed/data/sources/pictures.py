@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from polyfed.data.files import existing
-from polyfed.errors import DataError
+from polyfed.core.errors import DataError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm")
 

@@ -8,7 +8,7 @@ import json
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from polyfed.wire import Packet
+from polyfed.federation.wire_format import Packet
 
 HEADER, BODY, STYPE = "polyfed", "body", "polyfed.bytes"
 MAX_HEADER = 2**26

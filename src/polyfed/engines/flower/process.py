@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from threading import Thread
 
-from polyfed.errors import PolyfedError
+from polyfed.core.errors import PolyfedError
 
 LOOK_SECONDS, GRACE_SECONDS = 2.0, 10.0
 """Between looks for the SuperLink, and from the interrupt to the end (Flower gives itself 5)."""

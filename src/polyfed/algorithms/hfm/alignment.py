@@ -1,0 +1,71 @@
+"""Silos as the server knows them, and the check that their devices speak of the same samples."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from polyfed.core.errors import DataError, RecipeError, TooFewReplies
+from polyfed.federation.federation import Roster
+
+SHOWN = 5
+"""Ids that a message names before it only counts them."""
+
+
+def devices_of_silos(clients: Roster) -> dict[int, list[int]]:
+    """Devices with rows of each silo, ascending; a silo without rows is left out.
+
+    Raises:
+        RecipeError: the clients form no silos, or two devices of one silo hold the same modality.
+    """
+    if clients.silo is None:
+        raise RecipeError("the algorithm needs silos: [clients] partition = 'silos'")
+    silos: dict[int, list[int]] = {}
+    for client in clients.eligible:
+        silos.setdefault(int(clients.silo[client]), []).append(client)
+    for silo, members in silos.items():
+        if bool((clients.holds[members].sum(0) > 1).any()):
+            raise RecipeError(
+                f"silo {silo}: devices {', '.join(map(str, members))} hold a modality twice; in [clients] holdings "
+                "every modality belongs to one device"
+            )
+    return dict(sorted(silos.items()))
+
+
+def check_aligned(silo: int, ids: Mapping[int, Tensor]) -> None:
+    """Refuse devices that do not hold the same samples in the same order.
+
+    Args:
+        silo: its number, for the message.
+        ids: per device that answered, the sample ids of its rows, int64 (N_m,).
+
+    Raises:
+        TooFewReplies: no device answered.
+        DataError: naming the devices and the ids.
+    """
+    if not ids:
+        raise TooFewReplies(f"silo {silo}: none of its devices told its sample ids; see the events for the reasons")
+    (first, wanted), *others = ids.items()
+    for client, found in others:
+        if torch.equal(found, wanted):
+            continue
+        who = f"silo {silo}: devices {first} and {client} are not aligned"
+        missing, foreign = (_without(a, b) for a, b in ((wanted, found), (found, wanted)))
+        if len(missing) or len(foreign):
+            facts = f"only {first} has ids {_listed(missing)}, only {client} has ids {_listed(foreign)}"
+        elif len(found) != len(wanted):
+            facts = f"{len(wanted)} and {len(found)} rows of the same ids: some occur twice"
+        else:
+            row = int((found != wanted).nonzero()[0, 0])
+            facts = f"the same ids in another order, first at row {row}: {int(wanted[row])} and {int(found[row])}"
+        raise DataError(f"{who}: {facts}. Give all devices of a silo the same samples, sorted by id")
+
+
+def _without(a: Tensor, b: Tensor) -> list[int]:
+    found: list[int] = a[~torch.isin(a, b)].tolist()
+    return found
+
+
+def _listed(ids: list[int]) -> str:
+    more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
+    return (", ".join(map(str, ids[:SHOWN])) or "none") + more

@@ -1,0 +1,139 @@
+"""VFL: every silo trains by itself, vertically: the control that shows what averaging across silos brings to HFM.
+
+HFM without its horizontal step (algorithms.md 3.4): encoders stay on their devices, the head at its edge. The
+proximal term acts on the head alone, towards the one its edge last sent, as nothing else is ever received.
+"""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyfed.evaluation import metrics
+from polyfed.core.batch import Batch
+from polyfed.core.errors import PolyfedWarning
+from polyfed.evaluation.scores import Measured, OwnScore
+from polyfed.federation.federation import Federation
+from polyfed.core.messages import Message, carries, message
+from polyfed.model.fusion import masked
+from polyfed.privacy.gate import Site
+from polyfed.privacy.policy import Policy
+from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.algorithms.hfm import Exchange, SiloState, Vertical, check_aligned, devices_of_silos
+from polyfed.algorithms.hfm.exchange import Question
+from polyfed.core.tasks import task
+from polyfed.core.tree import SHARED, Tree, like
+from polyfed.training import View
+
+
+@message
+class OwnTest(Message):
+    """Embeddings (n, E) of a device's own test rows, and which samples these are (n,), for its edge."""
+
+    embeddings: Tree = carries("embeddings", rows="num_rows", shape=("encoded",))
+    ids: Tensor = carries("ids", rows="num_rows", shape=())
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vfl(Vertical):
+    """See the module; all switches are `Vertical`'s. A round is R exchanges, so that it compares with HFM's."""
+
+    def init(self, fed: Federation, params: Tree) -> SiloState:
+        """See `Vertical`; a policy under which the server cannot judge the models is told, not refused."""
+        if not fed.site.policy.allows_models("server"):
+            rest = "silos judge them on test rows of their own, metrics.personal"
+            if not may_tell(fed.site.policy):
+                rest = "as statistics of shared may not go there either, there will be no accuracy at all"
+            elif not (self.evaluation.personal and fed.clients.tested):
+                rest = "there will be no accuracy unless [clients] personal_test gives silos test rows of their own"
+            warnings.warn(
+                "vfl: under [egress] encoders or heads may not reach the server, which therefore does not judge the "
+                f"silos' models: no metrics.global; {rest}",
+                PolyfedWarning,
+                stacklevel=2,
+            )
+        return super().init(fed, params)
+
+    def anchors(self, local: Tree, got: Exchange) -> Tree:
+        """The head as received."""
+        return got.head
+
+    def round(self, state: SiloState, fed: Federation) -> SiloState:
+        """R exchanges in every silo."""
+        return self.vertical(state.with_(silo_bytes=0), fed, devices_of_silos(fed.clients))
+
+    def evaluate(self, state: SiloState, fed: Federation) -> Measured:
+        """Judge every silo's model: on the server's rows where it may go there, and on the silo's own test rows."""
+        policy = fed.site.policy
+        measured = self._judged_by_server(state, fed) if fed.examiners and policy.allows_models("server") else {}
+        if not (self.evaluation.personal and fed.clients.tested and may_tell(policy)):
+            return Measured(measured)
+        group, accuracies = self._judged_in_silos(state, fed)
+        return Measured(measured | ({"personal": group} if group else {}), accuracies)
+
+    def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
+        """Uploads are for judging alone, and nothing is asked for that the policy forbids."""
+        own = self.evaluation.personal and may_tell(policy)
+        asked = {"upload": policy.allows_models("server"), "embed_own": own, "score_silo": own, "score_own": False}
+        return asked.get(task, super().will_send(task, field, block, policy))
+
+    def _judged_by_server(self, state: SiloState, fed: Federation) -> dict[str, dict[str, float]]:
+        """The mean over silos; encoders and heads are uploaded for this purpose alone.
+
+        A modality that a silo lacks counts as zero there; a silo of which a device does not answer is left out.
+        """
+        silos, measured = devices_of_silos(fed.clients), []
+        uploads, _ = self.upload_of(state, fed, silos)
+        for members in silos.values():
+            if not all(client in uploads for client in members):
+                continue
+            own = {name: value for client in members for name, value in uploads[client].params.items()}
+            absent = {name: state.params[name] for name in fed.site.model.head() if name not in own}
+            measured.append(self.judge_globally(state.with_(params=state.params | own | like(absent)), fed))
+        return metrics.mean_groups(measured)
+
+    def _judged_in_silos(self, state: SiloState, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
+        """Accuracy of every silo on its own test rows, under the number of its first device, which counts the hits.
+
+        Embeddings of these rows go the way of those in training. A silo of which a device does not answer, or has no
+        test rows, is left out.
+        """
+        silos = devices_of_silos(fed.clients)
+        asked = [client for members in silos.values() for client in members if client in set(fed.clients.tested)]
+        own = fed.ask(self.embed_own, asked, Question(), judged=False)
+        send = {}
+        for silo, members in silos.items():
+            if not all(client in own for client in members):
+                continue
+            there = [own[client] for client in members]
+            check_aligned(silo, {client: one.ids for client, one in zip(members, there, strict=True)})
+            known = {modality: h for one in there for modality, h in one.embeddings.items()}
+            send[members[0]] = Exchange(state.heads[silo], known, torch.arange(len(there[0].ids)))
+        told = fed.ask(self.score_silo, list(send), send, judged=False)
+        hits, rows = told.numbers("hits"), told.numbers("num_rows")
+        return metrics.personal(hits, rows), {client: hits[client] / rows[client] for client in rows}
+
+    @task(scope="silo")
+    def embed_own(self, site: Site, data: View, local: Tree, got: Question) -> tuple[OwnTest, Tree]:
+        """Embeddings of the device's own test rows, for the edge."""
+        test, encoders = data.test, self._encoders(site, local)
+        found = test.collect(lambda batch: masked(site.model.features(encoders, batch), batch.present))
+        return OwnTest(found, test.ids, test.num_rows), local
+
+    @task()
+    def score_silo(self, site: Site, data: View, local: Tree, got: Exchange) -> tuple[OwnScore, Tree]:
+        """How many of the silo's test rows its model gets right, by the embeddings of all."""
+
+        def step(hits: Tensor, batch: Batch) -> Tensor:
+            logits = site.model.fuse(got.head, {m: h[batch.rows] for m, h in got.embeddings.items()}, batch)
+            return hits + batch.sum((logits.argmax(-1) == batch.y).to(torch.float32))
+
+        test = data.test
+        return OwnScore(test.fold(step, torch.zeros((), device=test.num_rows.device)), test.num_rows), local
+
+
+def may_tell(policy: Policy) -> bool:
+    """Whether a silo may tell the server how many of its test rows it gets right."""
+    return policy.allows("statistic", SHARED, "server")

@@ -1,0 +1,47 @@
+"""What crosses in PartialFL. There is no field for a label or for a local model (algorithms.md 1.2)."""
+
+from torch import Tensor
+
+from polyfed.core.messages import Message, carries, message
+from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.tree import Tree
+
+
+@message
+class Call(Message):
+    """Nothing: the signal to hand over what may be shared."""
+
+
+@message
+class Deposit(Message):
+    """A client's rows (n, ...) of its shareable modalities: extracted vectors, or the samples themselves."""
+
+    vectors: Tree = carries(
+        "embeddings",
+        rows="num_rows",
+        shape=("sample",),
+        tells="the rows as the data holds them: inputs = 'embeddings' takes them for such",
+    )
+    samples: Tree = carries("raw", rows="num_rows", shape=("sample",))
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+
+
+@message
+class Guided(Message):
+    """The global model, and the tower's embeddings z_T (n, d) of the client's own rows, by modality."""
+
+    params: Tree = carries("parameters")
+    teacher: Tree = carries("embeddings", rows="num_rows")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+
+
+@message
+class GuidedUpdate(Message):
+    """The trained global model, the local model's embeddings z'_T (n, d), and what the training looked like."""
+
+    params: Tree = carries("parameters")
+    student: Tree = carries("embeddings", rows="num_rows", shape=(None,))
+    loss: Tensor = carries("statistic")
+    local_loss: Tensor = carries("statistic")
+    alignment: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)

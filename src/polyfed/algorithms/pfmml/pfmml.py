@@ -1,0 +1,268 @@
+"""Personalised federated multimodal learning over wireless networks, with learned aggregation coefficients.
+
+Every device trains a model of its own. Per block (a modality's encoder with its columns of the first layer, or the
+shared rest) the server mixes the uploads of a few devices into a personalised copy for each of them; the coefficients
+of the mixtures are learned in closed form, and who uploads is decided by benefit per second. The paper's Algorithm 1
+and its equations as fixed in algorithms.md 4; letters as there: Xi the logits of the coefficients, xi the
+coefficients, W a copy at the server, w an upload, A the age of a block, K-hat the uploads per block and round.
+
+Order of a round: devices take in the copies made in the round before and train (steps 7 and 1); the server schedules,
+collects, mixes and learns (steps 2 to 6). That downloads open a round is what the paper's latency counts (4.6).
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from polyfed.algorithms.base import Algorithm, Broadcast, mean_loss
+from polyfed.algorithms import blocks as exchange
+from polyfed.algorithms.blocks import Blocks, Installed, Layout, Wanted, layouts, owners
+from polyfed.algorithms.pfmml.coefficients import BlockState, Step, aggregate, learned, own_coefficients, scheduled
+from polyfed.algorithms.local import Done, Start
+from polyfed.evaluation.scores import Measured
+from polyfed.federation.federation import Federation
+from polyfed.training.losses import cross_entropy
+from polyfed.federation.network import TRAINING_PASSES, Timetable
+from polyfed.privacy.gate import Site
+from polyfed.core.schema import NOT_NEGATIVE
+from polyfed.core.tasks import task
+from polyfed.core.tree import SHARED, Tree, keep_on_host
+from polyfed.training import View
+from polyfed.training.client_data import rows_trained, steps_trained
+
+TABLE_CLIENTS = 64
+"""Matrices of more devices than this are not logged: a heat map of them could not be read."""
+
+
+@dataclass(frozen=True)
+class PfmmlState:
+    """Server state.
+
+    Attributes:
+        params: the common initial model; there is no global one.
+        blocks: by name of the block, in the order in which uploads are queued.
+        undelivered: by block, whose newest copy is older than the last round and has still not arrived, bool (K,).
+        waited_for: devices asked for an upload in the last round.
+        train_loss: mean training loss of the last round, weighted by rows.
+    """
+
+    params: Tree
+    blocks: dict[str, BlockState]
+    undelivered: dict[str, Tensor] = field(default_factory=dict)
+    waited_for: list[int] = field(default_factory=list)
+    train_loss: float = float("nan")
+
+    def __post_init__(self) -> None:
+        """What is known of devices is the server's own."""
+        keep_on_host(self, "undelivered")
+
+    def due(self, block: str) -> Tensor:
+        """Whose newest copy is to be sent, bool (K,): those made in the last round, and those that got lost before."""
+        sent = self.blocks[block].sent
+        return sent | self.undelivered.get(block, torch.zeros_like(sent))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pfmml(Algorithm):
+    """See the module. Without a [network] all links count as infinitely fast, and scores are 1 - xi alone.
+
+    Attributes:
+        uploads: K-hat, devices that upload a block in a round: a share of all devices, or a count.
+        coefficient_lr: eta-hat, learning rate of the coefficients; 0.01 in the paper, 0 keeps mixtures uniform.
+        max_age: A_th, after so many rounds at the latest a block is uploaded; 10 in the paper, 0 never forces.
+        rule: score of a device: `ratio`, benefit per second, or `linear`, benefit - `alpha` * seconds (Table III).
+        alpha: price of a second under `linear`; the paper tries 1e-4, 1e-3, 1e-2.
+        grad_sign: sign of a device's drift as an estimate of its gradient: -1, since a device moves down it; 1 is
+            the paper's literal text (W1).
+        scale: `raw` takes the drift as it is, `per-step` divides it by learning rate and steps (W2); `per-size` takes
+            every block for one as large as the largest. Inner products grow with the numbers in a block, so that under
+            `raw` the coefficients of a small shared block hardly move (docs/results/pfmml.md).
+        record: `last` learns from a device's newest copy however old, `previous-round` only from last round's (W3).
+        learn: update coefficients `after` mixing, as in the paper, or `before` (W4).
+        softmax_over: `all` devices or the block's `owners` share the coefficients that enter the score (W5).
+        waits_for: the server waits for the `scheduled` devices, or for `all` (W10).
+    """
+
+    uploads: float | int = 1 / 3
+    coefficient_lr: Annotated[float, NOT_NEGATIVE] = 0.01
+    max_age: Annotated[int, NOT_NEGATIVE] = 10
+    rule: Literal["ratio", "linear"] = "ratio"
+    alpha: Annotated[float, NOT_NEGATIVE] = 1e-4
+    grad_sign: Literal[-1, 1] = -1
+    scale: Literal["raw", "per-step", "per-size"] = "raw"
+    record: Literal["last", "previous-round"] = "last"
+    learn: Literal["after", "before"] = "after"
+    softmax_over: Literal["all", "owners"] = "all"
+    waits_for: Literal["scheduled", "all"] = "scheduled"
+
+    def __post_init__(self) -> None:
+        """Refuse values that have no meaning."""
+        super().__post_init__()
+        exchange.check_uploads(self.uploads)
+
+    def init(self, fed: Federation, params: Tree) -> PfmmlState:
+        """Equal coefficients; every device starts from the same blocks."""
+        return PfmmlState(params, {block: BlockState.start(owners(fed, block)) for block in layouts(fed, params)})
+
+    def local(self, site: Site, key: int) -> Tree:
+        """The device's own model, from the common start."""
+        return dict(site.initial)
+
+    def round(self, state: PfmmlState, fed: Federation) -> PfmmlState:
+        """Download, train, schedule, upload, mix, learn."""
+        downloads = self._downloads(state, fed)
+        installed = fed.ask(self.install, list(downloads), downloads, judged=False)
+        unheard = torch.tensor([client in downloads and client not in installed for client in fed.clients])
+        trained = fed.ask(self.practise, list(fed.clients.eligible), Start())
+        laid = layouts(fed, state.params)
+        asked = exchange.wanted(self._schedule(state, fed))
+        uploads = fed.ask(self.upload, list(asked), asked, judged=False, accept=exchange.as_wanted(asked, laid))
+        step = self._step(fed)
+        largest = max(layout.num_trainable for layout in laid.values())
+        blocks, undelivered = {}, {}
+        for block, layout in laid.items():
+            own = step
+            if self.scale == "per-size":
+                own = replace(step, rate=step.rate * largest / max(layout.num_trainable, 1))
+            lost, now = state.due(block) & unheard, layout.gather(uploads)
+            blocks[block] = self._after(state.blocks[block], now, lost, layout, own, fed.round)
+            undelivered[block] = lost & ~blocks[block].sent  # who uploads gets a newer copy
+        return replace(
+            state, blocks=blocks, undelivered=undelivered, waited_for=sorted(asked), train_loss=mean_loss(trained, fed)
+        )
+
+    def evaluate(self, state: PfmmlState, fed: Federation) -> Measured:
+        """Devices judge their own models: with the copies on their way taken in, and as trained (`trained`) (W12)."""
+        if not (self.evaluation.personal and fed.clients.tested):
+            return Measured({})
+        arriving = self._downloads(state, fed)
+        send = {client: arriving.get(client, Broadcast({})) for client in fed.clients.tested}
+        group, accuracies = self.judge_personally(fed, send)
+        trained, _ = self.judge_personally(fed, Broadcast({}))
+        return Measured({"personal": group, "trained": trained}, accuracies)
+
+    def own_params(self, got: Broadcast, local: Tree) -> Tree:
+        """The device's model, with what arrives."""
+        return {**local, **got.params}
+
+    def simulated_seconds(self, state: PfmmlState, times: Timetable) -> float:
+        """Every device goes its own way; the server waits for those that upload (W10)."""
+        return times.chains(times.by_client() if self.waits_for == "all" else state.waited_for)
+
+    def observe(self, state: PfmmlState) -> dict[str, float]:
+        """Per block: mean coefficient of owners for themselves, number of uploads, oldest age."""
+        seen: dict[str, float] = {}
+        for block, entry in state.blocks.items():
+            own = own_coefficients(entry.logits, torch.ones_like(entry.owners))[entry.owners]
+            seen[f"own_coefficient.{block}"] = float(own.mean()) if len(own) else 0.0
+            seen[f"uploads.{block}"] = float(entry.sent.sum())
+            seen[f"oldest.{block}"] = float(entry.ages.max())
+        return seen
+
+    def observe_tables(self, state: PfmmlState) -> dict[str, list[list[float]]]:
+        """Per block the coefficients (row softmax of Xi, Eq. 4); `uploads`, one row a block: who sent it."""
+        if len(next(iter(state.blocks.values())).ages) > TABLE_CLIENTS:
+            return {}
+        tables = {f"coefficients.{block}": entry.logits.softmax(1).tolist() for block, entry in state.blocks.items()}
+        return tables | {"uploads": [entry.sent.double().tolist() for entry in state.blocks.values()]}
+
+    @task()
+    def install(self, site: Site, data: View, local: Tree, got: Broadcast) -> tuple[Installed, Tree]:
+        """Take personalised copies in (step 7)."""
+        return Installed(), {**local, **got.params}
+
+    @task()
+    def practise(self, site: Site, data: View, local: Tree, got: Start) -> tuple[Done, Tree]:
+        """Train the device's own model (step 1)."""
+        fit = data.minimise(lambda w, batch: cross_entropy(site.model.logits(w, batch), batch), local, train=self.train)
+        return Done(fit.loss, data.num_rows), fit.params
+
+    @task()
+    def upload(self, site: Site, data: View, local: Tree, got: Wanted) -> tuple[Blocks, Tree]:
+        """Send the wanted blocks (step 3)."""
+        return exchange.pick(local, got), local
+
+    def _downloads(self, state: PfmmlState, fed: Federation) -> dict[int, Broadcast]:
+        """The copies that are due, by device."""
+        trees: dict[int, Tree] = {}
+        for block, layout in layouts(fed, state.params).items():
+            entry = state.blocks[block]
+            for client in state.due(block).nonzero().flatten().tolist():
+                copy = entry.copy_of(client)
+                assert copy is not None, "a copy is on its way that was never built"
+                trees.setdefault(client, {}).update(layout.tree(copy))
+        return {client: Broadcast(tree) for client, tree in trees.items()}
+
+    def _schedule(self, state: PfmmlState, fed: Federation) -> dict[str, Tensor]:
+        """Step 2, block after block: a block later in the queue waits for those before it."""
+        cost_s, queued_bits = self._seconds_before_upload(state, fed), torch.zeros(len(fed.clients)).double()
+        count = exchange.num_uploads(self.uploads, len(fed.clients))
+        chosen: dict[str, Tensor] = {}
+        for block, layout in layouts(fed, state.params).items():
+            entry, bits = state.blocks[block], layout.num_bits
+            among = entry.owners if self.softmax_over == "owners" else torch.ones_like(entry.owners)
+            seconds = cost_s
+            if fed.clock is not None:
+                seconds = cost_s + (queued_bits + bits) / fed.clock.links.rates(fed.round).up_bps
+            scores = self._scores(1 - own_coefficients(entry.logits, among), seconds)
+            chosen[block] = scheduled(scores, entry.owners, entry.ages, count, self.max_age)
+            queued_bits = queued_bits + bits * chosen[block]
+        return chosen
+
+    def _scores(self, benefit: Tensor, seconds: Tensor) -> Tensor:
+        """The score of every device, (K,)."""
+        if self.rule == "linear":
+            return benefit - self.alpha * seconds
+        return benefit / seconds.clamp(min=1e-12)  # no network: no time passes, and benefit alone orders
+
+    def _seconds_before_upload(self, state: PfmmlState, fed: Federation) -> Tensor:
+        """T_D + T_C of every device in this round, (K,): download of the copies that are due, then training."""
+        if fed.clock is None:
+            return torch.zeros(len(fed.clients)).double()
+        clients, model, links = fed.clients, fed.site.model, fed.clock.links
+        down_bits = torch.zeros(len(clients)).double()
+        for block, layout in layouts(fed, state.params).items():
+            down_bits += layout.num_bits * state.due(block)
+        flops = {block: model.flops(block) for block in (*clients.modalities, SHARED)}
+        own_flops = clients.holds.double() @ torch.tensor([flops[m] for m in clients.modalities]).double()
+        rows = [rows_trained(n, self.train, skip_single=model.has_batchnorm) for n in clients.num_rows.tolist()]
+        work = TRAINING_PASSES * torch.tensor(rows).double() * (own_flops + flops[SHARED])
+        seconds: Tensor = down_bits / links.rates(fed.round).down_bps + work / links.compute_flops_per_s
+        return seconds
+
+    def _after(
+        self, entry: BlockState, now: tuple[Tensor, Tensor], lost: Tensor, layout: Layout, step: Step, round: int
+    ) -> BlockState:
+        """Steps 4 to 6 for one block; `lost`, bool (K,), did not get the copies that were due in this round."""
+        members, uploads = now
+
+        def update(logits: Tensor) -> Tensor:
+            # a device that never had its copy has not drifted from it: the difference says nothing about the mixture
+            drifted = (~lost[members]).to(members.device)
+            known = now if bool(drifted.all()) else (members[drifted], uploads[drifted.to(uploads.device)])
+            return learned(logits, entry.built, entry.records, known, layout.num_trainable, step)
+
+        sent = torch.zeros_like(entry.sent)
+        sent[members] = True
+        ages = torch.where(sent | ~entry.owners, 0, entry.ages + 1)
+        if not len(members):
+            return replace(entry, ages=ages, sent=sent)
+        before = update(entry.logits) if self.learn == "before" else entry.logits
+        record = aggregate(before, members, uploads)
+        logits = update(entry.logits) if self.learn == "after" else before
+        built = torch.where(sent, round, entry.built)
+        needed = set(torch.unique(built).tolist())
+        records = {number: old for number, old in entry.records.items() if number in needed} | {round: record}
+        return BlockState(entry.owners, logits, ages, built, sent, records)
+
+    def _step(self, fed: Federation) -> Step:
+        """How coefficients learn in this round (W1, W2, W3)."""
+        divisors = None
+        if self.scale == "per-step":
+            skip, counts = fed.site.model.has_batchnorm, fed.clients.num_rows.tolist()
+            steps = torch.tensor([steps_trained(n, self.train, skip_single=skip) for n in counts])
+            divisors = (self.train.lr_at(fed.round, fed.rounds) * steps).clamp(min=1e-12).double()
+        oldest = fed.round - 1 if self.record == "previous-round" else 1
+        return Step(-self.grad_sign * self.coefficient_lr, oldest, divisors)

@@ -1,0 +1,129 @@
+"""What can cross, as one reads it: a line a modality, kind and destination, and the same in plain words."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Group
+from rich.text import Text
+
+from polyfed.experiment.check import Check, Planned
+from polyfed.cli.plain import plain_table, titled
+from polyfed.core.messages import KINDS, LABELS
+from polyfed.report.formatting import bytes_of
+from polyfed.core.tree import SHARED
+
+PLURALS = {"raw": "raw samples", "statistic": "statistics", "ids": "sample ids"}
+"""Kinds that read differently in a sentence."""
+
+Carrier = tuple[str, str]
+"""(task, message.field)"""
+
+
+def crossing_table(check: Check) -> Group:
+    """One line for each modality, kind and destination: bytes, what carries it, the policy's verdict."""
+    table = plain_table("of", "kind", "to", "bytes a reply", "in (task)", "policy", left=6)
+    for (block, kind, destination), rows in grouped(check.planned).items():
+        table.add_row(
+            Text(block),
+            kind,
+            destination,
+            size(rows, known=not check.remarks),
+            Text(carriers((row.task, f"{row.message}.{row.field}") for row in rows)),
+            "allowed" if rows[0].allowed else Text("REFUSED", "bold red"),
+        )
+    return titled("Can cross", table)
+
+
+def in_short(check: Check) -> Group:
+    """A plain sentence for each modality, for the blocks of none, and for labels."""
+    table = plain_table("", "", left=2)
+    blocks = dict.fromkeys([*check.facts["egress"], *(row.block for row in check.planned)])
+    for block in blocks:
+        table.add_row(Text(f"{block}:"), Text(sentence([r for r in check.planned if r.block == block], check)))
+    return titled("In short", table)
+
+
+def sentence(rows: Sequence[Planned], check: Check) -> str:
+    """What may leave of one block, what only later or never does, and what the policy refuses."""
+    groups = grouped(rows)
+    allowed = {place: group for place, group in groups.items() if group[0].allowed}
+    first = {place for place, group in allowed.items() if check.remarks or any(row.rehearsed for row in group)}
+    parts = [_may_leave({place[1:] for place in first})]
+    if later := [kind for _, kind, _ in allowed.keys() - first]:
+        parts.append(f"not in a first round, but perhaps: {_listed(later)}")
+    if refused := [kind for _, kind, _ in groups.keys() - allowed]:
+        parts.append(f"the policy refuses: {_listed(refused)}")
+    return "; ".join(parts)
+
+
+def _may_leave(places: set[tuple[str, str]]) -> str:
+    to = {way: sorted((k for k, w in places if w == way), key=KINDS.index) for way in ("server", "silo")}
+    if not places:
+        return "nothing"
+    if not to["silo"]:
+        return "parameters only" if to["server"] == ["parameters"] else f"{_listed(to['server'])} may leave"
+    inside = f"{_listed(to['silo'])} may go to the silo's edge"
+    return f"{inside}, {_listed(to['server'])} to the server" if to["server"] else f"{inside}, nothing to the server"
+
+
+def grouped(rows: Iterable[Planned]) -> dict[tuple[str, str, str], list[Planned]]:
+    """Rows by (block, kind, destination): modalities in their order, then `shared`, then labels; kinds in theirs."""
+    listed = list(rows)
+    order = [*dict.fromkeys(row.block for row in listed if row.block not in (SHARED, LABELS)), SHARED, LABELS]
+    groups: dict[tuple[str, str, str], list[Planned]] = {}
+    for row in sorted(listed, key=lambda row: (order.index(row.block), KINDS.index(row.kind), row.destination)):
+        groups.setdefault((row.block, row.kind, row.destination), []).append(row)
+    return groups
+
+
+def size(rows: Sequence[Planned], *, known: bool = True) -> str:
+    """Bytes of the largest reply of a group, `known` unless a rehearsal failed."""
+    totals: dict[str, tuple[float, int]] = {}
+    for row in rows:
+        if row.rehearsed or not known:
+            per_row, fixed = totals.get(row.task, (0.0, 0))
+            totals[row.task] = (per_row + row.bytes_per_row, fixed + (row.bytes or 0))
+    if not totals:
+        return "none in a first round"
+    per_row, fixed = max(totals.values())
+    if not (per_row or fixed) and not known:
+        return "not known"
+    parts = [bytes_of(fixed)] if fixed or not per_row else []
+    return " + ".join([*parts, *([f"{bytes_of(per_row)} a row"] if per_row else [])])
+
+
+def carriers(rows: Iterable[Carrier]) -> str:
+    """Fields and the tasks that send them: `Report.loss, num_rows (explore, train)`.
+
+    >>> carriers([("explore", "Report.loss"), ("train", "Report.loss"), ("train", "Report.num_rows")])
+    'Report.loss (explore, train), Report.num_rows (train)'
+    """
+    tasks: dict[str, list[str]] = {}
+    for task, field in rows:
+        tasks.setdefault(field, []).append(task)
+    fields: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for path, senders in tasks.items():
+        message, _, field = path.partition(".")
+        fields.setdefault((message, tuple(dict.fromkeys(senders))), []).append(field)
+    return ", ".join(f"{message}.{', '.join(names)} ({', '.join(who)})" for (message, who), names in fields.items())
+
+
+def remarks(check: Check) -> Iterator[Text]:
+    """Where the sizes come from, what would allow what is refused, and what else there is to know."""
+    yield Text(
+        "Bytes are those of a first round, rehearsed on a few rows of a few clients; of several tasks, the largest.",
+        "dim",
+    )
+    told = {f"{row.message}.{row.field}": row.tells for row in check.planned if row.tells}
+    yield from (Text(f"{field} tells {what}", "yellow") for field, what in told.items())
+    yield from (Text(f"would be allowed by {cure}") for cure in check.cures)
+    yield from (Text(remark, "yellow") for remark in check.beside)
+
+
+def failures(check: Check) -> Iterator[Text]:
+    """What went wrong in the rehearsal: a run may go the same way."""
+    yield from (Text(remark, "bold red") for remark in check.remarks)
+
+
+def _listed(kinds: Iterable[str]) -> str:
+    words = [PLURALS.get(kind, kind) for kind in sorted(set(kinds), key=KINDS.index)]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

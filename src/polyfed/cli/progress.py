@@ -1,0 +1,161 @@
+"""What one sees of a run while it runs: a live panel on a terminal, a few lines anywhere else."""
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from polyfed.report.formatting import bytes_of, number_of, seconds_of
+
+MOST_LINES = 20
+"""About so many lines tell of the rounds where there is no terminal."""
+
+SMOOTHING = 0.2
+"""Weight of the latest round in the pace: steady enough to read, quick enough to follow a change."""
+
+
+class Progress:
+    """A listener of a run's events; also a context manager, so that an error leaves the terminal clean.
+
+    Args:
+        console: where to write; standard error by default, which leaves standard output to results.
+        clock: seconds, for the pace.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console = console or Console(stderr=True, highlight=False)
+        self.clock = clock
+        self.live: Live | None = None
+        self.headline = ""
+        self.first, self.rounds, self.done = 1, 0, 0
+        self.latest: dict[str, str] = {}
+        self.seen: set[tuple[str, ...]] = set()
+        self.missing = 0
+        self.moment = 0.0
+        self.pace: float | None = None
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        """Take in an event; those it does not know say nothing."""
+        handler = getattr(self, f"_on_{event.replace('-', '_')}", None)
+        if handler is not None:
+            handler(**facts)
+        if self.live is not None:
+            self.live.update(self.panel())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the present pace; None before the first round has ended."""
+        return None if self.pace is None else self.pace * (self.rounds - self.done)
+
+    def panel(self) -> Group:
+        """The live display: headline, bar with pace, latest numbers."""
+        bar = Table.grid(padding=(0, 2))
+        spent = self.done - self.first + 1
+        bar.add_row(
+            f"round {self.done}/{self.rounds}",
+            ProgressBar(total=max(self.rounds - self.first + 1, 1), completed=max(spent, 0), width=30),
+            *self._pace(),
+        )
+        numbers = Table.grid(padding=(0, 3))
+        for _ in self.latest:
+            numbers.add_column(justify="right")
+        numbers.add_row(*(Text(name, "dim") for name in self.latest))
+        numbers.add_row(*(Text(value) for value in self.latest.values()))
+        return Group(Text(self.headline, "bold"), bar, numbers)
+
+    def _on_run_started(self, **facts: Any) -> None:
+        self.first, self.rounds = facts["first_round"], facts["rounds"]
+        self.done = self.first - 1
+        self.moment = self.clock()
+        self.headline = (
+            f"{facts['algorithm']} on {facts['dataset']}: {facts['clients']:,} clients, "
+            f"{facts['num_parameters']:,} parameters, {facts['engine']} engine"
+        )
+        if not self.console.is_terminal:
+            self._say(self.headline)
+        elif self.live is None:
+            self.live = Live(self.panel(), console=self.console, transient=True, refresh_per_second=8)
+            self.live.start()
+
+    def _on_round_finished(self, row: dict[str, Any]) -> None:
+        now = self.clock()
+        took, self.moment = now - self.moment, now
+        self.done = row["round"]
+        # the first round also warms up kernels and caches: the second one starts the mean anew
+        if self.pace is None or self.done <= self.first + 1:
+            self.pace = took
+        else:
+            self.pace += SMOOTHING * (took - self.pace)
+        numbers = told(row)
+        self.latest |= numbers
+        step = max(1, -(-self.rounds // MOST_LINES))
+        if self.live is None and (self.done in (self.first, self.rounds) or self.done % step == 0):
+            words = (f"{name} {value}" for name, value in numbers.items())
+            self._say("  ".join((f"round {self.done}/{self.rounds}", *words, *self._pace())))
+
+    def _on_client_missing(self, round: int, task: str, client: int, reason: str) -> None:
+        self.missing += 1
+        self._once(f"round {round}: client {client} gave no usable answer to {task}: {reason}", task, reason)
+
+    def _on_looped(self, task: str, reason: str) -> None:
+        self._once(f"{task} runs client by client: {reason}", task, reason)
+
+    def _on_note(self, text: str) -> None:
+        self._say(text)
+
+    def _on_run_stopped(self, round: int, reason: str) -> None:
+        self._close()
+        self._say(f"stopped in round {round}: {reason}")
+
+    def _on_run_finished(self, result: dict[str, Any]) -> None:
+        self._close()
+        if self.missing:
+            self._say(f"{self.missing} times a client gave no usable answer; report.html lists the reasons")
+
+    def _once(self, text: str, *cause: str) -> None:
+        """Say it the first time that this cause occurs: a reason shared by all clients is one line."""
+        if cause not in self.seen:
+            self.seen.add(cause)
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+    def _pace(self) -> tuple[str, ...]:
+        if self.pace is None or self.seconds_left is None:
+            return ()
+        speed = f"{1 / self.pace:.3g} rounds/s" if self.pace > 0 else "- rounds/s"
+        return (speed, f"{seconds_of(self.seconds_left)} left") if self.done < self.rounds else (speed,)
+
+    def _close(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+
+def told(row: dict[str, Any]) -> dict[str, str]:
+    """The numbers of a round that a user follows, written."""
+    metrics: dict[str, dict[str, float]] = row.get("metrics", {})
+    numbers = {"cohort": str(len(row["cohort"]))}
+    if row.get("train_loss") is not None:
+        numbers["loss"] = number_of(row["train_loss"], "number")
+    if "global" in metrics:
+        numbers["accuracy"] = number_of(metrics["global"]["accuracy"], "share")
+    numbers |= {m: number_of(value, "share") for m, value in metrics.get("unimodal", {}).items()}
+    if "mean" in metrics.get("personal", {}):
+        numbers["personal"] = number_of(metrics["personal"]["mean"], "share")
+    return numbers | {"up": bytes_of(row["bytes_up"]), "down": bytes_of(row["bytes_down"])}

@@ -1,0 +1,139 @@
+"""What a data set on disk holds, before any media file is opened."""
+
+import csv
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from polyfed.data.columns import TRAIN
+from polyfed.data.media import Clip
+from polyfed.core.errors import DataError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row-to-be.
+
+    Attributes:
+        name: stable and distinct within the data set; the sample id is its hash.
+        label: class number.
+        media: modality -> where it is; a modality that the sample lacks has no entry.
+        split: code of `Columns.split`.
+        client: natural client (speaker, subject, site).
+        group: number by which some sets cut folds (session); 0 elsewhere.
+    """
+
+    name: str
+    label: int
+    media: Mapping[str, Clip]
+    split: int = TRAIN
+    client: str = ""
+    group: int = 0
+
+
+@dataclass(frozen=True)
+class Listing:
+    """All samples of a data set, in a fixed order.
+
+    Attributes:
+        published: class -> count that the whole data set is known to give, for the reader to compare; or empty.
+    """
+
+    samples: Sequence[Sample]
+    class_names: tuple[str, ...]
+    published: Mapping[str, int] = field(default_factory=dict)
+
+    def checked(self, where: Path) -> "Listing":
+        """This listing; DataError if it is empty or repeats a name."""
+        if not self.samples:
+            raise DataError(f"'{where}': no sample is left after the labels and files that this data set uses")
+        name, count = Counter(sample.name for sample in self.samples).most_common(1)[0]
+        if count > 1:
+            raise DataError(f"'{where}' names the sample '{name}' {count} times. Remove the copies")
+        return self
+
+    def fingerprint(self) -> str:
+        """Hash of all that features depend on, found without opening a media file (size and time of change)."""
+        seen = hashlib.sha256()
+        for sample in self.samples:
+            seen.update(repr((sample.name, sample.label, sample.split, sample.client, sample.group)).encode())
+            for modality, clip in sample.media.items():
+                seen.update(repr((modality, clip.name, clip.part, clip.stamp, _stamp(clip.path))).encode())
+        return seen.hexdigest()
+
+
+def _stamp(path: Path | None) -> tuple[int, int] | None:
+    if path is None or not path.exists():
+        return None
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def folder(path: Path, name: str, what: str) -> Path:
+    """`path / name`, which must be a folder."""
+    found = path / name if name else path
+    if not found.is_dir():
+        raise DataError(f"{what}: folder '{found}' is missing. See the layout in `polyfed data {what}`")
+    return found
+
+
+def lines(path: Path, what: str) -> list[str]:
+    """The lines of a text file that are not blank."""
+    if not path.is_file():
+        raise DataError(f"{what}: file '{path}' is missing. See the layout in `polyfed data {what}`")
+    # a byte order mark and stray bytes of other encodings occur in published files; neither is in a name or a label
+    found = [line for line in path.read_text("utf-8-sig", errors="replace").splitlines() if line.strip()]
+    if not found:
+        raise DataError(f"'{path}' is empty. Copy it again from the data set")
+    return found
+
+
+def table(path: Path, columns: Sequence[str], what: str, delimiter: str = ",") -> list[dict[str, str]]:
+    """The lines of a table with a header, as name -> value.
+
+    Raises:
+        DataError: no such file, a column that is missing, or a line with more or fewer fields than the header.
+    """
+    found = records(path, what, delimiter)
+    header = [name.strip() for name in found[0]]
+    for name in columns:
+        if name not in header:
+            raise DataError(f"'{path}' has no column '{name}'; {did_you_mean(name, header)}")
+    for number, record in enumerate(found[1:], 2):
+        _check_width(path, number, record, len(header))
+    return [dict(zip(header, record, strict=True)) for record in found[1:]]
+
+
+def records(path: Path, what: str, delimiter: str = ",", width: int | None = None) -> list[list[str]]:
+    """The lines of a table without a header; with `width`, each must have that many fields."""
+    if not path.is_file():
+        raise DataError(f"{what}: file '{path}' is missing. See the layout in `polyfed data {what}`")
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        if delimiter == "\t":  # quotes in a tweet are only quotes
+            found = [record for record in csv.reader(file, delimiter=delimiter, quoting=csv.QUOTE_NONE) if record]
+        else:
+            found = [record for record in csv.reader(file, delimiter=delimiter) if record]
+    if not found:
+        raise DataError(f"'{path}' is empty. Copy it again from the data set")
+    if width is not None:
+        for number, record in enumerate(found, 1):
+            _check_width(path, number, record, width)
+    return found
+
+
+def _check_width(path: Path, number: int, record: Sequence[str], width: int) -> None:
+    if len(record) != width:
+        raise DataError(
+            f"'{path}', record {number}: {len(record)} columns, expected {width}: {' | '.join(record)[:80]}. "
+            "Restore the published file"
+        )
+
+
+def class_of(label: str, classes: Iterable[str], where: str) -> int:
+    """Number of a class; DataError names the place and the nearest class."""
+    names = list(classes)
+    if label not in names:
+        raise DataError(f"{where}: unknown label '{label}'; {did_you_mean(label, names)}. Restore the published file")
+    return names.index(label)

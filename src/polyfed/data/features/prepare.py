@@ -1,0 +1,76 @@
+"""`polyfed data prepare NAME`: features of a published data set, extracted once into a folder."""
+
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from polyfed.data.checks import need
+from polyfed.data.features.extraction import Listener, OnCorrupt
+from polyfed.data.features.prepared import Prepared
+from polyfed.data.sources import SOURCES
+from polyfed.data.sources.media_set import MediaSet
+from polyfed.core.errors import RecipeError, did_you_mean
+
+
+def prepare(
+    name: str,
+    source_dir: str | Path,
+    target_dir: str | Path,
+    *,
+    workers: int = 1,
+    on_corrupt: OnCorrupt = "fail",
+    listener: Listener | None = None,
+    **options: Any,
+) -> Prepared:
+    """Extract the features of a data set once.
+
+    The target folder then holds one `.npy` file per array (modalities, label, split, client, ...) that the source
+    itself and `npz` read memory mapped, and a manifest with checksums. A run that was stopped goes on; an unchanged,
+    undamaged folder is left as it is.
+
+    Args:
+        name: of the data source, as in `[data] name`.
+        source_dir: the published folder.
+        target_dir: is created; a second data set in it is an error.
+        workers: threads that extract at the same time.
+        on_corrupt: "skip" leaves out and reports samples with an unusable file; "fail" stops at the first.
+        listener: called as `listener(event, **facts)`, see `polyfed.data.features.extraction`; "prepare-unchanged" when there
+            is nothing to do.
+        options: further options of the source, as in `[data]`.
+
+    Raises:
+        RecipeError: unknown source or option, or a source that reads its files directly.
+        DataError: a file is missing, odd or damaged; a package is missing.
+    """
+    need(workers >= 1, "workers", workers, "at least 1")
+    need(on_corrupt in ("skip", "fail"), "on_corrupt", on_corrupt, "'skip' or 'fail'")
+    source, target = _source(name, source_dir, options), Path(target_dir).expanduser()
+    found = Prepared.read(target)
+    if found is not None:
+        found.check(source.NAME, source.extractors(), source.chosen())
+        if source.matches(found) and not found.damaged():
+            if listener is not None:
+                listener("prepare-unchanged", name=name, rows=found.num_rows)
+            return found
+    return source.prepare(target, workers=workers, on_corrupt=on_corrupt, listener=listener)
+
+
+def _source(name: str, folder: str | Path, options: dict[str, Any]) -> MediaSet:
+    if name not in SOURCES:
+        raise RecipeError(f"no data source '{name}'; {did_you_mean(name, SOURCES)}")
+    cls = SOURCES[name]
+    if not issubclass(cls, MediaSet):
+        able = ", ".join(sorted(key for key, value in SOURCES.items() if issubclass(value, MediaSet)))
+        where = ', path = "DIR"' if "path" in getattr(cls, "__dataclass_fields__", ()) else ""
+        raise RecipeError(
+            f"'{name}' needs no preparation: a recipe reads it as it is, [data] name = \"{name}\"{where}. "
+            f"These need it: {able}"
+        )
+    allowed = {f.name: f for f in fields(cls) if f.name not in ("path", "cache")}
+    for option in options:
+        if option not in allowed:
+            raise RecipeError(f"data source '{name}' has no option '{option}'; {did_you_mean(option, allowed)}")
+    for option, entry in allowed.items():
+        if option not in options and entry.default is MISSING and entry.default_factory is MISSING:
+            raise RecipeError(f"data source '{name}' needs the option '{option}'")
+    return cls(path=str(folder), **options)

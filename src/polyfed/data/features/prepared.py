@@ -1,0 +1,151 @@
+"""A folder of features: one .npy file per array, memory mapped, and a manifest with checksums."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.data.columns import Column, Columns
+from polyfed.data.files import Arrays
+from polyfed.data.media import Extractor
+from polyfed.core.errors import DataError
+
+MANIFEST = "manifest.json"
+FORMAT = 1  # of the manifest
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The manifest of a folder of features.
+
+    Attributes:
+        folder: where it is.
+        source: name of the data source.
+        fingerprint: of the files that the features were made from, see `Listing.fingerprint`.
+        extractors: modality -> settings of its extractor.
+        listing: options of the source on which the choice of samples depends.
+        classes: class -> number of rows, in order of the class numbers.
+        published: class -> number of rows that the whole data set is known to give; may be empty.
+        skipped: clips that could not be used: sample, file, reason.
+        arrays: file -> dtype, shape, bytes, sha256.
+    """
+
+    folder: Path
+    source: str
+    fingerprint: str
+    extractors: Mapping[str, str]
+    listing: Mapping[str, Any]
+    classes: Mapping[str, int]
+    published: Mapping[str, int]
+    skipped: list[dict[str, str]]
+    arrays: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of every array."""
+        return sum(self.classes.values())
+
+    def write(self) -> None:
+        """Write the manifest, whole or not at all."""
+        content = {"polyfed_features": FORMAT} | {k: v for k, v in vars(self).items() if k != "folder"}
+        replace_file(self.folder / MANIFEST, json.dumps(content, indent=1).encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Prepared | None":
+        """The manifest of a folder; None if there is none; DataError if a file does not fit it."""
+        path = folder / MANIFEST
+        if not path.is_file():
+            return None
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content.pop("polyfed_features") != FORMAT:
+                raise ValueError("another format")
+            found = cls(folder=folder, **content)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(
+                f"'{path}' is no manifest of this version of polyfed ({error}). Prepare into an empty folder"
+            ) from error
+        for name, facts in found.arrays.items():
+            size = (folder / name).stat().st_size if (folder / name).is_file() else -1
+            if size != facts["bytes"]:
+                raise DataError(f"'{folder / name}' is missing or cut short: prepare again into the same folder")
+        return found
+
+    def damaged(self) -> list[str]:
+        """Files whose content does not have the checksum of the manifest."""
+        return [name for name, facts in self.arrays.items() if sha256(self.folder / name) != facts["sha256"]]
+
+    def check(self, source: str, extractors: Mapping[str, Extractor], listing: Mapping[str, Any]) -> None:
+        """DataError if the features are of another data set, or were made with other options."""
+        cure = "change the recipe, or prepare again into another folder"
+        if self.source != source:
+            raise DataError(f"'{self.folder}' holds features of '{self.source}', not of '{source}': {cure}")
+        for name, extractor in extractors.items():
+            if name not in self.extractors:
+                raise DataError(
+                    f"'{self.folder}' has no features of '{name}', only {', '.join(self.extractors)}: {cure}"
+                )
+            if self.extractors[name] != repr(extractor):
+                raise DataError(
+                    f"'{self.folder}': '{name}' was made by {self.extractors[name]}, the recipe says "
+                    f"{extractor!r}: {cure}"
+                )
+        for option, value in listing.items():
+            if self.listing.get(option) != value:
+                raise DataError(
+                    f"'{self.folder}' was made with {option} = {self.listing.get(option)!r}, the recipe says "
+                    f"{value!r}: {cure}"
+                )
+
+    def columns(self, extractors: Mapping[str, Extractor]) -> Columns:
+        """The table; features stay on disk, and are read page by page as batches take them."""
+        arrays = Arrays(self.folder)
+        clients = np.unique(arrays["client"], return_inverse=True)[1].astype(np.int64)
+        return Columns(
+            name=self.source,
+            modalities={
+                name: Column(arrays.features(name), *(extractor.norm or (None, None)))
+                for name, extractor in extractors.items()
+            },
+            label=arrays.integers("label"),
+            num_classes=len(self.classes),
+            split=arrays.integers("split").to(torch.int8),
+            ids=arrays.integers("id"),
+            class_names=tuple(self.classes),
+            present={
+                name: arrays.integers(f"{name}_present").bool() for name in extractors if f"{name}_present" in arrays
+            },
+            client=torch.from_numpy(clients) if self.has_clients(arrays) else None,
+        )
+
+    def has_clients(self, arrays: Arrays) -> bool:
+        """Whether the data set has natural clients at all."""
+        return bool((arrays["client"] != "").all())
+
+    def groups(self) -> Tensor:
+        """Group (session) of every row, int64."""
+        return Arrays(self.folder).integers("group")
+
+    def clients(self) -> list[str]:
+        """Name of the natural client of every row."""
+        return [str(name) for name in Arrays(self.folder)["client"]]
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
+def sha256(path: Path) -> str:
+    """Checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

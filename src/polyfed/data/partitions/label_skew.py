@@ -1,0 +1,143 @@
+"""Label skew of specification 6.12: clients that own a few classes, or mostly one."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyfed.core import keys
+from polyfed.data.columns import Columns
+from polyfed.data.partitions.dealing import MAX_REDRAWS, Counts, deal, enough, labels
+from polyfed.data.partitions.shards import Rows
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassesPerClient:
+    """non-IID-1 of 6.12: every client owns a random set of classes; a class is split evenly among its owners.
+
+    The sets are all different while there are enough of them, and overlap at random.
+
+    Attributes:
+        num: clients.
+        classes_per_client: classes of each client; 3 in the paper.
+    """
+
+    num: int
+    classes_per_client: int = 3
+
+    def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
+        """Deal the rows out."""
+        classes, sizes = np.unique(labels(columns, rows), return_counts=True)
+        if self.classes_per_client > len(classes):
+            raise RecipeError(
+                f"clients.classes_per_client = {self.classes_per_client}, but the training rows hold "
+                f"{len(classes)} classes"
+            )
+        if self.num * self.classes_per_client < len(classes):
+            raise RecipeError(
+                f"{self.num} clients of {self.classes_per_client} classes cannot own all {len(classes)} "
+                "classes; raise clients.num or clients.classes_per_client"
+            )
+        owned = self._owners(len(classes), sizes, keys.generator(keys.key(key, "owners")))
+        owners = owned.sum(1, keepdims=True)
+        rank = np.cumsum(owned, axis=1) - 1
+        # split evenly: the first (size mod owners) of them get one row more
+        counts = owned * (sizes[:, None] // owners + (rank < sizes[:, None] % owners))
+        return deal(columns, rows, counts, key)
+
+    def _owners(self, num_classes: int, sizes: Counts, draw: np.random.Generator) -> NDArray[np.bool_]:
+        for _ in range(MAX_REDRAWS):
+            sets = _class_sets(num_classes, self.classes_per_client, self.num, draw)
+            owned = np.zeros((num_classes, self.num), dtype=bool)
+            owned[sets.T, np.arange(self.num)] = True
+            owners = owned.sum(1)
+            if (owners >= 1).all() and (owners <= sizes).all():
+                return owned
+        raise DataError(
+            f"classes-per-client: in {MAX_REDRAWS} draws some class had no owner, or fewer rows than owners "
+            f"(the rarest has {sizes.min()}). Change clients.num or clients.classes_per_client"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MainClass:
+    """non-IID-2 and -3 of 6.12: equal clients of floor(N/K) rows, a share of each from its main class, k mod
+    C.
+
+    The rest comes uniformly at random from what is left of all classes; what remains at the end is unused.
+
+    Attributes:
+        num: clients.
+        main_share: share of the main class: 0.5 is non-IID-2, 0.3 non-IID-3.
+        exclude_main: draw the rest from the other classes only, so that the share is exact.
+        on_shortage: when a class is too rare for its clients: "reduce" makes every client smaller until
+            shares are exact, "cap" lets a client take what is left of its class, fills up from the others and
+            warns.
+    """
+
+    num: int
+    main_share: float = 0.5
+    exclude_main: bool = False
+    on_shortage: Literal["reduce", "cap"] = "reduce"
+
+    def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
+        """Deal the rows out."""
+        enough(columns, rows, self.num, 1)
+        left = np.bincount(labels(columns, rows), minlength=columns.num_classes)
+        devices = np.bincount(np.arange(self.num) % columns.num_classes, minlength=columns.num_classes)
+        size = len(rows) // self.num
+        if self.on_shortage == "reduce":
+            possible = left[devices > 0] / (self.main_share * devices[devices > 0])
+            size = min(size, int(np.floor(possible.min() + 1e-9)))
+            if size < 1:
+                raise DataError("main-class: a class is too rare for its clients; use on_shortage = 'cap'")
+        rest_key = keys.key(key, "rest")
+        while (counts := self._table(left, size, keys.generator(rest_key))) is None:
+            # the last clients found little but their main class; 5 % less for everybody leaves them a choice [I]
+            size = int(0.95 * size) if self.on_shortage == "reduce" else 0
+            if size < 1:
+                raise DataError("main-class: too few other rows; set clients.exclude_main = false")
+        return deal(columns, rows, counts, key)
+
+    def _table(self, sizes: Counts, size: int, draw: np.random.Generator) -> Counts | None:
+        """Rows of each class for each client (C, K); None if the others cannot fill some client up."""
+        left, main = sizes.copy(), np.arange(self.num) % len(sizes)
+        wanted = int(np.floor(self.main_share * size + 1e-9))
+        counts = np.zeros((len(sizes), self.num), dtype=np.int64)
+        for client, number in enumerate(main):
+            counts[number, client] = min(wanted, left[number])
+            left[number] -= counts[number, client]
+        short = int((counts.sum(0) < wanted).sum())
+        for client, number in enumerate(main):
+            need, pool = size - int(counts[number, client]), left.copy()
+            if self.exclude_main:
+                pool[number] = 0
+            if need > pool.sum():
+                return None
+            taken = draw.multivariate_hypergeometric(pool, need)
+            counts[:, client] += taken
+            left -= taken
+        if short:
+            warnings.warn(
+                f"main-class: {short} clients got less of their main class than asked", PolyfedWarning, stacklevel=3
+            )
+        return counts
+
+
+def _class_sets(num_classes: int, size: int, num: int, draw: np.random.Generator) -> NDArray[np.int64]:
+    """`num` random sets of `size` classes (num, size): as few repeats as possible."""
+    total = comb(num_classes, size)
+    if total <= 2 * num + 1000:
+        every = np.array(list(combinations(range(num_classes), size)))
+        passes = [draw.permutation(total) for _ in range(-(-num // total))]
+        return every[np.concatenate(passes)[:num]]
+    chosen: dict[tuple[int, ...], None] = {}
+    while len(chosen) < num:  # at most half of all sets are taken, so a draw is new at least every other time
+        chosen[tuple(sorted(draw.choice(num_classes, size, replace=False).tolist()))] = None
+    return np.array(list(chosen))

@@ -1,0 +1,118 @@
+"""Which rows each client has, in two arrays whatever the number of clients."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.core import keys
+
+Rows = NDArray[np.int64]
+
+
+class Stretches(Sequence[Rows]):
+    """The stretches of one array between consecutive bounds, made when they are looked at: a hundred thousand small
+    arrays take as much as the numbers in them."""
+
+    def __init__(self, rows: Rows, bounds: NDArray[np.int64]) -> None:
+        self.rows, self.bounds = rows, bounds
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @overload
+    def __getitem__(self, at: int) -> Rows: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Rows]: ...
+    def __getitem__(self, at: int | slice) -> Rows | list[Rows]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        number = range(len(self))[at]
+        return self.rows[self.bounds[number] : self.bounds[number + 1]]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Rows of every client, compressed: client k has `rows[offsets[k] : offsets[k + 1]]`.
+
+    Attributes:
+        offsets: int64 (K + 1,), from 0 to the number of rows.
+        rows: int64, rows of the whole table.
+    """
+
+    offsets: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, parts: Sequence[Rows]) -> "Shards":
+        """From one array of rows per client."""
+        if isinstance(parts, Stretches):
+            bounds = parts.bounds.astype(np.int64)
+            return cls(torch.from_numpy(bounds - bounds[0]), torch.from_numpy(parts.rows[bounds[0] : bounds[-1]]))
+        sizes = np.fromiter((len(part) for part in parts), np.int64, len(parts))
+        rows = np.concatenate(parts) if len(parts) else np.zeros(0)
+        return cls._sized(sizes, rows.astype(np.int64, copy=False))
+
+    @classmethod
+    def _sized(cls, sizes: Rows, rows: Rows) -> "Shards":
+        offsets = np.concatenate(([0], np.cumsum(sizes)))
+        return cls(torch.from_numpy(offsets.astype(np.int64)), torch.from_numpy(rows))
+
+    def __len__(self) -> int:
+        return self.offsets.shape[0] - 1  # `len` of a tensor is three times as slow
+
+    def __getitem__(self, client: int) -> Tensor:
+        """Rows of one client, int64 (n_k,)."""
+        if not 0 <= client < len(self):
+            raise IndexError(f"client {client} of {len(self)}")
+        start, end = self.offsets[client : client + 2].tolist()
+        return self.rows[start:end]
+
+    @property
+    def sizes(self) -> Tensor:
+        """Rows per client, int64 (K,)."""
+        return self.offsets.diff()
+
+    @property
+    def owner(self) -> Tensor:
+        """Client of every entry of `rows`, int64."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.sizes)
+
+    def held_out(self, share: float, key: int) -> tuple["Shards", "Shards"]:
+        """Split off `floor(share * n_k)` random rows of every client: (what stays, what was split off)."""
+        if share == 0.0:
+            return self, self.where(torch.zeros(len(self.rows), dtype=torch.bool))
+        sizes, owner = self.sizes.numpy(), self.owner.numpy()
+        order = np.lexsort((keys.generator(key).random(len(owner)), owner))
+        rank = np.empty(len(owner), np.int64)
+        rank[order] = np.arange(len(owner)) - self.offsets.numpy()[owner]
+        # 1e-9: a share such as 0.29 times 100 must give 29, and is 28.999999999999996 in binary
+        off = rank < np.floor(share * sizes + 1e-9).astype(np.int64)[owner]
+        return self.where(torch.from_numpy(~off)), self.where(torch.from_numpy(off))
+
+    def where(self, keep: Tensor) -> "Shards":
+        """Only the entries where `keep` (bool, as long as `rows`) is true; clients may become empty."""
+        if bool(keep.all()):
+            return self  # nothing to copy: with many clients these arrays are what a run holds
+        if not bool(keep.any()):
+            return Shards(torch.zeros_like(self.offsets), self.rows[:0])
+        sizes = torch.bincount(self.owner[keep], minlength=len(self))
+        return self._sized(sizes.numpy(), self.rows[keep].numpy())
+
+    def first(self, most: int) -> "Shards":
+        """The first `most` rows of every client."""
+        return self.where(torch.arange(len(self.rows)) - self.offsets[self.owner] < most)
+
+    def repeated(self, times: int) -> "Shards":
+        """Every client `times` times in a row, each copy with the same rows."""
+        if times == 1:
+            return self
+        return Shards.of([part.numpy() for k in range(len(self)) for part in [self[k]] * times])
+
+    def counts(self, values: Tensor, num: int) -> Tensor:
+        """How often a client's rows hold each of `num` values (N,), int64 (K, num)."""
+        return torch.bincount(self.owner * num + values[self.rows], minlength=len(self) * num).view(-1, num)

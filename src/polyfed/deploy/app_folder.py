@@ -1,0 +1,169 @@
+"""Flower apps from recipes, and folders of data for the clients of a demonstration."""
+
+import re
+import tomllib
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+
+from polyfed.experiment.assembly import model_of, population_of
+from polyfed.data import Columns, Population, stacked
+from polyfed.data.columns import OWN_TEST, TEST
+from polyfed.core.errors import DataError, RecipeError
+from polyfed.privacy.policy import Policy
+from polyfed.experiment.recipe import Recipe, load_recipe
+from polyfed.core.registry import own
+
+APP, RECIPE, NODES = "polyfed_app.py", "recipe.toml", "nodes"
+
+_APP = '''"""A Flower app that runs recipe.toml; written by `polyfed app`."""
+
+from pathlib import Path
+
+from polyfed.deploy.handlers import Deployed
+from polyfed.deploy.server import serve
+from polyfed.engines.flower import client_app, server_app
+from polyfed.run import conduct
+
+RECIPE = Path(__file__).with_name("recipe.toml")
+
+server = server_app(lambda post, config: serve(RECIPE, post, config, conduct))
+client = client_app(Deployed(RECIPE))
+'''
+
+
+def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str], None] = lambda text: None) -> Path:
+    """Write a Flower app that `flwr run` starts: its recipe, a module with both halves, and Flower's project file.
+
+    The path of the recipe's [data], where the server's own rows are, becomes absolute: the app's configuration `data`.
+
+    Args:
+        recipe_path: the recipe.
+        folder: for the app; must be new or empty, or hold an app of this recipe's name.
+        warn: is told why there will be no global evaluation, if the recipe's data cannot be read here.
+
+    Returns:
+        the folder.
+
+    Raises:
+        PolyfedError: the recipe is wrong, or the folder holds something else.
+    """
+    recipe, folder = load_recipe(recipe_path), Path(folder)
+    _check(recipe, warn)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / APP).exists():
+        raise RecipeError(f"{folder} is not empty and holds no polyfed app. Choose another folder")
+    project = _project(recipe, folder)
+    _refuse_another(folder, project["project"]["name"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / APP).write_text(_APP, encoding="utf-8")
+    (folder / RECIPE).write_text(Path(recipe_path).read_text(encoding="utf-8"), encoding="utf-8")
+    (folder / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
+    return folder
+
+
+def _refuse_another(folder: Path, name: str) -> None:
+    """Refuse a folder that holds the app of another recipe."""
+    try:
+        kept = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # none yet, or cut short: written anew
+    if kept != name:
+        raise RecipeError(f"{folder} holds the app {kept}, and this recipe's is {name}. Choose another folder")
+
+
+def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
+    """Find here what would end the run on the server: an encoder that cannot be imported, a model that cannot be
+    built."""
+    for encoder in recipe.model.encoders.values():
+        if ":" in encoder.kind:
+            own(encoder.kind)
+    try:
+        columns: Columns = stacked(recipe.data.load(), recipe.stack)
+    except DataError as error:
+        place = "flwr run --run-config 'data=\"...\"'" if data_of(recipe) else "the recipe's [data]"
+        warn(f"no global evaluation unless the server can read these rows: {error}. {place} says where they are there")
+        return
+    shapes = {name: column.shape for name, column in columns.modalities.items()}
+    model_of(recipe, shapes, columns.num_classes, Policy.parse(recipe.egress, shapes))
+
+
+def data_of(recipe: Recipe) -> str:
+    """The absolute path of the recipe's data; "" where it has none."""
+    path = getattr(recipe.data, "path", "")
+    return str(Path(path).expanduser().absolute()) if path else ""
+
+
+def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
+    """Write a folder for each client of a recipe, as if it were a device: its rows, its policy, its configuration.
+
+    `data.npz` holds only the modalities the client has, in the order in which a simulation would train on its rows,
+    so that a deployment on these folders equals the simulation. A policy that is there stays as it is.
+
+    Returns:
+        the folders `nodes/0`, `nodes/1`, ... below `folder`.
+    """
+    population = population_of(recipe)
+    written = []
+    for client in range(population.num_clients):
+        place = Path(folder) / NODES / str(client)
+        place.mkdir(parents=True, exist_ok=True)
+        np.savez(place / "data.npz", **_arrays(population, client))  # type: ignore[arg-type]
+        written.append(place)
+        if (place / "policy.toml").exists():
+            continue
+        rules = {block: {to: list(kinds) for to, kinds in row.items()} for block, row in recipe.egress.items()}
+        head = "# What may leave this client. Its own file: the server's recipe can only forbid more.\n"
+        (place / "policy.toml").write_text(head + tomli_w.dumps({"egress": rules}), encoding="utf-8")
+    return written
+
+
+def node_config(place: Path, client: int, modalities: tuple[str, ...]) -> str:
+    """What `flower-supernode --node-config` takes for a folder of `write_nodes`."""
+    here = place.absolute()
+    held = ",".join(modalities)
+    return f'data="{here}/data.npz" client={client} modalities="{held}" policy="{here}/policy.toml"'
+
+
+def _arrays(population: Population, client: int) -> dict[str, np.ndarray]:
+    columns, train = population.columns, population.train[client]
+    own = train[:0] if population.test is None else population.test[client]
+    rows = np.concatenate([train.numpy(), own.numpy()])
+    arrays: dict[str, np.ndarray] = {}
+    for name in population.modalities(client):
+        arrays[name] = columns.modalities[name].take(train.new_tensor(rows)).numpy()
+        if name in columns.present:
+            arrays[f"{name}_present"] = columns.present[name].numpy()[rows]
+    arrays["label"] = columns.label.numpy()[rows]
+    arrays["id"] = columns.ids.numpy()[rows]
+    arrays["split"] = np.repeat([0, TEST], [len(train), len(own)])
+    assert TEST == OWN_TEST == 1
+    return arrays
+
+
+def _project(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    name = re.sub(r"[^a-z0-9]+", "-", recipe.name.lower()).strip("-") or "run"
+    config = {"out": str((folder / "run").absolute()), "data": data_of(recipe)}
+    return {
+        "project": {
+            "name": f"polyfed-{name}",
+            "version": "1.0.0",
+            "description": f"polyfed: {recipe.name}",
+            "license": "Apache-2.0",
+            "dependencies": [f"polyfed[flower]=={version('polyfed')}"],
+        },
+        "build-system": {"requires": ["hatchling"], "build-backend": "hatchling.build"},
+        "tool": {
+            "flwr": {
+                "app": {
+                    "publisher": "polyfed",
+                    "fab-include": [APP, RECIPE],
+                    "components": {"serverapp": "polyfed_app:server", "clientapp": "polyfed_app:client"},
+                    "config": config,
+                }
+            }
+        },
+    }

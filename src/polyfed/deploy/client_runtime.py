@@ -1,0 +1,182 @@
+"""A client's workplace: takes a packet, does the task in a `Node`, lets the reply out through the gate, keeps its own
+local state and its own ledger."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from polyfed.core.request import Ask
+from polyfed.data import Population
+from polyfed.deploy.faults import Fault, in_short
+from polyfed.deploy.state_store import Store
+from polyfed.engines import Sequential
+from polyfed.engines.in_process import roster_of
+from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Enrolment, Ticket, reason
+from polyfed.core.errors import BadReply, EgressError, PolyfedError
+from polyfed.privacy.ledger import Ledger, lines
+from polyfed.core.messages import Message
+from polyfed.privacy.policy import Policy
+from polyfed.core.tasks import tasks_of
+from polyfed.core.tree import SHARED, Tree
+from polyfed.federation.wire_format import Packet, decode, encode
+
+LEDGER = "egress.jsonl"
+"""A client's own ledger, beside its local state."""
+
+
+@dataclass
+class Station:
+    """Where one client, or the simulated clients of one process, do their tasks.
+
+    Attributes:
+        engine: holds the clients' data and policy.
+        folder: for local state and ledgers; a folder a client and run below it.
+        relay: messages for the client's silo may pass through the server.
+        limit: most bytes of a message.
+        discreet: errors of this client are raised as a `Fault`, so that only their kind is told to the server.
+    """
+
+    engine: Sequential
+    folder: Path
+    relay: bool = False
+    limit: int = 2**29
+    discreet: bool = False
+
+    def answer(self, packet: Packet, client: int) -> Packet:
+        """Do what a packet asks; whatever goes wrong is an answer too, so that nothing of it can stop the client.
+
+        Raises:
+            Fault: something is wrong at a `discreet` client.
+        """
+        ticket = None
+        try:
+            ticket = Ticket.read(packet.header)
+            if ticket.client != client:
+                raise BadReply(f"is for client {ticket.client}, this is client {client}")
+            return self._work(packet, ticket)
+        except EgressError as error:
+            return reason(REFUSED, ticket, str(error))
+        except BadReply as error:
+            return reason(FAILED, ticket, f"the message {error}")
+        except (PolyfedError, OSError) as error:
+            if self.discreet:
+                raise Fault(in_short(error)) from error
+            return reason(FAILED, ticket, f"{type(error).__name__}: {error}")
+
+    def _work(self, packet: Packet, ticket: Ticket) -> Packet:
+        engine = self.engine
+        ask = self._ask(packet, ticket)
+        got: Message = decode(packet, ask.got, limit=self.limit, finite=True)
+        folder = self.folder / ticket.run / f"client-{ticket.client}"
+        store = Store(folder)
+        self._check_held(packet, ticket.client)
+        with store.alone():
+            local = self._begun(store, ask, ticket)
+            engine.locals = {} if local is None else {ticket.client: local}
+            engine.ledger = Ledger(ticket.run)
+            missing: dict[int, str] = {}
+            try:
+                reply = engine.alone(ask, ticket.client, got, missing)
+            finally:
+                book(folder / LEDGER, lines(engine.ledger.drain(), ticket.run))
+            if reply is None and self.discreet:
+                raise Fault(f"{missing[ticket.client].partition(':')[0]} in task {ask.name}")
+            if reply is None:
+                return reason(FAILED, ticket, missing[ticket.client])
+            left = engine.locals.get(ticket.client)
+            if left is not None and left is not local:
+                modalities = engine.roster[ticket.client].modalities
+                store.keep(ticket, left, modalities, int(packet.header.get("kept", 0)))
+        content = encode(reply)
+        return Packet(ticket.header(verdict=REPLY) | content.header, content.body)
+
+    def _begun(self, store: Store, ask: Ask, ticket: Ticket) -> Tree | None:
+        """The client's state before a task. If it has other modalities now than it had then, what is of the shape that
+        it would have at first goes on, and what it lacks begins as it would have at first."""
+        found = store.begin(ticket)
+        if found is None or found[1] == self.engine.roster[ticket.client].modalities:
+            return None if found is None else found[0]
+        self.engine.locals, before = {}, found[0]
+        first = self.engine.local(ask, ticket.client)
+        fits = {name for name, value in first.items() if name in before and before[name].shape == value.shape}
+        return {name: before[name] if name in fits else value for name, value in first.items()}
+
+    def _check_held(self, packet: Packet, client: int) -> None:
+        """Refuse an ask that was made for other modalities than the client has now.
+
+        Raises:
+            BadReply: the client changed since it enrolled.
+        """
+        now, then = list(self.engine.roster.owned(client)), packet.header.get("modalities")
+        if now != then:
+            raise BadReply(f"is for modalities {then}, client {client} has {now} now; start the server again")
+
+    def _ask(self, packet: Packet, ticket: Ticket) -> Ask:
+        """The ask of a header.
+
+        Raises:
+            BadReply: the algorithm has no such task, or the header is not one of ours.
+            EgressError: replies would pass through a server that this client did not agree may see them.
+        """
+        match packet.header:
+            case {"task": str(name), "seed": int(seed), "rounds": int(rounds), "turn": int(turn)}:
+                task = tasks_of(self.engine.algorithm).get(name)
+            case _:
+                raise BadReply("is no ask that can be read")
+        if task is None:
+            raise BadReply(f"asks for the task '{name[:80]}', which {type(self.engine.algorithm).__name__} lacks")
+        ask = Ask(task, name, ticket.round, rounds, ticket.ask, seed, turn)
+        if ask.scope == "silo" and not self.relay:
+            raise EgressError(
+                f"client {ticket.client} refused task {name}: its reply is for the silo, but would pass through the "
+                'server, which sees it. It would run if the client\'s configuration said: relay="server-sees"'
+            )
+        return ask
+
+
+def enrolment(population: Population, policy: Policy, client: int) -> Packet:
+    """What the server must know of a client before it can ask it anything.
+
+    Args:
+        population: in which the client has this number.
+        policy: the client's; what it says of statistics of the `shared` block decides whether the server may know.
+        client: its number in the federation.
+    """
+    if not policy.allows("statistic", SHARED, "server"):
+        cure = policy.cure(("statistic",), SHARED, "server")
+        why = f"client {client} refused to enrol, which tells the server how many rows it has (a statistic). It would "
+        return reason(REFUSED, None, why + f"if the client's policy said: {cure}")
+    columns, roster = population.columns, roster_of(population)
+    known = roster[client]
+    told = Enrolment(
+        client=client,
+        rows=known.num_rows,
+        modalities=known.modalities,
+        silo=known.silo,
+        tested=client in roster.tested,
+        shapes={name: columns.modalities[name].shape for name in known.modalities},
+        num_classes=columns.num_classes,
+    )
+    return Packet(told.header())
+
+
+def book(path: Path, rows: Iterable[str]) -> None:
+    """Add rows to a client's ledger, all of them or none.
+
+    Raises:
+        OSError: they cannot be written; nothing may leave then.
+    """
+    with path.open("ab", buffering=0) as file:
+        whole = file.tell()
+        try:
+            _write(file, "".join(row + "\n" for row in rows).encode())
+        except OSError:
+            file.truncate(whole)  # half a row would spoil the next one too
+            raise
+
+
+def _write(file: BinaryIO, text: bytes) -> None:
+    """Write all of it; on a disk that is almost full the first part may go through before the rest fails."""
+    while text:
+        text = text[file.write(text) :]

@@ -1,0 +1,86 @@
+"""What a device would do with a recipe, found out on the device before anything is started."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from polyfed.experiment.assembly import assemble
+from polyfed.experiment.check import Planned, plan
+from polyfed.data import Population
+from polyfed.deploy.device import NodeConfig, check_held, node_from, policy_on, population_on
+from polyfed.core.errors import DataError, RecipeError
+from polyfed.privacy.policy import Policy
+from polyfed.experiment.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A device and a recipe.
+
+    Attributes:
+        node: the device's configuration; without data where only a policy file was given.
+        policy: what may leave: the device's own policy, narrowed by the recipe's.
+        rows: training rows and own test rows, or None without data.
+        shapes: of a sample, by modality.
+        num_classes: its largest label and one more.
+        planned: what tasks of the recipe would send from here, allowed or not.
+    """
+
+    node: NodeConfig
+    policy: Policy
+    rows: tuple[int, int] | None
+    shapes: dict[str, tuple[int, ...]]
+    num_classes: int
+    planned: tuple[Planned, ...]
+
+    @property
+    def refused(self) -> tuple[Planned, ...]:
+        """What this device would refuse."""
+        return tuple(row for row in self.planned if not row.allowed)
+
+
+def inspect(recipe: Recipe, text: str) -> Inspection:
+    """Check a device's configuration, policy and data against a recipe, as the device itself would.
+
+    Args:
+        recipe: of the run.
+        text: what `flower-supernode --node-config` gets, or the path of a policy file alone.
+
+    Raises:
+        PolyfedError: what is wrong.
+    """
+    node = node_from(text) if "=" in text else _of_policy(text, recipe)
+    policy = policy_on(node, recipe, node.held)
+    check_held(node, recipe)
+    population = population_on(node, recipe, None) if node.data else None
+    planned = tuple(_planned(recipe, node, policy, population))
+    if population is None:
+        return Inspection(node, policy, None, {}, 0, planned)
+    own = population.test
+    rows = (int(population.train.sizes[node.client]), 0 if own is None else int(own.sizes[node.client]))
+    shapes = {name: column.shape for name, column in population.columns.modalities.items()}
+    return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned)
+
+
+def _of_policy(path: str, recipe: Recipe) -> NodeConfig:
+    """A device of which only the policy is known: it has all modalities of the recipe."""
+    if not Path(path).is_file():
+        raise RecipeError(f"--node '{path}' is neither a policy file nor key=value pairs; see docs/deploy.md")
+    return NodeConfig(data="", client=0, modalities=",".join(recipe.model.encoders), policy=path)
+
+
+def _planned(recipe: Recipe, node: NodeConfig, policy: Policy, population: Population | None) -> list[Planned]:
+    """What would be sent: by the device's own rows, or else by the recipe's, where they can be read here.
+
+    A device that lacks modalities is asked as if the federation had only its own.
+    """
+    encoders = {name: recipe.model.encoders[name] for name in node.held}
+    mine = replace(recipe, model=replace(recipe.model, encoders=encoders), egress=policy.table(node.held), network=None)
+    try:
+        found = list(plan(assemble(mine, population=population)))
+    except DataError:
+        if population is not None:
+            raise
+        return []
+    relay = node.relay == "server-sees" or not node.data
+    cure = 'relay="server-sees" in --node-config'
+    return [row if relay or row.destination != "silo" else replace(row, allowed=False, cure=cure) for row in found]

@@ -1,0 +1,267 @@
+"""A federation on this machine's loopback: a SuperLink with TLS, SuperNodes with keys, for trying out and for tests.
+
+Every process is started with the commands that docs/deploy.md gives for real machines.
+"""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import tomli_w
+
+from polyfed.core import errors
+from polyfed.deploy.app_folder import data_of, node_config, write_app, write_nodes
+from polyfed.deploy.credentials import write_credentials
+from polyfed.deploy.processes import HOST, free_ports, groups_of, listens, lives, signal_group
+from polyfed.deploy.server import ERROR, placed
+from polyfed.engines.flower import QUIET
+from polyfed.core.errors import PolyfedError, RecipeError
+from polyfed.experiment.lock import alone_in
+from polyfed.experiment.recipe import Recipe, load_recipe
+from polyfed.experiment.records import RECIPE as RUN_RECIPE
+from polyfed.experiment.records import RESULT
+from polyfed.core.signals import handling, interrupt
+
+CONNECTION = "polyfed-local"
+START_SECONDS, STOP_SECONDS = 60.0, 5.0
+"""How long a process may take until it listens, on a busy machine, and until it has ended."""
+
+
+class Local:
+    """A recipe's clients as processes of this machine, each with a folder of its own.
+
+    Args:
+        recipe_path: the recipe; its clients become folders by `write_nodes`.
+        folder: for app, nodes, credentials, logs.
+
+    Attributes:
+        processes: by name: `link`, `node-0`, ...; each leads a group of its own.
+    """
+
+    def __init__(self, recipe_path: str | Path, folder: str | Path) -> None:
+        self.folder = Path(folder).absolute()
+        self.app = write_app(recipe_path, self.folder / "app")
+        recipe = load_recipe(recipe_path)
+        self.nodes = write_nodes(recipe, self.folder)
+        self.held = _held(self.nodes)
+        self.credentials = self.folder / "credentials"
+        write_credentials(self.credentials, len(self.nodes))
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.ports = free_ports(1 + len(self.nodes))
+        self._write_connection()
+
+    @property
+    def out(self) -> Path:
+        """Where the server writes the run."""
+        return self.app / "run"
+
+    def start(self) -> None:
+        """Start the SuperLink, make the nodes' keys known to it, start the SuperNodes.
+
+        The SuperLink of an earlier life is forgotten, with its keys and its opinion of which nodes are alive: what a
+        run goes on from lies in the folders of the server and of the nodes.
+        """
+        for old in self.folder.glob("link.db*"):
+            old.unlink()
+        self.start_link()
+        for client in range(len(self.nodes)):
+            self.flwr("supernode", "register", str(self.credentials / f"node-{client}.pub"), CONNECTION)
+        for client in range(len(self.nodes)):
+            self.start_node(client)
+
+    def start_link(self) -> None:
+        """Start the SuperLink and wait until it listens."""
+        pem = self.credentials
+        words = f"--host {HOST} --port {self.ports[0]} --ssl-ca-certfile {pem}/ca.pem --ssl-certfile {pem}/server.pem"
+        words += f" --ssl-keyfile {pem}/server.key --enable-supernode-auth --database {self.folder}/link.db"
+        self._start("link", "flower-superlink", *words.split(), "--disable-runtime-dependency-installation")
+        end = time.monotonic() + START_SECONDS
+        while not listens(self.ports[0]):
+            if self.processes["link"].poll() is not None or time.monotonic() > end:
+                raise RecipeError(f"the SuperLink did not start; see {self.folder}/link.log")
+            time.sleep(0.2)
+
+    def start_node(self, client: int, **changes: str) -> None:
+        """Start a SuperNode; `changes` replace words of its command, as `root_certificates="other.pem"`."""
+        place = self.nodes[client]
+        options = {
+            "superlink": f"{HOST}:{self.ports[0]}",
+            "root-certificates": f"{self.credentials}/ca.pem",
+            "auth-supernode-private-key": f"{self.credentials}/node-{client}.key",
+            "host": HOST,
+            "port": str(self.ports[1 + client]),
+            "node-config": node_config(place, client, self.held[client]),
+        } | {name.replace("_", "-"): value for name, value in changes.items()}
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        self._start(f"node-{client}", "flower-supernode", *words)
+
+    def return_node(self, client: int) -> None:
+        """Start a SuperNode again after a hard kill, as often as it takes.
+
+        The SuperLink takes it for alive until its last heartbeat is a minute old, and sends a second one away; a
+        service manager with `Restart=always` does the same.
+        """
+        end = time.monotonic() + 3 * START_SECONDS
+        while time.monotonic() < end:
+            before = len(self.log(f"node-{client}"))
+            self.start_node(client)
+            while time.monotonic() < end:
+                time.sleep(1.0)
+                said = self.log(f"node-{client}")[before:]
+                if "SuperNode ID" in said:
+                    return
+                if "Exit Code" in said:
+                    break
+            self.kill(f"node-{client}")
+            time.sleep(5.0)
+        raise RecipeError(f"SuperNode {client} did not get in again; see {self.folder}/node-{client}.log")
+
+    def run(self, app: Path | None = None) -> "subprocess.Popen[bytes]":
+        """Submit an app; the process streams the server's log until the run has ended."""
+        return self._start("run", "flwr", "run", str(app or self.app), CONNECTION, "--stream")
+
+    def flwr(self, *words: str) -> str:
+        """A command of Flower's, to its end; what it printed."""
+        done = subprocess.run([_command("flwr"), *words], env=self._environment(), capture_output=True, check=False)
+        text = (done.stdout + done.stderr).decode()
+        if done.returncode:
+            raise RecipeError(f"flwr {shlex.join(words)} failed: {text}")
+        return text
+
+    def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """End a process and all that it started, at once unless told otherwise."""
+        process = self.processes.pop(name)
+        signal_group(process.pid, how)
+        process.wait()
+
+    def stop(self) -> None:
+        """End everything, also what Flower started in sessions of its own; another Ctrl-C does not hinder it."""
+        with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
+            groups = {group for process in self.processes.values() for group in groups_of(process.pid)}
+            for how in (signal.SIGTERM, signal.SIGKILL):
+                for group in groups:
+                    signal_group(group, how)
+                end = time.monotonic() + STOP_SECONDS
+                while time.monotonic() < end and not self._ended(groups):
+                    time.sleep(0.1)
+            self.processes.clear()
+
+    def _ended(self, groups: set[int]) -> bool:
+        for process in self.processes.values():
+            process.poll()  # otherwise it stays, as a zombie
+        return not any(lives(group) for group in groups)
+
+    def log(self, name: str) -> str:
+        """What a process has written so far, nothing if it has not been started."""
+        path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def __enter__(self) -> "Local":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self, name: str, command: str, *words: str) -> "subprocess.Popen[bytes]":
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [_command(command), *words],
+                env=self._environment(),
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        self.processes[name] = process
+        return process
+
+    def _environment(self) -> Mapping[str, str]:
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        own = {"FLWR_HOME": f"{self.folder}/flwr", "PATH": path, "PYTHONUNBUFFERED": "1"}
+        if modules := os.environ.get("PYTHONPATH"):  # the processes start in another folder
+            own["PYTHONPATH"] = os.pathsep.join(os.path.abspath(part) for part in modules.split(os.pathsep))
+        return QUIET | {"OMP_NUM_THREADS": "1"} | dict(os.environ) | own
+
+    def _write_connection(self) -> None:
+        home = self.folder / "flwr"
+        home.mkdir(parents=True, exist_ok=True)
+        address = {"address": f"{HOST}:{self.ports[0]}", "root-certificates": f"{self.credentials}/ca.pem"}
+        table = {"superlink": {"default": CONNECTION, CONNECTION: address}}
+        (home / "config.toml").write_text(tomli_w.dumps(table))
+
+
+def run_locally(recipe_path: str | Path, folder: str | Path) -> Path:
+    """Run a recipe as a federation on loopback, printing the server's log; the run's folder.
+
+    Ctrl-C ends all processes; the same call goes on with the run. Where the run is at its end, nothing is started.
+
+    Raises:
+        PolyfedError: what ended the run; or another call holds the folder.
+    """
+    folder = Path(folder).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    cure = "End it by Ctrl-C there, or choose another folder"
+    with alone_in(folder, "another call runs a federation here", cure), handling(interrupt, signal.SIGTERM):
+        out = folder / "app" / "run"
+        if finished(load_recipe(recipe_path), out):
+            _say(f"the run in {out} is at its end: nothing to do. Another folder begins another run")
+            return out
+        with Local(recipe_path, folder) as federation:
+            _say(f"starting a SuperLink and {len(federation.nodes)} SuperNodes; their logs: {federation.folder}/*.log")
+            federation.start()
+            _show(federation)
+    if (out / ERROR).exists():
+        told = json.loads((out / ERROR).read_text())
+        raise getattr(errors, told["error"], PolyfedError)(told["text"])
+    if not (out / RESULT).exists():
+        raise PolyfedError(f"the run ended without a result; see the logs in {folder}")
+    return out
+
+
+def finished(recipe: Recipe, out: Path) -> bool:
+    """Whether a folder holds the result of this recipe, on whichever machine."""
+    if (out / ERROR).exists() or not (out / RESULT).exists():
+        return False
+    if json.loads((out / RESULT).read_text())["rounds"] != recipe.rounds:
+        return False
+    before, now = (load_recipe(out / RUN_RECIPE).table(), placed(recipe, data_of(recipe)).table())
+    return all(before.get(key) == now.get(key) for key in {*before, *now} - {"engine", "checkpoint"})
+
+
+def _show(federation: Local) -> None:
+    """Print the server's log until the run has ended."""
+    path = federation.folder / "run.log"
+    before = path.stat().st_size if path.exists() else 0
+    process = federation.run()
+    with path.open("rb") as log:
+        log.seek(before)
+        while process.poll() is None:
+            print(log.read().decode(errors="replace"), end="", flush=True)  # noqa: T201  its output is this log
+            time.sleep(0.2)
+        print(log.read().decode(errors="replace"), end="", flush=True)  # noqa: T201
+
+
+def _say(text: str) -> None:
+    print(f"polyfed: {text}", flush=True)  # noqa: T201  as the log that follows
+
+
+def _held(nodes: list[Path]) -> list[tuple[str, ...]]:
+    """The modalities in each folder."""
+    import numpy as np
+
+    special = {"label", "id", "split"}
+    held = []
+    for place in nodes:
+        with np.load(place / "data.npz", allow_pickle=False) as arrays:
+            held.append(tuple(n for n in arrays.files if n not in special and not n.endswith("_present")))
+    return held
+
+
+def _command(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))

@@ -1,0 +1,72 @@
+"""A view that counts the work its client does, for simulated time. It changes nothing that a task can see."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from polyfed.core.batch import Batch
+from polyfed.model import Model
+from polyfed.federation.network import TRAINING_PASSES, Count
+from polyfed.training.optimisers import Train
+from polyfed.core.tree import SHARED, block_of
+from polyfed.training.client_data import FOLD_BATCH, Fit, Job, Step, View, rows_trained
+
+
+class MeteredView(View):
+    """Hands everything to another view and counts rows, on the host, before it does.
+
+    Training costs `TRAINING_PASSES` forward passes through the blocks trained, of the model that is trained; a `fold`
+    counts as one through all of the client's blocks, whatever its step does with the rows.
+
+    Args:
+        view: of one client, or of a stack.
+        num_rows: rows of each of its clients.
+        modalities: what they own.
+        model: theirs.
+        count: takes the note.
+    """
+
+    def __init__(
+        self, view: View, num_rows: Sequence[int], modalities: Collection[str], model: Model, count: Count
+    ) -> None:
+        self._view, self._num_rows, self._modalities = view, num_rows, modalities
+        self._model, self._count = model, count
+        self.num_rows, self.key, self.round, self.rounds = view.num_rows, view.key, view.round, view.rounds
+
+    def fit(self, job: Job) -> Fit:
+        """See `View.fit`."""
+        train, model = job.train, job.model or self._model
+        if job.on is not None:
+            train = replace(train, steps=1)
+        rows = [rows_trained(n, train, skip_single=model.has_batchnorm) for n in self._num_rows]
+        # a device of a silo also trains the parts of the head that read others' embeddings; their encoders rest
+        owned = self._modalities if job.model is None else model.modalities
+        trained = {block_of(name) for name in job.trained(model)} & {*owned, SHARED}
+        self._count(TRAINING_PASSES * sum(model.flops(block) for block in trained), rows)
+        return self._view.fit(job)
+
+    def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
+        """See `View.batch`."""
+        return self._view.batch(train, number, model=model, stream=stream)
+
+    def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
+        """See `View.fold`."""
+        self._count(sum(self._model.flops(block) for block in (*self._modalities, SHARED)), self._num_rows)
+        return self._view.fold(step, carry, batch_size=batch_size)
+
+    def at(self, rows: Tensor) -> View:
+        """See `View.at`."""
+        view, sizes = self._view.at(rows), [len(rows)] * len(self._num_rows)
+        return MeteredView(view, sizes, self._modalities, self._model, self._count)
+
+    @property
+    def ids(self) -> Tensor:
+        """See `View.ids`."""
+        return self._view.ids
+
+    @property
+    def test(self) -> View:
+        """See `View.test`; judging is not counted."""
+        return self._view.test

@@ -1,0 +1,171 @@
+"""What server and client write on the outside of a packet when they are in different processes.
+
+Every ask has a ticket: run, session, round, ask, client. The client answers with the same ticket, so that a reply to
+another question (late, doubled, replayed) is told from the one that is waited for. A *session* is one life of the
+server: a resumed server begins a new one and may ask again what it had asked before it died; a client does the work
+again from the local state it had then, and the answer is the same bit for bit.
+"""
+
+import re
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
+
+from pydantic import TypeAdapter, ValidationError
+
+from polyfed.core.request import Ask
+from polyfed.core.errors import BadReply
+from polyfed.federation.wire_format import Header, Packet
+
+ENROL, ASK = "enrol", "ask"
+"""What a server can want: facts about a client, or a task done."""
+
+ENROLLED, REPLY, REFUSED, FAILED = "enrolled", "reply", "refused", "failed"
+"""What a client can say. `refused` is its policy's word, `failed` every other reason, in plain words."""
+
+MAX_REASON = 2000
+"""Characters of a reason that are kept: one line of a log, not a trace (inferred)."""
+
+MAX_CLIENTS, MAX_ROWS = 10**6, 2**40
+"""Far above any deployment of today (inferred); they bound what a forged enrolment can make the server allocate."""
+
+_RUN = re.compile(r"[A-Za-z0-9_\-]{1,100}")
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Which question this is."""
+
+    run: str
+    session: int
+    round: int
+    ask: int
+    client: int
+
+    @classmethod
+    def read(cls, header: Header) -> "Ticket":
+        """The ticket of a header.
+
+        Raises:
+            BadReply: there is none, or it is none of ours; the run's name is used as a folder's.
+        """
+        match header.get("ticket"):
+            case {"run": str(run), **numbers} if _RUN.fullmatch(run):
+                found = [numbers.get(name) for name in ("session", "round", "ask", "client")]
+                if all(type(n) is int and n >= 0 for n in found):
+                    return cls(run, *found)  # type: ignore[arg-type]
+        raise BadReply(f"carries no ticket that can be read: {str(header.get('ticket'))[:120]}")
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where in the run: (round, ask)."""
+        return self.round, self.ask
+
+    def header(self, **more: Any) -> Header:
+        """A header with this ticket."""
+        return {"ticket": asdict(self), **more}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the server tells every client about the federation, so that all build the same model.
+
+    Attributes:
+        shapes: of a sample, by modality, in the federation's order.
+        num_classes: classes of the label.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    num_classes: int
+
+    @classmethod
+    def read(cls, header: Header) -> "Facts":
+        """The facts of a header.
+
+        Raises:
+            BadReply: there are none that can be read.
+        """
+        match header.get("facts"):
+            case {"shapes": dict(shapes), "num_classes": int(num_classes)} if num_classes > 0:
+                if all(type(n) is int and n > 0 for shape in shapes.values() for n in shape):
+                    return cls({str(name): tuple(shape) for name, shape in shapes.items()}, num_classes)
+        raise BadReply("carries no facts about the federation that can be read")
+
+
+@dataclass(frozen=True)
+class Enrolment:
+    """What a client tells about itself when it enrols.
+
+    Attributes:
+        client: its number, from 0.
+        rows: training rows.
+        modalities: what it owns.
+        silo: its silo, or None.
+        tested: whether it has test rows of its own.
+        shapes: of its samples.
+        num_classes: its largest label and one more.
+    """
+
+    client: int
+    rows: int
+    modalities: tuple[str, ...]
+    silo: int | None
+    tested: bool
+    shapes: dict[str, tuple[int, ...]]
+    num_classes: int
+
+    @classmethod
+    def read(cls, header: Header) -> "Enrolment":
+        """An enrolment, every part of it checked.
+
+        Raises:
+            BadReply: it is none, or a number in it is out of range.
+        """
+        try:
+            found = _ENROLMENT.validate_python({name: header.get(name) for name in _FIELDS}, strict=False)
+        except ValidationError as error:
+            raise BadReply(f"enrolled with something that cannot be read: {error.errors()[0]['msg']}") from None
+        sizes = [n for shape in found.shapes.values() for n in shape]
+        numbers = (found.client < MAX_CLIENTS, 0 <= found.rows < MAX_ROWS, 0 < found.num_classes < MAX_CLIENTS)
+        if found.client < 0 or not all(numbers) or not all(0 < n < MAX_ROWS for n in sizes):
+            raise BadReply(f"enrolled with a number out of range: {str(header)[:200]}")
+        if set(found.modalities) != set(found.shapes):
+            raise BadReply("enrolled with modalities that have no shape")
+        return found
+
+    def header(self) -> Header:
+        """As it is sent."""
+        return {"verdict": ENROLLED, **asdict(self)}
+
+
+_ENROLMENT = TypeAdapter(Enrolment)
+_FIELDS = tuple(field.name for field in fields(Enrolment))
+
+
+class Post(Protocol):
+    """Carries packets to clients in other processes, and their answers back."""
+
+    def exchange(self, packets: dict[int, Packet], seconds: float) -> dict[int, Packet | str]:
+        """Answers by client, or why there is none, for as many as answered in time."""
+        ...
+
+
+def letter(ticket: Ticket, ask: Ask, facts: Facts, content: Packet, **more: Any) -> Packet:
+    """The packet of an ask to one client.
+
+    Args:
+        ticket: which question.
+        ask: the question.
+        facts: about the federation.
+        content: the message, encoded.
+        more: `kept`, the newest round that the server will never ask again, so that older local states may be
+            forgotten; `modalities`, which the server believes the client has.
+    """
+    about = {"task": ask.name, "seed": ask.seed, "rounds": ask.rounds, "turn": ask.turn}
+    header = ticket.header(want=ASK, facts=asdict(facts), **about, **more)
+    return Packet(header | content.header, content.body)
+
+
+def reason(verdict: str, ticket: Ticket | None, text: str) -> Packet:
+    """A client's answer that is no reply: `refused` or `failed`, and why."""
+    header = {} if ticket is None else ticket.header()
+    return Packet(header | {"verdict": verdict, "reason": text[:MAX_REASON]})

@@ -1,0 +1,205 @@
+"""From a recipe to the parts of a run: data dealt to clients, model, policy, engine, federation."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from polyfed.core import keys
+from polyfed.algorithms.base import Algorithm
+from polyfed.data import Columns, Population, populate, stacked
+from polyfed.engines import Sequential, Vectorised
+from polyfed.engines.in_process import InProcess
+from polyfed.core.errors import RecipeError
+from polyfed.experiment.events import Emitter
+from polyfed.federation.federation import TEST, Federation
+from polyfed.privacy.ledger import Ledger
+from polyfed.model import Model, build_model
+from polyfed.federation.network import Clock
+from polyfed.privacy.policy import Policy
+from polyfed.experiment.recipe import Recipe
+from polyfed.core.tree import Tree, blocks, select, size_bytes
+
+
+@dataclass
+class Assembly:
+    """The parts of a run, ready to go.
+
+    Attributes:
+        initial: the model's initial parameters, drawn from the run's seed.
+        engine: holds the clients.
+        fed: the server's view of them.
+    """
+
+    recipe: Recipe
+    population: Population
+    model: Model
+    policy: Policy
+    initial: Tree
+    ledger: Ledger
+    engine: InProcess
+    fed: Federation
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm of the recipe."""
+        return self.recipe.algorithm
+
+
+ENGINES: Mapping[str, Callable[..., InProcess]] = {
+    "sequential": Sequential,
+    "vectorised": Vectorised,
+    "flower": Sequential,
+}
+"""Engines that hold all clients in this process. For `flower` one of them stands in while a recipe is checked; a run
+gets its engine from `polyfed.deploy`."""
+
+
+def population_of(recipe: Recipe) -> Population:
+    """Load the data and deal it to clients."""
+    columns: Columns = stacked(recipe.data.load(), recipe.stack)
+    seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
+    return populate(columns, recipe.clients, keys.key(seed, "population"))
+
+
+def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes: int, policy: Policy) -> Model:
+    """Build the model that the algorithm wants for samples of these shapes; the policy may decide what it reads."""
+    spec, read = recipe.algorithm.modelled(recipe.model, tuple(shapes), policy)
+    return build_model(spec, shapes, num_classes, read)
+
+
+def assemble(
+    recipe: Recipe,
+    run: str = "run",
+    emit: Emitter | None = None,
+    *,
+    population: Population | None = None,
+    engine: Callable[..., InProcess] | None = None,
+) -> Assembly:
+    """Build everything a run needs.
+
+    Args:
+        recipe: the recipe.
+        run: the run's name in the ledger.
+        emit: takes events.
+        population: the clients, where they are not those of the recipe.
+        engine: the engine's constructor, where it is not one of `ENGINES`.
+
+    Raises:
+        PolyfedError: whatever is wrong with recipe, data or model, before anything is trained.
+    """
+    emit = emit or Emitter()
+    population = population or population_of(recipe)
+    columns = population.columns
+    policy = Policy.parse(recipe.egress, columns.modalities)
+    shapes = {name: column.shape for name, column in columns.modalities.items()}
+    model = model_of(recipe, shapes, columns.num_classes, policy)
+    if recipe.algorithm.evaluation.unimodal == "head" and not model.linear_head:
+        raise RecipeError(
+            "[evaluate] unimodal = 'head' splits the logits into a term for each modality, which only linear fusion "
+            "allows (concat or sum without a head). Allowed here: 'auto', 'zero', 'prototype'"
+        )
+    device = device_of(recipe)
+    initial = {name: value.to(device) for name, value in model.init(keys.key(recipe.seed, "init")).items()}
+    ledger = Ledger(run)
+    clock = clock_of(recipe, population.num_clients, ledger)
+    held = (engine or engine_of(recipe))(
+        population,
+        model,
+        recipe.algorithm,
+        initial,
+        policy=policy,
+        ledger=ledger,
+        device=device,
+        emit=emit,
+        debug=recipe.engine.debug,
+        clock=clock,
+    )
+    fed = Federation(
+        clients=held.roster,
+        engine=held,
+        owner=recipe.algorithm,
+        site=held.site(TEST),
+        template=initial,
+        seed=recipe.seed,
+        rounds=recipe.rounds,
+        examiners=held.examiners,
+        min_replies=recipe.engine.min_replies,
+        emit=emit,
+        clock=clock,
+    )
+    return Assembly(recipe, population, model, policy, initial, ledger, held, fed)
+
+
+def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
+    """Simulated time, where the recipe has a [network]."""
+    if recipe.network is None:
+        return None
+    return Clock(recipe.network.links(num_clients, recipe.seed), ledger)
+
+
+def engine_of(recipe: Recipe) -> Callable[..., InProcess]:
+    """The engine's constructor, its own options bound."""
+    spec = recipe.engine
+    if spec.name == "vectorised":
+        return lambda *args, **kwargs: Vectorised(*args, stack=spec.stack, replay=spec.replay, **kwargs)
+    return ENGINES[spec.name]
+
+
+def device_of(recipe: Recipe) -> torch.device:
+    """The device of the recipe.
+
+    Raises:
+        RecipeError: CUDA is asked for and not there.
+    """
+    wanted = recipe.engine.device
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("[engine] device = 'cuda', but PyTorch sees no CUDA device; use 'cpu' or 'auto'")
+    return torch.device(wanted)
+
+
+def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
+    """Small facts for run.json: the data, clients (at most `limit`), bytes of each block, the resolved policy.
+
+    Under `classes-per-client` and `main-class` also what each of these clients was dealt (algorithms.md 6.12).
+    """
+    roster, modalities = assembly.fed.clients, assembly.fed.clients.modalities
+    population, columns = assembly.population, assembly.population.columns
+    shown = [roster[client] for client in range(min(limit, len(roster)))]
+    return {
+        "data": {
+            "rows": len(columns),
+            "classes": columns.num_classes,
+            "test_rows": len(population.test_rows),
+            "validation_rows": len(population.validation_rows),
+            "sha256": columns.fingerprint(),
+        },
+        "num_clients": len(roster),
+        "clients": [
+            {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)} | _dealt(assembly, c.id) for c in shown
+        ],
+        "blocks": block_sizes(assembly),
+        "egress": assembly.policy.table(modalities),
+    }
+
+
+def block_sizes(assembly: Assembly) -> dict[str, int]:
+    """Bytes of each block of the model."""
+    return {block: size_bytes(select(assembly.initial, [block])) for block in blocks(assembly.initial)}
+
+
+def _dealt(assembly: Assembly, client: int) -> dict[str, Any]:
+    """The classes that a client owns, or its main class, where the partition gave it some; class numbers."""
+    population, partition = assembly.population, assembly.recipe.clients.partition
+    if partition not in ("classes-per-client", "main-class"):
+        return {}
+    rows = torch.cat([shards[client] for shards in (population.train, population.test) if shards is not None])
+    if bool((rows < 0).any()):  # rows of devices elsewhere: a server does not know their labels
+        return {}
+    if partition == "main-class":
+        return {"main_class": client % population.columns.num_classes}
+    # own test rows count: a share split off for tests may have taken all that a client has of a rare class
+    return {"classes": sorted(set(population.columns.label.cpu()[rows].tolist()))}

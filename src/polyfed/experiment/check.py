@@ -1,0 +1,249 @@
+"""What a recipe can let leave, told before anything runs."""
+
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_type_hints
+
+from torch import Tensor
+
+from polyfed.algorithms.base import Algorithm, Averaging
+from polyfed.algorithms import ALGORITHMS
+from polyfed.core.request import Ask, Send
+from polyfed.experiment.assembly import Assembly, assemble, block_sizes, facts_of
+from polyfed.core.errors import EgressError, PolyfedWarning, RecipeError
+from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL, Message
+from polyfed.privacy.policy import Policy
+from polyfed.experiment.recipe import Recipe, recipe_of
+from polyfed.core.registry import name_of
+from polyfed.experiment.dry_run import Place, Size, rehearse
+from polyfed.federation.replies import Answer
+from polyfed.core.tasks import info_of, tasks_of, types_of
+from polyfed.core.tree import SHARED
+
+SERVER_TASKS = (Algorithm.score.__name__,)
+"""Tasks that run on the server's own rows: nothing of theirs crosses a client's border."""
+
+SCORE_OWN = Algorithm.score_own.__name__
+"""The task by which clients judge on test rows of their own."""
+
+CLASS_MEANS = Averaging.class_means.__name__
+"""The averaging methods' task for `[evaluate] unimodal = "prototype"`."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Something a task of the algorithm can send.
+
+    Attributes:
+        bytes: of one reply: as rehearsed, or what the block takes (parameters, gradients); None if neither tells.
+        bytes_per_row: more, for each row that the reply speaks of.
+        rehearsed: whether a rehearsed first round sent it (`polyfed.experiment.dry_run`); what depends on the state of the
+            run or on the data may come later, or never.
+        cure: the line that would allow it, empty when it is allowed.
+        tells: what it gives away beyond what its kind says; empty for most.
+    """
+
+    task: str
+    message: str
+    field: str
+    kind: str
+    block: str
+    destination: str
+    bytes: int | None
+    allowed: bool
+    cure: str = ""
+    bytes_per_row: float = 0.0
+    rehearsed: bool = False
+    tells: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `polyfed check` prints.
+
+    Attributes:
+        facts: clients, blocks and their bytes, the resolved policy; as in run.json.
+        planned: everything that can leave, allowed or not.
+        remarks: what the rehearsal could not do; sizes may be missing then.
+        cures: lines of a policy that would allow what it forbids.
+        beside: what the recipe has the server know of clients' rows without asking them.
+    """
+
+    recipe: Recipe
+    facts: dict[str, Any]
+    planned: tuple[Planned, ...]
+    remarks: tuple[str, ...] = ()
+    cures: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+
+    @property
+    def refused(self) -> tuple[Planned, ...]:
+        """What the policy forbids; not empty means that a run would end with exit code 3."""
+        return tuple(row for row in self.planned if not row.allowed)
+
+
+def check(recipe: Recipe | str | Path) -> Check:
+    """Validate a recipe, or the one at a path, against its data, rehearse a round, and list what can cross.
+
+    Raises:
+        PolyfedError: what a run would refuse before its first round.
+    """
+    recipe = recipe_of(recipe)
+    assembly = assemble(recipe)
+    warn_unmeasured(assembly)
+    sizes, failures = _rehearsed(assembly)
+    planned = tuple(plan(assembly, sizes))
+    cures = cures_of((row for row in planned if not row.allowed), assembly.policy)
+    return Check(
+        recipe, facts_of(assembly), planned, failures, tuple(cures), tuple(_beside_the_ledger(recipe, assembly))
+    )
+
+
+def _beside_the_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
+    """What a simulation gives the server that no message carries."""
+    if recipe.clients.validation:
+        yield (
+            f"[clients] validation = {recipe.clients.validation}: {len(assembly.population.validation_rows):,} rows of "
+            "clients, labels included, are pooled at the server to choose the best round. No message carries them and "
+            "no ledger books them; a deployment has none"
+        )
+
+
+def _rehearsed(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
+    """Sizes, and why some are not known: a round on a few rows can fail where one on all of them would not."""
+    failed: dict[str, None] = {}
+
+    def listen(event: str, **facts: Any) -> None:
+        if event == "client-failed":
+            failed[f"task {facts['task']}: {facts['reason']}"] = None
+
+    try:
+        sizes = rehearse(assembly.recipe, assembly.population, listen)
+    except RecipeError:
+        raise
+    except Exception as error:
+        sizes = {}
+        failed[f"the server's half: {type(error).__name__}: {error}"] = None
+    return sizes, tuple(f"A round rehearsed on a few rows failed, so some sizes are not known: {why}" for why in failed)
+
+
+def warn_unmeasured(assembly: Assembly) -> None:
+    """Say before anything is trained that no accuracy will come of it: `metrics` would be empty, without a word.
+
+    The method itself is asked, with nobody there to answer: one that judges anything asks somebody, and stops there. So
+    this holds of methods and switches of the user's own as well. What a policy keeps a method from judging is its own
+    to tell: here everything may go.
+    """
+    rows = itertools.product((*assembly.fed.clients.modalities, SHARED, LABELS), DESTINATIONS)
+    site = replace(assembly.fed.site, policy=Policy(dict.fromkeys(rows, frozenset(KINDS))))
+    fed = replace(assembly.fed, site=site, engine=_Nobody(), clock=None, emit=lambda *_, **__: None)
+    fed.begin(fed.rounds)
+    try:
+        measured = assembly.algorithm.evaluate(SimpleNamespace(params=assembly.initial), fed)
+    except Exception:  # somebody was asked, or the state was looked into for what to ask
+        return
+    if measured.metrics:
+        return
+    if assembly.fed.clients.tested:
+        cure = "its clients have test rows of their own: set [evaluate] personal = true"
+    else:
+        cure = "give clients test rows of their own, as in [clients] personal_test = 0.2"
+    warnings.warn(
+        f"{name_of(assembly.algorithm, ALGORITHMS)} on data '{assembly.population.columns.name}' measures nothing, "
+        f"metrics will be empty: {cure}",
+        PolyfedWarning,
+        stacklevel=2,
+    )
+
+
+class _Nobody:
+    """An engine without clients: to ask is an error."""
+
+    name = "nobody"
+
+    def answer(self, ask: Ask, clients: Sequence[int], send: Send) -> Answer:
+        """Refuse."""
+        raise LookupError(f"{ask.name} was asked of {len(clients)}")
+
+
+def refuse_forbidden(assembly: Assembly) -> None:
+    """Stop before training what the policy would refuse during it.
+
+    Raises:
+        EgressError: every forbidden crossing, and the lines that would allow them.
+    """
+    refused = [row for row in plan(assembly) if not row.allowed]
+    if not refused:
+        return
+    lines = [
+        f"  {row.message}.{row.field} (task {row.task}): {row.kind} of {row.block} to the {row.destination}"
+        for row in refused
+    ]
+    cures = ["it would leave if the policy said:", *(f"  {cure}" for cure in cures_of(refused, assembly.policy))]
+    raise EgressError("\n".join(["the policy forbids what this algorithm sends:", *lines, *cures]))
+
+
+def cures_of(refused: Iterable[Planned], policy: Policy) -> list[str]:
+    """The lines of a policy that would allow all of this, one for each block and destination."""
+    kinds: dict[tuple[str, str], set[str]] = {}
+    for row in refused:
+        kinds.setdefault((row.block, row.destination), set()).add(row.kind)
+    return [policy.cure(wanted, *place) for place, wanted in kinds.items()]
+
+
+def plan(assembly: Assembly, rehearsed: Mapping[Place, Size] | None = None) -> Iterator[Planned]:
+    """Everything the algorithm's tasks can send, block by block; `rehearsed` are the sizes that were seen."""
+    algorithm = assembly.algorithm
+    modalities = assembly.fed.clients.modalities
+    sizes = block_sizes(assembly)
+    seen = rehearsed or {}
+    for name, task in tasks_of(algorithm).items():
+        if not asked(name, algorithm, bool(assembly.fed.clients.tested)):
+            continue
+        reply, scope = types_of(task)[1], info_of(task).scope
+        for field, kind in reply.kinds.items():
+            for block in blocks_of(reply, field, modalities):
+                if not algorithm.will_send(name, field, block, assembly.policy):
+                    continue
+                if name == CLASS_MEANS and block not in (*assembly.model.modalities, SHARED):
+                    continue  # a modality that the global model does not read has no features there
+                allowed = assembly.policy.allows(kind, block, scope)
+                size = seen.get((name, field, block))
+                known = sizes.get(block) if kind in OF_THE_MODEL else None
+                yield Planned(
+                    task=name,
+                    message=reply.__name__,
+                    field=field,
+                    kind=kind,
+                    block=block,
+                    destination=scope,
+                    bytes=known if size is None else size.fixed,
+                    allowed=allowed,
+                    cure="" if allowed else assembly.policy.cure((kind,), block, scope),
+                    bytes_per_row=0.0 if size is None else size.per_row,
+                    rehearsed=size is not None,
+                    tells=reply.tells.get(field, ""),
+                )
+
+
+def asked(task: str, algorithm: Algorithm, tested: bool) -> bool:
+    """Whether a run can ask clients for this task at all; `tested` is whether any has test rows of its own."""
+    if task == CLASS_MEANS:
+        return algorithm.evaluation.unimodal == "prototype"
+    if task == SCORE_OWN:
+        return tested and algorithm.evaluation.personal
+    return task not in SERVER_TASKS  # examiners are the server's own rows
+
+
+def blocks_of(reply: type[Message], field: str, modalities: tuple[str, ...]) -> tuple[str, ...]:
+    """The blocks that a field of a message can hold something of."""
+    kind = reply.kinds[field]
+    if kind == "labels":
+        return (LABELS,)
+    if get_type_hints(reply)[field] is Tensor:
+        return (reply.owners[field] or SHARED,)
+    return (*modalities, SHARED) if kind in ("parameters", "gradients", "statistic") else modalities

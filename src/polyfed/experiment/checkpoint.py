@@ -1,0 +1,223 @@
+"""Checkpoints: safetensors for tensors, JSON for the rest, no pickle; written atomically, verified when read.
+
+A checkpoint is a folder `round-000012` with `state.safetensors`, `state.json`; `latest.json`, replaced last and in one
+step, names the newest and holds the SHA-256 of its files. A run killed at any moment therefore finds either the old or
+the new checkpoint, whole.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from polyfed.core.errors import CheckpointError
+from polyfed.core.tasks import parts
+
+LATEST = "latest.json"
+
+
+def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) -> None:
+    """Write a checkpoint and then forget older ones.
+
+    Args:
+        folder: the run's `checkpoint` folder.
+        round: its round.
+        content: a nest of dataclasses, dictionaries, lists, tensors and plain values.
+        modules: dataclasses of these modules and of polyfed may occur in `content`; see `modules_of`.
+
+    Raises:
+        CheckpointError: the disk is full or not writable, or `content` holds what could not be read again; the previous
+            checkpoint is untouched.
+    """
+    name = f"round-{round:06d}"
+    draft = folder / f".{name}.draft"
+    tensors: dict[str, Tensor] = {}
+    skeleton = pack(content, tensors, modules)
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        save_file(tensors, draft / "state.safetensors")
+        (draft / "state.json").write_text(json.dumps(skeleton))
+        sums = {file.name: _sha256(file) for file in sorted(draft.iterdir())}
+        for file in draft.iterdir():
+            sync(file)
+        sync(draft)
+        shutil.rmtree(folder / name, ignore_errors=True)
+        os.replace(draft, folder / name)
+        replace_text(folder / LATEST, json.dumps({"round": round, "folder": name, "sha256": sums}))
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(
+            f"checkpoint of round {round} could not be written to {folder}: {error}. "
+            "The previous checkpoint is untouched; make room and run again with --resume"
+        ) from error
+    for old in folder.glob("round-*"):
+        if old.name != name:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def newest(folder: Path) -> int:
+    """The round of the newest checkpoint, as it says itself; 0 where there is none that can be read."""
+    try:
+        return int(json.loads((folder / LATEST).read_text())["round"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def load(folder: Path, modules: Collection[str] = (), device: torch.device | str = "cpu") -> tuple[int, Any] | None:
+    """The newest checkpoint as (round, content), its tensors on `device`, or None where there is none.
+
+    Raises:
+        CheckpointError: it is damaged, or was not written by this algorithm.
+    """
+    latest = folder / LATEST
+    if not latest.exists():
+        return None
+    try:
+        facts = json.loads(latest.read_text())
+        place = folder / str(Path(facts["folder"]).name)
+        for name, wanted in facts["sha256"].items():
+            if _sha256(place / Path(name).name) != wanted:
+                raise CheckpointError(
+                    f"checkpoint {place / name} is damaged (its SHA-256 differs from {latest}). "
+                    "Restore it from a copy, or start again in another --out folder"
+                )
+        # cloned: the file's tensors lie at any address, and sums over unaligned memory may round otherwise
+        found = load_file(place / "state.safetensors", device=str(device))
+        tensors = {name: value.clone() for name, value in found.items()}
+        return int(facts["round"]), unpack(json.loads((place / "state.json").read_text()), tensors, modules)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"checkpoint in {folder} cannot be read: {error}. "
+            "Restore it from a copy, or start again in another --out folder"
+        ) from error
+
+
+def modules_of(algorithm: Any) -> frozenset[str]:
+    """The modules of an algorithm and its parts, whose dataclasses a checkpoint of its states may hold."""
+    return frozenset(type(part).__module__ for _, part in parts(algorithm))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old or the new text, never a part, also after a power cut."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text, encoding="utf-8")
+    sync(draft)
+    os.replace(draft, path)
+    sync(path.parent)
+
+
+def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None = None) -> Any:
+    """The JSON skeleton of a nest; its tensors are collected under running numbers.
+
+    Raises:
+        CheckpointError: a dataclass of none of these modules, which `unpack` would not take. None allows all.
+    """
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.detach().cpu().clone().contiguous()
+        return {"tensor": name}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kind = f"{type(value).__module__}:{type(value).__qualname__}"
+        if "<locals>" in kind and modules is not None:
+            raise CheckpointError(f"the state holds a {kind}, defined inside of a function; move it out of there")
+        if modules is not None and not _known(type(value).__module__, modules):
+            raise CheckpointError(
+                f"the state holds a {kind}, which a checkpoint could not be read with: only dataclasses of polyfed and "
+                f"of the modules of the algorithm and its parts may occur ({', '.join(sorted(modules))}). Move it there"
+            )
+        entries = [
+            [f.name, pack(getattr(value, f.name), tensors, modules)] for f in dataclasses.fields(value) if f.init
+        ]
+        return {"class": kind, "fields": entries}
+    if isinstance(value, dict):
+        return {"dict": [[pack(k, tensors, modules), pack(v, tensors, modules)] for k, v in value.items()]}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [pack(v, tensors, modules) for v in value]}
+    if value is None or type(value) in (bool, int, float, str):
+        return {"value": value}
+    raise CheckpointError(
+        f"the state holds a {type(value).__name__}, which a checkpoint cannot: only tensors, numbers, words, None, and "
+        "lists, tuples, dictionaries and dataclasses of these. Make it one of them"
+    )
+
+
+def unpack(skeleton: Any, tensors: dict[str, Tensor], modules: Collection[str]) -> Any:
+    """The nest of a skeleton."""
+    ((kind, content), *rest) = skeleton.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {unpack(k, tensors, modules): unpack(v, tensors, modules) for k, v in content}
+    if kind in ("list", "tuple"):
+        values = [unpack(v, tensors, modules) for v in content]
+        return values if kind == "list" else tuple(values)
+    if kind == "class":
+        return _class(content, modules)(**{name: unpack(v, tensors, modules) for name, v in rest[0][1]})
+    return content
+
+
+def digest(content: Any) -> str:
+    """SHA-256 of the numbers in a nest: its structure, its plain values and the bytes of every tensor.
+
+    Names of classes and of their fields are left out, so that moving or renaming code never changes a digest.
+    """
+    tensors: dict[str, Tensor] = {}
+    sha = hashlib.sha256(json.dumps(_nameless(pack(content, tensors))).encode())
+    for name, value in tensors.items():
+        sha.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
+        sha.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def _nameless(skeleton: Any) -> Any:
+    """A skeleton in which a dataclass is the list of its values."""
+    ((kind, content), *rest) = skeleton.items()
+    if kind == "class":
+        return {"fields": [_nameless(value) for _, value in rest[0][1]]}
+    if kind == "dict":
+        return {"dict": [[_nameless(k), _nameless(v)] for k, v in content]}
+    if kind in ("list", "tuple"):
+        return {kind: [_nameless(value) for value in content]}
+    return skeleton
+
+
+def _class(path: str, modules: Collection[str]) -> Any:
+    """A dataclass named in a checkpoint: only polyfed's own and those of these modules may be named."""
+    module, _, name = path.partition(":")
+    if not _known(module, modules):
+        raise ValueError(f"it holds a {path}, which the algorithm of this recipe does not know")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not dataclasses.is_dataclass(found):
+        raise ValueError(f"it holds a {path}, which is not a dataclass")
+    return found
+
+
+def _known(module: str, modules: Collection[str]) -> bool:
+    return module in modules or module.split(".")[0] == "polyfed"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

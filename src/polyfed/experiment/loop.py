@@ -1,0 +1,295 @@
+"""Running a recipe: rounds, evaluation, files, checkpoints."""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from polyfed.experiment import checkpoint
+from polyfed.algorithms.base import Algorithm
+from polyfed.algorithms import ALGORITHMS
+from polyfed.experiment.assembly import ENGINES, Assembly, assemble, facts_of
+from polyfed.experiment.check import refuse_forbidden, warn_unmeasured
+from polyfed.data import Population
+from polyfed.engines.in_process import InProcess
+from polyfed.core.errors import CheckpointError, RecipeError, did_you_mean
+from polyfed.experiment.events import Emitter, Listener
+from polyfed.experiment.run_result import Run, best_round
+from polyfed.experiment.recipe import Recipe, recipe_of
+from polyfed.experiment.records import RESTORE, Records, facts_of_round, run_id
+from polyfed.core.registry import name_of
+from polyfed.report import write_report
+
+
+def run(
+    recipe: Recipe | str | Path,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    engine: str | None = None,
+    device: Literal["cpu", "cuda", "auto"] | None = None,
+    listeners: Sequence[Listener] = (),
+) -> Run:
+    """Run a recipe to its end.
+
+    Args:
+        recipe: a recipe, or the path of one.
+        out: folder for the files; None writes none.
+        resume: go on with the run that `out` holds; the result equals the uninterrupted run's bit for bit.
+        engine: overrides the recipe's.
+        device: overrides the recipe's.
+        listeners: get every event.
+
+    Raises:
+        PolyfedError: see `polyfed.core.errors`; its text says what to do.
+    """
+    recipe = recipe_of(recipe)
+    for given, allowed in ((engine, ENGINES), (device, ("cpu", "cuda", "auto"))):
+        if given is not None and given not in allowed:
+            raise RecipeError(f"'{given}' is neither an engine nor a device here; {did_you_mean(given, allowed)}")
+    changes = {k: v for k, v in (("name", engine), ("device", device)) if v is not None}
+    recipe = replace(recipe, engine=replace(recipe.engine, **changes))  # type: ignore[arg-type]
+    records = None if out is None else Records(Path(out), resume=resume)
+    emit = Emitter(listeners)
+    play = conduct
+    if recipe.engine.name == "flower":
+        from polyfed.deploy.server import simulate  # needs the extra polyfed[flower]
+
+        play = partial(simulate, conduct=conduct)
+    if records is None:
+        return play(recipe, records, emit)
+    with records.alone():
+        return play(recipe, records, emit)
+
+
+def conduct(
+    recipe: Recipe,
+    records: Records | None,
+    emit: Emitter,
+    *,
+    population: Population | None = None,
+    engine: Callable[..., InProcess] | None = None,
+) -> Run:
+    """Assemble a run and bring it to its end; `population` and `engine` as in `assemble`."""
+    if recipe.tracking is not None:
+        folder = None if records is None else records.folder
+        emit.listeners.append(recipe.tracking.follow(recipe.table(), folder))
+    before = torch.get_num_threads()
+    torch.set_num_threads(recipe.engine.threads or before)
+    try:
+        assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
+        refuse_forbidden(assembly)
+        warn_unmeasured(assembly)
+        return _Loop(assembly, records, emit).run()
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Loop:
+    """One run from its first round, or from a checkpoint, to its last."""
+
+    def __init__(self, assembly: Assembly, records: Records | None, emit: Emitter) -> None:
+        self.assembly, self.records, self.emit = assembly, records, emit
+        self.recipe, self.fed, self.ledger = assembly.recipe, assembly.fed, assembly.ledger
+        self.rounds: list[dict[str, Any]] = []
+        self.missing: dict[str, str] = {}
+        self.confusion: torch.Tensor | None = None
+        emit.listeners.append(self._note)
+        self.totals = {"bytes_up": 0, "bytes_down": 0, "seconds": 0.0, "simulated_seconds": 0.0}
+
+    def run(self) -> Run:
+        """Set up or resume, run the rounds, write the result."""
+        first, state = self._start()
+        rounds = self.recipe.rounds
+        self.emit("run-started", **self._headline(), first_round=first)
+        for round in range(first, rounds + 1):
+            self.emit("round-started", round=round)
+            try:
+                state = self._round(round, state)
+            except BaseException as error:
+                self._settle(round)  # whatever ended the round: what has crossed is in the ledger
+                if isinstance(error, KeyboardInterrupt):
+                    self.emit("run-stopped", round=round, reason="interrupted")
+                raise
+        result = self._result(state)
+        folder = None
+        if self.records is not None:
+            self.records.finish(result)
+            folder = self.records.folder
+            self._draw(folder)
+        self.emit("run-finished", result=result)
+        return Run(result, self.rounds, state, self.assembly.model, folder)
+
+    def _draw(self, folder: Path) -> None:
+        """The run has its result, and it stays one whatever is in the way of a picture of it."""
+        try:
+            write_report(folder)
+        except Exception as error:
+            again = f"the numbers are in {folder}; `polyfed report {folder}` tries again"
+            self.emit("note", text=f"no report could be drawn ({type(error).__name__}: {error}): {again}")
+
+    def _start(self) -> tuple[int, Any]:
+        """The first round to play and the state before it. A folder is changed only once all of it has been checked."""
+        algorithm, engine, records = self.recipe.algorithm, self.assembly.engine, self.records
+        table, facts = self.recipe.table() | {"versions": versions()}, self._facts()
+        if records is not None and records.begun:
+            facts = records.check(table, facts)
+            self.ledger.run = facts["run"]  # the ledger goes on under its name
+        found = self._found()
+        if records is None or found is None:
+            if records is not None and records.resume:
+                records.refuse_lost_checkpoint()
+                self.emit("note", text=f"{records.folder} has no round to go on from: the run begins")
+            self.fed.begin(0)
+            state = algorithm.init(self.fed, self.assembly.initial)
+            self.fed.template = getattr(state, "params", self.assembly.initial)
+            if records is not None:  # not before: a run that is refused at its start leaves its folder free
+                records.note(table, facts)
+                records.rewind({})
+            self._settle(0)
+            return 1, state
+        round, content = found
+        self.rounds, self.totals = records.rewind(content["places"], round), content["totals"]
+        records.note(table, facts)
+        engine.locals, state = content["locals"], content["state"]
+        engine.kept = round
+        self.fed.template = getattr(state, "params", self.assembly.initial)
+        self.emit("note", text=f"resumed after round {round}")
+        return round + 1, state
+
+    def _found(self) -> tuple[int, Any] | None:
+        """The newest checkpoint of this very run.
+
+        Raises:
+            CheckpointError: it is damaged, or was written by another run.
+        """
+        if self.records is None:
+            return None
+        modules, device = checkpoint.modules_of(self.recipe.algorithm), self.assembly.engine.device
+        found = checkpoint.load(self.records.checkpoints, modules, device)
+        if found is not None and (found[1].get("run"), found[1].get("round")) != (self.ledger.run, found[0]):
+            raise CheckpointError(f"the checkpoint in {self.records.checkpoints} is not of this run. {RESTORE}")
+        return found
+
+    def _round(self, round: int, state: Any) -> Any:
+        algorithm: Algorithm = self.recipe.algorithm
+        self.fed.begin(round)
+        started = time.perf_counter()
+        state = algorithm.round(state, self.fed)
+        trained = time.perf_counter()
+        times = self.fed.clock.finish() if self.fed.clock is not None else None
+        row = self._settle(round)
+        row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
+        row["seconds"] = {"train": trained - started}
+        if tables := algorithm.observe_tables(state):
+            row["tables"] = _matrices(tables)
+        if times is not None:
+            row["simulated_seconds"] = algorithm.simulated_seconds(state, times)
+            self.totals["simulated_seconds"] += row["simulated_seconds"]
+        if algorithm.evaluation.due(round, self.recipe.rounds):
+            self.confusion = None
+            measured = algorithm.evaluate(state, self.fed)
+            row["metrics"] = measured.metrics
+            # of the last round only: for figures over folds, and C x C numbers every round would be the largest part
+            if self.confusion is not None and round == self.recipe.rounds:
+                row["confusion"] = self.confusion.to(torch.int64).tolist()
+            if measured.personal:
+                row["personal_accuracy"] = {str(c): a for c, a in sorted(measured.personal.items())}
+            row["seconds"]["evaluate"] = time.perf_counter() - trained
+            self._settle(round, counted=False)
+        self.totals["seconds"] += time.perf_counter() - started
+        self._keep(round, state, row)
+        self.emit("round-finished", row=row)
+        return state
+
+    def _settle(self, round: int, *, counted: bool = True) -> dict[str, Any]:
+        """Write out the ledger since the last time; the facts of a round that it tells."""
+        entries = self.ledger.drain()
+        if self.records is not None:
+            self.records.book(entries, self.ledger.run)
+        row = facts_of_round(round, entries) | {"missing": self.missing}
+        self.missing = {}
+        if counted:
+            self.totals["bytes_up"] += row["bytes_up"]
+            self.totals["bytes_down"] += row["bytes_down"]
+        return row
+
+    def _keep(self, round: int, state: Any, row: dict[str, Any]) -> None:
+        self.rounds.append(row)
+        if self.records is None:
+            self.assembly.engine.kept = round
+            return
+        self.records.append(row)
+        if self.recipe.checkpoint.due(round, self.recipe.rounds):
+            content = {
+                "run": self.ledger.run,
+                "round": round,
+                "state": state,
+                "locals": self.assembly.engine.locals,
+                "totals": self.totals,
+                "places": self.records.places(),
+            }
+            checkpoint.save(self.records.checkpoints, round, content, checkpoint.modules_of(self.recipe.algorithm))
+            self.assembly.engine.kept = round
+
+    def _note(self, event: str, **facts: Any) -> None:
+        if event == "client-missing":
+            self.missing[str(facts["client"])] = facts["reason"]
+        if event == "judged":  # methods without one global model judge several: their matrices add up
+            more = facts["confusion"]
+            self.confusion = more if self.confusion is None else self.confusion + more
+
+    def _headline(self) -> dict[str, Any]:
+        return {
+            "run": self.ledger.run,
+            "algorithm": name_of(self.recipe.algorithm, ALGORITHMS),
+            "engine": self.recipe.engine.name,
+            "dataset": self.assembly.population.columns.name,
+            "rounds": self.recipe.rounds,
+            "clients": len(self.fed.clients),
+            "num_parameters": self.assembly.model.num_parameters(),
+        }
+
+    def _result(self, state: Any) -> dict[str, Any]:
+        measured: dict[str, Any] = next((r["metrics"] for r in reversed(self.rounds) if "metrics" in r), {})
+        headline = self._headline()
+        result = {key: headline[key] for key in ("algorithm", "engine", "dataset")}
+        result |= {"seed": self.recipe.seed, "rounds": self.recipe.rounds, "clients": headline["clients"]}
+        result |= {"num_parameters": headline["num_parameters"], "metrics": measured}
+        if best := best_round(self.rounds):
+            result["best"] = best
+        result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}
+        result["seconds_total"] = self.totals["seconds"]
+        seconds = [row["seconds"]["train"] for row in self.rounds]
+        result["seconds_per_round"] = statistics.median(seconds) if seconds else 0.0
+        if self.recipe.network is not None:
+            result["simulated_seconds"] = self.totals["simulated_seconds"]
+        return result | {"state_sha256": checkpoint.digest(state)}
+
+    def _facts(self) -> dict[str, Any]:
+        facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds")}
+        return facts | facts_of(self.assembly) | {"versions": versions()}
+
+
+def _matrices(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
+    """Tables, if each has rows of one length."""
+    for name, rows in tables.items():
+        if len({len(row) for row in rows}) > 1:
+            raise RecipeError(
+                f"observe_tables: the rows of '{name}' have {[len(row) for row in rows]} entries; all must have as many"
+            )
+    return tables
+
+
+def versions() -> dict[str, str]:
+    """What a result depends on."""
+    names = ("polyfed", "torch", "numpy")
+    return {"python": platform.python_version()} | {name: version(name) for name in names}

@@ -1,0 +1,280 @@
+"""Recipes: a TOML file, or the same things as Python objects, checked before anything runs.
+
+Each section is the frozen dataclass of the part it configures; there is no second schema. Unknown keys are errors that
+name the nearest one, values are checked against the field's type by pydantic in strict mode.
+"""
+
+import dataclasses
+import tomllib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from polyfed.algorithms.base import Algorithm
+from polyfed.algorithms import ALGORITHMS
+from polyfed.data import PARTITIONS, SOURCES, ClientsSpec
+from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
+from polyfed.evaluation.scores import Evaluation
+from polyfed.core.messages import KINDS
+from polyfed.model import ModelSpec
+from polyfed.federation.network import Network
+from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.experiment.overrides import apply, called, refuse_unknown
+from polyfed.core.registry import find, name_of
+from polyfed.core.schema import checked
+from polyfed.selection import SELECTORS, Selector
+from polyfed.experiment.settings import CheckpointSpec, EngineSpec
+from polyfed.experiment.tracking import TRACKERS, Tracker
+
+PARTS = {"train": "train", "evaluation": "evaluate", "selector": "selection", "server": "server"}
+"""Fields of an algorithm that are written in a section of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A run, as objects: data, clients, model, algorithm, engine; any of them may be the user's own.
+
+    Attributes:
+        data: a source: anything with `load() -> Columns`.
+        stack: new modality -> modalities it is stacked from (early fusion, `data.stacking`); `stack` in [data].
+        algorithm: with its [train], [selection], [server] and [evaluate] parts inside.
+        egress: the policy table, `{block: {destination: [kinds]}}`.
+        network: a network model, or None.
+        tracking: who is handed the numbers of the run as they come, or None.
+        name: what the output folder is called by default.
+    """
+
+    data: Any
+    algorithm: Algorithm
+    model: ModelSpec
+    clients: ClientsSpec = ClientsSpec(num=10)
+    seed: int = 1
+    rounds: int = 10
+    engine: EngineSpec = EngineSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    egress: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
+    stack: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    network: Any = None
+    tracking: Tracker | None = None
+    name: str = "run"
+
+    def __post_init__(self) -> None:
+        """Refuse values that have no meaning."""
+        for name in ("rounds", "seed"):
+            if getattr(self, name) < 0:
+                raise RecipeError(f"{name} = {getattr(self, name)}: must be 0 or more")
+
+    def table(self) -> dict[str, Any]:
+        """The resolved recipe, every default written out, in the layout of the file."""
+        algorithm = plain(self.algorithm)
+        table: dict[str, Any] = {"seed": self.seed, "rounds": self.rounds}
+        table["data"] = {"name": name_of(self.data, SOURCES)} | plain(self.data)
+        if self.stack:
+            table["data"]["stack"] = _toml(self.stack)
+        table["clients"] = plain(self.clients)
+        if not isinstance(self.clients.partition, str):
+            table["clients"]["partition"] = name_of(self.clients.partition, PARTITIONS)
+        table["model"] = plain(self.model)
+        for part, section in PARTS.items():
+            if part in algorithm:
+                table[section] = algorithm.pop(part)
+        if "selection" in table:
+            selector = self.algorithm.selector  # type: ignore[attr-defined]
+            table["selection"] = {"name": name_of(selector, SELECTORS)} | table["selection"]
+            for elsewhere in ("participation", "train"):
+                table["selection"].pop(elsewhere, None)
+        table["algorithm"] = {"name": name_of(self.algorithm, ALGORITHMS)} | algorithm
+        table["engine"] = plain(self.engine)
+        table["checkpoint"] = plain(self.checkpoint)
+        if self.network is not None:
+            table["network"] = plain(self.network)
+        if self.tracking is not None:
+            table["tracking"] = {"name": name_of(self.tracking, TRACKERS)} | plain(self.tracking)
+        table["egress"] = {block: {d: list(k) for d, k in row.items()} for block, row in self.egress.items()}
+        return table
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, leave_out: Sequence[str] = ()) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        path: the TOML file.
+        overrides: `section.key=value` as on the command line, the value in TOML (bare words are strings).
+        leave_out: sections that do not concern who reads it.
+
+    Raises:
+        RecipeError: with file, section, key, what is allowed and the nearest name.
+    """
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors begin files with a mark
+    except OSError as error:
+        raise RecipeError(f"recipe {path}: {error.strerror or error}. Give the path of a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"recipe {path} is not valid TOML: {error}") from None
+    for override in overrides:
+        apply(table, override)
+    table = {section: entry for section, entry in table.items() if section not in leave_out}
+    try:
+        return parse_recipe(table, name=path.stem)
+    except RecipeError as error:
+        raise type(error)(f"{called(path, overrides)}: {error}") from None
+
+
+def recipe_of(given: Recipe | str | Path) -> Recipe:
+    """A recipe as it is, or read from its path."""
+    if isinstance(given, Recipe):
+        return given
+    if not isinstance(given, (str, Path)):
+        raise RecipeError(
+            f"a {type(given).__name__} is no recipe. Give a Recipe, the path of one, or parse_recipe(table)"
+        )
+    return load_recipe(given)
+
+
+def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
+    """A recipe from the table of its file.
+
+    Raises:
+        RecipeError: see `load_recipe`.
+    """
+    sections = dict(table)
+    sections.pop("versions", None)  # a resolved recipe says what it ran on; it can be run again as it is
+    top: dict[str, Any] = {key: sections.pop(key) for key in ("seed", "rounds") if key in sections}
+    for key, value in sections.items():
+        refuse_unknown(key)
+        if not isinstance(value, Mapping):
+            raise RecipeError(f"'{key}' is a section: write [{key}] and its keys below it")
+    for section in ("data", "algorithm", "model"):
+        if section not in sections:
+            raise RecipeError(f"section [{section}] is missing")
+    _refuse_idle(top, sections.get("train", {}))
+    clients = build("[clients]", ClientsSpec, sections.get("clients", {}))
+    data = dict(sections["data"])
+    stack = {"stack": data.pop("stack")} if "stack" in data else {}
+    return Recipe(
+        **checked("", Recipe, top),
+        data=build("[data]", *_class("[data]", SOURCES, object, data)),
+        **checked("[data]", Recipe, stack),
+        clients=clients,
+        model=build("[model]", ModelSpec, sections["model"]),
+        algorithm=_algorithm(sections, clients),
+        engine=build("[engine]", EngineSpec, sections.get("engine", {})),
+        checkpoint=build("[checkpoint]", CheckpointSpec, sections.get("checkpoint", {})),
+        egress=_egress(sections.get("egress", {})),
+        network=build("[network]", Network, sections["network"]) if "network" in sections else None,
+        tracking=(
+            build("[tracking]", *_class("[tracking]", TRACKERS, Tracker, sections["tracking"]))
+            if "tracking" in sections
+            else None
+        ),
+        name=name,
+    )
+
+
+def _refuse_idle(top: Mapping[str, Any], train: Mapping[str, Any]) -> None:
+    """Refuse what trains nothing. Objects may say so, to look at a start; in a file it is a slip."""
+    for where, key, table in (("", "rounds", top), ("[train] ", "epochs", train), ("[train] ", "steps", train)):
+        if table.get(key) == 0 and not (key == "epochs" and "steps" in train):
+            raise RecipeError(f"{where}{key} = 0: must be 1 or more, as nothing would be trained")
+
+
+def _egress(rows: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
+    """The policy's table; its words are judged by `Policy.parse`, which knows the modalities."""
+    for block, row in rows.items():
+        if not isinstance(row, Mapping):
+            raise RecipeError(
+                f'[egress] {block} = {row!r}: write [egress.{block}] and below it server = ["parameters"]'
+            )
+        for destination, kinds in row.items():
+            if not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+                raise RecipeError(
+                    f'[egress.{block}] {destination} = {kinds!r}: must be a list of kinds, as in ["parameters"]; '
+                    f"Allowed: {', '.join(KINDS)}"
+                )
+    return {block: {destination: list(kinds) for destination, kinds in row.items()} for block, row in rows.items()}
+
+
+def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
+    """An instance of a section's dataclass; `given` are fields that are not written in this section.
+
+    A section may tell which of its options have no effect (`idle`, option -> why): those that are written and
+    differ from their default are told.
+    """
+    values = checked(where, cls, table, frozenset(given))
+    try:
+        built = cls(**values, **given)
+    except TypeError as error:  # a required field
+        raise RecipeError(f"{where}: {str(error).removeprefix(f'{cls.__name__}.__init__() ')}") from None
+    defaults = {f.name: f.default for f in fields(cls)}
+    for key, because in getattr(built, "idle", {}).items():
+        if key in table and getattr(built, key) != defaults[key]:  # a resolved recipe names all defaults
+            warnings.warn(f"{where} {key} has no effect beside {because}", PolyfedWarning, stacklevel=2)
+    return built
+
+
+def plain(part: Any) -> dict[str, Any]:
+    """A section's dataclass as TOML can hold it: None is left out. Of any other object only its class can be named."""
+    if not dataclasses.is_dataclass(part):
+        return {}
+    return {f.name: _toml(value) for f in fields(part) if f.init and (value := getattr(part, f.name)) is not None}
+
+
+def _toml(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return plain(value)
+    if isinstance(value, Mapping):
+        return {str(key): _toml(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_toml(entry) for entry in value]
+    return value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def _algorithm(sections: Mapping[str, Any], clients: ClientsSpec) -> Algorithm:
+    cls, table = _class("[algorithm]", ALGORITHMS, Algorithm, sections["algorithm"])
+    own = {f.name for f in fields(cls)}
+    given: dict[str, Any] = {}
+    for part, section in PARTS.items():
+        if part not in own:
+            if section in sections:
+                raise RecipeError(f"[{section}] has no effect: algorithm '{sections['algorithm']['name']}' has none")
+            continue
+        entry = sections.get(section, {})
+        if part == "selector":
+            kind, rest = _class(f"[{section}]", SELECTORS, Selector, {"name": "uniform"} | dict(entry))
+            taken: dict[str, Any] = {"participation": clients.participation}
+            if "train" in {f.name for f in fields(kind)}:
+                taken["train"] = given["train"]  # a selector that trains clients trains them as the algorithm does
+            given[part] = build(f"[{section}]", kind, rest, **taken)
+        else:
+            kind = {"train": Train, "evaluation": Evaluation, "server": ServerOptimiser}[part]
+            given[part] = build(f"[{section}]", kind, entry)
+    if "selector" not in own and clients.participation != 1.0:
+        warnings.warn(
+            f"[clients] participation = {clients.participation} has no effect: algorithm "
+            f"'{sections['algorithm']['name']}' asks every client in every round",
+            PolyfedWarning,
+            stacklevel=2,
+        )
+    built: Algorithm = build("[algorithm]", cls, table, **given)
+    return built
+
+
+def _class(
+    where: str, registry: Mapping[str, type], base: type, table: Mapping[str, Any]
+) -> tuple[type, dict[str, Any]]:
+    """The class that a section names, and the section's other keys."""
+    rest = dict(table)
+    name = rest.pop("name", None)
+    if name is None:
+        raise RecipeError(f"{where} needs a name; {did_you_mean('', registry)}")
+    try:
+        cls = find(str(name), registry)
+    except RecipeError as error:
+        raise RecipeError(f"{where} name = {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, base) and dataclasses.is_dataclass(cls)):
+        wanted = "a dataclass" if base is object else f"a subclass of {base.__name__} and a dataclass"
+        raise RecipeError(f"{where} name = '{name}' must be {wanted}; it is {cls!r}")
+    return cls, rest

@@ -1,0 +1,288 @@
+"""The server's view of the clients: facts about them, and one verb, `ask`.
+
+An algorithm's `round` touches the world only through `fed.ask(task, clients, send)`. Behind it stands an engine,
+which decides how the asked clients are run; nothing here knows which one it is. The server trusts nothing that comes
+back: names, shapes, types and finiteness of every reply are checked before use, a bad reply is dropped with a reason,
+and the round goes on if enough clients answered.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.core import keys
+from polyfed.core.request import Accept, Ask, Send, Task
+from polyfed.data.columns import Column, Columns
+from polyfed.core.errors import BadReply, Diverged, RecipeError, TooFewReplies
+from polyfed.federation.reply_validation import NOT_FINITE, Forms
+from polyfed.core.messages import LABELS, tensors
+from polyfed.federation.network import Clock
+from polyfed.privacy.gate import Site
+from polyfed.federation.replies import Answer, Part, Replies
+from polyfed.core.tasks import path_of
+from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.training import AloneView
+
+TEST, VALIDATION = -1, -2
+"""Examiners: the server's own test and validation rows answer like clients, with these numbers, and are asked only to
+evaluate. What they send crosses no border, so neither gate nor ledger sees it."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """What the server knows of a client."""
+
+    id: int
+    num_rows: int
+    modalities: tuple[str, ...]
+    silo: int | None
+
+    @property
+    def blocks(self) -> frozenset[str]:
+        """The blocks of its model."""
+        return frozenset((*self.modalities, SHARED))
+
+
+@dataclass(frozen=True)
+class Roster:
+    """All clients, by number from 0. Facts are kept in arrays: 100,000 clients cost no more than their arrays.
+
+    Attributes:
+        modalities: all modalities of the federation.
+        num_rows: training rows, int64 (K,).
+        holds: who owns which modality, bool (K, M).
+        silo: silo of each client, int64 (K,), or None.
+        tested: clients that have test rows of their own.
+    """
+
+    modalities: tuple[str, ...]
+    num_rows: Tensor
+    holds: Tensor
+    silo: Tensor | None = None
+    tested: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Look once, not every round, for clients without rows, which are never asked to train."""
+        empty = self.num_rows == 0
+        eligible = (~empty).nonzero().flatten().tolist() if bool(empty.any()) else range(len(self))
+        object.__setattr__(self, "eligible", eligible)
+        object.__setattr__(self, "_rows_of_holds", self.holds.cpu().numpy())
+
+    eligible: Sequence[int] = field(init=False)
+    _rows_of_holds: np.ndarray = field(init=False, repr=False, compare=False)
+    _sets: dict[bytes, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.num_rows)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __getitem__(self, client: int) -> Client:
+        silo = None if self.silo is None else int(self.silo[client])
+        return Client(client, int(self.num_rows[client]), self.owned(client), silo)
+
+    def owned(self, client: int) -> tuple[str, ...]:
+        """The modalities of a client, in the federation's order."""
+        # NumPy: new clients come every round, and a tensor takes ten times as long
+        held = self._rows_of_holds[client].tobytes()
+        if held not in self._sets:
+            self._sets[held] = tuple(m for m, has in zip(self.modalities, held, strict=True) if has)
+        return self._sets[held]
+
+    def rows_of(self, clients: Iterable[int]) -> dict[int, int]:
+        """Training rows of these clients."""
+        asked = list(clients)
+        return dict(zip(asked, self.num_rows[torch.tensor(asked, dtype=torch.int64)].tolist(), strict=True))
+
+
+class Engine(Protocol):
+    """How asked clients are run."""
+
+    name: str
+
+    def answer(self, ask: Ask, clients: Sequence[int], send: Send) -> Answer:
+        """Run the task on these clients; each reply passed its client's gate."""
+        ...
+
+
+@dataclass
+class Federation:
+    """The clients of a run, in one round.
+
+    Attributes:
+        clients: facts.
+        examiners: which of TEST and VALIDATION exist.
+        owner: the algorithm whose tasks may be asked.
+        site: the server's own site: the model with all modalities, for what the server itself computes.
+        template: the model's tree, against which parameters and gradients are checked.
+        round: the round, from 1.
+        min_replies: fewer usable answers end the run (fewer asked: all of those).
+        emit: takes events.
+        clock: simulated time and the links of the clients, where the run has a network model.
+    """
+
+    clients: Roster
+    engine: Engine
+    owner: object
+    site: Site
+    template: Tree
+    seed: int
+    rounds: int
+    examiners: tuple[int, ...] = ()
+    min_replies: int = 1
+    emit: Callable[..., None] = lambda *_, **__: None
+    clock: Clock | None = None
+    round: int = 0
+    asked: int = 0
+    _forms: Forms | None = field(default=None, init=False, repr=False)
+
+    @property
+    def forms(self) -> Forms:
+        """What replies must look like, for the present template."""
+        if self._forms is None or self._forms.template is not self.template:
+            self._forms = Forms(self.template, self.site.model, self.clients.modalities)
+        return self._forms
+
+    def begin(self, round: int) -> None:
+        """Enter a round."""
+        self.round, self.asked = round, 0
+        if self.clock is not None:
+            self.clock.begin(round)
+
+    def ask(
+        self,
+        task: Task,
+        clients: Sequence[int],
+        send: Send,
+        *,
+        judged: bool = True,
+        turn: int = 0,
+        accept: Accept | None = None,
+    ) -> Replies:
+        """Have these clients run a task on a message each; `send` is one message or one a client.
+
+        Args:
+            task: a method of the algorithm, or of one of its parts, marked `@task`.
+            clients: numbers; the order does not matter.
+            send: what they receive; parts of trees that belong to modalities a client lacks are left out.
+            judged: whether too few answers end the run; no, where others have answered already or are asked next.
+            turn: another one for every time that a round asks the same anew, so that batches and dropout differ.
+            accept: `accept(client, reply)` says what is wrong with a reply that is well formed but does not answer what
+                was asked, and nothing otherwise; such a reply is dropped like any bad one.
+
+        Raises:
+            EgressError: a client's policy refused to let the reply go.
+            TooFewReplies, Diverged: see `judge`.
+        """
+        ask = Ask(task, path_of(task, self.owner), self.round, self.rounds, self.asked, self.seed, turn)
+        self.asked += 1
+        for client in clients:
+            if type(client) is not int or not (client in self.examiners or 0 <= client < len(self.clients)):
+                raise RecipeError(
+                    f"{ask.name} is asked of {client!r}: clients are numbers from 0 to {len(self.clients) - 1}"
+                )
+        if not clients:
+            return Replies([])
+        answer = self.engine.answer(ask, sorted(clients), send)
+        missing = dict(answer.missing)
+        parts = [kept for part in answer.parts if (kept := self._inspect(ask, part, missing, accept))]
+        parts = self._in_time(parts, missing)
+        for client, reason in sorted(missing.items()):
+            self.emit("client-missing", round=self.round, task=ask.name, client=client, reason=reason)
+        replies = Replies(parts, missing)
+        if judged:
+            self.judge(replies, ask.name)
+        return replies
+
+    def judge(self, replies: Replies, what: str) -> None:
+        """End the run if too few of those who were asked gave a usable answer.
+
+        Args:
+            replies: of one ask, or of several that belong together.
+            what: the task, for the message.
+
+        Raises:
+            TooFewReplies: fewer than `min_replies` usable answers.
+            Diverged: nobody answered with finite numbers. One such client is dropped like any bad reply; when all
+                are, it is the run that has left the finite numbers.
+        """
+        missing, asked = replies.missing, len(replies) + len(replies.missing)
+        lost = {client: why for client, why in sorted(missing.items()) if why.endswith(NOT_FINITE)}
+        if lost and not replies:
+            raise Diverged(
+                f"round {self.round}, task {what}: training left the finite numbers at {len(lost)} of {asked} "
+                f"clients. {_listed(lost)}. Lower [train] lr, set [train] clip_norm, or scale the features down"
+            )
+        if len(replies) < min(self.min_replies, asked):
+            raise TooFewReplies(
+                f"round {self.round}, task {what}: {len(replies)} of {asked} clients answered, "
+                f"[engine] min_replies = {self.min_replies}. {_listed(missing)}"
+            )
+
+    def view(
+        self,
+        x: Mapping[str, Tensor],
+        y: Tensor | None = None,
+        *,
+        present: Mapping[str, Tensor] | None = None,
+        number: int = 0,
+    ) -> AloneView:
+        """A view over rows that the server received, for training on the server: the clients' own machinery.
+
+        Args:
+            x: modality -> (n, ...) float32.
+            y: labels (n,) int64, where they were sent; zeros otherwise.
+            present: modality -> bool (n,), for one that some rows lack.
+            number: tells views of one round apart; their batch orders differ.
+        """
+        n = len(next(iter(x.values())))
+        device = next(iter(x.values())).device
+        rows = torch.arange(n, device=device)
+        columns = Columns(
+            name="received",
+            modalities={name: Column(value) for name, value in x.items()},
+            label=torch.zeros_like(rows) if y is None else y,
+            num_classes=self.site.num_classes,
+            split=torch.zeros(n, dtype=torch.int8, device=device),
+            ids=rows,
+            present=present or {},
+        )
+        key = keys.key(self.seed, "server", number, self.round)
+        return AloneView(columns, rows, tuple(x), self.site.model, key, self.round, self.rounds)
+
+    def _in_time(self, parts: list[Part], missing: dict[int, str]) -> list[Part]:
+        """The parts without clients that ran past the round's deadline in simulated time."""
+        late = {} if self.clock is None else self.clock.late([c for part in parts for c in part.clients])
+        missing.update(late)
+        return [left for part in parts if (left := part.without(late)) is not None] if late else parts
+
+    def _inspect(self, ask: Ask, part: Part, missing: dict[int, str], accept: Accept | None) -> Part | None:
+        """The part without replies that must not be used; reasons go to `missing`."""
+        try:
+            self.forms.check(part.message, ask.reply)
+        except BadReply as error:
+            missing.update(dict.fromkeys(part.clients, str(error)))
+            return None
+        bad = self._foreign(part) | self.forms.unusable(part)
+        if accept is not None and (fine := part.without(bad)):
+            bad |= {client: words for client, reply in Replies([fine]).items() if (words := accept(client, reply))}
+        missing.update(bad)
+        return part.without(bad)
+
+    def _foreign(self, part: Part) -> dict[int, str]:
+        """Clients that sent something of a modality which they do not have, and which: it would enter the means."""
+        msg = part.message
+        sent = {block_of(key) for name, key, _ in tensors(msg) if key is not None and name not in msg.whole}
+        known = {client: {*self.clients.owned(client), SHARED, LABELS} for client in part.clients if client >= 0}
+        more = {client: sent - own for client, own in known.items() if not sent <= own}
+        return {client: f"sent something of {min(m)}, which it does not have" for client, m in more.items()}
+
+
+def _listed(reasons: Mapping[int, str]) -> str:
+    """The first few clients that are missing, and why."""
+    return "; ".join(f"client {client}: {why}" for client, why in sorted(reasons.items())[:3])

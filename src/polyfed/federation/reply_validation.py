@@ -1,0 +1,182 @@
+"""What a reply must look like. The server trusts nothing that comes back: names, shapes, types and values are held
+against what the message's type declares, for this model.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from polyfed.core.errors import BadReply
+from polyfed.core.messages import LABELS, OF_THE_MODEL, Declared, Message, tensors
+from polyfed.model import Model
+from polyfed.federation.replies import Part
+from polyfed.core.tree import SHARED, Tree, block_of
+
+NOT_FINITE = "is not finite"
+"""How the reason ends when a reply holds NaN or infinity."""
+
+REAL = ("embeddings", "prototypes", "predictions")
+"""Kinds that are floating-point numbers, of the model's own type: what is computed on them would fail on another."""
+
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+"""Types of a number of rows."""
+
+OF_A_MODALITY = frozenset({"features", "encoded", "sample"})
+"""Sizes that only a modality has."""
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The forms of replies in a federation.
+
+    Attributes:
+        template: the server's parameters, by name.
+        model: the model with all modalities.
+        modalities: of the federation.
+    """
+
+    template: Tree
+    model: Model
+    modalities: tuple[str, ...]
+    _named: dict[tuple[str, Declared, tuple[str, ...]], str] = field(default_factory=dict)
+
+    @cached_property
+    def floats(self) -> frozenset[torch.dtype]:
+        """Floating-point types of the model."""
+        return frozenset(t.dtype for t in self.template.values() if t.is_floating_point()) or frozenset({torch.float32})
+
+    def check(self, msg: Message, expected: type[Message]) -> None:
+        """Refuse a (stacked) reply of another type, or whose names, shapes and types are not as declared.
+
+        Raises:
+            BadReply: with the field and what is wrong with it.
+        """
+        if not isinstance(msg, expected):
+            raise BadReply(f"sent {type(msg).__name__}, expected {expected.__name__}")
+        for name, said in expected.declared.items():
+            value = getattr(msg, name)
+            if isinstance(value, Tensor):
+                self._check_tensor(name, None, value, said)
+                continue
+            if flaw := self._flaw(name, said, tuple(value)):
+                raise BadReply(flaw)
+            for key, tensor in value.items():
+                self._check_tensor(name, key, tensor, said)
+        for count in msg.counts.values():
+            if (kind := getattr(msg, count).dtype) not in WHOLE:
+                raise BadReply(f"{count} is {kind}, expected whole numbers")
+
+    def unusable(self, part: Part) -> dict[int, str]:
+        """Clients of a part whose reply holds NaN, infinity, or numbers outside of what they can be, and where."""
+        found = [(name, key, value) for name, key, value in tensors(part.message) if value.numel()]
+        bad: dict[int, str] = {}
+        for name, count in part.message.counts.items():
+            rows, counted = getattr(part.message, name), getattr(part.message, count)
+            if held := [t.shape[1] for t in ([rows] if isinstance(rows, Tensor) else rows.values())]:
+                fine = (counted >= 0) & (counted <= min(held))
+                self._note(bad, part, fine, f"{count} must be from 0 to {min(held)}, the rows that {name} holds")
+        for name, key, value in found:
+            said = part.message.declared[name]
+            if said.kind == "labels" and said.shape == ():
+                fine, words = (value >= 0) & (value < self.model.num_classes), f"from 0 to {self.model.num_classes - 1}"
+            elif said.within is not None:
+                fine, words = said.within.holds(value), said.within.words
+            else:
+                continue
+            if not bool(fine.all()):  # NaN is in no range; that it is not finite is said below
+                self._note(bad, part, fine | (value != value), f"{_at(name, key)} must be {words}")
+        floats = [(name, key, value) for name, key, value in found if value.is_floating_point()]
+        # one pass over everything first: a finite sum has finite terms only; one that overflows means a closer look
+        sums = [value.sum(dtype=torch.float32) for _, _, value in floats]
+        if floats and not math.isfinite(torch.stack(sums).sum().item()):
+            for name, key, value in floats:
+                self._note(bad, part, torch.isfinite(value), f"{_at(name, key)} {NOT_FINITE}")
+        return bad
+
+    def _note(self, bad: dict[int, str], part: Part, fine: Tensor, reason: str) -> None:
+        for client, whole in zip(part.clients, fine.reshape(len(part.clients), -1).all(1).tolist(), strict=True):
+            if not whole:
+                bad.setdefault(client, reason)
+
+    def _check_tensor(self, field: str, key: str | None, value: Tensor, said: Declared) -> None:
+        if said.kind in OF_THE_MODEL:
+            assert key is not None, f"{field}: parameters and gradients come in trees"
+            wanted = self.template[key]
+            if value.shape[1:] != wanted.shape or value.dtype != wanted.dtype:
+                found, ours = (f"{t.dtype} {tuple(s)}" for t, s in ((value, value.shape[1:]), (wanted, wanted.shape)))
+                raise BadReply(f"{field}.{key} is {found}, expected {ours}")
+            return
+        where = field if key is None else f"{field}.{key}"
+        if said.kind in REAL and value.dtype not in self.floats:
+            raise BadReply(f"{where} is {value.dtype}, expected {' or '.join(sorted(map(str, self.floats)))}")
+        if (said.kind == "ids" or (said.kind == "labels" and said.shape == ())) and value.dtype != torch.int64:
+            raise BadReply(f"{where} is {value.dtype}, expected torch.int64")
+        if said.rows is not None and value.dim() < 2:
+            raise BadReply(f"{where} has no axis of rows")
+        if said.shape is None:
+            return
+        found_shape, sizes = value.shape[1 if said.rows is None else 2 :], tuple(self._sizes(said, key))
+        if len(found_shape) != len(sizes) or any(n not in (None, m) for n, m in zip(sizes, found_shape, strict=True)):
+            words = " x ".join("any" if n is None else str(n) for n in sizes) or "one number"
+            raise BadReply(f"{where} has the shape {tuple(found_shape)}, expected {words}")
+
+    def _sizes(self, said: Declared, key: str | None) -> Iterator[int | None]:
+        modality = said.of if key is None else key
+        for word in said.shape or ():
+            if word is None:
+                yield None
+            elif word == "classes":
+                yield self.model.num_classes
+            elif word == "features":
+                yield self.model.feature_size(str(modality))
+            elif word == "encoded":
+                yield from self.model.encoded_shape(str(modality))
+            elif word == "sample":
+                yield from self.model.shapes[str(modality)]
+            else:
+                raise AssertionError(f"a size is classes, features, encoded, sample or None, not {word!r}")
+
+    def _flaw(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
+        """What is wrong with the names of a tree, empty if nothing: all clients send a few sets of names."""
+        place = field, said, names
+        if place not in self._named:
+            find = self._unlike_model if said.kind in OF_THE_MODEL else self._unlike_federation
+            self._named[place] = find(field, said, names)
+        return self._named[place]
+
+    def _unlike_federation(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
+        sizes = {*(said.shape or ())}
+        if "encoded" in sizes:
+            blocks = self.model.modalities
+        elif OF_A_MODALITY & sizes:
+            blocks = tuple(self.model.shapes)
+        else:
+            blocks = (*self.modalities, SHARED, LABELS)
+        strange = [name for name in names if name not in blocks]
+        return f"{field} holds '{strange[0]}', expected are {', '.join(blocks)}" if strange else ""
+
+    def _unlike_model(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
+        strange = [name for name in names if name not in self.template]
+        if strange:
+            return f"{field} holds '{strange[0]}', which the model does not have"
+        if said.partial:
+            return ""
+        ours = sorted(self.template, key=self._group)
+        for (block, _), of_group in groupby(ours, self._group):
+            group = set(of_group)
+            if group & set(names) and (missing := group - set(names)):
+                return f"{field} lacks '{min(missing)}' and has other parts of block '{block}'"
+        return ""
+
+    def _group(self, name: str) -> tuple[str, bool]:
+        """What is sent together or not at all: a block's parameters, and a block's statistics."""
+        return block_of(name), self.model.is_buffer(name)
+
+
+def _at(field: str, key: str | None) -> str:
+    return field if key is None else f"{field}.{key} (block {block_of(key)})"

@@ -1,0 +1,104 @@
+"""A client's side: its site, its policy, its ledger, and the one gate through which replies leave.
+
+In simulation a node may hold several alike clients at once (same modalities, same policy), whose messages are
+stacked; gate and ledger look at fields, not at values, so the same code serves one and many.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from polyfed.core.request import Ask
+from polyfed.core.errors import EgressError
+from polyfed.privacy.ledger import TO_CLIENT, Entry, Ledger
+from polyfed.core.messages import Crossing, Message, crossings, cut
+from polyfed.model import Model
+from polyfed.privacy.policy import Policy, refusal
+from polyfed.core.tree import SHARED, Tree
+
+
+@dataclass(frozen=True)
+class Site:
+    """Static facts a task may use.
+
+    Attributes:
+        model: the model, as pure functions of a tree.
+        modalities: what this client owns, in the federation's order.
+        num_classes: classes of the label.
+        initial: this client's blocks of the model's initial parameters, drawn from the run's seed.
+        examiner: whether these are the server's own test rows.
+        policy: what may leave this client.
+    """
+
+    model: Model
+    modalities: tuple[str, ...]
+    num_classes: int
+    initial: Tree
+    examiner: bool = False
+    policy: Policy = Policy()
+
+    @property
+    def blocks(self) -> frozenset[str]:
+        """The blocks of this client's model."""
+        return frozenset((*self.modalities, SHARED))
+
+
+@dataclass(frozen=True)
+class Node:
+    """One client, or several alike ones stacked, at the moment of an ask."""
+
+    clients: tuple[int, ...]
+    site: Site
+    ledger: Ledger
+
+    def receive(self, ask: Ask, msg: Message) -> Any:
+        """Take a message in: leave out blocks this client does not have, and book the rest."""
+        own = cut(msg, self.site.blocks)
+        if not self.site.examiner:
+            parts = crossings(own)
+            self._book(ask, own, parts, TO_CLIENT, (True,) * len(parts), self.clients)
+        return own
+
+    def release(self, ask: Ask, reply: Message, *, stacked: bool) -> Message:
+        """The gate: let a reply out, or refuse it whole.
+
+        Raises:
+            EgressError: naming client, field, kind, block, destination and the line that would allow it.
+        """
+        assert isinstance(reply, Message), f"task {ask.name} answered with {type(reply).__name__}, not a message"
+        if self.site.examiner:
+            return reply
+        for clients, rows in self._alike(reply) if stacked else [(self.clients, None)]:
+            self._pass(ask, reply, clients, crossings(reply, stacked=stacked, rows=rows))
+        return reply
+
+    def _pass(self, ask: Ask, reply: Message, clients: tuple[int, ...], parts: tuple[Crossing, ...]) -> None:
+        policy = self.site.policy
+        allowed = tuple(policy.allows(part.kind, part.block, ask.scope) for part in parts)
+        self._book(ask, reply, parts, ask.scope, allowed, clients)
+        for part, ok in zip(parts, allowed, strict=True):
+            if not ok:
+                raise EgressError(refusal(part, ask.scope, policy, clients[0], type(reply).__name__))
+
+    def _alike(self, reply: Message) -> list[tuple[tuple[int, ...], dict[str, int] | None]]:
+        """The clients of a stack by how many rows they send, which is all in which their messages differ."""
+        if not reply.counts:
+            return [(self.clients, None)]
+        counted = {name: getattr(reply, count).tolist() for name, count in reply.counts.items()}
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for client, *rows in zip(self.clients, *counted.values(), strict=True):
+            groups.setdefault(tuple(int(n) for n in rows), []).append(client)
+        return [(tuple(clients), dict(zip(counted, rows, strict=True))) for rows, clients in groups.items()]
+
+    def _book(
+        self,
+        ask: Ask,
+        msg: Message,
+        parts: tuple[Crossing, ...],
+        destination: str,
+        allowed: tuple[bool, ...],
+        clients: tuple[int, ...],
+    ) -> None:
+        if not all(allowed):  # refused whole: nothing of the message leaves, so nothing of it may count as sent
+            allowed = (False,) * len(allowed)
+        name = type(msg).__name__
+        self.ledger.book(Entry(ask.round, ask.number, clients, name, parts, destination, allowed))

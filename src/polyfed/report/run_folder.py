@@ -1,0 +1,112 @@
+"""Reading a run's folder, line by line: files may be far larger than memory."""
+
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.errors import DataError
+from polyfed.experiment.records import EGRESS, FACTS, RECIPE, RESULT, ROUNDS
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The files of one run, finished or not.
+
+    Attributes:
+        path: the folder.
+
+    Raises:
+        DataError: it holds no run, or a file in it is damaged.
+    """
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        if not (self.path / RECIPE).is_file():
+            raise DataError(f"{self.path} holds no run (no {RECIPE}). Give a folder that `polyfed run --out` made")
+
+    @cached_property
+    def recipe_text(self) -> str:
+        """The resolved recipe as written."""
+        try:
+            return (self.path / RECIPE).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise damaged(self.path / RECIPE, error) from None
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """The resolved recipe as a table."""
+        try:
+            return tomllib.loads(self.recipe_text)
+        except tomllib.TOMLDecodeError as error:
+            raise damaged(self.path / RECIPE, error) from None
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What run.json holds."""
+        return self._json(FACTS)
+
+    @cached_property
+    def result(self) -> dict[str, Any]:
+        """What result.json holds; empty while the run is not finished."""
+        return self._json(RESULT)
+
+    @property
+    def num_clients(self) -> int:
+        """Size of the population."""
+        return int(self.facts.get("num_clients", len(self.facts.get("clients", ()))))
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds the recipe asks for."""
+        return int(self.recipe.get("rounds", 0))
+
+    def rounds(self) -> Iterator[dict[str, Any]]:
+        """The rounds, one at a time."""
+        for number, line in self.lines(ROUNDS):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise damaged(self.path / ROUNDS, error, number) from None
+            if not isinstance(row, dict) or "round" not in row:
+                raise damaged(self.path / ROUNDS, "not a round", number)
+            yield row
+
+    def lines(self, name: str) -> Iterator[tuple[int, str]]:
+        """Whole lines with their numbers; a last one cut short by a killed run is left out."""
+        path = self.path / name
+        if not path.is_file():
+            return
+        try:
+            with path.open(encoding="utf-8", errors="replace") as file:
+                for number, line in enumerate(file, 1):
+                    if line.endswith("\n"):
+                        yield number, line
+        except OSError as error:
+            raise damaged(path, error) from None
+
+    def egress_lines(self) -> Iterator[tuple[int, str]]:
+        """The ledger's lines."""
+        return self.lines(EGRESS)
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        if not path.is_file():
+            return {}
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise damaged(path, error) from None
+        if not isinstance(content, dict):
+            raise damaged(path, "not a JSON object")
+        return content
+
+
+def damaged(path: Path, why: object, line: int | None = None) -> DataError:
+    """The error for a file that cannot be read."""
+    place = f"{path}" if line is None else f"{path}, line {line}"
+    return DataError(f"{place} is damaged: {why}. Restore it from a copy, or run the recipe again")

@@ -1,0 +1,118 @@
+"""Power-of-choice: of d candidates, those on whose rows the global model is worst.
+
+Cho, Wang, Joshi, "Towards Understanding Biased Client Selection in Federated Learning", AISTATS 2022 (algorithms.md
+5.6).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from polyfed.core import keys
+from polyfed.core.batch import Batch
+from polyfed.core.errors import RecipeError
+from polyfed.federation.federation import Federation
+from polyfed.training.losses import cross_entropy
+from polyfed.core.messages import Message, carries, message
+from polyfed.privacy.gate import Site
+from polyfed.training.optimisers import Train
+from polyfed.federation.replies import Replies
+from polyfed.core.schema import AT_LEAST_ONE
+from polyfed.selection.base import Selector
+from polyfed.core.tasks import task
+from polyfed.core.tree import Tree
+from polyfed.training import View
+
+
+@message
+class Candidate(Message):
+    """The global model, to be judged."""
+
+    params: Tree = carries("parameters")
+
+
+@message
+class OwnLoss(Message):
+    """Mean loss of the global model on the client's training rows."""
+
+    loss: Tensor = carries("statistic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowD(Selector):
+    """See the module.
+
+    Attributes:
+        d: candidates a round; 10 in CMSFed's comparison.
+        candidates: drawn without replacement in proportion to their rows (`size`, the paper) or `uniform`.
+        variant: `full` asks candidates for the loss on all of their rows; `batch` (cpow-d) on one mini-batch;
+            `reported` (rpow-d) asks nobody and goes by the training loss each client last reported, never-seen
+            clients first.
+        batch_size: of `batch`.
+        allow_incongruent: losses of clients with different modalities are not comparable, which is refused otherwise.
+    """
+
+    d: Annotated[int, AT_LEAST_ONE] = 10
+    candidates: Literal["size", "uniform"] = "size"
+    variant: Literal["full", "batch", "reported"] = "full"
+    batch_size: Annotated[int, AT_LEAST_ONE] = 64
+    allow_incongruent: bool = False
+
+    def start(self, params: Tree) -> dict[int, float]:
+        """No loss known."""
+        return {}
+
+    def choose(self, memory: dict[int, float], params: Tree, fed: Federation) -> tuple[list[int], dict[int, float]]:
+        """The candidates with the largest losses; among equals the smallest numbers."""
+        size, pool = self.size(fed), list(fed.clients.eligible)
+        if not size <= self.d <= len(pool):
+            raise RecipeError(
+                f"[selection] d = {self.d}: must lie between the cohort's size, {size}, and the number of clients "
+                f"with rows, {len(pool)}"
+            )
+        if not self.allow_incongruent and not bool((fed.clients.holds == fed.clients.holds[0]).all()):
+            raise RecipeError(
+                "pow-d compares losses of clients that hold different modalities, which mean different things; "
+                "choose another selector, or set [selection] allow_incongruent = true"
+            )
+        drawn = self._draw(pool, fed)
+        losses = self._losses(drawn, memory, params, fed)
+        answered = [client for client in drawn if client in losses]
+        return sorted(sorted(answered, key=lambda client: (-losses[client], client))[:size]), memory
+
+    def learn(self, memory: dict[int, float], params: Tree, replies: Replies, fed: Federation) -> dict[int, float]:
+        """Remember what the cohort reported."""
+        return memory | replies.numbers("loss") if self.variant == "reported" else memory
+
+    def _draw(self, pool: list[int], fed: Federation) -> list[int]:
+        """d candidates without replacement, by the largest u^(1/weight) (Efraimidis, Spirakis, 2006)."""
+        noise = keys.uniform(keys.key(fed.seed, "candidates", fed.round), len(pool)).to(torch.float64)
+        rows = fed.clients.num_rows[torch.tensor(pool)].to(torch.float64)
+        score = (noise + 2.0**-25).log() / (rows if self.candidates == "size" else 1.0)
+        return sorted(pool[i] for i in score.topk(self.d).indices.tolist())
+
+    def _losses(self, drawn: list[int], memory: dict[int, float], params: Tree, fed: Federation) -> dict[int, float]:
+        if self.variant == "reported":
+            return {client: memory.get(client, math.inf) for client in drawn}
+        return fed.ask(self.judge, drawn, Candidate(params)).numbers("loss")
+
+    @task()
+    def judge(self, site: Site, data: View, local: Tree, got: Candidate) -> tuple[OwnLoss, Tree]:
+        """The received model's mean cross-entropy on the client's rows, or on a mini-batch of them."""
+        if self.variant == "batch":
+            # one step of length zero: the loss of a random batch, and nothing moves
+            once = Train(steps=1, batch_size=self.batch_size, lr=0.0)
+            fit = data.minimise(
+                lambda w, b: cross_entropy(site.model.logits(w, b.evaluation()), b), got.params, train=once
+            )
+            return OwnLoss(fit.loss), local
+
+        def step(total: Tensor, batch: Batch) -> Any:
+            rows = torch.nn.functional.cross_entropy(site.model.logits(got.params, batch), batch.y, reduction="none")
+            return total + batch.sum(rows)
+
+        total = data.fold(step, torch.zeros((), device=data.num_rows.device))
+        return OwnLoss(total / data.num_rows.clamp(min=1)), local

@@ -1,7 +1,0 @@
-"""Silos: devices that hold different modalities of the same samples, and the template of training inside them."""
-
-from polyfed.silos.alignment import check_aligned, devices_of_silos
-from polyfed.silos.exchange import Exchange, bytes_down, bytes_up
-from polyfed.silos.vertical import SiloState, Vertical
-
-__all__ = ["Exchange", "SiloState", "Vertical", "bytes_down", "bytes_up", "check_aligned", "devices_of_silos"]

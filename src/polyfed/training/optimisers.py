@@ -1,0 +1,240 @@
+"""Optimisers for both machines, and the server's.
+
+A client's optimiser is created afresh at the start of every local training (algorithms.md 0.4): its moments never
+survive a round. One in-place implementation serves both machines: on one live module the tensors are its own leaves,
+stacked they are clones with a client axis that `vmap` hides. Formulas follow PyTorch's (`torch.optim.SGD`, `Adam`,
+`AdamW`), against which they are tested. The server's optimisers are those of Reddi et al., "Adaptive Federated
+Optimization", ICLR 2021 (Algorithm 2), and Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for
+Federated Visual Classification", 2019 (FedAvgM).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from polyfed.core.errors import RecipeError
+from polyfed.core.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, check_ranges
+from polyfed.core.tree import Tree, like
+
+Moments = dict[str, Tree]
+"""Optimiser state: one tree per moment; empty for plain SGD."""
+
+
+WHOLE_RUN_SCHEDULES = ("linear", "cosine", "authors")
+"""Schedules of the learning rate under which a round's rate depends on how many rounds the run has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How a client trains: the [train] section of a recipe.
+
+    Attributes:
+        epochs: passes over the client's rows in one round.
+        steps: optimiser steps in one round; when given it replaces `epochs`.
+        batch_size: rows of a step; 0 means all of the client's rows.
+        optimiser: `sgd`, `adam` or `adamw`.
+        lr: learning rate in the first round.
+        lr_end: where the schedule ends; None keeps `lr`.
+        lr_schedule: `constant`; `linear` and `cosine` reach `lr_end` in the last round; `step` jumps to it at
+            `lr_step`; `authors` is CMSFed's released rule: `lr` up to round `lr_step`, afterwards
+            `lr - (lr - lr_end) * round / rounds` (algorithms.md 2.6).
+        lr_step: the round of `step` and `authors`.
+        momentum: of `sgd`.
+        nesterov: Nesterov momentum, `sgd` only.
+        weight_decay: added to the gradient as in PyTorch; decoupled for `adamw`.
+        beta1: decay of Adam's first moment.
+        beta2: decay of Adam's second moment.
+        eps: added to the root of Adam's second moment.
+        clip_norm: gradients are scaled down to this 2-norm; 0 switches clipping off.
+    """
+
+    epochs: Annotated[int, NOT_NEGATIVE] = 1
+    steps: Annotated[int | None, NOT_NEGATIVE] = None
+    batch_size: Annotated[int, NOT_NEGATIVE] = 32
+    optimiser: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: Annotated[float, NOT_NEGATIVE] = 0.05
+    lr_end: Annotated[float | None, NOT_NEGATIVE] = None
+    lr_schedule: Literal["constant", "linear", "cosine", "step", "authors"] = "constant"
+    lr_step: Annotated[int, NOT_NEGATIVE] = 80
+    momentum: Annotated[float, BELOW_ONE] = 0.0
+    nesterov: bool = False
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
+    beta1: Annotated[float, BELOW_ONE] = 0.9
+    beta2: Annotated[float, BELOW_ONE] = 0.999
+    eps: Annotated[float, POSITIVE] = 1e-8
+    clip_norm: Annotated[float, NOT_NEGATIVE] = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that have no meaning."""
+        check_ranges("[train]", self)
+        if self.nesterov and not self.momentum:
+            raise RecipeError("[train] nesterov = true needs momentum > 0")
+        if self.lr_schedule != "constant" and self.lr_end is None:
+            raise RecipeError(f"[train] lr_schedule = '{self.lr_schedule}' needs lr_end")
+
+    def lr_at(self, round: int, rounds: int) -> float:
+        """The learning rate of a round (1-based) of `rounds`."""
+        if self.lr_end is None or self.lr_schedule == "constant":
+            return self.lr
+        done = (round - 1) / max(rounds - 1, 1)
+        if self.lr_schedule == "linear":
+            return self.lr + (self.lr_end - self.lr) * done
+        if self.lr_schedule == "cosine":
+            return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * done)) / 2
+        if round <= self.lr_step:
+            return self.lr
+        if self.lr_schedule == "step":
+            return self.lr_end
+        return self.lr - (self.lr - self.lr_end) * round / rounds
+
+    def moments(self, params: Mapping[str, Tensor]) -> Moments:
+        """Fresh optimiser state for these parameters."""
+        if self.optimiser == "sgd":
+            return {"momentum": like(params)} if self.momentum else {}
+        return {"first": like(params), "second": like(params)}
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Options that have no effect beside the others, and which other it is."""
+        found = dict.fromkeys(("beta1", "beta2", "eps"), "optimiser = 'sgd'")
+        if self.optimiser != "sgd":
+            found = dict.fromkeys(("momentum", "nesterov"), f"optimiser = '{self.optimiser}'")
+        if self.lr_schedule == "constant":
+            found["lr_end"] = "lr_schedule = 'constant'"
+        if self.lr_schedule not in ("step", "authors"):
+            found["lr_step"] = f"lr_schedule = '{self.lr_schedule}'"
+        return found
+
+    @property
+    def plain(self) -> bool:
+        """Whether a step is `w -= lr * gradient` and nothing else."""
+        return self.optimiser == "sgd" and not self.momentum and not self.weight_decay
+
+    def step(self, params: Tree, grads: Tree, moments: Moments, lr: float, count: int | Tensor) -> None:
+        """One step, in place on `params` and `moments`; `count` is the number of this step, from 1.
+
+        Under vmap `params` and `moments` must be batched clones, and `count` a tensor, one number per client.
+        """
+        if self.clip_norm:
+            grads = _clipped(grads, self.clip_norm)
+        if self.plain and isinstance(count, int):  # vmap has no rule for the operation that takes all at once
+            torch._foreach_add_([params[name] for name in grads], list(grads.values()), alpha=-lr)
+            return
+        for name, grad in grads.items():
+            weight = params[name]
+            if self.weight_decay and self.optimiser == "adamw":
+                weight.mul_(1 - lr * self.weight_decay)
+            elif self.weight_decay:
+                grad = grad + self.weight_decay * weight
+            if self.optimiser == "sgd":
+                self._sgd(weight, grad, moments, name, lr)
+            else:
+                self._adam(weight, grad, moments, name, lr, count)
+
+    def _sgd(self, weight: Tensor, grad: Tensor, moments: Moments, name: str, lr: float) -> None:
+        if self.momentum:
+            velocity = moments["momentum"][name]
+            velocity.mul_(self.momentum).add_(grad)
+            grad = grad + self.momentum * velocity if self.nesterov else velocity
+        weight.add_(grad, alpha=-lr)
+
+    def _adam(self, weight: Tensor, grad: Tensor, moments: Moments, name: str, lr: float, count: int | Tensor) -> None:
+        first, second = moments["first"][name], moments["second"][name]
+        first.mul_(self.beta1).add_(grad, alpha=1 - self.beta1)
+        second.mul_(self.beta2).add_(grad * grad, alpha=1 - self.beta2)
+        unbiased_first = first / _bias(self.beta1, count)
+        unbiased_second = second / _bias(self.beta2, count)
+        weight.add_(unbiased_first / (unbiased_second.sqrt() + self.eps), alpha=-lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptimiser:
+    """What the server does with the mean of the replies: the [server] section of a recipe.
+
+    The difference mean - params is taken as the (negative) gradient. Buffers take the mean itself.
+
+    Attributes:
+        optimiser: `none` (params := params + lr * difference), `avgm`, `adam`, `adagrad` or `yogi`.
+        lr: the server's learning rate; 1 for `none` is FedAvg.
+        momentum: of `avgm`.
+        beta1: decay of the first moment (Reddi et al. use 0.9).
+        beta2: decay of the second moment (Reddi et al. use 0.99).
+        tau: adaptivity, added to the root; also the root of the second moment's start (Reddi et al. use 1e-3).
+    """
+
+    optimiser: Literal["none", "avgm", "adam", "adagrad", "yogi"] = "none"
+    lr: Annotated[float, POSITIVE] = 1.0
+    momentum: Annotated[float, BELOW_ONE] = 0.9
+    beta1: Annotated[float, BELOW_ONE] = 0.9
+    beta2: Annotated[float, BELOW_ONE] = 0.99
+    tau: Annotated[float, POSITIVE] = 1e-3
+
+    def __post_init__(self) -> None:
+        """Refuse values that have no meaning."""
+        check_ranges("[server]", self)
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Options that have no effect beside the others, and which other it is."""
+        used = {
+            "none": (),
+            "avgm": ("momentum",),
+            "adam": ("beta1", "beta2", "tau"),
+            "adagrad": ("beta1", "tau"),
+            "yogi": ("beta1", "beta2", "tau"),
+        }[self.optimiser]
+        unused = (name for name in ("momentum", "beta1", "beta2", "tau") if name not in used)
+        return dict.fromkeys(unused, f"optimiser = '{self.optimiser}'")
+
+    def moments(self, params: Mapping[str, Tensor]) -> Moments:
+        """The state before the first round."""
+        if self.optimiser == "none":
+            return {}
+        if self.optimiser == "avgm":
+            return {"momentum": like(params)}
+        return {"first": like(params), "second": like(params, self.tau**2)}
+
+    def apply(self, old: Tree, mean: Tree, moments: Moments, trainable: Mapping[str, Tensor]) -> tuple[Tree, Moments]:
+        """Parameters and state after a round; names that `mean` lacks (blocks nobody trained) stay as they are."""
+        new = dict(old)
+        after = {kind: dict(tree) for kind, tree in moments.items()}
+        for name, value in mean.items():
+            if name not in trainable or (self.optimiser == "none" and self.lr == 1.0):
+                new[name] = value
+                continue
+            new[name] = old[name] + self.lr * self._direction(name, value - old[name], after)
+        return new, after
+
+    def _direction(self, name: str, change: Tensor, moments: Moments) -> Tensor:
+        if self.optimiser == "none":
+            return change
+        if self.optimiser == "avgm":
+            moments["momentum"][name] = self.momentum * moments["momentum"][name] + change
+            return moments["momentum"][name]
+        first = self.beta1 * moments["first"][name] + (1 - self.beta1) * change
+        second, square = moments["second"][name], change.square()
+        if self.optimiser == "adagrad":
+            second = second + square
+        elif self.optimiser == "adam":
+            second = self.beta2 * second + (1 - self.beta2) * square
+        else:
+            second = second - (1 - self.beta2) * square * torch.sign(second - square)
+        moments["first"][name], moments["second"][name] = first, second
+        return first / (second.sqrt() + self.tau)
+
+
+def _bias(beta: float, count: int | Tensor) -> float | Tensor:
+    """1 - beta ** count, in double precision: 1 - 0.999 loses four digits in single."""
+    if isinstance(count, int):
+        return 1 - beta**count
+    return (1 - beta ** count.to(torch.float64)).to(torch.float32)
+
+
+def _clipped(grads: Tree, limit: float) -> Tree:
+    norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # 1e-6: as torch.nn.utils.clip_grad_norm_
+    return {name: grad * scale for name, grad in grads.items()}

@@ -1,0 +1,198 @@
+"""One client alone: plain autograd with in-place optimiser steps on one live module."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyfed.core import keys
+from polyfed.core.batch import Batch
+from polyfed.data import Columns
+from polyfed.model import Model
+from polyfed.training.optimisers import Train
+from polyfed.core.tree import Tree, clone, like
+from polyfed.training.client_data import (
+    DROPOUT,
+    FOLD_BATCH,
+    ORDER,
+    Fit,
+    Job,
+    Step,
+    View,
+    split_loss,
+    steps_trained,
+    stream_key,
+    summed,
+    usable_rows,
+)
+
+
+@dataclass
+class AloneView(View):
+    """The rows `index` (n,) of a table, in the client's own order.
+
+    Attributes:
+        modalities: what the client owns; other columns do not exist for it.
+        test_index: its own test rows.
+    """
+
+    columns: Columns
+    index: Tensor
+    modalities: tuple[str, ...]
+    model: Model
+    key: int
+    round: int
+    rounds: int
+    test_index: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Count the rows."""
+        self.num_rows = torch.tensor(len(self.index), device=self.index.device)
+
+    def at(self, rows: Tensor) -> "AloneView":
+        """See `View.at`."""
+        return AloneView(self.columns, self.index[rows], self.modalities, self.model, self.key, self.round, self.rounds)
+
+    @property
+    def ids(self) -> Tensor:
+        """See `View.ids`."""
+        return self.columns.ids.to(self.index.device)[self.index]
+
+    @property
+    def test(self) -> "AloneView":
+        """The client's own test rows."""
+        index = self.index[:0] if self.test_index is None else self.test_index
+        return AloneView(self.columns, index, self.modalities, self.model, self.key, self.round, self.rounds)
+
+    def fit(self, job: Job) -> Fit:
+        """See `View.fit`."""
+        train, model, after, direction = job.train, job.model or self.model, job.after, job.direction
+        names = job.trained(model)
+        kept: Tree = dict(job.carry or {})
+        lr = train.lr_at(self.round, self.rounds)
+        values: list[Tensor] = []
+        count, epochs = (0, 0) if after is None else (int(after.num_steps), after.num_epochs)
+        with model.live(job.params) as w:
+            leaves = {name: w[name] for name in names}
+            moments = train.moments(leaves)
+            if after is not None:
+                moments = {kind: clone(tree) for kind, tree in after.moments.items()}
+            for batch in self._batches(train, model, job.stream, epochs, count) if job.on is None else [job.on]:
+                try:
+                    value, aux = split_loss(job.loss(w, batch))
+                except Exception as error:
+                    error.add_note(f"in step {count + 1} of local training, on {len(batch.rows)} rows")
+                    raise
+                grads: Any
+                if job.split:
+                    grads, value = _term_gradients(value, leaves), torch.stack(list(value.values())).sum()
+                else:
+                    grads = _collected(value, leaves) if job.only is None else _gradient(value, leaves)
+                count += 1
+                with torch.no_grad():
+                    if direction is not None:
+                        grads, kept = direction(grads, w, aux, kept)
+                    elif job.split:
+                        grads = summed(grads)
+                    train.step(w, grads, moments, lr, count)
+                values.append(value.detach())
+            return Fit(clone(w), self._mean(values, after), torch.tensor(count), kept, moments, epochs + train.epochs)
+
+    def _mean(self, values: list[Tensor], after: Fit | None) -> Tensor:
+        """The mean of the steps' losses, with those of an earlier leg."""
+        mean = torch.stack(values).mean() if values else torch.zeros((), device=self.index.device)
+        if after is None:
+            return mean
+        steps = int(after.num_steps)
+        return (after.loss * steps + mean * len(values)) / max(steps + len(values), 1)
+
+    def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
+        """See `View.fold`."""
+        with torch.no_grad():
+            for start in range(0, len(self.index), batch_size):
+                rows = torch.arange(start, min(start + batch_size, len(self.index)), device=self.index.device)
+                carry = step(carry, self._gather(rows))
+        return carry
+
+    def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
+        """See `View.batch`."""
+        n = len(self.index)
+        size = train.batch_size or n
+        end = usable_rows(n, train.batch_size, (model or self.model).has_batchnorm)
+        epoch, slot = divmod(int(number) - 1, -(-end // size))
+        order_key = stream_key(self.key, ORDER, stream)
+        order = keys.permutation(keys.fold_in(order_key, epoch), n, device=self.index.device)
+        dropout_key = stream_key(self.key, DROPOUT, stream)
+        rows = order[slot * size : min((slot + 1) * size, end)]
+        return self._gather(rows, keys.fold_in(dropout_key, int(number) - 1))
+
+    def _batches(self, train: Train, model: Model, stream: int, first_epoch: int, first_step: int) -> Iterator[Batch]:
+        n = len(self.index)
+        size = train.batch_size or n
+        end = usable_rows(n, train.batch_size, model.has_batchnorm)
+        limit = steps_trained(n, train, skip_single=model.has_batchnorm)
+        order_key = stream_key(self.key, ORDER, stream)
+        dropout_key = stream_key(self.key, DROPOUT, stream)
+        done = 0
+        for epoch in range(limit):  # an epoch has at least one step, so `limit` epochs suffice
+            if done >= limit:
+                return
+            order = keys.permutation(keys.fold_in(order_key, first_epoch + epoch), n, device=self.index.device)
+            # one call cuts a column into all steps of the epoch: cheaper than a slice a step (docs/performance.md)
+            table = self._gather(order[:end])
+            x = {m: torch.split(value, size) for m, value in table.x.items()}
+            present = {m: torch.split(value, size) for m, value in table.present.items()}
+            for slot, (y, rows) in enumerate(
+                zip(torch.split(table.y, size), torch.split(table.rows, size), strict=True)
+            ):
+                if done >= limit:
+                    return
+                yield Batch(
+                    x={m: parts[slot] for m, parts in x.items()},
+                    y=y,
+                    rows=rows,
+                    present={m: parts[slot] for m, parts in present.items()},
+                    key=keys.fold_in(dropout_key, first_step + done),
+                )
+                done += 1
+
+    def _gather(self, rows: Tensor, key: int | None = None) -> Batch:
+        """All of these rows as one batch."""
+        where = self.index.index_select(0, rows)  # twice as fast as index[rows] on rows this short
+        columns = self.columns
+        return Batch(
+            x={m: columns.modalities[m].take(where) for m in self.modalities},
+            y=columns.label.index_select(0, where),
+            rows=rows,
+            present={m: columns.present[m].index_select(0, where) for m in self.modalities if m in columns.present},
+            key=key,
+        )
+
+
+def _collected(value: Tensor, leaves: Tree) -> Tree:
+    """The gradient for all leaves of a graph, taken from where `backward` leaves it: `autograd.grad` looks at every
+    leaf in Python first, a thirtieth of a small step. It would also compute what is not asked for."""
+    if value.requires_grad:  # a loss may not depend on the parameters at all
+        value.backward()  # type: ignore[no-untyped-call]
+    grads: Tree = {}
+    for name, leaf in leaves.items():
+        found, leaf.grad = leaf.grad, None
+        grads[name] = torch.zeros_like(leaf) if found is None else found
+    return grads
+
+
+def _gradient(value: Tensor, leaves: Tree, retain: bool = False) -> Tree:
+    # zeros for what the loss does not touch are filled in here: `materialize_grads` costs a sixth of a small step
+    if not value.requires_grad:
+        return like(leaves)
+    found = torch.autograd.grad(value, tuple(leaves.values()), retain_graph=retain, allow_unused=True)
+    pairs = zip(leaves.items(), found, strict=True)
+    return {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in pairs}
+
+
+def _term_gradients(terms: Mapping[str, Tensor], leaves: Tree) -> dict[str, Tree]:
+    """The gradient of each term; the graph is kept until the last."""
+    *_, last = terms
+    return {name: _gradient(value, leaves, retain=name != last) for name, value in terms.items()}

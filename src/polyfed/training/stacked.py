@@ -1,0 +1,236 @@
+"""Many alike clients at once: the whole task runs under one `vmap`, and local training is `grad` inside it.
+
+Shape letters: `K` clients of the stack, `T` steps, `B` rows of a step, `N` rows of the longest client.
+
+Inside the task every client's tensor looks as if it were alone. What belongs to the whole stack (row numbers, step
+plans, keys) stays outside in tensors with a leading K and is picked with `lane`, the client's own number in the stack,
+which is the only thing `vmap` feeds in besides messages and local state. Clients of unequal length are padded: padded
+rows carry `ok = False`, and a client that has run out of steps keeps its old values.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, vjp
+from torch.utils import _pytree as pytree
+
+from polyfed.core import keys
+from polyfed.core.batch import Batch
+from polyfed.data import Columns
+from polyfed.model import Model
+from polyfed.training.optimisers import Train
+from polyfed.core.tree import Tree
+from polyfed.training import step_replay as replay
+from polyfed.training.client_data import DROPOUT, FOLD_BATCH, Fit, Job, Loss, Step, View, split_loss, stream_key, summed
+from polyfed.training.step_plan import Plan, Rows, make_plan
+
+StackStep = Callable[[Any, Batch, Tensor], tuple[Any, Tensor]]
+"""`step(state, batch, number of the step)` -> state and value of the loss; state is (params, moments, carry)."""
+
+
+@dataclass
+class StackedView(View):
+    """The view of a stack of clients from inside `vmap`.
+
+    Attributes:
+        chosen: positions among the client's own rows, (n,), when this is a selection (`at`) of as many of each client.
+        replays: whether training steps may be traced and replayed.
+    """
+
+    columns: Columns
+    stack: Rows
+    keys: tuple[int, ...]
+    lane: Tensor
+    modalities: tuple[str, ...]
+    model: Model
+    round: int
+    rounds: int
+    test_stack: Rows | None = None
+    chosen: Tensor | None = None
+    replays: bool = True
+
+    def __post_init__(self) -> None:
+        """Pick this client's number of rows and key."""
+        device = self.stack.index.device
+        counts = self.stack.counts if self.chosen is None else (len(self.chosen),) * len(self.keys)
+        self._sizes = Rows(self.stack.index, counts)
+        self.num_rows = torch.tensor(counts, device=device)[self.lane]
+        self.key = torch.tensor(self.keys, dtype=torch.int32, device=device)[self.lane]
+
+    def at(self, rows: Tensor) -> "StackedView":
+        """See `View.at`."""
+        return replace(self, test_stack=None, chosen=rows if self.chosen is None else self.chosen[rows])
+
+    @property
+    def ids(self) -> Tensor:
+        """See `View.ids`."""
+        rows = torch.arange(max(self._sizes.counts), device=self.lane.device)
+        return self.columns.ids.to(self.lane.device)[self._where(rows)]
+
+    @property
+    def test(self) -> "StackedView":
+        """The clients' own test rows."""
+        stack = self.test_stack or Rows(self.stack.index[:, :0], (0,) * len(self.keys))
+        return replace(self, stack=stack, test_stack=None, chosen=None)
+
+    def fit(self, job: Job) -> Fit:
+        """See `View.fit`."""
+        train, model, after = job.train, job.model or self.model, job.after
+        names = job.trained(model)
+        w = {name: self._own(value) for name, value in job.params.items()}
+        moments = train.moments({name: w[name] for name in names}) if after is None else _snapshot(after.moments)
+        state = (w, moments, dict(job.carry or {}))
+        earlier = torch.zeros((), device=self.lane.device) if after is None else after.loss * after.num_steps
+        step = _step_of(job, model, names, train.lr_at(self.round, self.rounds))
+        if job.on is None:
+            state, values, count = self._trained(job, model, step, state)
+        else:
+            count = torch.ones_like(self.num_rows) if after is None else after.num_steps + 1
+            state, value = step(state, job.on, count)
+            values = value.reshape(1)
+        w, moments, kept = state
+        mean = torch.cat([earlier.reshape(1), values]).sum() / count.clamp(min=1)
+        return Fit(w, mean, count, kept, moments, (after.num_epochs if after else 0) + train.epochs)
+
+    def _trained(self, job: Job, model: Model, step: StackStep, state: Any) -> tuple[Any, Tensor, Tensor]:
+        """The state after all steps of `job.train`, the value of each, (T,), and how many steps there were so far."""
+        after = job.after
+        plan = make_plan(
+            self.keys,
+            self._sizes,
+            job.train,
+            skip_single=model.has_batchnorm,
+            stream=job.stream,
+            first_epoch=after.num_epochs if after else 0,
+        )
+        count, number = plan.count[self.lane], plan.number[self.lane]
+        if after is not None:
+            count, number = count + after.num_steps, number + after.num_steps
+
+        def advance(kind: tuple[bool, bool], state: Any, own: Sequence[Tensor]) -> tuple[Any, Tensor]:
+            (full, live), (rows_B, where_B, ok_B, key, alive, nth) = kind, own
+            before = None if live else _snapshot(state)
+            state, value = step(state, self._batch(rows_B, where_B, None if full else ok_B, key), nth)
+            if before is None:
+                return state, value
+            return _where(alive, state, before), torch.where(alive, value, 0.0)
+
+        kinds = list(zip(plan.full, plan.live, strict=True))
+        code = (getattr(part, "__code__", type(part)) for part in (job.loss, job.direction))
+        source = (*code, len(self.keys), self.modalities) if self.replays else None
+        state, values = replay.run(advance, state, self._steps(plan, number, job.stream), kinds, source=source)
+        return state, values, count
+
+    def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
+        """See `View.batch`."""
+        skip = (model or self.model).has_batchnorm
+        plan = make_plan(self.keys, self._sizes, train, skip_single=skip, stream=stream)
+        hit = (plan.number[self.lane] == number) & plan.ok[self.lane].any(-1)
+        slot = hit.to(torch.int8).argmax().unsqueeze(0)
+        rows, ok = plan.rows[self.lane, slot].squeeze(0), plan.ok[self.lane, slot].squeeze(0)
+        dropout_key = stream_key(self.key, DROPOUT, stream)
+        return self._batch(rows, self._where(rows), ok, keys.fold_in(dropout_key, number - 1))
+
+    def _steps(self, plan: Plan, number: Tensor, stream: int) -> tuple[Tensor, ...]:
+        """Of all steps, (T, ...): rows, their place in the table, which are real, dropout key, alive, step's number."""
+        dropout_key = stream_key(self.key, DROPOUT, stream)
+        rows, ok = plan.rows[self.lane], plan.ok[self.lane]
+        # all steps at once: under vmap the smallest operation costs 10 us
+        key = keys.fold_in(dropout_key, number - 1)
+        assert isinstance(key, Tensor)
+        return rows, self._where(rows), ok, key, ok.any(-1), number
+
+    def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
+        """See `View.fold`."""
+        shortest, longest = min(self._sizes.counts), max(self._sizes.counts)
+        for start in range(0, longest, batch_size):
+            end = min(start + batch_size, longest)
+            rows = torch.arange(start, end, device=self.lane.device)
+            ok = None if end <= shortest else rows < self.num_rows
+            after = step(carry, self._batch(rows, self._where(rows), ok, None))
+            carry = after if start < shortest else _where_alike(start < self.num_rows, after, carry)
+        return carry
+
+    def _own(self, value: Tensor) -> Tensor:
+        """A copy with a client axis, whether or not the message was the same for all: in-place steps need one."""
+        return self.lane.new_empty(value.shape, dtype=value.dtype).copy_(value)
+
+    def _where(self, rows: Tensor) -> Tensor:
+        """Rows of the table behind the client's own rows."""
+        return self.stack.index[self.lane, rows if self.chosen is None else self.chosen[rows]]
+
+    def _batch(self, rows: Tensor, where: Tensor, ok: Tensor | None, key: int | Tensor | None) -> Batch:
+        columns = self.columns
+        return Batch(
+            x={m: columns.modalities[m].take(where) for m in self.modalities},
+            y=columns.label[where],
+            rows=rows,
+            ok=ok,
+            present={m: columns.present[m][where] for m in self.modalities if m in columns.present},
+            key=key,
+        )
+
+
+def _step_of(job: Job, model: Model, names: Sequence[str], lr: float) -> StackStep:
+    gradient, train, direction = _gradient_of(job.loss, model, job.split), job.train, job.direction
+
+    def step(state: Any, batch: Batch, number: Tensor) -> tuple[Any, Tensor]:
+        w, moments, kept = state
+        trained = {name: w[name] for name in names}
+        grads, (value, aux, buffers) = gradient(trained, {n: v for n, v in w.items() if n not in trained}, batch)
+        w.update(buffers)
+        if job.split:
+            value = torch.stack(list(value.values())).sum()
+        if direction is not None:
+            grads, kept = direction(grads, w, aux, kept)
+        elif job.split:
+            grads = summed(grads)
+        train.step(w, grads, moments, lr, number)
+        return (w, moments, kept), value
+
+    return step
+
+
+def _gradient_of(loss: Loss, model: Model, split: bool) -> Callable[..., Any]:
+    """`(trained, rest, batch)` -> gradient (one per term under `split`), and value, aux and buffers after the step."""
+
+    def scalar(trained: Tree, rest: Tree, batch: Batch) -> tuple[Any, tuple[Any, Any, Tree]]:
+        # buffers are written in place, and what is differentiated must not change its inputs
+        rest = {n: v.clone() if model.is_buffer(n) else v for n, v in rest.items()}
+        value, aux = split_loss(loss({**trained, **rest}, batch))
+        return value, (value, aux, {n: v for n, v in rest.items() if model.is_buffer(n)})
+
+    return _split_grad(scalar) if split else grad(scalar, has_aux=True)
+
+
+def _split_grad(terms: Callable[..., Any]) -> Callable[..., Any]:
+    """As `grad(terms, has_aux=True)`, for a function that gives a dict of scalars: a gradient tree for each."""
+
+    def gradient(trained: Tree, *rest: Any) -> tuple[dict[str, Tree], Any]:
+        values, pull, aux = vjp(lambda w: terms(w, *rest), trained, has_aux=True)  # type: ignore[misc]
+        grads = {}
+        for chosen in values:
+            weights = {name: torch.full_like(value, float(name == chosen)) for name, value in values.items()}
+            (grads[chosen],) = pull(weights)
+        return grads, aux
+
+    return gradient
+
+
+def _snapshot(nest: Any) -> Any:
+    return pytree.tree_map(lambda value: value.clone(), nest)
+
+
+def _where(alive: Tensor, new: Any, old: Any) -> Any:
+    return pytree.tree_map(lambda a, b: torch.where(alive, a, b), new, old)
+
+
+def _where_alike(alive: Tensor, new: Any, old: Any) -> Any:
+    """`old` for clients that have come to their end, where both are laid out alike; what grows row by row is not."""
+    (after, spec), (before, spec_before) = pytree.tree_flatten(new), pytree.tree_flatten(old)
+    if spec != spec_before or not all(isinstance(leaf, Tensor) for leaf in (*after, *before)):
+        return new
+    return _where(alive, new, old) if [a.shape for a in after] == [b.shape for b in before] else new

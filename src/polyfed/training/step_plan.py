@@ -1,0 +1,93 @@
+"""Which rows every client of a stack takes in every step of its local training.
+
+Shape letters: `K` clients of the stack, `T` steps, `B` rows of a step, `N` rows of the longest client.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyfed.core import keys
+from polyfed.training.optimisers import Train
+from polyfed.training.client_data import ORDER, stream_key, usable_rows
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Row numbers of a stack of clients in the table: `index` (K, N), padded with 0, and `counts`, one a client."""
+
+    index: Tensor
+    counts: tuple[int, ...]
+
+    @classmethod
+    def pad(cls, rows: Sequence[Tensor]) -> "Rows":
+        """Stack row numbers of unequal length."""
+        index = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+        return cls(index, tuple(len(r) for r in rows))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rows every step of every client takes.
+
+    Attributes:
+        rows: positions among the client's own rows, (K, T, B).
+        ok: real rows, (K, T, B).
+        number: the client's own number of this step, from 1, (K, T); meaningless where the client has run out.
+        count: steps of each client, (K,).
+        full: per step, whether all rows of all clients are real.
+        live: per step, whether all clients still train.
+    """
+
+    rows: Tensor
+    ok: Tensor
+    number: Tensor
+    count: Tensor
+    full: tuple[bool, ...]
+    live: tuple[bool, ...]
+
+
+def make_plan(
+    client_keys: Sequence[int],
+    stack: Rows,
+    train: Train,
+    *,
+    skip_single: bool,
+    stream: int,
+    first_epoch: int = 0,
+) -> Plan:
+    """The steps of a stack of clients: for each, what `AloneView` would do, padded to the longest."""
+    device = stack.index.device
+    n_K = torch.tensor(stack.counts, device=device)
+    ends = [usable_rows(n, train.batch_size, skip_single) for n in stack.counts]
+    end_K = torch.tensor(ends, device=device)
+    size = min(train.batch_size or max(stack.counts), max(stack.counts)) or 1
+    slots = -(-max(ends) // size)
+    epochs = train.epochs
+    if train.steps is not None:
+        shortest = min((-(-end // size) for end in ends if end), default=1)
+        epochs = -(-train.steps // shortest)
+    order_keys = [stream_key(key, ORDER, stream) for key in client_keys]
+    parts = [_epoch_order(order_keys, first_epoch + epoch, stack, slots * size) for epoch in range(epochs)]
+    shape = (len(client_keys), epochs * slots, size)
+    rows = torch.stack(parts, 1).view(shape) if parts else n_K.new_zeros(shape)
+    place = torch.arange(slots * size, device=device).view(1, slots, size).expand(len(client_keys), -1, -1)
+    ok = (place < end_K.view(-1, 1, 1)).repeat(1, epochs, 1)
+    step = ok.any(-1).cumsum(1) - 1
+    if train.steps is not None:
+        ok = ok & (step < train.steps).unsqueeze(-1)
+    used = ok.any(-1).any(0)  # trailing slots that no client uses
+    last = int(used.nonzero().max()) + 1 if bool(used.any()) else 0
+    rows, ok, step = rows[:, :last], ok[:, :last], step[:, :last]
+    full = tuple(ok.all(-1).all(0).tolist())
+    live = tuple(ok.any(-1).all(0).tolist())
+    return Plan(rows, ok, step.clamp(min=0) + 1, ok.any(-1).sum(1), full, live)
+
+
+def _epoch_order(order_keys: list[int], epoch: int, stack: Rows, width: int) -> Tensor:
+    """Each client's `keys.permutation` of its rows in this epoch, (K, width), padded with 0."""
+    folded = [keys.fold_in(key, epoch) for key in order_keys]
+    order = keys.permutations(folded, stack.counts, stack.index.device)
+    return torch.nn.functional.pad(order, (0, max(width - order.shape[1], 0)))[:, :width]
