@@ -22,12 +22,12 @@ import torch
 from numpy.typing import NDArray
 
 import polyfed
+from polyfed.cli.progress import Progress
+from polyfed.core.tree import Tree
 from polyfed.data.columns import TRAIN, VALIDATION, Columns
 from polyfed.data.sources.ucihar import UciHar
 from polyfed.federation.federation import Federation
-from polyfed.cli.progress import Progress
 from polyfed.selection import Selector
-from polyfed.core.tree import Tree
 
 SEED = 8
 RECIPE = Path(__file__).parents[1] / "recipes" / "fedavg-ucihar.toml"

@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import polyfed
-from polyfed.experiment.assembly import population_of
 from polyfed.deploy.handlers import Simulated
 from polyfed.deploy.server import engine_by
 from polyfed.engines.flower import DirectGrid, GridPost, client_app
+from polyfed.experiment.assembly import population_of
 from polyfed.experiment.events import Emitter
-from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.loop import conduct
+from polyfed.experiment.recipe import Recipe, load_recipe
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "federation-demo.toml"
 

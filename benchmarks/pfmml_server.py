@@ -20,10 +20,11 @@ import torch
 from polyfed.algorithms.blocks import Blocks, Installed
 from polyfed.algorithms.local import Done
 from polyfed.algorithms.pfmml.pfmml import Pfmml
-from polyfed.federation.federation import Answer, Ask, Federation, Part, Roster, Send
-from polyfed.privacy.ledger import Ledger
-from polyfed.federation.network import Clock, Network
 from polyfed.core.tree import block_of
+from polyfed.federation.client_registry import Roster
+from polyfed.federation.federation import Answer, Ask, Federation, Part, Send
+from polyfed.federation.network import Clock, Network
+from polyfed.privacy.ledger import Ledger
 
 MODALITIES = ("a", "b", "c")
 HOLDINGS = [[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 1], [0, 1, 0], [1, 1, 1], [0, 1, 1], [0, 0, 1]]

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import torch
 
-from polyfed.core import keys
 from polyfed.algorithms.fedavg import FedAvg
+from polyfed.core import keys
 from polyfed.data import Population
 from polyfed.data.columns import Column, Columns
 from polyfed.data.partitions.shards import Shards
 from polyfed.engines import Sequential, Vectorised
 from polyfed.federation.federation import Federation
-from polyfed.privacy.ledger import Ledger
 from polyfed.model import ModelSpec, build_model
 from polyfed.model.model import Model
-from polyfed.training.optimisers import Train
+from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.policy import Policy
 from polyfed.selection import Uniform
+from polyfed.training.optimisers import Train
 from settings import SETTINGS, Setting, arrays
 from worker import serve
 

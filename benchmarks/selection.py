@@ -15,11 +15,11 @@ from types import SimpleNamespace
 
 import torch
 
-from polyfed.core import keys
 from polyfed.algorithms.cmsfed.choice import Problem
 from polyfed.algorithms.cmsfed.memory import Ratios
+from polyfed.core import keys
+from polyfed.federation.client_registry import Roster
 from polyfed.selection.submodular import Similarity, sample_size
-from polyfed.federation.federation import Roster
 
 CHUNK = 250
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import catalogue
 from polyfed.data import SOURCES
-from polyfed.model import ENCODERS
 from polyfed.experiment.overrides import SECTIONS
-from polyfed.selection import SELECTORS
 from polyfed.experiment.tracking import TRACKERS
+from polyfed.model import ENCODERS
+from polyfed.selection import SELECTORS
 
 HEAD = """# Recipes
 

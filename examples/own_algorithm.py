@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 import polyfed
-from polyfed.algorithms.base import Averaging, Update
+from polyfed.algorithms.averaging import Averaging, Update
+from polyfed.core.tree import Tree, add, scaled, squared_distance, subtract
 from polyfed.data.sources import CgDigits
 from polyfed.model import ModelSpec
-from polyfed.training.optimisers import Train
 from polyfed.selection import Uniform
-from polyfed.core.tree import Tree, add, scaled, squared_distance, subtract
+from polyfed.training.optimisers import Train
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import polyfed
-from polyfed.algorithms.base import Averaging
+from polyfed.algorithms.averaging import Averaging
+from polyfed.core.messages import Message, carries, message
+from polyfed.core.tree import Tree, blocks, like, select, subtract, vector
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import CgDigits
-from polyfed.core.messages import Message, carries, message
 from polyfed.model import ModelSpec
 from polyfed.training.optimisers import Train
-from polyfed.core.tree import Tree, blocks, like, select, subtract, vector
 
 
 @message

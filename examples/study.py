@@ -15,8 +15,8 @@ from polyfed.data.columns import TEST
 from polyfed.data.sources import CgDigits
 from polyfed.evaluation.scores import Evaluation
 from polyfed.model import ModelSpec
-from polyfed.training.optimisers import Train
 from polyfed.selection import Uniform
+from polyfed.training.optimisers import Train
 
 SAME = {
     "train": Train(lr=0.05, batch_size=16, momentum=0.9, epochs=2),

@@ -11,13 +11,14 @@ from torch import Tensor
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.blocks import Blocks, Installed
 from polyfed.algorithms.local import Done
-from polyfed.core.request import Ask, Send
-from polyfed.federation.federation import Federation, Roster
-from polyfed.privacy.ledger import Ledger
 from polyfed.core.messages import Message
+from polyfed.core.request import Ask, Send
+from polyfed.core.tree import SHARED, block_of
+from polyfed.federation.client_registry import Roster
+from polyfed.federation.federation import Federation
 from polyfed.federation.network import Clock, Network
 from polyfed.federation.replies import Answer, Part
-from polyfed.core.tree import SHARED, block_of
+from polyfed.privacy.ledger import Ledger
 
 PARAMS = {"a.w": torch.zeros(2, 3), "b.w": torch.zeros(5), "shared.w": torch.zeros(4)}
 

@@ -10,8 +10,8 @@ import polyfed
 from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import main
 from polyfed.cli.catalogue import crossings, hyper_parameters, options
-from polyfed.data import SOURCES
 from polyfed.core.errors import PolyfedWarning
+from polyfed.data import SOURCES
 
 RECIPE = """seed = 1
 rounds = 2

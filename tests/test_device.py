@@ -13,17 +13,18 @@ from torch import Tensor
 from elsewhere import DEVICE, Elsewhere, elsewhere
 from laws.rows import PROTOTYPES
 from laws.test_laws import NAMES, world
-from polyfed.algorithms.base import Averaging
-from polyfed.experiment.assembly import Assembly, assemble
+from polyfed.algorithms.averaging import Averaging
 from polyfed.data import Columns
 from polyfed.data.sources import Toy
 from polyfed.evaluation.scores import Evaluation
-from polyfed.training.losses import cross_entropy
-from polyfed.federation.network import Network
-from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.experiment.assembly import Assembly, assemble
+from polyfed.experiment.loop import Run
 from polyfed.experiment.recipe import EngineSpec, Recipe
-from polyfed.experiment.loop import Run, run
+from polyfed.federation.network import Network
+from polyfed.run import run
 from polyfed.selection import DivFl, PowD
+from polyfed.training.losses import cross_entropy
+from polyfed.training.optimisers import ServerOptimiser, Train
 from world import AWKWARD, losing
 
 THREE = torch.tensor([1.0, 2.0, 3.0])

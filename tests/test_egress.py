@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyfed.privacy import policy as policies
-from polyfed.algorithms.base import Averaging, Update
+from polyfed.algorithms.averaging import Averaging, Update
+from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
+from polyfed.core.messages import Crossing, Message, carries, crossings, message
+from polyfed.core.tree import Tree
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import plan, refuse_forbidden
-from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
-from polyfed.privacy.ledger import Ledger
-from polyfed.core.messages import Crossing, Message, carries, crossings, message
+from polyfed.privacy import policy as policies
 from polyfed.privacy.gate import Node
+from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.policy import Policy
-from polyfed.core.tree import Tree
 from world import algorithm, played, recipe
 
 ENGINES = ["sequential", "vectorised"]

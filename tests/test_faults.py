@@ -11,20 +11,21 @@ import pytest
 import torch
 
 import polyfed
-from polyfed.algorithms.base import Averaging, Broadcast, Update
 from polyfed.algorithms import ALGORITHMS
-from polyfed.experiment.assembly import assemble
+from polyfed.algorithms.averaging import Averaging, Update
+from polyfed.algorithms.base import Broadcast
+from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning, RecipeError, TooFewReplies
+from polyfed.core.schema import ranges, simple_types
+from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Npz, Toy
-from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning, RecipeError, TooFewReplies
-from polyfed.model import ModelSpec
-from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.experiment.assembly import assemble
 from polyfed.experiment.recipe import parse_recipe
-from polyfed.federation.replies import Replies
-from polyfed.core.schema import ranges, simple_types
-from polyfed.selection import SELECTORS, Uniform
 from polyfed.experiment.settings import EngineSpec
-from polyfed.core.tree import Tree
+from polyfed.federation.replies import Replies
+from polyfed.model import ModelSpec
+from polyfed.selection import SELECTORS, Uniform
+from polyfed.training.optimisers import ServerOptimiser, Train
 from world import AWKWARD, PLAIN, algorithm, furthest, played, recipe
 
 ENGINES = ["sequential", "vectorised"]

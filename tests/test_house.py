@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import polyfed
-from polyfed.algorithms.base import Algorithm, Averaging
 from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.hfm import Vertical
 
 ROOT = Path(__file__).resolve().parents[1]

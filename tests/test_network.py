@@ -12,21 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracles.pfmml import rate_bps
-from polyfed.algorithms.base import Algorithm, Averaging, Broadcast, Update
-from polyfed.experiment.assembly import assemble
-from polyfed.data import ClientsSpec
+from polyfed.algorithms.averaging import Averaging, Update
+from polyfed.algorithms.base import Algorithm, Broadcast
 from polyfed.core.errors import RecipeError
-from polyfed.privacy.ledger import TO_CLIENT, Entry, Ledger
-from polyfed.training.losses import cross_entropy
 from polyfed.core.messages import Crossing
-from polyfed.federation.network import Clock, Network, Timetable
-from polyfed.training.optimisers import Train
-from polyfed.experiment.loop import run
-from polyfed.selection import Uniform
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
+from polyfed.data import ClientsSpec
+from polyfed.experiment.assembly import assemble
+from polyfed.federation.network import Clock, Network, Timetable
+from polyfed.privacy.ledger import TO_CLIENT, Entry, Ledger
+from polyfed.run import run
+from polyfed.selection import Uniform
 from polyfed.training import View
 from polyfed.training.client_data import rows_trained, steps_trained
+from polyfed.training.losses import cross_entropy
+from polyfed.training.optimisers import Train
 from world import algorithm, played, recipe, same
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 import polyfed
-from polyfed.algorithms.base import Averaging
+from polyfed.algorithms.averaging import Averaging
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
+from polyfed.core.registry import find
 from polyfed.data.columns import Columns
 from polyfed.data.sources import CgDigits
-from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.experiment.recipe import load_recipe
-from polyfed.core.registry import find
 
 MODULE = """
 from dataclasses import dataclass

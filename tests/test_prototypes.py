@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from polyfed.training import prototypes
 from polyfed.core.batch import Batch
+from polyfed.training import prototypes
 from polyfed.training.prototypes import Prototypes
 
 

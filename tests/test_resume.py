@@ -12,20 +12,21 @@ from typing import Any
 import pytest
 
 import polyfed
-from polyfed.experiment import checkpoint, records
+from polyfed.core import files as run_files
 from polyfed.core import keys
-from polyfed.experiment.assembly import assemble
-from polyfed.data.sources import Toy
 from polyfed.core.errors import CheckpointError, DataError, EgressError, PolyfedError, RecipeError
+from polyfed.data.sources import Toy
+from polyfed.experiment import checkpoint, records
+from polyfed.experiment.assembly import assemble
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.lock import LOCK
-from polyfed.training.optimisers import Train
-from polyfed.privacy.policy import Policy
+from polyfed.experiment.loop import _Loop
 from polyfed.experiment.recipe import CheckpointSpec, Recipe
 from polyfed.experiment.records import Records
-from polyfed.experiment.loop import _Loop
-from polyfed.selection import Uniform
 from polyfed.experiment.settings import EngineSpec
+from polyfed.privacy.policy import Policy
+from polyfed.selection import Uniform
+from polyfed.training.optimisers import Train
 from world import AWKWARD, algorithm, recipe
 
 
@@ -209,7 +210,7 @@ def test_lines_are_on_the_disk_before_a_checkpoint_that_counts_them(
     real = records.sync
     monkeypatch.setattr(records, "sync", lambda path: (synced.append((path.name, path.stat().st_size)), real(path)))
     polyfed.run(longer(rounds=2), tmp_path / "run")
-    for name in (records.ROUNDS, records.EGRESS):
+    for name in (run_files.ROUNDS, run_files.EGRESS):
         assert (name, (tmp_path / "run" / name).stat().st_size) in synced
 
 
@@ -372,13 +373,15 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
 def test_a_run_whose_checkpoint_is_gone_is_not_played_over(tmp_path: Path) -> None:
     polyfed.run(longer(rounds=3), tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint")
-    before = {name: (tmp_path / "run" / name).read_bytes() for name in (records.ROUNDS, records.EGRESS, records.RESULT)}
+    before = {
+        name: (tmp_path / "run" / name).read_bytes() for name in (run_files.ROUNDS, run_files.EGRESS, run_files.RESULT)
+    }
     with pytest.raises(CheckpointError, match=r"holds 3 rounds that were kept, and no checkpoint"):
         polyfed.run(longer(rounds=3), tmp_path / "run", resume=True)
     assert all((tmp_path / "run" / name).read_bytes() == text for name, text in before.items())
 
 
-@pytest.mark.parametrize("name", [records.ROUNDS, records.EGRESS])
+@pytest.mark.parametrize("name", [run_files.ROUNDS, run_files.EGRESS])
 def test_a_log_that_is_gone_is_not_filled_with_nothing(name: str, tmp_path: Path) -> None:
     polyfed.run(longer(rounds=3), tmp_path / "run")
     (tmp_path / "run" / name).unlink()
@@ -389,12 +392,12 @@ def test_a_log_that_is_gone_is_not_filled_with_nothing(name: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        (records.RECIPE, "rounds = ["),
-        (records.RECIPE, b"\xff\xfe"),
-        (records.FACTS, ""),
-        (records.FACTS, "{}"),
-        (records.FACTS, "[]"),
-        (records.ROUNDS, "{" * 100_000),
+        (run_files.RECIPE, "rounds = ["),
+        (run_files.RECIPE, b"\xff\xfe"),
+        (run_files.FACTS, ""),
+        (run_files.FACTS, "{}"),
+        (run_files.FACTS, "[]"),
+        (run_files.ROUNDS, "{" * 100_000),
     ],
 )
 def test_a_damaged_file_of_a_run_is_named(name: str, text: str | bytes, tmp_path: Path) -> None:
@@ -408,16 +411,16 @@ def test_a_damaged_file_of_a_run_is_named(name: str, text: str | bytes, tmp_path
 def test_the_result_of_fewer_rounds_does_not_pass_for_that_of_more(tmp_path: Path) -> None:
     polyfed.run(longer(rounds=2), tmp_path / "run")
     stopped(tmp_path / "run", 3, longer(rounds=4), resume=True)
-    assert not (tmp_path / "run" / records.RESULT).exists()
+    assert not (tmp_path / "run" / run_files.RESULT).exists()
     assert len(polyfed.run(longer(rounds=4), tmp_path / "run", resume=True).rounds) == 4
 
 
 def test_somebody_elses_run_json_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / records.FACTS).write_text('{"mine": 1}')
+    (tmp_path / "run" / run_files.FACTS).write_text('{"mine": 1}')
     with pytest.raises(RecipeError, match=r"is not empty and holds no run"):
         polyfed.run(longer(rounds=1), tmp_path / "run")
-    assert (tmp_path / "run" / records.FACTS).read_text() == '{"mine": 1}'
+    assert (tmp_path / "run" / run_files.FACTS).read_text() == '{"mine": 1}'
 
 
 def test_who_is_refused_a_folder_does_not_take_it_from_its_holder(tmp_path: Path) -> None:
@@ -454,7 +457,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 def test_a_first_line_that_was_cut_short_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
     made = replace(longer(rounds=3), checkpoint=CheckpointSpec(every=0))
     stopped(tmp_path / "run", 1, made)
-    (tmp_path / "run" / records.ROUNDS).write_text('{"round": 1, "coh')
+    (tmp_path / "run" / run_files.ROUNDS).write_text('{"round": 1, "coh')
     polyfed.run(made, tmp_path / "run", resume=True)
     polyfed.run(made, tmp_path / "one")
     assert files(tmp_path / "run") == files(tmp_path / "one")
@@ -462,7 +465,7 @@ def test_a_first_line_that_was_cut_short_does_not_keep_a_run_from_going_on(tmp_p
 
 def test_a_line_that_is_no_round_is_damage(tmp_path: Path) -> None:
     stopped(tmp_path / "run", 1, replace(longer(rounds=3), checkpoint=CheckpointSpec(every=0)))
-    (tmp_path / "run" / records.ROUNDS).write_text("[1]\n")
+    (tmp_path / "run" / run_files.ROUNDS).write_text("[1]\n")
     with pytest.raises(CheckpointError, match="is no round"):
         polyfed.run(longer(rounds=3), tmp_path / "run", resume=True)
 
@@ -486,7 +489,7 @@ def test_a_checkpoint_that_says_another_round_is_refused(tmp_path: Path) -> None
         polyfed.run(longer(rounds=3), tmp_path / "run", resume=True)
 
 
-@pytest.mark.parametrize("name", [records.ROUNDS, records.EGRESS])
+@pytest.mark.parametrize("name", [run_files.ROUNDS, run_files.EGRESS])
 @pytest.mark.parametrize("change", [lambda text: text[50:], lambda text: text[: text.index(b"\n") + 1] + text])
 def test_a_resume_that_fails_changes_nothing(name: str, change: Any, tmp_path: Path) -> None:
     stopped(tmp_path / "run", 2, longer(rounds=4))
@@ -498,15 +501,15 @@ def test_a_resume_that_fails_changes_nothing(name: str, change: Any, tmp_path: P
     except CheckpointError:
         assert everything(tmp_path / "run") == before
     else:
-        assert name == records.EGRESS, "a ledger's lines are not read again"
+        assert name == run_files.EGRESS, "a ledger's lines are not read again"
 
 
 def test_the_start_of_a_run_is_that_of_its_first_life(tmp_path: Path) -> None:
     stopped(tmp_path / "run", 1, longer(rounds=2))
-    facts = json.loads((tmp_path / "run" / records.FACTS).read_text())
-    (tmp_path / "run" / records.FACTS).write_text(json.dumps(facts | {"started": "2020-01-01T00:00:00+00:00"}))
+    facts = json.loads((tmp_path / "run" / run_files.FACTS).read_text())
+    (tmp_path / "run" / run_files.FACTS).write_text(json.dumps(facts | {"started": "2020-01-01T00:00:00+00:00"}))
     polyfed.run(longer(rounds=2), tmp_path / "run", resume=True)
-    assert json.loads((tmp_path / "run" / records.FACTS).read_text())["started"].startswith("2020")
+    assert json.loads((tmp_path / "run" / run_files.FACTS).read_text())["started"].startswith("2020")
 
 
 def test_checkpoints_may_be_switched_on_after_rounds_without(tmp_path: Path) -> None:

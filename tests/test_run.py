@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import polyfed
-from polyfed.algorithms.base import Averaging, Update
-from polyfed.experiment.check import check
-from polyfed.data.columns import TEST
+from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.core.errors import RecipeError
+from polyfed.data.columns import TEST
 from polyfed.evaluation.scores import Evaluation
-from polyfed.training.optimisers import Train
-from polyfed.selection import Uniform
+from polyfed.experiment.check import check
 from polyfed.experiment.settings import EngineSpec
+from polyfed.selection import Uniform
+from polyfed.training.optimisers import Train
 from world import algorithm, recipe
 
 

@@ -11,14 +11,14 @@ import torch
 from oracles import averaging as oracle
 from oracles.baselines import mean_loss
 from polyfed.core import keys
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.data import ClientsSpec
 from polyfed.core.errors import RecipeError
-from polyfed.selection.submodular import Similarity
-from polyfed.training.optimisers import Train
+from polyfed.core.tree import size_bytes
+from polyfed.data import ClientsSpec
+from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.recipe import parse_recipe
 from polyfed.selection import SELECTORS, DivFl, PowD, Selector, Uniform
-from polyfed.core.tree import size_bytes
+from polyfed.selection.submodular import Similarity
+from polyfed.training.optimisers import Train
 from world import algorithm, furthest, played, recipe, same
 
 CLIENTS = ClientsSpec(partition="dirichlet", num=8, alpha=0.7)

@@ -9,12 +9,12 @@ import pytest
 from laws.rows import ROWS
 from laws.test_laws import world
 from polyfed.algorithms import ALGORITHMS
+from polyfed.core.errors import PolyfedWarning
+from polyfed.data import ClientsSpec
+from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import check, warn_unmeasured
-from polyfed.data import ClientsSpec
-from polyfed.core.errors import PolyfedWarning
-from polyfed.evaluation.scores import Evaluation
-from polyfed.experiment.loop import run
+from polyfed.run import run
 from world import algorithm, played, recipe
 
 OWN = ClientsSpec(partition="iid", num=6, personal_test=0.2)

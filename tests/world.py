@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.base import Algorithm
 from polyfed.core.request import Ask, Send
-from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.evaluation.scores import Evaluation
-from polyfed.model import ModelSpec
-from polyfed.training.optimisers import Train
+from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.recipe import EngineSpec, Recipe
 from polyfed.federation.replies import Answer
+from polyfed.model import ModelSpec
 from polyfed.selection import Uniform
+from polyfed.training.optimisers import Train
 
 PLAIN = {"a": {"kind": "mlp", "hidden": [12]}, "b": {"kind": "mlp", "hidden": [10]}}
 

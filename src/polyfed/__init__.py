@@ -3,9 +3,9 @@
 from importlib.metadata import version
 
 from polyfed.experiment.check import Check, check
-from polyfed.experiment.run_result import Run
 from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
-from polyfed.experiment.loop import run
+from polyfed.experiment.run_result import Run
+from polyfed.run import run
 
 __version__ = version("polyfed")
 

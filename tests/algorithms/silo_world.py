@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from oracles.hfm import Silo
-from polyfed.core import keys
 from polyfed.algorithms.base import Algorithm
+from polyfed.core import keys
 from polyfed.core.request import Ask, Send
-from polyfed.experiment.assembly import ENGINES
+from polyfed.core.tree import Tree
 from polyfed.data import Columns, Population
 from polyfed.data.partitions.shards import Shards
 from polyfed.data.sources import Toy
-from polyfed.federation.federation import TEST, Federation
-from polyfed.privacy.ledger import Ledger
-from polyfed.model import Model, ModelSpec, build_model
-from polyfed.privacy.policy import Policy
+from polyfed.experiment.assembly import ENGINES
+from polyfed.federation.client_registry import TEST
+from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Answer
-from polyfed.core.tree import Tree
+from polyfed.model import Model, ModelSpec, build_model
+from polyfed.privacy.ledger import Ledger
+from polyfed.privacy.policy import Policy
 
 OPEN = Policy.parse(
     {

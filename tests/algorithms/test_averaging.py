@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from oracles import averaging as oracle
-from polyfed.core import keys
 from polyfed.algorithms.moon import contrast
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.data import ClientsSpec
+from polyfed.core import keys
 from polyfed.core.errors import RecipeError
-from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.data import ClientsSpec
+from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.selection import Uniform
 from polyfed.training.client_data import ORDER
+from polyfed.training.optimisers import ServerOptimiser, Train
 from world import AWKWARD, algorithm, furthest, played, recipe, same
 
 ALL = Uniform(participation=1.0)

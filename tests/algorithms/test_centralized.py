@@ -8,17 +8,17 @@ import torch
 from torch import nn
 
 from oracles import centralized as oracle
-from polyfed.core import keys
-from polyfed.experiment import loop as run
 from polyfed.algorithms.centralized import Centralized
-from polyfed.experiment.assembly import assemble
+from polyfed.core import keys
+from polyfed.core.errors import EgressError, RecipeError
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.core.errors import EgressError, RecipeError
+from polyfed.experiment import loop as run
+from polyfed.experiment.assembly import assemble
 from polyfed.model import ModelSpec
-from polyfed.training.optimisers import Train
 from polyfed.selection import Uniform
 from polyfed.training.client_data import ORDER
+from polyfed.training.optimisers import Train
 from world import PLAIN, algorithm, furthest, played, recipe
 
 OPEN = {"a": {"server": ["raw"]}, "b": {"server": ["raw"]}, "labels": {"server": ["labels"]}}

@@ -10,27 +10,27 @@ import pytest
 import torch
 
 from oracles import cmsfed as oracle
-from polyfed.core import keys
 from polyfed.algorithms.base import Broadcast
-from polyfed.algorithms.cmsfed.cmsfed import Assignment, CmsFed, CmsfedState
 from polyfed.algorithms.cmsfed.choice import Choice, Problem, choose
+from polyfed.algorithms.cmsfed.cmsfed import Assignment, CmsFed, CmsfedState
 from polyfed.algorithms.cmsfed.local_training import Lesson
 from polyfed.algorithms.cmsfed.memory import Ratios
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import refuse_forbidden
+from polyfed.core import keys
+from polyfed.core.errors import Diverged, EgressError, RecipeError, TooFewReplies
+from polyfed.core.tree import Tree, size_bytes, vector
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.core.errors import Diverged, EgressError, RecipeError, TooFewReplies
+from polyfed.experiment.assembly import assemble
+from polyfed.experiment.check import refuse_forbidden
 from polyfed.experiment.events import Emitter
-from polyfed.selection.submodular import Similarity, sample_size, stochastic_greedy
-from polyfed.federation.federation import Roster
+from polyfed.experiment.recipe import parse_recipe
+from polyfed.federation.client_registry import Roster
 from polyfed.model import ModelSpec
+from polyfed.selection import DivFl, Uniform
+from polyfed.selection.submodular import Similarity, sample_size, stochastic_greedy
+from polyfed.training.client_data import ORDER
 from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import Prototypes
-from polyfed.experiment.recipe import parse_recipe
-from polyfed.selection import DivFl, Uniform
-from polyfed.core.tree import Tree, size_bytes, vector
-from polyfed.training.client_data import ORDER
 from world import algorithm, furthest, losing, played, recipe, same
 
 OPEN = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in ("a", "b", "c")}

@@ -10,9 +10,9 @@ import torch
 from laws.rows import ROWS
 from oracles import creamfl as oracle
 from polyfed.algorithms.creamfl import CreamFL, ensemble, under, weights
-from polyfed.experiment.check import check
-from polyfed.data import ClientsSpec
 from polyfed.core.errors import RecipeError
+from polyfed.data import ClientsSpec
+from polyfed.experiment.check import check
 from world import algorithm, furthest, played, recipe
 
 ENGINES = ["sequential", "vectorised"]

@@ -11,9 +11,9 @@ from oracles import personal as oracle
 from polyfed.algorithms.blocks import layouts
 from polyfed.algorithms.fedamp import CLOUD
 from polyfed.core.errors import RecipeError
-from polyfed.training.optimisers import Train
-from polyfed.selection import Uniform
 from polyfed.core.tree import block_of
+from polyfed.selection import Uniform
+from polyfed.training.optimisers import Train
 from scripted import PARAMS, scripted
 from world import AWKWARD, algorithm, furthest, played, recipe, same
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from oracles import personal as oracle
 from polyfed.algorithms.fedfomo import PREVIOUS, Candidates, candidate_weights, every_nth, split
-from polyfed.experiment.assembly import Assembly
 from polyfed.core.batch import Batch
-from polyfed.data import ClientsSpec
 from polyfed.core.errors import RecipeError
-from polyfed.federation.network import Network
-from polyfed.experiment.loop import run
 from polyfed.core.tree import Tree, block_of
+from polyfed.data import ClientsSpec
+from polyfed.experiment.assembly import Assembly
+from polyfed.federation.network import Network
+from polyfed.run import run
 from world import algorithm, played, recipe, same
 
 ENGINES = ["sequential", "vectorised"]

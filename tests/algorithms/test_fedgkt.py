@@ -10,17 +10,17 @@ from torch import nn
 
 from laws.rows import GKT
 from oracles import distillation as oracle
-from polyfed.core import keys
-from polyfed.experiment import loop as run
 from polyfed.algorithms.fedgkt import FedGKT, Lesson
-from polyfed.experiment.assembly import assemble
+from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.data import ClientsSpec
 from polyfed.core.errors import EgressError, RecipeError
-from polyfed.training.losses import distillation
-from polyfed.training.optimisers import Train
+from polyfed.data import ClientsSpec
+from polyfed.experiment import loop as run
+from polyfed.experiment.assembly import assemble
 from polyfed.selection import Uniform
 from polyfed.training.client_data import ORDER
+from polyfed.training.losses import distillation
+from polyfed.training.optimisers import Train
 from world import algorithm, furthest, played, recipe, same
 
 ENGINES = ["sequential", "vectorised"]

@@ -10,18 +10,18 @@ import polyfed
 from algorithms.silo_world import OPEN, Silos, silo_model
 from oracles.hfm import Settings, centralised, encode, hfm, top, vfl
 from polyfed.algorithms import ALGORITHMS
-from polyfed.data import ClientsSpec
-from polyfed.core.errors import DataError, EgressError, PolyfedWarning, RecipeError, TooFewReplies
-from polyfed.evaluation.scores import Evaluation
-from polyfed.model import Model, ModelSpec
-from polyfed.federation.network import Network
-from polyfed.privacy.gate import Node
-from polyfed.training.optimisers import Train
-from polyfed.privacy.policy import Policy
-from polyfed.federation.replies import Answer
 from polyfed.algorithms.hfm import check_aligned
+from polyfed.core.errors import DataError, EgressError, PolyfedWarning, RecipeError, TooFewReplies
+from polyfed.data import ClientsSpec
+from polyfed.evaluation.scores import Evaluation
+from polyfed.federation.network import Network
+from polyfed.federation.replies import Answer
+from polyfed.model import Model, ModelSpec
+from polyfed.privacy.gate import Node
+from polyfed.privacy.policy import Policy
 from polyfed.training import AloneView
 from polyfed.training.client_data import Job
+from polyfed.training.optimisers import Train
 from world import furthest, played, recipe, same
 
 ENGINES = ("sequential", "vectorised")

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from polyfed.algorithms.local import over_clients
-from polyfed.experiment.assembly import Assembly
 from polyfed.core.batch import Batch
-from polyfed.experiment.check import check
-from polyfed.data import ClientsSpec
 from polyfed.core.errors import PolyfedWarning, RecipeError
+from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
+from polyfed.experiment.assembly import Assembly
+from polyfed.experiment.check import check
 from polyfed.model import ModelSpec
-from polyfed.experiment.loop import run
+from polyfed.run import run
 from polyfed.selection import DivFl, PowD
 from world import PLAIN, algorithm, played, recipe
 

@@ -12,19 +12,19 @@ from polyfed.algorithms.fedmsplit import FedMSplit
 from polyfed.algorithms.fedogm import FedOgm, coefficient, sureness
 from polyfed.algorithms.fedpmr import balance
 from polyfed.algorithms.fedproto import nearest, squared_pull
-from polyfed.experiment.assembly import assemble
 from polyfed.core.batch import Batch
+from polyfed.core.errors import EgressError, RecipeError
+from polyfed.core.tree import select
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.core.errors import EgressError, RecipeError
+from polyfed.experiment.assembly import assemble
 from polyfed.experiment.events import Emitter
+from polyfed.experiment.recipe import parse_recipe
+from polyfed.experiment.settings import EngineSpec
 from polyfed.model import ModelSpec
+from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import Prototypes
-from polyfed.experiment.recipe import parse_recipe
-from polyfed.selection import Uniform
-from polyfed.experiment.settings import EngineSpec
-from polyfed.core.tree import select
 from world import algorithm, furthest, played, recipe, same
 
 ENGINES = ["sequential", "vectorised"]

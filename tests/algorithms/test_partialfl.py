@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from oracles import partialfl as oracle
-from polyfed.core import keys
 from polyfed.algorithms.partialfl.partialfl import PartialFL
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.check import check
+from polyfed.core import keys
+from polyfed.core.errors import RecipeError
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.core.errors import RecipeError
-from polyfed.training.losses import contrastive
+from polyfed.experiment.assembly import Assembly, assemble
+from polyfed.experiment.check import check
 from polyfed.model import ModelSpec
-from polyfed.training.optimisers import Train
 from polyfed.selection import Uniform
 from polyfed.training.client_data import ORDER
+from polyfed.training.losses import contrastive
+from polyfed.training.optimisers import Train
 from world import PLAIN, algorithm, furthest, played, recipe, same
 
 ENGINES = ["sequential", "vectorised"]

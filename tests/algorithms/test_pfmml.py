@@ -13,16 +13,16 @@ import torch
 from oracles import pfmml as oracle
 from polyfed.algorithms.blocks import Layout, layouts
 from polyfed.algorithms.pfmml.coefficients import Step, aggregate, learned, own_coefficients, scheduled
+from polyfed.core.errors import RecipeError
+from polyfed.core.tree import block_of
 from polyfed.data import ClientsSpec, populate
 from polyfed.data.sources import Toy
-from polyfed.core.errors import RecipeError
-from polyfed.model import build_model
-from polyfed.federation.network import Network
-from polyfed.training.optimisers import Train
 from polyfed.experiment.recipe import load_recipe
+from polyfed.federation.network import Network
 from polyfed.federation.replies import Answer
+from polyfed.model import build_model
 from polyfed.selection import Uniform
-from polyfed.core.tree import block_of
+from polyfed.training.optimisers import Train
 from scripted import PARAMS, scripted
 from world import AWKWARD, algorithm, furthest, played, recipe, same
 

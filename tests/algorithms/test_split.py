@@ -8,18 +8,18 @@ import torch
 from torch import nn
 
 from oracles import split as oracle
-from polyfed.core import keys
-from polyfed.experiment import loop as run
 from polyfed.algorithms.split.cut import Cut
+from polyfed.core import keys
+from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
+from polyfed.data import ClientsSpec
+from polyfed.experiment import loop as run
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import check
-from polyfed.data import ClientsSpec
-from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
 from polyfed.federation.federation import Federation
 from polyfed.model import ModelSpec
-from polyfed.training.optimisers import Train
 from polyfed.selection import PowD, Uniform
 from polyfed.training.client_data import ORDER
+from polyfed.training.optimisers import Train
 from world import AWKWARD, PLAIN, algorithm, furthest, losing, played, recipe, same
 
 ENGINES = ["sequential", "vectorised"]

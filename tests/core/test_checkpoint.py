@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyfed.experiment import checkpoint
-from polyfed.algorithms.base import State
+from polyfed.algorithms.averaging import State
 from polyfed.core.errors import CheckpointError
+from polyfed.experiment import checkpoint
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ import torch
 
 from polyfed.core import keys
 from polyfed.core.errors import BadReply
-from polyfed.federation.reply_validation import Forms
 from polyfed.core.messages import Message, carries, message
-from polyfed.model import ModelSpec, build_model
 from polyfed.core.tree import Tree
+from polyfed.federation.reply_validation import Forms
+from polyfed.model import ModelSpec, build_model
 from world import PLAIN
 
 MODEL = build_model(ModelSpec(embedding=4, encoders=PLAIN), {"a": (16,), "b": (24,)}, 3)

@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from polyfed.algorithms.base import Averaging, Update
-from polyfed.data import ClientsSpec
+from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
 from polyfed.core.messages import Message, carries, message
-from polyfed.training.optimisers import Train
-from polyfed.selection import Uniform
 from polyfed.core.tree import Tree
+from polyfed.data import ClientsSpec
+from polyfed.selection import Uniform
+from polyfed.training.optimisers import Train
 from world import furthest, played, recipe
 
 TRAIN = Train(lr=0.1, batch_size=16)

@@ -3,8 +3,8 @@ import pytest
 import torch
 from sklearn import metrics as sk
 
-from polyfed.evaluation import metrics
 from polyfed.data.sources import Toy
+from polyfed.evaluation import metrics
 from polyfed.evaluation.scores import own_score
 from polyfed.model import ModelSpec, build_model
 from polyfed.training import AloneView

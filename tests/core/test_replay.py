@@ -14,15 +14,16 @@ from torch.func import vmap
 
 from laws.rows import ROWS
 from laws.test_laws import world
-from polyfed.experiment import checkpoint
 from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.data.sources import Toy
-from polyfed.model import ModelSpec, build_model
-from polyfed.training.optimisers import Train
-from polyfed.experiment.recipe import EngineSpec
 from polyfed.core.tree import Tree
-from polyfed.training import Fit, StackedView, step_replay as replay
+from polyfed.data.sources import Toy
+from polyfed.experiment import checkpoint
+from polyfed.experiment.recipe import EngineSpec
+from polyfed.model import ModelSpec, build_model
+from polyfed.training import Fit, StackedView
+from polyfed.training import step_replay as replay
+from polyfed.training.optimisers import Train
 from polyfed.training.step_plan import Rows
 from polyfed.training.step_trace import Ref, Tracer
 from world import AWKWARD, PLAIN, played

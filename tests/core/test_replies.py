@@ -3,7 +3,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from polyfed.algorithms.base import Update
+from polyfed.algorithms.averaging import Update
 from polyfed.core.messages import Message
 from polyfed.federation.replies import MOST, SMALL, Part, Replies, joined, stacked
 

@@ -8,10 +8,10 @@ from torch.func import vmap
 
 from polyfed.core import keys
 from polyfed.data.sources import Toy
-from polyfed.training.losses import cross_entropy
 from polyfed.model import ModelSpec, build_model
-from polyfed.training.optimisers import Train
 from polyfed.training import AloneView, StackedView
+from polyfed.training.losses import cross_entropy
+from polyfed.training.optimisers import Train
 from polyfed.training.step_plan import Rows
 
 COLUMNS = Toy(rows=60, classes=3, shapes={"a": (4,)}).load()

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from laws.rows import ROWS
-from polyfed.algorithms.base import Averaging
 from polyfed.algorithms import ALGORITHMS
-from polyfed.experiment.assembly import Assembly
+from polyfed.algorithms.averaging import Averaging
 from polyfed.core.batch import Batch
-from polyfed.experiment.check import check
+from polyfed.core.errors import EgressError, RecipeError
 from polyfed.data import ClientsSpec, Column, Columns
 from polyfed.data.sources import Toy
-from polyfed.core.errors import EgressError, RecipeError
 from polyfed.evaluation.scores import Evaluation
+from polyfed.experiment.assembly import Assembly
+from polyfed.experiment.check import check
 from polyfed.experiment.recipe import Recipe, parse_recipe
-from polyfed.experiment.loop import run
+from polyfed.run import run
 from world import AWKWARD, algorithm, played, recipe
 
 AVERAGING = sorted(name for name, cls in ALGORITHMS.items() if issubclass(cls, Averaging))

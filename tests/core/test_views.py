@@ -12,8 +12,8 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.data.sources import Toy
 from polyfed.model import ModelSpec, build_model
-from polyfed.training.optimisers import Train
 from polyfed.training import AloneView, StackedView
+from polyfed.training.optimisers import Train
 from polyfed.training.step_plan import Rows, make_plan
 from world import PLAIN
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from polyfed.core.errors import DataError
 from polyfed.data import Column
 from polyfed.data.columns import check_finite, standardised
-from polyfed.core.errors import DataError
 
 
 def test_take_is_the_affine_map_of_the_stored_values_in_float32():

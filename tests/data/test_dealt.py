@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from polyfed.experiment.assembly import assemble, facts_of
 from polyfed.data import ClientsSpec, Shards
+from polyfed.experiment.assembly import assemble, facts_of
 from world import algorithm, recipe
 
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.data.files import Arrays, read_idx
 from polyfed.data.sources import SOURCES
-from polyfed.core.errors import DataError, RecipeError
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import tiny_models
 import torch
 from PIL import Image as PillowImage
 
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.data.media import (
     Clip,
     Ecg,
@@ -25,7 +26,6 @@ from polyfed.data.media import (
 )
 from polyfed.data.media import clip as clip_module
 from polyfed.data.media.audio import read_wave, tiled
-from polyfed.core.errors import DataError, RecipeError
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.data import ClientsSpec, Shards
 from polyfed.data.partitions.partition import PARTITIONS, natural_clients
-from polyfed.core.errors import DataError, RecipeError
 
 ALL = [
     ("iid", {"num": 7}),

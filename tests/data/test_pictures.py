@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.data import SOURCES, Column, stacked
 from polyfed.data.sources.mnist_m import blended
-from polyfed.core.errors import DataError, RecipeError
 
 # cifar100 ----------------------------------------------------------------------------------------------------------
 

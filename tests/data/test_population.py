@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from polyfed.data import SOURCES, ClientsSpec, populate
 from polyfed.core.errors import DataError, RecipeError
+from polyfed.data import SOURCES, ClientsSpec, populate
 
 
 def spec(**options):

@@ -10,10 +10,10 @@ import published
 import pytest
 import torch
 
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.data import SOURCES
 from polyfed.data.features.prepare import prepare
 from polyfed.data.features.prepared import Prepared
-from polyfed.core.errors import DataError, RecipeError
 
 OPTIONS = {"modalities": ("audio",), "split": "actors"}
 

@@ -10,10 +10,10 @@ import torch
 
 import polyfed
 from polyfed.algorithms import FedAvg
-from polyfed.data import SOURCES, ClientsSpec
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.model import Mlp, ModelSpec
+from polyfed.data import SOURCES, ClientsSpec
 from polyfed.experiment.recipe import EngineSpec, Recipe
+from polyfed.model import Mlp, ModelSpec
 
 CASES = {
     # name: builder, options, shapes, rows (train, test, validation), classes, natural clients

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.data import SOURCES, Facts
 from polyfed.data.sources.av_mnist import log_mel, pairs, read_fsdd
-from polyfed.core.errors import DataError, RecipeError
 
 
 @pytest.mark.parametrize("name", SOURCES)

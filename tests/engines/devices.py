@@ -12,8 +12,8 @@ from polyfed.deploy.handlers import Deployed
 from polyfed.deploy.local_federation import _held
 from polyfed.deploy.server import serve
 from polyfed.engines.flower import DirectGrid, GridPost, client_app
-from polyfed.experiment.recipe import load_recipe
 from polyfed.experiment.loop import conduct
+from polyfed.experiment.recipe import load_recipe
 from polyfed.federation.wire_format import Packet
 
 RECIPE = """

@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
-from polyfed.experiment.assembly import Assembly, assemble, population_of
 from polyfed.deploy.handlers import Simulated
 from polyfed.deploy.server import engine_by
 from polyfed.engines.flower import DirectGrid, GridPost, client_app
+from polyfed.experiment.assembly import Assembly, assemble, population_of
 from polyfed.experiment.recipe import Recipe
 
 

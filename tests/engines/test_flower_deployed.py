@@ -14,15 +14,15 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 import polyfed
 from engines.devices import RECIPE, Devices
+from polyfed.core.errors import BadReply, EgressError, RecipeError, TooFewReplies
 from polyfed.deploy import write_app
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device import NodeConfig, policy_on
 from polyfed.deploy.server import only_server, serve
 from polyfed.engines.flower import DirectGrid, GridPost, client_app
 from polyfed.engines.protocol import Enrolment
-from polyfed.core.errors import BadReply, EgressError, RecipeError, TooFewReplies
-from polyfed.experiment.recipe import load_recipe
 from polyfed.experiment.loop import conduct
+from polyfed.experiment.recipe import load_recipe
 from polyfed.federation.wire_format import Packet
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines.devices import RECIPE, Devices
 from polyfed.cli import main
+from polyfed.core.errors import DataError, ModelError, RecipeError, TooFewReplies
 from polyfed.deploy import write_app, write_nodes
 from polyfed.deploy.credentials import _authority, _server, write_credentials
 from polyfed.deploy.device import NodeConfig, node_from, policy_on
@@ -24,9 +25,8 @@ from polyfed.deploy.local_federation import finished
 from polyfed.deploy.server import only_server, placed, serve
 from polyfed.engines.flower import DirectGrid, GridPost, client_app
 from polyfed.engines.flower.process import LAST_WORD, _address, _refuses, speak_last
-from polyfed.core.errors import DataError, ModelError, RecipeError, TooFewReplies
-from polyfed.experiment.recipe import load_recipe
 from polyfed.experiment.loop import conduct
+from polyfed.experiment.recipe import load_recipe
 from polyfed.federation.wire_format import Packet
 
 HELLO = Packet({"want": "enrol"})

@@ -16,17 +16,17 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 import world
 from engines.direct import grid_of, joined, played
 from engines.misdeeds import boxed, counting, not_a_number, renamed, reshaped, with_header
-from polyfed.experiment import checkpoint
+from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
 from polyfed.deploy import state_store as store
-from polyfed.deploy.handlers import Simulated
 from polyfed.deploy.client_runtime import book
+from polyfed.deploy.handlers import Simulated
 from polyfed.engines.flower import DirectGrid, GridPost, client_app
 from polyfed.engines.remote import Remote
-from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
+from polyfed.experiment import checkpoint
 from polyfed.experiment.recipe import Recipe
-from polyfed.selection import Uniform
 from polyfed.experiment.settings import EngineSpec
 from polyfed.federation.wire_format import Packet
+from polyfed.selection import Uniform
 
 VICTIM = 2
 

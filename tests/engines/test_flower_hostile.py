@@ -22,15 +22,15 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines import hostile
 from engines.federations import PATIENCE, Surrounded, outcome, recipe_for, rows, said, until
-from polyfed.experiment import checkpoint
+from polyfed.core.tree import Tree
 from polyfed.deploy import write_app
 from polyfed.engines import Sequential
+from polyfed.experiment import checkpoint
 from polyfed.experiment.events import Emitter
-from polyfed.experiment.run_result import Run
+from polyfed.experiment.loop import conduct
 from polyfed.experiment.recipe import load_recipe
 from polyfed.experiment.records import Records
-from polyfed.experiment.loop import conduct
-from polyfed.core.tree import Tree
+from polyfed.experiment.run_result import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

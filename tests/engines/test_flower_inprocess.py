@@ -13,9 +13,9 @@ import world
 from engines.direct import grid_of, joined, played
 from laws.rows import ROWS
 from laws.test_laws import world as law_world
-from polyfed.experiment import checkpoint
 from polyfed.algorithms import ALGORITHMS
 from polyfed.deploy.state_store import Store
+from polyfed.experiment import checkpoint
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.settings import EngineSpec
 from world import furthest

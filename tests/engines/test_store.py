@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from polyfed.core.errors import BadReply
 from polyfed.deploy.state_store import Store
 from polyfed.engines.protocol import Ticket
-from polyfed.core.errors import BadReply
 
 
 def work(store: Store, session: int, round: int, ask: int, kept: int = 0) -> float:

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from laws.rows import ROWS, Row
-from polyfed.experiment import checkpoint
 from polyfed.algorithms import ALGORITHMS
-from polyfed.experiment.assembly import Assembly, assemble
-from polyfed.experiment.check import Planned, check, plan
+from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.training.optimisers import Train
+from polyfed.experiment import checkpoint
+from polyfed.experiment.assembly import Assembly, assemble
+from polyfed.experiment.check import Planned, check, plan
 from polyfed.experiment.recipe import Recipe
-from polyfed.core.tree import Tree
+from polyfed.training.optimisers import Train
 from world import AWKWARD, PLAIN, algorithm, furthest, played, recipe, same
 
 NAMES = sorted(ROWS)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from laws.rows import ROWS
 from laws.test_laws import world
-from polyfed.experiment.assembly import assemble
 from polyfed.core.errors import PolyfedError
 from polyfed.core.messages import LABELS, Message, rebuilt
+from polyfed.core.tree import SHARED, Tree
+from polyfed.experiment.assembly import assemble
 from polyfed.experiment.recipe import Recipe
 from polyfed.federation.replies import Answer, Replies, stacked
 from polyfed.selection import DivFl, PowD, Selector, Uniform
-from polyfed.core.tree import SHARED, Tree
 from world import through
 
 BAD = 2

@@ -7,8 +7,8 @@ from torch.func import grad, vmap
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
-from polyfed.model import ModelSpec, build_model
 from polyfed.core.tree import block_of
+from polyfed.model import ModelSpec, build_model
 
 ENCODERS = {
     "mlp": ({"kind": "mlp", "hidden": [6]}, (5,)),

@@ -11,13 +11,13 @@ import pytest
 import torch
 from sklearn.metrics import confusion_matrix, recall_score
 
-from polyfed.core.batch import Batch
 from polyfed.cli.commands import main
+from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.evaluation.scores import Evaluation
 from polyfed.report import compare
 from polyfed.report.compare import POOLED, REACHED
-from polyfed.experiment.loop import run
+from polyfed.run import run
 from world import algorithm, played, recipe
 
 TRUTH = [0, 0, 0, 1, 1, 2]

@@ -15,6 +15,7 @@ from polyfed.algorithms.fedproto import FedProto
 from polyfed.algorithms.fedprox import FedProx
 from polyfed.algorithms.hfl import Hfl
 from polyfed.algorithms.hfm.hfm import Hfm
+from polyfed.algorithms.hfm.vfl import Vfl
 from polyfed.algorithms.local import Local
 from polyfed.algorithms.moon import Moon
 from polyfed.algorithms.partialfl.partialfl import PartialFL
@@ -22,7 +23,6 @@ from polyfed.algorithms.pfmml.pfmml import Pfmml
 from polyfed.algorithms.scaffold import Scaffold
 from polyfed.algorithms.split.split_learning import SplitLearning
 from polyfed.algorithms.split.splitfed import SplitFed
-from polyfed.algorithms.hfm.vfl import Vfl
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,

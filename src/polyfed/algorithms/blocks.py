@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.core.request import Accept
 from polyfed.core.errors import RecipeError
-from polyfed.federation.federation import Federation
 from polyfed.core.messages import Message, carries, message
-from polyfed.model import Model
-from polyfed.federation.replies import Replies
+from polyfed.core.request import Accept
 from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies
+from polyfed.model import Model
 
 
 @message

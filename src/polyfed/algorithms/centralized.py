@@ -12,20 +12,21 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.base import Algorithm, State
+from polyfed.algorithms.averaging import State
+from polyfed.algorithms.base import Algorithm
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.federation.federation import Federation
-from polyfed.training.losses import cross_entropy
 from polyfed.core.messages import Message, carries, message
-from polyfed.model import ModelSpec
-from polyfed.privacy.gate import Site
-from polyfed.privacy.policy import Policy
-from polyfed.federation.replies import Replies
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies
+from polyfed.model import ModelSpec
+from polyfed.privacy.policy import Policy
 from polyfed.training import Fit, View
+from polyfed.training.losses import cross_entropy
 
 
 @message

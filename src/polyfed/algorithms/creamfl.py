@@ -18,23 +18,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyfed.core import keys
-from polyfed.algorithms.base import Algorithm, Broadcast, State, mean_loss
+from polyfed.algorithms.averaging import State, mean_loss
+from polyfed.algorithms.base import Algorithm, Broadcast
 from polyfed.algorithms.moon import contrast
+from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.evaluation.scores import Measured
-from polyfed.federation.federation import VALIDATION, Federation
-from polyfed.training.losses import contrastive, cross_entropy
 from polyfed.core.messages import Message, carries, message
-from polyfed.privacy.gate import Site
-from polyfed.training.optimisers import Moments
-from polyfed.privacy.policy import Policy
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
-from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
+from polyfed.evaluation.scores import Measured
+from polyfed.federation.client_registry import VALIDATION
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.privacy.policy import Policy
+from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training import Fit, View
+from polyfed.training.losses import contrastive, cross_entropy
+from polyfed.training.optimisers import Moments
 
 WEIGHT, PUBLIC, PREVIOUS, SEEN = "weight.", "public.", "previous.", "seen"
 """Prefixes among a client's local state: its model, the public samples, its last representations of them."""

@@ -16,20 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyfed.algorithms.base import Algorithm, Broadcast, mean_loss
 from polyfed.algorithms import blocks as exchange
+from polyfed.algorithms.averaging import mean_loss
+from polyfed.algorithms.base import Algorithm, Broadcast
 from polyfed.algorithms.blocks import Blocks, Installed, Wanted, layouts
 from polyfed.algorithms.local import Done, Start
 from polyfed.core.batch import Batch
-from polyfed.evaluation.scores import Measured
-from polyfed.federation.federation import Federation
-from polyfed.training.losses import cross_entropy
-from polyfed.federation.network import Timetable
-from polyfed.privacy.gate import Site
 from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, keep_on_host, squared_distance
+from polyfed.evaluation.scores import Measured
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.federation.network import Timetable
 from polyfed.training import View
+from polyfed.training.losses import cross_entropy
 
 CLOUD = "cloud."
 """Where a client keeps its cloud model among its local state."""

@@ -7,7 +7,7 @@ Data", AISTATS 2017, Algorithm 1. With several modalities a block is averaged ov
 
 from dataclasses import dataclass
 
-from polyfed.algorithms.base import Averaging
+from polyfed.algorithms.averaging import Averaging
 
 
 @dataclass(frozen=True, kw_only=True)

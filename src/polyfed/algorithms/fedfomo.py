@@ -16,24 +16,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyfed.core import keys
-from polyfed.algorithms.base import Algorithm, Broadcast, mean_loss
 from polyfed.algorithms import blocks as exchange
+from polyfed.algorithms.averaging import mean_loss
+from polyfed.algorithms.base import Algorithm, Broadcast
 from polyfed.algorithms.blocks import Blocks, Layout, Wanted, layouts, owners
 from polyfed.algorithms.local import Done, Start
+from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.evaluation.scores import Measured
-from polyfed.federation.federation import Federation
-from polyfed.training.losses import cross_entropy
 from polyfed.core.messages import Message, carries, message
-from polyfed.federation.network import Timetable
-from polyfed.privacy.gate import Site
-from polyfed.federation.replies import Replies
 from polyfed.core.schema import AT_LEAST_TWO, NOT_NEGATIVE, PROBABILITY
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, block_of, blocks, keep_on_host
+from polyfed.evaluation.scores import Measured
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.federation.network import Timetable
+from polyfed.federation.replies import Replies
 from polyfed.training import View
 from polyfed.training.client_data import FOLD_BATCH
+from polyfed.training.losses import cross_entropy
 
 PREVIOUS = "previous."
 """Where a client keeps the model it started the round with."""

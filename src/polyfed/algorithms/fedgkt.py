@@ -17,24 +17,25 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from polyfed.core import keys
-from polyfed.evaluation import metrics
-from polyfed.algorithms.base import Algorithm, Broadcast, State, mean_loss
+from polyfed.algorithms.averaging import State, mean_loss
+from polyfed.algorithms.base import Algorithm, Broadcast
 from polyfed.algorithms.towers import mlps
+from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.evaluation.scores import Measured, OwnScore
-from polyfed.federation.federation import Federation
-from polyfed.training.losses import cross_entropy, distillation
 from polyfed.core.messages import Message, carries, message
-from polyfed.model import Model
-from polyfed.privacy.gate import Site
-from polyfed.training.optimisers import Moments
-from polyfed.federation.replies import Replies
 from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
-from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
+from polyfed.evaluation import metrics
+from polyfed.evaluation.scores import Measured, OwnScore
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies
+from polyfed.model import Model
+from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training import Fit, View
+from polyfed.training.losses import cross_entropy, distillation
+from polyfed.training.optimisers import Moments
 
 
 @message

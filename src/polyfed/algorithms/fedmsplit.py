@@ -17,14 +17,15 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.base import Averaging, Broadcast, State, mean_loss
-from polyfed.core.request import names_as_sent
+from polyfed.algorithms.averaging import Averaging, State, mean_loss
+from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
-from polyfed.evaluation.scores import Measured
-from polyfed.federation.federation import Federation
-from polyfed.privacy.gate import Site
+from polyfed.core.request import names_as_sent
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.core.tree import SHARED, Tree, block_of, blocks, select, squared_distance, vector
+from polyfed.evaluation.scores import Measured
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,19 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from polyfed.algorithms.averaging import Averaging
 from polyfed.core import keys
-from polyfed.algorithms.base import Averaging
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.federation.federation import Federation
-from polyfed.training.losses import cross_entropy
-from polyfed.model import Model
-from polyfed.privacy.gate import Site
-from polyfed.training.prototypes import FLOOR, there
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree, block_of
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.model import Model
 from polyfed.training import View
 from polyfed.training.client_data import Direction
+from polyfed.training.losses import cross_entropy
+from polyfed.training.prototypes import FLOOR, there
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,17 +16,17 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from polyfed.training import prototypes
-from polyfed.algorithms.base import Averaging, Broadcast, Update
+from polyfed.algorithms.averaging import Averaging, Update
+from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
-from polyfed.training.losses import cross_entropy
-from polyfed.privacy.gate import Site
-from polyfed.training.prototypes import Prototypes
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
-from polyfed.training import Fit, View
+from polyfed.federation.context import Site
+from polyfed.training import Fit, View, prototypes
 from polyfed.training.client_data import legs
+from polyfed.training.losses import cross_entropy
+from polyfed.training.prototypes import Prototypes
 
 
 @dataclass(frozen=True, kw_only=True)

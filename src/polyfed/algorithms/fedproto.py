@@ -14,22 +14,21 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from polyfed.training import prototypes
-from polyfed.algorithms.base import Averaging, State, mean_loss
+from polyfed.algorithms.averaging import Averaging, State, mean_loss
 from polyfed.core.batch import Batch
-from polyfed.evaluation.scores import Measured, OwnScore, own_score
-from polyfed.federation.federation import Federation
-from polyfed.training.losses import cross_entropy
 from polyfed.core.messages import HISTOGRAM, Message, carries, message
-from polyfed.privacy.gate import Site
-from polyfed.privacy.policy import Policy
-from polyfed.training.prototypes import Prototypes, masked_mean, there
-from polyfed.federation.replies import Replies
 from polyfed.core.schema import NOT_NEGATIVE
-from polyfed.selection import must_be_uniform
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
-from polyfed.training import Fit, View
+from polyfed.evaluation.scores import Measured, OwnScore, own_score
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies
+from polyfed.privacy.policy import Policy
+from polyfed.selection import must_be_uniform
+from polyfed.training import Fit, View, prototypes
+from polyfed.training.losses import cross_entropy
+from polyfed.training.prototypes import Prototypes, masked_mean, there
 
 
 @message

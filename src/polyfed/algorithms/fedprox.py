@@ -6,11 +6,11 @@ Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heteroge
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from polyfed.algorithms.base import Averaging
+from polyfed.algorithms.averaging import Averaging
 from polyfed.core.batch import Batch
-from polyfed.privacy.gate import Site
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree, squared_distance
+from polyfed.federation.context import Site
 
 
 @dataclass(frozen=True, kw_only=True)

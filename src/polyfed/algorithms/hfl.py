@@ -7,13 +7,13 @@ silos are averaged by their rows (algorithms.md 3.4). With `mu` it is FedProx (E
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from polyfed.algorithms.base import Averaging
+from polyfed.algorithms.averaging import Averaging
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.federation.federation import Federation
-from polyfed.privacy.gate import Site
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree, squared_distance
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
 
 
 @dataclass(frozen=True, kw_only=True)

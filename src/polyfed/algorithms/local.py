@@ -12,20 +12,22 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from polyfed.evaluation import metrics
-from polyfed.algorithms.base import Algorithm, Broadcast, State, mean_loss
+from polyfed.algorithms.averaging import State, mean_loss
+from polyfed.algorithms.base import Algorithm, Broadcast
 from polyfed.core.errors import PolyfedWarning
-from polyfed.evaluation.scores import Examination, Measured, Scores
-from polyfed.federation.federation import TEST, Federation
-from polyfed.training.losses import cross_entropy
 from polyfed.core.messages import Message, carries, message
-from polyfed.privacy.gate import Site
-from polyfed.privacy.policy import Policy
 from polyfed.core.schema import NOT_NEGATIVE
-from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
+from polyfed.evaluation import metrics
+from polyfed.evaluation.scores import Examination, Measured, Scores
+from polyfed.federation.client_registry import TEST
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.privacy.policy import Policy
+from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training import View
+from polyfed.training.losses import cross_entropy
 
 AT_ONCE = 32
 """Models of clients that the server holds at the same time while it judges them."""

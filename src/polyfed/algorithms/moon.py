@@ -18,17 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from polyfed.algorithms.averaging import Averaging, Update
+from polyfed.algorithms.base import Broadcast
 from polyfed.core import keys
-from polyfed.algorithms.base import Averaging, Broadcast, Update
 from polyfed.core.batch import Batch
-from polyfed.federation.federation import Federation
-from polyfed.training.losses import cross_entropy
 from polyfed.core.messages import Message
-from polyfed.model.fusion import masked
-from polyfed.privacy.gate import Site
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.core.tree import Tree
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.model.fusion import masked
 from polyfed.training import Fit, View
+from polyfed.training.losses import cross_entropy
 
 PREVIOUS = "previous."
 """Where a client keeps its last model among its local state."""

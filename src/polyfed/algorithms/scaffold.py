@@ -14,14 +14,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.base import Averaging, State
+from polyfed.algorithms.averaging import Averaging, State
 from polyfed.core.errors import RecipeError
-from polyfed.federation.federation import Federation
 from polyfed.core.messages import Message, carries, message
-from polyfed.privacy.gate import Site
-from polyfed.federation.replies import Replies
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import SHARED, Tree, add, block_of, like
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies
 from polyfed.training import Fit, View
 from polyfed.training.client_data import Direction
 

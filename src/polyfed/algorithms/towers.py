@@ -6,9 +6,9 @@ from functools import lru_cache
 from torch import Tensor
 
 from polyfed.core.batch import Batch
+from polyfed.core.tree import Tree
 from polyfed.model import Model, ModelSpec, build_model
 from polyfed.model.encoder import Mlp
-from polyfed.core.tree import Tree
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 """Sample shapes by modality, in a form that can be looked up."""

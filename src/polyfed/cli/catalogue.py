@@ -13,18 +13,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin
 
-from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms import ALGORITHMS
-from polyfed.experiment.check import asked, blocks_of
-from polyfed.data import SOURCES
-from polyfed.data.sources import Facts
+from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.messages import DESTINATIONS, KINDS
-from polyfed.privacy.policy import Policy
-from polyfed.experiment.recipe import PARTS
 from polyfed.core.registry import find
 from polyfed.core.tasks import info_of, tasks_of, types_of
 from polyfed.core.tree import SHARED
+from polyfed.data import SOURCES
+from polyfed.data.sources import Facts
+from polyfed.experiment.check import asked, blocks_of
+from polyfed.experiment.recipe import PARTS
+from polyfed.privacy.policy import Policy
 
 ANY = "any"
 """Stands for a modality while there is no data to name one."""

@@ -22,15 +22,15 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 import polyfed
-from polyfed.experiment.check import Check
 from polyfed.cli import deployment, handbook, preparation, tables
-from polyfed.deploy.device_check import inspect
-from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning, RecipeError
-from polyfed.experiment.overrides import as_words, called
 from polyfed.cli.progress import Progress
+from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning, RecipeError
+from polyfed.core.signals import handling, interrupt
+from polyfed.deploy.device_check import inspect
+from polyfed.experiment.check import Check
+from polyfed.experiment.overrides import as_words, called
 from polyfed.experiment.records import dumped
 from polyfed.report import REPORT, compare, write_comparison, write_report
-from polyfed.core.signals import handling, interrupt
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM, as shells give it (128 + SIGINT)."""

@@ -11,11 +11,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from polyfed import deploy
-from polyfed.experiment.check import cures_of
 from polyfed.cli import tables
 from polyfed.cli.plain import plain_table, stacked, titled
+from polyfed.core.files import RESULT
 from polyfed.deploy.device_check import Inspection
-from polyfed.experiment.records import RESULT
+from polyfed.experiment.check import cures_of
 from polyfed.report import REPORT
 
 

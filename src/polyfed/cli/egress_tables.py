@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Group
 from rich.text import Text
 
-from polyfed.experiment.check import Check, Planned
 from polyfed.cli.plain import plain_table, titled
 from polyfed.core.messages import KINDS, LABELS
-from polyfed.report.formatting import bytes_of
 from polyfed.core.tree import SHARED
+from polyfed.experiment.check import Check, Planned
+from polyfed.report.formatting import bytes_of
 
 PLURALS = {"raw": "raw samples", "statistic": "statistics", "ids": "sample ids"}
 """Kinds that read differently in a sentence."""

@@ -11,12 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from polyfed.core.errors import RecipeError
 from polyfed.data.features.extraction import OnCorrupt
 from polyfed.data.features.prepare import prepare
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.sources import SOURCES
 from polyfed.data.sources.media_set import MediaSet
-from polyfed.core.errors import RecipeError
 from polyfed.experiment.recipe import build
 
 FEW = 10

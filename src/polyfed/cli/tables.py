@@ -8,9 +8,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from polyfed.experiment.check import Check
 from polyfed.cli import egress_tables as crossing
 from polyfed.cli.plain import plain_table, stacked, titled
+from polyfed.experiment.check import Check
 from polyfed.report.compare import Column, Comparison
 from polyfed.report.formatting import bytes_of, number_of, seconds_of
 

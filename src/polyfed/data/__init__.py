@@ -3,8 +3,8 @@
 from polyfed.data.clients import ClientsSpec
 from polyfed.data.columns import Column, Columns
 from polyfed.data.partitions.partition import PARTITIONS, Partition
-from polyfed.data.population import Population, populate
 from polyfed.data.partitions.shards import Shards
+from polyfed.data.population import Population, populate
 from polyfed.data.sources import SOURCES, Facts, Source
 from polyfed.data.stacking import stacked
 

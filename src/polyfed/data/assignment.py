@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.data.clients import ClientsSpec
 from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.data.clients import ClientsSpec
 
 
 def assign(spec: ClientsSpec, modalities: Sequence[str], num: int, key: int) -> Tensor:

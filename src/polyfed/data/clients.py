@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from polyfed.data.checks import need
-from polyfed.data.partitions.partition import PARTITIONS, Partition
 from polyfed.core.errors import RecipeError
 from polyfed.core.registry import find
 from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
+from polyfed.data.checks import need
+from polyfed.data.partitions.partition import PARTITIONS, Partition
 
 _ASSIGNMENTS = ("missing", "keep_both", "only", "holdings")
 

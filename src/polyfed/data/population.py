@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.data.assignment import assign, devices_per_silo
 from polyfed.data.clients import ClientsSpec
 from polyfed.data.columns import GUARD, OWN_TEST, TEST, TRAIN, VALIDATION, Columns, check_finite
 from polyfed.data.partitions.partition import ByClient, Partition, natural_clients
 from polyfed.data.partitions.shards import Shards
-from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 
 
 @dataclass(frozen=True)

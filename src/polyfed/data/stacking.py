@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from polyfed.data.columns import Column, Columns
 from polyfed.core.errors import DataError, RecipeError
+from polyfed.data.columns import Column, Columns
 
 
 def stacked(columns: Columns, stack: Mapping[str, Sequence[str]]) -> Columns:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from polyfed.deploy.app_folder import write_app, write_nodes
 from polyfed.core.errors import RecipeError
+from polyfed.deploy.app_folder import write_app, write_nodes
 
 __all__ = ["run_locally", "write_app", "write_credentials", "write_nodes"]
 

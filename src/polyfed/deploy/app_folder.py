@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from polyfed.experiment.assembly import model_of, population_of
+from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.registry import own
 from polyfed.data import Columns, Population, stacked
 from polyfed.data.columns import OWN_TEST, TEST
-from polyfed.core.errors import DataError, RecipeError
-from polyfed.privacy.policy import Policy
+from polyfed.experiment.assembly import model_of, population_of
 from polyfed.experiment.recipe import Recipe, load_recipe
-from polyfed.core.registry import own
+from polyfed.privacy.policy import Policy
 
 APP, RECIPE, NODES = "polyfed_app.py", "recipe.toml", "nodes"
 

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from polyfed.core.errors import BadReply, EgressError, PolyfedError
+from polyfed.core.messages import Message
 from polyfed.core.request import Ask
+from polyfed.core.tasks import tasks_of
+from polyfed.core.tree import SHARED, Tree
 from polyfed.data import Population
 from polyfed.deploy.faults import Fault, in_short
 from polyfed.deploy.state_store import Store
 from polyfed.engines import Sequential
-from polyfed.engines.in_process import roster_of
+from polyfed.engines.base import roster_of
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Enrolment, Ticket, reason
-from polyfed.core.errors import BadReply, EgressError, PolyfedError
-from polyfed.privacy.ledger import Ledger, lines
-from polyfed.core.messages import Message
-from polyfed.privacy.policy import Policy
-from polyfed.core.tasks import tasks_of
-from polyfed.core.tree import SHARED, Tree
 from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.privacy.ledger import Ledger, lines
+from polyfed.privacy.policy import Policy
 
 LEDGER = "egress.jsonl"
 """A client's own ledger, beside its local state."""

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
+from polyfed.core.errors import DataError, RecipeError, did_you_mean
 from polyfed.data import Columns, Population, Shards
 from polyfed.data.columns import TEST, TRAIN, check_finite
 from polyfed.data.sources.npz import Npz
 from polyfed.engines.protocol import Facts
-from polyfed.core.errors import DataError, RecipeError, did_you_mean
-from polyfed.privacy.policy import Policy
 from polyfed.experiment.recipe import Recipe, build
+from polyfed.privacy.policy import Policy
 
 WHERE = "--node-config"
 

@@ -3,13 +3,13 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import Planned, plan
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.data import Population
 from polyfed.deploy.device import NodeConfig, check_held, node_from, policy_on, population_on
-from polyfed.core.errors import DataError, RecipeError
-from polyfed.privacy.policy import Policy
+from polyfed.experiment.assembly import assemble
+from polyfed.experiment.check import Planned, plan
 from polyfed.experiment.recipe import Recipe
+from polyfed.privacy.policy import Policy
 
 
 @dataclass(frozen=True)

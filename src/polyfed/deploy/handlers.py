@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from polyfed.core import keys
-from polyfed.experiment.assembly import device_of, model_of, population_of
+from polyfed.core.errors import BadReply
 from polyfed.data import Population
+from polyfed.deploy.client_runtime import Station, enrolment
 from polyfed.deploy.device import WHERE, NodeConfig, check_held, policy_on, population_on
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault
-from polyfed.deploy.client_runtime import Station, enrolment
 from polyfed.engines import Sequential
 from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, Ticket, reason
-from polyfed.core.errors import BadReply
+from polyfed.experiment.assembly import device_of, model_of, population_of
 from polyfed.experiment.events import Emitter
-from polyfed.privacy.ledger import Ledger
-from polyfed.privacy.policy import Policy
 from polyfed.experiment.recipe import Recipe, build, load_recipe
 from polyfed.federation.wire_format import Packet
+from polyfed.privacy.ledger import Ledger
+from polyfed.privacy.policy import Policy
 
 MEGABYTE = 2**20
 

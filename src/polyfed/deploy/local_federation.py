@@ -16,17 +16,17 @@ from pathlib import Path
 import tomli_w
 
 from polyfed.core import errors
+from polyfed.core.errors import PolyfedError, RecipeError
+from polyfed.core.files import RECIPE as RUN_RECIPE
+from polyfed.core.files import RESULT
+from polyfed.core.signals import handling, interrupt
 from polyfed.deploy.app_folder import data_of, node_config, write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.processes import HOST, free_ports, groups_of, listens, lives, signal_group
 from polyfed.deploy.server import ERROR, placed
 from polyfed.engines.flower import QUIET
-from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.experiment.lock import alone_in
 from polyfed.experiment.recipe import Recipe, load_recipe
-from polyfed.experiment.records import RECIPE as RUN_RECIPE
-from polyfed.experiment.records import RESULT
-from polyfed.core.signals import handling, interrupt
 
 CONNECTION = "polyfed-local"
 START_SECONDS, STOP_SECONDS = 60.0, 5.0

@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from polyfed.experiment.assembly import population_of
+from polyfed.core.errors import BadReply, DataError, EgressError, PolyfedError, RecipeError, TooFewReplies
 from polyfed.data import Column, Columns, Population, Shards, stacked
 from polyfed.data.columns import LEFT_OUT, TEST, VALIDATION
 from polyfed.deploy.handlers import MEGABYTE, Simulated
-from polyfed.engines.in_process import InProcess
+from polyfed.engines.base import Engine
 from polyfed.engines.protocol import ENROLLED, REFUSED, Enrolment
 from polyfed.engines.remote import Remote, Terms
-from polyfed.core.errors import BadReply, DataError, EgressError, PolyfedError, RecipeError, TooFewReplies
+from polyfed.experiment.assembly import population_of
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.lock import alone_in
 from polyfed.experiment.recipe import Recipe, load_recipe
@@ -41,7 +41,7 @@ def terms_of(spec: EngineSpec) -> Terms:
     )
 
 
-def engine_by(post: Any, spec: EngineSpec) -> Callable[..., InProcess]:
+def engine_by(post: Any, spec: EngineSpec) -> Callable[..., Engine]:
     """The constructor of an engine that asks by this post."""
     terms = terms_of(spec)
     return lambda *args, **kwargs: Remote(*args, post=post, terms=terms, **kwargs)

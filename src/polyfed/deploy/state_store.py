@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from polyfed.experiment import checkpoint
-from polyfed.engines.protocol import Ticket
 from polyfed.core.errors import BadReply, CheckpointError
+from polyfed.core.files import replace_text
 from polyfed.core.tree import Tree
+from polyfed.engines.protocol import Ticket
+from polyfed.experiment import checkpoint
 
 JOURNAL = "journal.json"
 
@@ -107,7 +108,7 @@ class Store:
             shutil.rmtree(self._path(place))
 
     def _note(self, journal: Journal) -> None:
-        checkpoint.replace_text(self.folder / JOURNAL, json.dumps(asdict(journal)))
+        replace_text(self.folder / JOURNAL, json.dumps(asdict(journal)))
 
     def _journal(self) -> Journal:
         path = self.folder / JOURNAL

@@ -1,142 +1,27 @@
-"""What the engines that run all clients in this process share: who holds what, and where local state is kept."""
+"""Engines that hold all clients in this process: their data, and the local state that they keep."""
 
-import traceback
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from polyfed.core import keys
-from polyfed.algorithms.base import Algorithm
+from polyfed.core.errors import RecipeError
+from polyfed.core.messages import Message
 from polyfed.core.request import Ask, Send
+from polyfed.core.tree import Tree
 from polyfed.data import Population
-from polyfed.engines.heap import keep_freed_memory
-from polyfed.core.errors import EgressError, PolyfedError, RecipeError
-from polyfed.federation.federation import TEST, VALIDATION, Roster
-from polyfed.privacy.ledger import Ledger
-from polyfed.core.messages import Message, rebuilt, tensors
+from polyfed.engines.base import Engine, Method
 from polyfed.model import Model
-from polyfed.federation.network import Clock
-from polyfed.privacy.gate import Node, Site
-from polyfed.privacy.policy import Policy
-from polyfed.federation.replies import Answer, Part
-from polyfed.core.tree import SHARED, Tree, clone, select
-from polyfed.training import AloneView
-from polyfed.training.client_data import View
-from polyfed.engines.metered import MeteredView
-
-Emit = Callable[..., None]
 
 
-class InProcess(ABC):
-    """Clients of a population, run in this process.
+class InProcess(Engine):
+    """Clients of a population, run in this process. The arguments are those of `Engine`.
 
-    Args:
-        population: data and who holds which rows and modalities.
-        model: the model.
-        algorithm: whose tasks are asked; its `local` makes a client's first local state.
-        initial: the model's initial parameters, drawn from the run's seed.
-        policy: what may leave a client.
-        ledger: where crossings are booked.
-        device: where data and training live.
-        emit: takes events.
-        debug: let a client's exception through, with client, round and task, instead of dropping the client.
-        clock: counts the work of clients, where the run has a network model.
+    Raises:
+        RecipeError: the algorithm takes every row of a client for complete, and some are not.
     """
 
-    name: str
-
-    def __init__(
-        self,
-        population: Population,
-        model: Model,
-        algorithm: Algorithm,
-        initial: Tree,
-        *,
-        policy: Policy,
-        ledger: Ledger,
-        device: torch.device | str = "cpu",
-        emit: Emit = lambda *_, **__: None,
-        debug: bool = False,
-        clock: Clock | None = None,
-    ) -> None:
-        keep_freed_memory()
+    def __init__(self, population: Population, model: Model, algorithm: Method, initial: Tree, **kwargs: Any) -> None:
+        super().__init__(population, model, algorithm, initial, **kwargs)
         _refuse_missing_rows(population, algorithm)
-        self.population, self.model, self.algorithm, self.initial = population, model, algorithm, initial
-        self.policy, self.ledger, self.emit, self.debug, self.clock = policy, ledger, emit, debug, clock
-        self.device = torch.device(device)
-        self.columns = population.columns.to(self.device)
-        self.roster = roster_of(population)
-        self.locals: dict[int, Tree] = {}
-        self.kept = 0  # the newest round that will never be asked again; clients in other processes may forget older
-        self._sites: dict[tuple[str, ...], Site] = {}
-        self._site_of: dict[int, Site] = {}
-
-    @property
-    def examiners(self) -> tuple[int, ...]:
-        """The examiners that have rows."""
-        rows = {TEST: self.population.test_rows, VALIDATION: self.population.validation_rows}
-        return tuple(examiner for examiner, index in rows.items() if len(index))
-
-    def answer(self, ask: Ask, clients: Sequence[int], send: Send) -> Answer:
-        """See `Engine.answer`."""
-        parts: list[Part] = []
-        missing: dict[int, str] = {}
-        for part in self._run(ask, clients, send, missing):
-            parts.append(part)
-        return Answer(sorted(parts, key=lambda part: part.clients[0]), missing)
-
-    @abstractmethod
-    def _run(self, ask: Ask, clients: Sequence[int], send: Send, missing: dict[int, str]) -> Iterator[Part]:
-        """Yield parts; a client that fails goes to `missing` with a reason."""
-
-    def site(self, client: int) -> Site:
-        """The client's site; alike clients share one."""
-        if client not in self._site_of:
-            self._site_of[client] = self._make_site(client)
-        return self._site_of[client]
-
-    def _make_site(self, client: int) -> Site:
-        owned = self.roster.modalities if client < 0 else self.roster.owned(client)
-        kind = (*owned, "examiner") if client < 0 else owned
-        if kind not in self._sites:
-            blocks = {*owned, SHARED}
-            self._sites[kind] = Site(
-                model=self.model,
-                modalities=owned,
-                num_classes=self.population.columns.num_classes,
-                initial=select(self.initial, blocks),
-                examiner=client < 0,
-                policy=self.policy,
-            )
-        return self._sites[kind]
-
-    def local(self, ask: Ask, client: int) -> Tree:
-        """The client's local state; made when it is first asked."""
-        if client not in self.locals:
-            key = keys.key(ask.seed, "local", client)
-            made = self.algorithm.local(self.site(client), key) if client >= 0 else {}
-            self.locals[client] = {name: value.to(self.device) for name, value in made.items()}
-        return self.locals[client]
-
-    def rows(self, client: int) -> Tensor:
-        """Rows of the table this client trains on, or an examiner judges on."""
-        if client == TEST:
-            return self.population.test_rows.to(self.device)
-        if client == VALIDATION:
-            return self.population.validation_rows.to(self.device)
-        return self.population.train[client].to(self.device)
-
-    def test_rows(self, client: int) -> Tensor | None:
-        """The client's own test rows."""
-        own = self.population.test
-        return None if own is None or client < 0 else own[client].to(self.device)
-
-    def node(self, clients: tuple[int, ...], site: Site) -> Node:
-        """The gate of these alike clients."""
-        return Node(clients, site, self.ledger)
 
     def received(self, ask: Ask, clients: Sequence[int], send: Send) -> dict[int, Any]:
         """What each of these clients takes in, booked; a message to all is cut once for those that own the same."""
@@ -152,56 +37,8 @@ class InProcess(ABC):
             found |= dict.fromkeys(group, got)
         return {client: found[client] for client in clients}
 
-    def alone(self, ask: Ask, client: int, send: Send, missing: dict[int, str]) -> Message | None:
-        """Run one client by itself, from what is sent to it; None where it failed, and the reason in `missing`."""
-        return self.worked(ask, client, self.received(ask, (client,), send)[client], missing)
 
-    def worked(self, ask: Ask, client: int, got: Any, missing: dict[int, str]) -> Message | None:
-        """Run one client by itself, on what it has received; see `alone`."""
-        site = self.site(client)
-        node = self.node((client,), site)
-        view = AloneView(
-            columns=self.columns,
-            index=self.rows(client),
-            modalities=site.modalities,
-            model=self.model,
-            key=client_key(ask, client),
-            round=ask.round,
-            rounds=ask.rounds,
-            test_index=self.test_rows(client),
-        )
-        try:
-            reply, local = perform(ask, site, self.metered(ask, (client,), view), self.local(ask, client), got)
-            released = node.release(ask, reply, stacked=False)
-            if any(tensor.requires_grad for _, _, tensor in tensors(released)):
-                released = rebuilt(released, Tensor.detach)  # or its graph would live as long as the reply
-        except PolyfedError:
-            raise
-        except Exception as error:
-            if self.debug:
-                error.add_note(describe_failure(ask, (client,), got))
-                raise
-            missing[client] = f"{type(error).__name__}: {error}"
-            trace = traceback.format_exc()
-            self.emit("client-failed", client=client, task=ask.name, reason=missing[client], trace=trace)
-            return None
-        if local is not self.locals.get(client):
-            self.locals[client] = clone(local)
-        return released
-
-    def metered(self, ask: Ask, clients: Sequence[int], view: View) -> View:
-        """The view of these alike clients, its work counted where the run has a network model."""
-        if self.clock is None or clients[0] < 0:
-            return view
-        rows = list(self.roster.rows_of(clients).values())
-        counter = self.clock.counter(ask.number, clients)
-        return MeteredView(view, rows, self.site(clients[0]).modalities, self.model, counter)
-
-    def _to_device(self, msg: Any) -> Any:
-        return msg if self.device.type == "cpu" else rebuilt(msg, lambda tensor: tensor.to(self.device))
-
-
-def _refuse_missing_rows(population: Population, algorithm: Algorithm) -> None:
+def _refuse_missing_rows(population: Population, algorithm: Method) -> None:
     if algorithm.sees_missing_rows:
         return
     train, lacking = population.train, []
@@ -216,58 +53,3 @@ def _refuse_missing_rows(population: Population, algorithm: Algorithm) -> None:
             f"('{lacking[0]}_present'), and {type(algorithm).__name__} takes every row of a client for complete. Leave "
             "such rows out, or give them to clients of their own, which [clients] missing or holdings says lack it"
         )
-
-
-def roster_of(population: Population) -> Roster:
-    """The server's facts about the clients of a population."""
-    own = population.test
-    tested = () if own is None else tuple((own.sizes > 0).nonzero().flatten().tolist())
-    return Roster(
-        modalities=tuple(population.columns.modalities),
-        num_rows=population.train.sizes,
-        holds=population.holds,
-        silo=population.silo,
-        tested=tested,
-    )
-
-
-def client_key(ask: Ask, client: int) -> int:
-    """The key of everything random a client does in a round, or in one turn of it."""
-    return keys.key(ask.seed, "client", client, ask.round, *((ask.turn,) if ask.turn else ()))
-
-
-def perform(ask: Ask, site: Site, view: View, local: Tree, got: Any) -> tuple[Message, Tree]:
-    """Run a task: its reply and the client's local state. A task's own `EgressError` is a failure like any other: the
-    words of a refusal leave a device, so the gate's have to be the only ones.
-
-    Raises:
-        RecipeError: it returned something else; a `return` without the local state is easily written.
-    """
-    try:
-        returned = ask.task(site, view, local, got)
-    except EgressError as error:
-        raise RuntimeError(f"task {ask.name} raised EgressError, which only the gate may") from error
-    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Message)):
-        raise RecipeError(
-            f"task {ask.name} must return a message and the client's local state, as in `return Update(...), local`; "
-            f"it returned {type(returned).__name__}"
-        )
-    reply, kept = returned
-    if not (isinstance(kept, Mapping) and all(isinstance(value, Tensor) for value in kept.values())):
-        what = type(kept).__name__
-        if isinstance(kept, Mapping):
-            what = ", ".join(f"'{k}': {type(v).__name__}" for k, v in kept.items() if not isinstance(v, Tensor))
-        raise RecipeError(
-            f"task {ask.name}: a client's local state is a dict of tensors by name, so that it can be saved; this one "
-            f"has {what}. A number becomes a tensor by torch.tensor(...)"
-        )
-    return reply, kept
-
-
-def describe_failure(ask: Ask, clients: Sequence[int], got: Message) -> str:
-    """Where a task failed: clients, round, task, and the shapes of what it had received."""
-    shapes: Mapping[str, Any] = {
-        name: tuple(value.shape) if isinstance(value, Tensor) else {k: tuple(v.shape) for k, v in value.items()}
-        for name, value in ((field, getattr(got, field)) for field in got.kinds)
-    }
-    return f"in client(s) {list(clients)[:8]}, round {ask.round}, task {ask.name}; received {shapes}"

@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.model import Model
-from polyfed.federation.network import TRAINING_PASSES, Count
-from polyfed.training.optimisers import Train
 from polyfed.core.tree import SHARED, block_of
+from polyfed.federation.network import TRAINING_PASSES, Count
+from polyfed.model import Model
 from polyfed.training.client_data import FOLD_BATCH, Fit, Job, Step, View, rows_trained
+from polyfed.training.optimisers import Train
 
 
 class MeteredView(View):

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from polyfed.core.request import Ask
 from polyfed.core.errors import BadReply
+from polyfed.core.request import Ask
 from polyfed.federation.wire_format import Header, Packet
 
 ENROL, ASK = "enrol", "ask"

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyfed.core.request import Ask, Send
-from polyfed.engines.in_process import InProcess
-from polyfed.engines.protocol import FAILED, MAX_REASON, REFUSED, REPLY, Facts, Post, Ticket, letter
 from polyfed.core.errors import BadReply, EgressError, RecipeError
-from polyfed.privacy.ledger import TO_CLIENT, Entry
 from polyfed.core.messages import Message, crossings, cut
-from polyfed.federation.replies import Part, stacked
+from polyfed.core.request import Ask, Send
 from polyfed.core.tasks import info_of, tasks_of
+from polyfed.engines.base import Engine
+from polyfed.engines.protocol import FAILED, MAX_REASON, REFUSED, REPLY, Facts, Post, Ticket, letter
+from polyfed.federation.replies import Part, stacked
 from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.privacy.ledger import TO_CLIENT, Entry
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Terms:
     limit: int = 2**29
 
 
-class Remote(InProcess):
+class Remote(Engine):
     """Asks clients by post; the server's own examiners answer here.
 
     Args:
         post: carries packets.
         terms: see `Terms`.
 
-    The other arguments are those of `InProcess`; `population` tells what the server knows of the clients.
+    The other arguments are those of `Engine`; `population` tells what the server knows of the clients.
 
     Raises:
         RecipeError: the algorithm sends within silos and nobody allowed the server to see that.

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from polyfed.core.messages import Message
 from polyfed.core.request import Ask, Send
 from polyfed.engines.in_process import InProcess
-from polyfed.core.messages import Message
 from polyfed.federation.replies import Part, stacked
 
 

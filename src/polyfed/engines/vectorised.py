@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from polyfed.core.request import Ask, Send
-from polyfed.engines.in_process import InProcess, client_key, describe_failure, perform
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
-from polyfed.privacy.gate import Node
-from polyfed.federation.replies import Part, stacked
+from polyfed.core.request import Ask, Send
 from polyfed.core.tree import Tree, size_bytes
+from polyfed.engines.base import client_key, describe_failure, perform
+from polyfed.engines.in_process import InProcess
+from polyfed.federation.replies import Part, stacked
 from polyfed.training import StackedView
 from polyfed.training.step_plan import Rows
 
@@ -95,7 +95,7 @@ class Vectorised(InProcess):
 
     def _stacked(self, ask: Ask, group: list[int], send: Send) -> Part | None:
         site = self.site(group[0])
-        node = Node(tuple(group), site, self.ledger)
+        node = self.node(tuple(group), site)
         messages = [send] if isinstance(send, Message) else [send[client] for client in group]
         rows = Rows.pad([self.rows(client) for client in group])
         own_tests = [self.test_rows(client) for client in group]
@@ -138,7 +138,7 @@ class Vectorised(InProcess):
             return None
         if kind.counts and len(received) > 1:
             for client, msg in zip(group, received, strict=True):
-                Node((client,), site, self.ledger).receive(ask, msg)
+                self.node((client,), site).receive(ask, msg)
         else:  # all have the same form, so one entry speaks for all
             node.receive(ask, received[0])
         made = reply_type[0](**values)

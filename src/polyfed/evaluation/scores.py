@@ -7,15 +7,15 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from polyfed.evaluation import metrics
 from polyfed.core.batch import Batch
 from polyfed.core.messages import HISTOGRAM, Message, carries, message
-from polyfed.model import Model
-from polyfed.model.fusion import masked
-from polyfed.training.prototypes import Prototypes
 from polyfed.core.schema import EVERY, NOT_NEGATIVE, check_ranges
 from polyfed.core.tree import Tree, blocks
+from polyfed.evaluation import metrics
+from polyfed.model import Model
+from polyfed.model.fusion import masked
 from polyfed.training import View
+from polyfed.training.prototypes import Prototypes
 
 
 @message

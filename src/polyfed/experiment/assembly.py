@@ -6,20 +6,21 @@ from typing import Any
 
 import torch
 
-from polyfed.core import keys
 from polyfed.algorithms.base import Algorithm
+from polyfed.core import keys
+from polyfed.core.errors import RecipeError
+from polyfed.core.tree import Tree, blocks, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
 from polyfed.engines import Sequential, Vectorised
-from polyfed.engines.in_process import InProcess
-from polyfed.core.errors import RecipeError
+from polyfed.engines.base import Engine
 from polyfed.experiment.events import Emitter
-from polyfed.federation.federation import TEST, Federation
-from polyfed.privacy.ledger import Ledger
-from polyfed.model import Model, build_model
-from polyfed.federation.network import Clock
-from polyfed.privacy.policy import Policy
 from polyfed.experiment.recipe import Recipe
-from polyfed.core.tree import Tree, blocks, select, size_bytes
+from polyfed.federation.client_registry import TEST
+from polyfed.federation.federation import Federation
+from polyfed.federation.network import Clock
+from polyfed.model import Model, build_model
+from polyfed.privacy.ledger import Ledger
+from polyfed.privacy.policy import Policy
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Assembly:
     policy: Policy
     initial: Tree
     ledger: Ledger
-    engine: InProcess
+    engine: Engine
     fed: Federation
 
     @property
@@ -47,7 +48,7 @@ class Assembly:
         return self.recipe.algorithm
 
 
-ENGINES: Mapping[str, Callable[..., InProcess]] = {
+ENGINES: Mapping[str, Callable[..., Engine]] = {
     "sequential": Sequential,
     "vectorised": Vectorised,
     "flower": Sequential,
@@ -75,7 +76,7 @@ def assemble(
     emit: Emitter | None = None,
     *,
     population: Population | None = None,
-    engine: Callable[..., InProcess] | None = None,
+    engine: Callable[..., Engine] | None = None,
 ) -> Assembly:
     """Build everything a run needs.
 
@@ -139,7 +140,7 @@ def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
     return Clock(recipe.network.links(num_clients, recipe.seed), ledger)
 
 
-def engine_of(recipe: Recipe) -> Callable[..., InProcess]:
+def engine_of(recipe: Recipe) -> Callable[..., Engine]:
     """The engine's constructor, its own options bound."""
     spec = recipe.engine
     if spec.name == "vectorised":

@@ -10,19 +10,20 @@ from typing import Any, get_type_hints
 
 from torch import Tensor
 
-from polyfed.algorithms.base import Algorithm, Averaging
 from polyfed.algorithms import ALGORITHMS
-from polyfed.core.request import Ask, Send
-from polyfed.experiment.assembly import Assembly, assemble, block_sizes, facts_of
+from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import EgressError, PolyfedWarning, RecipeError
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL, Message
-from polyfed.privacy.policy import Policy
-from polyfed.experiment.recipe import Recipe, recipe_of
 from polyfed.core.registry import name_of
-from polyfed.experiment.dry_run import Place, Size, rehearse
-from polyfed.federation.replies import Answer
+from polyfed.core.request import Ask, Send
 from polyfed.core.tasks import info_of, tasks_of, types_of
 from polyfed.core.tree import SHARED
+from polyfed.experiment.assembly import Assembly, assemble, block_sizes, facts_of
+from polyfed.experiment.dry_run import Place, Size, rehearse
+from polyfed.experiment.recipe import Recipe, recipe_of
+from polyfed.federation.replies import Answer
+from polyfed.privacy.policy import Policy
 
 SERVER_TASKS = (Algorithm.score.__name__,)
 """Tasks that run on the server's own rows: nothing of theirs crosses a client's border."""

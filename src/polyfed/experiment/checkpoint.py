@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from polyfed.core.errors import CheckpointError
+from polyfed.core.files import replace_text, sync
 from polyfed.core.tasks import parts
 
 LATEST = "latest.json"
@@ -106,15 +107,6 @@ def load(folder: Path, modules: Collection[str] = (), device: torch.device | str
 def modules_of(algorithm: Any) -> frozenset[str]:
     """The modules of an algorithm and its parts, whose dataclasses a checkpoint of its states may hold."""
     return frozenset(type(part).__module__ for _, part in parts(algorithm))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new text, never a part, also after a power cut."""
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text, encoding="utf-8")
-    sync(draft)
-    os.replace(draft, path)
-    sync(path.parent)
 
 
 def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None = None) -> Any:
@@ -212,12 +204,3 @@ def _known(module: str, modules: Collection[str]) -> bool:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -10,16 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from polyfed.core.messages import Message, crossings
 from polyfed.core.request import Ask, Send
-from polyfed.experiment.assembly import Assembly, assemble
+from polyfed.core.tree import Tree
 from polyfed.data import Population
 from polyfed.engines import Sequential
+from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.events import Emitter, Listener
-from polyfed.core.messages import Message, crossings
-from polyfed.privacy.gate import Node, Site
 from polyfed.experiment.recipe import Recipe
+from polyfed.federation.context import Site
 from polyfed.federation.replies import Part, stacked
-from polyfed.core.tree import Tree
+from polyfed.privacy.gate import Node
 
 PASSES = (10, 20)
 """Rows of each client in the two passes: small, and whole under shares of tenths."""
@@ -71,7 +72,7 @@ class Witness(Node):
 
     def release(self, ask: Ask, reply: Message, *, stacked: bool) -> Message:
         """Note the parts of a reply of one client."""
-        if self.site.examiner:
+        if self.on_server:
             return reply
         for part in crossings(reply):
             count = reply.counts.get(part.field)
@@ -96,7 +97,9 @@ class Stage(Sequential):
 
     def node(self, clients: tuple[int, ...], site: Site) -> Node:
         """A node that notes and refuses nothing."""
-        return Witness(clients, site, self.ledger, seen=self.seen, owned=self._num_rows(clients[0]))
+        return Witness(
+            clients, site.blocks, site.policy, self.ledger, site.examiner, self.seen, self._num_rows(clients[0])
+        )
 
     def _run(self, ask: Ask, clients: Sequence[int], send: Send, missing: dict[int, str]) -> Iterator[Part]:
         chosen: dict[int, Kind] = {}

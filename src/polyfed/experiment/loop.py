@@ -3,71 +3,28 @@
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from polyfed.experiment import checkpoint
-from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms import ALGORITHMS
-from polyfed.experiment.assembly import ENGINES, Assembly, assemble, facts_of
-from polyfed.experiment.check import refuse_forbidden, warn_unmeasured
-from polyfed.data import Population
-from polyfed.engines.in_process import InProcess
-from polyfed.core.errors import CheckpointError, RecipeError, did_you_mean
-from polyfed.experiment.events import Emitter, Listener
-from polyfed.experiment.run_result import Run, best_round
-from polyfed.experiment.recipe import Recipe, recipe_of
-from polyfed.experiment.records import RESTORE, Records, facts_of_round, run_id
+from polyfed.algorithms.base import Algorithm
+from polyfed.core.errors import CheckpointError, RecipeError
 from polyfed.core.registry import name_of
+from polyfed.data import Population
+from polyfed.engines.base import Engine
+from polyfed.experiment import checkpoint
+from polyfed.experiment.assembly import Assembly, assemble, facts_of
+from polyfed.experiment.check import refuse_forbidden, warn_unmeasured
+from polyfed.experiment.events import Emitter
+from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.records import RESTORE, Records, facts_of_round, run_id
+from polyfed.experiment.run_result import Run, best_round
 from polyfed.report import write_report
-
-
-def run(
-    recipe: Recipe | str | Path,
-    out: str | Path | None = None,
-    *,
-    resume: bool = False,
-    engine: str | None = None,
-    device: Literal["cpu", "cuda", "auto"] | None = None,
-    listeners: Sequence[Listener] = (),
-) -> Run:
-    """Run a recipe to its end.
-
-    Args:
-        recipe: a recipe, or the path of one.
-        out: folder for the files; None writes none.
-        resume: go on with the run that `out` holds; the result equals the uninterrupted run's bit for bit.
-        engine: overrides the recipe's.
-        device: overrides the recipe's.
-        listeners: get every event.
-
-    Raises:
-        PolyfedError: see `polyfed.core.errors`; its text says what to do.
-    """
-    recipe = recipe_of(recipe)
-    for given, allowed in ((engine, ENGINES), (device, ("cpu", "cuda", "auto"))):
-        if given is not None and given not in allowed:
-            raise RecipeError(f"'{given}' is neither an engine nor a device here; {did_you_mean(given, allowed)}")
-    changes = {k: v for k, v in (("name", engine), ("device", device)) if v is not None}
-    recipe = replace(recipe, engine=replace(recipe.engine, **changes))  # type: ignore[arg-type]
-    records = None if out is None else Records(Path(out), resume=resume)
-    emit = Emitter(listeners)
-    play = conduct
-    if recipe.engine.name == "flower":
-        from polyfed.deploy.server import simulate  # needs the extra polyfed[flower]
-
-        play = partial(simulate, conduct=conduct)
-    if records is None:
-        return play(recipe, records, emit)
-    with records.alone():
-        return play(recipe, records, emit)
 
 
 def conduct(
@@ -76,7 +33,7 @@ def conduct(
     emit: Emitter,
     *,
     population: Population | None = None,
-    engine: Callable[..., InProcess] | None = None,
+    engine: Callable[..., Engine] | None = None,
 ) -> Run:
     """Assemble a run and bring it to its end; `population` and `engine` as in `assemble`."""
     if recipe.tracking is not None:

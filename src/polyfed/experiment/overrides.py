@@ -8,13 +8,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from polyfed.data import ClientsSpec
 from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
-from polyfed.model import ModelSpec
-from polyfed.federation.network import Network
-from polyfed.training.optimisers import ServerOptimiser, Train
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
+from polyfed.federation.network import Network
+from polyfed.model import ModelSpec
+from polyfed.training.optimisers import ServerOptimiser, Train
 
 SECTIONS: Mapping[str, type | tuple[str, ...]] = {
     "data": ("name",),

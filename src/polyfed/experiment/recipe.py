@@ -12,21 +12,21 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms import ALGORITHMS
-from polyfed.data import PARTITIONS, SOURCES, ClientsSpec
+from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
-from polyfed.evaluation.scores import Evaluation
 from polyfed.core.messages import KINDS
-from polyfed.model import ModelSpec
-from polyfed.federation.network import Network
-from polyfed.training.optimisers import ServerOptimiser, Train
-from polyfed.experiment.overrides import apply, called, refuse_unknown
 from polyfed.core.registry import find, name_of
 from polyfed.core.schema import checked
-from polyfed.selection import SELECTORS, Selector
+from polyfed.data import PARTITIONS, SOURCES, ClientsSpec
+from polyfed.evaluation.scores import Evaluation
+from polyfed.experiment.overrides import apply, called, refuse_unknown
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
 from polyfed.experiment.tracking import TRACKERS, Tracker
+from polyfed.federation.network import Network
+from polyfed.model import ModelSpec
+from polyfed.selection import SELECTORS, Selector
+from polyfed.training.optimisers import ServerOptimiser, Train
 
 PARTS = {"train": "train", "evaluation": "evaluate", "selector": "selection", "server": "server"}
 """Fields of an algorithm that are written in a section of their own."""

@@ -11,20 +11,13 @@ from typing import Any, TypeVar
 
 import tomli_w
 
-from polyfed.experiment.checkpoint import newest, replace_text, sync
 from polyfed.core.errors import CheckpointError, DataError, RecipeError
-from polyfed.privacy.ledger import TO_CLIENT, Entry, lines
+from polyfed.core.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS, replace_text, sync
+from polyfed.experiment.checkpoint import newest
 from polyfed.experiment.lock import LOCK, alone_in
-from polyfed.training.optimisers import WHOLE_RUN_SCHEDULES
 from polyfed.experiment.settings import CheckpointSpec
-
-ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
-    "rounds.jsonl",
-    "egress.jsonl",
-    "result.json",
-    "recipe.toml",
-    "run.json",
-)
+from polyfed.privacy.ledger import TO_CLIENT, Entry, lines
+from polyfed.training.optimisers import WHOLE_RUN_SCHEDULES
 
 RESTORE = "Restore it from a copy, or start again in another --out folder"
 """What to do about a damaged file of a run."""

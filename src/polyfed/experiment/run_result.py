@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.model import Model
 from polyfed.core.tree import Tree
+from polyfed.model import Model
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.privacy.ledger import TO_CLIENT, Ledger
 from polyfed.core.schema import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, PROBABILITY, between, check_ranges
+from polyfed.privacy.ledger import TO_CLIENT, Ledger
 
 TRAINING_PASSES = 3
 """A training step costs about three forward passes: one forward, two backward (algorithms.md 4.6)."""

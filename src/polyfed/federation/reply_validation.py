@@ -13,9 +13,9 @@ from torch import Tensor
 
 from polyfed.core.errors import BadReply
 from polyfed.core.messages import LABELS, OF_THE_MODEL, Declared, Message, tensors
-from polyfed.model import Model
-from polyfed.federation.replies import Part
 from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.federation.replies import Part
+from polyfed.model import Model
 
 NOT_FINITE = "is not finite"
 """How the reason ends when a reply holds NaN or infinity."""

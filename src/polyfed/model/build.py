@@ -5,13 +5,13 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 
 from polyfed.core.errors import ModelError, did_you_mean
+from polyfed.core.tree import SHARED
 from polyfed.model.adopt import adopt
 from polyfed.model.encoder import EncoderSpec, Shape
 from polyfed.model.fusion import FUSIONS, Attention, Concat, Fusion, Gated, Sum
 from polyfed.model.layers import Rows
 from polyfed.model.model import Block, Model
 from polyfed.model.spec import ModelSpec
-from polyfed.core.tree import SHARED
 
 _RESERVED = (SHARED, "labels")  # the block of no single modality, and a row of the egress policy
 

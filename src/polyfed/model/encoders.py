@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 
 from polyfed.core.errors import ModelError, RecipeError
+from polyfed.core.registry import own
 from polyfed.model.checks import known_fields, one_of
 from polyfed.model.encoder import EncoderSpec, Mlp, Shape
 from polyfed.model.hugging_face import HuggingFace
 from polyfed.model.images import Cnn4, ResNet18
 from polyfed.model.sequences import ConvGru, Transformer
-from polyfed.core.registry import own
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
+from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.model.binding import Slots
 from polyfed.model.fusion import Fusion, masked
 from polyfed.model.layers import BatchNorm, Rows
 from polyfed.model.making import flops_of, leaf, made
-from polyfed.core.tree import SHARED, Tree, block_of
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

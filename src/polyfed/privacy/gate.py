@@ -7,53 +7,35 @@ stacked; gate and ledger look at fields, not at values, so the same code serves 
 from dataclasses import dataclass
 from typing import Any
 
-from polyfed.core.request import Ask
 from polyfed.core.errors import EgressError
-from polyfed.privacy.ledger import TO_CLIENT, Entry, Ledger
 from polyfed.core.messages import Crossing, Message, crossings, cut
-from polyfed.model import Model
+from polyfed.core.request import Ask
+from polyfed.privacy.ledger import TO_CLIENT, Entry, Ledger
 from polyfed.privacy.policy import Policy, refusal
-from polyfed.core.tree import SHARED, Tree
-
-
-@dataclass(frozen=True)
-class Site:
-    """Static facts a task may use.
-
-    Attributes:
-        model: the model, as pure functions of a tree.
-        modalities: what this client owns, in the federation's order.
-        num_classes: classes of the label.
-        initial: this client's blocks of the model's initial parameters, drawn from the run's seed.
-        examiner: whether these are the server's own test rows.
-        policy: what may leave this client.
-    """
-
-    model: Model
-    modalities: tuple[str, ...]
-    num_classes: int
-    initial: Tree
-    examiner: bool = False
-    policy: Policy = Policy()
-
-    @property
-    def blocks(self) -> frozenset[str]:
-        """The blocks of this client's model."""
-        return frozenset((*self.modalities, SHARED))
 
 
 @dataclass(frozen=True)
 class Node:
-    """One client, or several alike ones stacked, at the moment of an ask."""
+    """The gate of one client, or of several alike clients whose messages are stacked.
+
+    Attributes:
+        clients: their numbers.
+        blocks: the blocks of their model.
+        policy: what may leave them.
+        ledger: where every crossing is booked.
+        on_server: whether these are evaluation clients: their rows are the server's own, so nothing leaves anybody.
+    """
 
     clients: tuple[int, ...]
-    site: Site
+    blocks: frozenset[str]
+    policy: Policy
     ledger: Ledger
+    on_server: bool = False
 
     def receive(self, ask: Ask, msg: Message) -> Any:
         """Take a message in: leave out blocks this client does not have, and book the rest."""
-        own = cut(msg, self.site.blocks)
-        if not self.site.examiner:
+        own = cut(msg, self.blocks)
+        if not self.on_server:
             parts = crossings(own)
             self._book(ask, own, parts, TO_CLIENT, (True,) * len(parts), self.clients)
         return own
@@ -65,14 +47,14 @@ class Node:
             EgressError: naming client, field, kind, block, destination and the line that would allow it.
         """
         assert isinstance(reply, Message), f"task {ask.name} answered with {type(reply).__name__}, not a message"
-        if self.site.examiner:
+        if self.on_server:
             return reply
         for clients, rows in self._alike(reply) if stacked else [(self.clients, None)]:
             self._pass(ask, reply, clients, crossings(reply, stacked=stacked, rows=rows))
         return reply
 
     def _pass(self, ask: Ask, reply: Message, clients: tuple[int, ...], parts: tuple[Crossing, ...]) -> None:
-        policy = self.site.policy
+        policy = self.policy
         allowed = tuple(policy.allows(part.kind, part.block, ask.scope) for part in parts)
         self._book(ask, reply, parts, ask.scope, allowed, clients)
         for part, ok in zip(parts, allowed, strict=True):

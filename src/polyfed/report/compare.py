@@ -1,5 +1,6 @@
 """Comparing runs: those that differ only in seed and fold are one group, with mean and spread over its runs."""
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +9,9 @@ from typing import Any
 
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.evaluation.metrics import mean_and_spread
-from polyfed.report.run_folder import Folder
 from polyfed.report.folds import FOLD_KEYS, check_reach, fold_of, pooled_uars, rounds_to
-from polyfed.report.formatting import cell_of
+from polyfed.report.formatting import MISSING, number_of
+from polyfed.report.run_folder import Folder
 
 IGNORED = ("seed", "versions", "checkpoint", "tracking")
 """Parts of a resolved recipe in which runs of one group may differ: none of them belongs to the method."""
@@ -40,6 +41,13 @@ class Cell:
     spread: float
     n: int
     of: int
+
+    def text(self, unit: str) -> str:
+        """Mean and spread over seeds, the spread left out for a single run; shares in percent without the sign."""
+        if not math.isfinite(self.mean):
+            return MISSING
+        values = [self.mean] if self.n == 1 or self.spread == 0 else [self.mean, self.spread]
+        return " ± ".join(f"{100 * value:.1f}" if unit == "share" else number_of(value, unit) for value in values)
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,7 @@ class Comparison:
         """A cell in words; n is named where not all that could have the number have it."""
         cell = group.cells.get(column.name)
         fewer = f" (n={cell.n})" if cell is not None and cell.n < cell.of else ""
-        return cell_of(cell, column.unit) + fewer
+        return (MISSING if cell is None else cell.text(column.unit)) + fewer
 
     def rows(self) -> list[dict[str, Any]]:
         """One flat row a group: label, n, seeds, folds where there are several, and for every number `<column>` and

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from polyfed.experiment.records import EGRESS
+from polyfed.core.files import EGRESS
 from polyfed.report.run_folder import Folder, damaged
 
 MOST_SHAPES = 100_000

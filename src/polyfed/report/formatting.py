@@ -2,10 +2,9 @@
 
 import math
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from polyfed.report.compare import Cell
+MISSING = "–"
+"""What stands where there is no number."""
 
 PREFIXES = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -17,7 +16,7 @@ def number_of(value: float | None, unit: str) -> str:
     ('50.0 %', '30.5 MB', '47.5 ms')
     """
     if value is None or not math.isfinite(value):
-        return "–"
+        return MISSING
     if unit == "share":
         return f"{100 * value:.1f} %"
     if unit == "bytes":
@@ -52,14 +51,6 @@ def seconds_of(value: float) -> str:
     if minutes < 60:
         return f"{minutes} min {seconds:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def cell_of(cell: "Cell | None", unit: str) -> str:
-    """Mean and spread over seeds, the spread left out for a single run; shares in percent without the sign."""
-    if cell is None or not math.isfinite(cell.mean):
-        return "–"
-    values = [cell.mean] if cell.n == 1 or cell.spread == 0 else [cell.mean, cell.spread]
-    return " ± ".join(f"{100 * value:.1f}" if unit == "share" else number_of(value, unit) for value in values)
 
 
 def moment_of(text: str | None) -> str | None:

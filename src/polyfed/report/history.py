@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from polyfed.experiment.records import ROUNDS
-from polyfed.report.run_folder import Folder, damaged
+from polyfed.core.files import ROUNDS
 from polyfed.report.participation import Participation
+from polyfed.report.run_folder import Folder, damaged
 
 QUANTILES = {"worst": 0.0, "lower": 0.25, "median": 0.5, "upper": 0.75, "best": 1.0}
 """Columns `personal_accuracy.<name>` and the quantile over clients that each holds."""

@@ -16,14 +16,15 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from polyfed.experiment.checkpoint import replace_text
 from polyfed.core.errors import RecipeError
+from polyfed.core.files import replace_text
 from polyfed.core.messages import KINDS, LABELS
-from polyfed.report import charts, egress, history, senders, formatting as words
+from polyfed.core.tree import SHARED
+from polyfed.report import charts, egress, history, senders
+from polyfed.report import formatting as words
 from polyfed.report.compare import Comparison, modalities_of
 from polyfed.report.curves import curves_of
 from polyfed.report.run_folder import Folder
-from polyfed.core.tree import SHARED
 
 REPORT = "report.html"
 

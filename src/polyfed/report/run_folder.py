@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import DataError
-from polyfed.experiment.records import EGRESS, FACTS, RECIPE, RESULT, ROUNDS
+from polyfed.core.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from polyfed.core.messages import KINDS
 from polyfed.report.egress import Egress
-from polyfed.report.run_folder import Folder
 from polyfed.report.formatting import bytes_of
+from polyfed.report.run_folder import Folder
 
 MOST_CLIENTS = 1000
 """Clients that are shown; more would make a page that no mail takes."""

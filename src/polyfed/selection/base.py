@@ -7,10 +7,10 @@ from typing import Any
 
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
-from polyfed.federation.federation import Federation
-from polyfed.federation.replies import Replies
 from polyfed.core.schema import check_ranges
 from polyfed.core.tree import Tree
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies
 
 
 @dataclass(frozen=True, kw_only=True)

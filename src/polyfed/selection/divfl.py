@@ -14,18 +14,18 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.selection.submodular import Similarity, greedy, lazy_greedy, sample_size, stochastic_greedy
-from polyfed.federation.federation import Federation
-from polyfed.training.losses import cross_entropy
 from polyfed.core.messages import Message, carries, message
-from polyfed.privacy.gate import Site
-from polyfed.training.optimisers import Train
-from polyfed.federation.replies import Replies
 from polyfed.core.schema import NOT_NEGATIVE
-from polyfed.selection.base import Selector
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, subtract, vector
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies
+from polyfed.selection.base import Selector
+from polyfed.selection.submodular import Similarity, greedy, lazy_greedy, sample_size, stochastic_greedy
 from polyfed.training import View
+from polyfed.training.losses import cross_entropy
+from polyfed.training.optimisers import Train
 
 
 @message

@@ -14,17 +14,17 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.federation.federation import Federation
-from polyfed.training.losses import cross_entropy
 from polyfed.core.messages import Message, carries, message
-from polyfed.privacy.gate import Site
-from polyfed.training.optimisers import Train
-from polyfed.federation.replies import Replies
 from polyfed.core.schema import AT_LEAST_ONE
-from polyfed.selection.base import Selector
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies
+from polyfed.selection.base import Selector
 from polyfed.training import View
+from polyfed.training.losses import cross_entropy
+from polyfed.training.optimisers import Train
 
 
 @message

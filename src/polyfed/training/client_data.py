@@ -14,9 +14,9 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
+from polyfed.core.tree import Tree, add, block_of
 from polyfed.model import Model
 from polyfed.training.optimisers import Moments, Train
-from polyfed.core.tree import Tree, add, block_of
 
 Loss = Callable[[Tree, Batch], Any]
 """`loss(params, batch)` -> scalar, or (scalar, aux) with aux any nest of tensors, handed to `direction`. Under `split`

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
+from polyfed.core.tree import Tree, clone, like
 from polyfed.data import Columns
 from polyfed.model import Model
-from polyfed.training.optimisers import Train
-from polyfed.core.tree import Tree, clone, like
 from polyfed.training.client_data import (
     DROPOUT,
     FOLD_BATCH,
@@ -27,6 +26,7 @@ from polyfed.training.client_data import (
     summed,
     usable_rows,
 )
+from polyfed.training.optimisers import Train
 
 
 @dataclass

@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
+from polyfed.core.tree import Tree
 from polyfed.data import Columns
 from polyfed.model import Model
-from polyfed.training.optimisers import Train
-from polyfed.core.tree import Tree
 from polyfed.training import step_replay as replay
 from polyfed.training.client_data import DROPOUT, FOLD_BATCH, Fit, Job, Loss, Step, View, split_loss, stream_key, summed
+from polyfed.training.optimisers import Train
 from polyfed.training.step_plan import Plan, Rows, make_plan
 
 StackStep = Callable[[Any, Batch, Tensor], tuple[Any, Tensor]]

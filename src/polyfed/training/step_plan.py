@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.training.optimisers import Train
 from polyfed.training.client_data import ORDER, stream_key, usable_rows
+from polyfed.training.optimisers import Train
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from polyfed.core import keys
 from polyfed.algorithms.cmsfed.memory import Ratios
-from polyfed.selection.submodular import Cover, Similarity, sample, sample_size
+from polyfed.core import keys
 from polyfed.federation.federation import Federation
+from polyfed.selection.submodular import Cover, Similarity, sample, sample_size
 
 if TYPE_CHECKING:
     from polyfed.algorithms.cmsfed.cmsfed import CmsFed, CmsfedState

@@ -20,27 +20,27 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from polyfed.core import keys
-from polyfed.training import prototypes
-from polyfed.algorithms.base import Averaging, Broadcast, State, mean_loss
+from polyfed.algorithms.averaging import Averaging, State, mean_loss
+from polyfed.algorithms.base import Broadcast
 from polyfed.algorithms.cmsfed.choice import Choice, choose
 from polyfed.algorithms.cmsfed.local_training import Lesson, blamed, encoder_names
 from polyfed.algorithms.cmsfed.memory import Ratios, gradients_of, whole_gradients
+from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.selection.submodular import Similarity
-from polyfed.federation.federation import Federation
 from polyfed.core.messages import HISTOGRAM, Message, carries, message
-from polyfed.privacy.gate import Site
-from polyfed.training.optimisers import Train
-from polyfed.privacy.policy import Policy
-from polyfed.training.prototypes import Prototypes
-from polyfed.federation.replies import Replies, joined
 from polyfed.core.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE
-from polyfed.selection import Uniform
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, select, vector
-from polyfed.training import Fit, View
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies, joined
+from polyfed.privacy.policy import Policy
+from polyfed.selection import Uniform
+from polyfed.selection.submodular import Similarity
+from polyfed.training import Fit, View, prototypes
+from polyfed.training.optimisers import Train
+from polyfed.training.prototypes import Prototypes
 
 
 @message

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyfed.training import prototypes
 from polyfed.core.batch import Batch
+from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.federation.context import Site
+from polyfed.training import Fit, View, prototypes
+from polyfed.training.client_data import legs, summed
 from polyfed.training.losses import cross_entropy
-from polyfed.privacy.gate import Site
 from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import Prototypes
-from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.training import Fit, View
-from polyfed.training.client_data import legs, summed
 
 if TYPE_CHECKING:
     from polyfed.algorithms.cmsfed.cmsfed import CmsFed

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from polyfed.algorithms.cmsfed.local_training import encoder_names
 from polyfed.core.request import Accept
-from polyfed.federation.federation import Federation, Roster
 from polyfed.core.tree import Tree, scaled, select, subtract
+from polyfed.federation.client_registry import Roster
+from polyfed.federation.federation import Federation
 from polyfed.training.client_data import steps_trained
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import DataError, RecipeError, TooFewReplies
-from polyfed.federation.federation import Roster
+from polyfed.federation.client_registry import Roster
 
 SHOWN = 5
 """Ids that a message names before it only counts them."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyfed.federation.federation import Federation
 from polyfed.core.messages import Message, carries, crossings, cut, message
-from polyfed.federation.replies import Replies
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree, keep_on_host, zip_map
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies
 
 
 @message

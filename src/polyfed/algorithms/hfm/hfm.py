@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyfed.federation.federation import Federation
-from polyfed.core.messages import Message, carries, message
-from polyfed.privacy.gate import Site
-from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.algorithms.hfm import Exchange, SiloState, Vertical, bytes_down, bytes_up, devices_of_silos
+from polyfed.core.messages import Message, carries, message
+from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
 from polyfed.training import View
 
 ANCHOR = "anchor."

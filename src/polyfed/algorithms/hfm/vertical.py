@@ -19,19 +19,8 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from polyfed.core import keys
-from polyfed.algorithms.base import Algorithm, State
-from polyfed.core.request import Accept, names_as_sent
-from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError
-from polyfed.federation.federation import Federation
-from polyfed.training.losses import cross_entropy
-from polyfed.model.fusion import masked
-from polyfed.privacy.gate import Site
-from polyfed.training.optimisers import Train
-from polyfed.privacy.policy import Policy
-from polyfed.federation.replies import Replies
-from polyfed.core.schema import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE
+from polyfed.algorithms.averaging import State
+from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.hfm.alignment import check_aligned, devices_of_silos
 from polyfed.algorithms.hfm.exchange import (
     Copy,
@@ -48,10 +37,22 @@ from polyfed.algorithms.hfm.exchange import (
     mean_tree,
     stale_embeddings,
 )
+from polyfed.core import keys
+from polyfed.core.batch import Batch
+from polyfed.core.errors import RecipeError
+from polyfed.core.request import Accept, names_as_sent
+from polyfed.core.schema import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, squared_distance
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies
+from polyfed.model.fusion import masked
+from polyfed.privacy.policy import Policy
 from polyfed.training import Fit, View
 from polyfed.training.client_data import FOLD_BATCH
+from polyfed.training.losses import cross_entropy
+from polyfed.training.optimisers import Train
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyfed.evaluation import metrics
-from polyfed.core.batch import Batch
-from polyfed.core.errors import PolyfedWarning
-from polyfed.evaluation.scores import Measured, OwnScore
-from polyfed.federation.federation import Federation
-from polyfed.core.messages import Message, carries, message
-from polyfed.model.fusion import masked
-from polyfed.privacy.gate import Site
-from polyfed.privacy.policy import Policy
-from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.algorithms.hfm import Exchange, SiloState, Vertical, check_aligned, devices_of_silos
 from polyfed.algorithms.hfm.exchange import Question
+from polyfed.core.batch import Batch
+from polyfed.core.errors import PolyfedWarning
+from polyfed.core.messages import Message, carries, message
+from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, like
+from polyfed.evaluation import metrics
+from polyfed.evaluation.scores import Measured, OwnScore
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.model.fusion import masked
+from polyfed.privacy.policy import Policy
 from polyfed.training import View
 
 

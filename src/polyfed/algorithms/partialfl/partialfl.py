@@ -18,25 +18,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyfed.core import keys
-from polyfed.algorithms.base import Averaging, State
+from polyfed.algorithms.averaging import Averaging, State
 from polyfed.algorithms.partialfl.messages import Call, Deposit, Guided, GuidedUpdate
 from polyfed.algorithms.towers import embed, embedding_size, mlps, shapes_of
+from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.federation.federation import Federation
-from polyfed.training.losses import Negatives, contrastive, cross_entropy
 from polyfed.core.messages import Message
-from polyfed.model import Model, ModelSpec
-from polyfed.privacy.gate import Site
-from polyfed.training.optimisers import Moments
-from polyfed.privacy.policy import Policy
-from polyfed.federation.replies import Replies
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, digest, select, squared_distance
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies
+from polyfed.model import Model, ModelSpec
+from polyfed.privacy.policy import Policy
 from polyfed.training import Fit, View
 from polyfed.training.client_data import Direction
+from polyfed.training.losses import Negatives, contrastive, cross_entropy
+from polyfed.training.optimisers import Moments
 
 
 @dataclass(frozen=True)

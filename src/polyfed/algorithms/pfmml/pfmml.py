@@ -16,21 +16,22 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.base import Algorithm, Broadcast, mean_loss
 from polyfed.algorithms import blocks as exchange
+from polyfed.algorithms.averaging import mean_loss
+from polyfed.algorithms.base import Algorithm, Broadcast
 from polyfed.algorithms.blocks import Blocks, Installed, Layout, Wanted, layouts, owners
-from polyfed.algorithms.pfmml.coefficients import BlockState, Step, aggregate, learned, own_coefficients, scheduled
 from polyfed.algorithms.local import Done, Start
-from polyfed.evaluation.scores import Measured
-from polyfed.federation.federation import Federation
-from polyfed.training.losses import cross_entropy
-from polyfed.federation.network import TRAINING_PASSES, Timetable
-from polyfed.privacy.gate import Site
+from polyfed.algorithms.pfmml.coefficients import BlockState, Step, aggregate, learned, own_coefficients, scheduled
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, keep_on_host
+from polyfed.evaluation.scores import Measured
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.federation.network import TRAINING_PASSES, Timetable
 from polyfed.training import View
 from polyfed.training.client_data import rows_trained, steps_trained
+from polyfed.training.losses import cross_entropy
 
 TABLE_CLIENTS = 64
 """Matrices of more devices than this are not logged: a heat map of them could not be read."""

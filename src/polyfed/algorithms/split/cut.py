@@ -12,23 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyfed.core import keys
 from polyfed.algorithms.split.messages import Cue, Feedback, Half, Joint, Judged, Ready, Smashed
-from polyfed.core.request import Accept
+from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.federation.federation import Federation
-from polyfed.training.losses import cross_entropy
 from polyfed.core.messages import LABELS
-from polyfed.model import Model
-from polyfed.model.fusion import masked
-from polyfed.privacy.gate import Site
-from polyfed.training.optimisers import Moments, Train
-from polyfed.federation.replies import Replies
+from polyfed.core.request import Accept
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies
+from polyfed.model import Model
+from polyfed.model.fusion import masked
 from polyfed.training import Fit, View
 from polyfed.training.client_data import steps_trained
+from polyfed.training.losses import cross_entropy
+from polyfed.training.optimisers import Moments, Train
 
 WEIGHT, MOMENT = "weight.", "moment."
 """Prefixes of a client's half and of its optimiser among the client's local state."""

@@ -9,16 +9,17 @@ it the labels, stay on the client (Vepakomma et al., "Split learning for health"
 
 from dataclasses import dataclass, field
 
-from polyfed.core import keys
-from polyfed.algorithms.base import Algorithm, State
+from polyfed.algorithms.averaging import State
+from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.split.cut import Cut, Upper, one_turn, will_send
-from polyfed.federation.federation import Federation
-from polyfed.privacy.gate import Site
-from polyfed.training.optimisers import Moments
-from polyfed.privacy.policy import Policy
-from polyfed.federation.replies import Replies, joined
-from polyfed.selection import Selector, Uniform, must_be_uniform
+from polyfed.core import keys
 from polyfed.core.tree import Tree
+from polyfed.federation.context import Site
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies, joined
+from polyfed.privacy.policy import Policy
+from polyfed.selection import Selector, Uniform, must_be_uniform
+from polyfed.training.optimisers import Moments
 
 
 @dataclass(frozen=True)

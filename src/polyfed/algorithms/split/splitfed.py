@@ -14,11 +14,11 @@ from typing import Literal
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.split.cut import Cut, Upper, halves_of, will_send
 from polyfed.algorithms.split.split_learning import SplitState, first_state, turns
+from polyfed.core.tree import Tree
+from polyfed.federation.context import Site
 from polyfed.federation.federation import Federation
-from polyfed.privacy.gate import Site
 from polyfed.privacy.policy import Policy
 from polyfed.selection import Selector, Uniform, must_be_uniform
-from polyfed.core.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)

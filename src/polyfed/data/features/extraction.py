@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from polyfed.core.errors import DataError
 from polyfed.data.features.listing import Listing, Sample
+from polyfed.data.features.prepared import MANIFEST, Prepared, replace_file, sha256
 from polyfed.data.media import Clip, Extractor
 from polyfed.data.media.clip import Array
-from polyfed.data.features.prepared import MANIFEST, Prepared, replace_file, sha256
-from polyfed.core.errors import DataError
 
 Listener = Callable[..., None]
 """Called as `listener(event, **facts)`: prepare-started, clip-done, clip-skipped, prepare-finished."""

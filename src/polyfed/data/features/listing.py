@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from polyfed.core.errors import DataError, did_you_mean
 from polyfed.data.columns import TRAIN
 from polyfed.data.media import Clip
-from polyfed.core.errors import DataError, did_you_mean
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.data.checks import need
 from polyfed.data.features.extraction import Listener, OnCorrupt
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.sources import SOURCES
 from polyfed.data.sources.media_set import MediaSet
-from polyfed.core.errors import RecipeError, did_you_mean
 
 
 def prepare(

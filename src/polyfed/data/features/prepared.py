@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from polyfed.core.errors import DataError
 from polyfed.data.columns import Column, Columns
 from polyfed.data.files import Arrays
 from polyfed.data.media import Extractor
-from polyfed.core.errors import DataError
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of the manifest

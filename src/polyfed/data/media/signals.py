@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.data.media.clip import Clip, Plain, corrupt
 from polyfed.core.errors import DataError
+from polyfed.data.media.clip import Clip, Plain, corrupt
 
 Floats = NDArray[np.float32]
 

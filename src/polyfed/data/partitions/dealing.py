@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core import keys
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.data.columns import Columns
 from polyfed.data.partitions.shards import Rows, Stretches
-from polyfed.core.errors import DataError, RecipeError
 
 MAX_REDRAWS = 1000
 """Draws before a partition gives up (6.11)."""

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core import keys
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.data.columns import Columns
 from polyfed.data.partitions.dealing import MAX_REDRAWS, Counts, deal, enough, labels
 from polyfed.data.partitions.shards import Rows
-from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 
 
 @dataclass(frozen=True, kw_only=True)

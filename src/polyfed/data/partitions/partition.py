@@ -11,11 +11,11 @@ from typing import Protocol
 import numpy as np
 
 from polyfed.core import keys
+from polyfed.core.errors import RecipeError
 from polyfed.data.columns import Columns
 from polyfed.data.partitions.dealing import MAX_REDRAWS, deal, dirichlet_counts, enough, labels
 from polyfed.data.partitions.label_skew import ClassesPerClient, MainClass
 from polyfed.data.partitions.shards import Rows, Stretches
-from polyfed.core.errors import RecipeError
 
 
 class Partition(Protocol):

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
+from polyfed.core.errors import DataError
+from polyfed.core.schema import FRACTION, check_ranges
 from polyfed.data.columns import TEST, TRAIN, Column, Columns, standardised
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.mnist import LAYOUT, LICENCE, OBTAIN, read_mnist
 from polyfed.data.splits import subset
-from polyfed.core.errors import DataError
-from polyfed.core.schema import FRACTION, check_ranges
 
 RATE = 8000  # Hz, of every recording
 SAMPLES = 8192  # a recording is padded with zeros or cut to this length; 17 of 3,000 are longer

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from polyfed.core.errors import DataError
+from polyfed.core.schema import AT_LEAST_ONE, check_ranges
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of, folder, lines
 from polyfed.data.media import Clip, Extractor, Frames, LogSpectrogram
 from polyfed.data.media.video import Pick
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities
-from polyfed.core.errors import DataError
-from polyfed.core.schema import AT_LEAST_ONE, check_ranges
 
 _FILES = (("trainSet.txt", TRAIN), ("valSet.txt", VALIDATION), ("testSet.txt", TEST))
 _FIELDS = "category&id&quality&start&end"

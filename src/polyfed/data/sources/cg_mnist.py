@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
+from polyfed.core.errors import DataError
+from polyfed.core.schema import FRACTION, check_ranges
 from polyfed.data.columns import TEST, TRAIN, Columns
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources import colour, mnist
 from polyfed.data.sources.facts import Facts
 from polyfed.data.splits import subset
-from polyfed.core.errors import DataError
-from polyfed.core.schema import FRACTION, check_ranges
 
 # Norms that the CMSFed and PMR releases use, on a scale of [0, 1] (6.6)
 _GRAY = (torch.tensor(0.1307), torch.tensor(0.3081))

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
+from polyfed.core.errors import DataError
+from polyfed.core.schema import FRACTION, check_ranges
 from polyfed.data.columns import TEST, TRAIN, Column, Columns, moments
 from polyfed.data.files import Arrays, existing, stored_name
 from polyfed.data.sources.facts import Facts
 from polyfed.data.splits import subset
-from polyfed.core.errors import DataError
-from polyfed.core.schema import FRACTION, check_ranges
 
 LAYOUT = (
     "an .npz with image (N, 32, 32, 3), label, split; or the folder of CIFAR's binary version, with train.bin and "

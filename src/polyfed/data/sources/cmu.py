@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from polyfed.core.errors import DataError
+from polyfed.core.schema import AT_LEAST_ONE, check_ranges
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, Column, Columns
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.media_set import check_modalities
-from polyfed.core.errors import DataError
-from polyfed.core.schema import AT_LEAST_ONE, check_ranges
 
 MODALITIES = ("text", "audio", "vision")
 _PARTS = (("train", TRAIN), ("valid", VALIDATION), ("test", TEST))

@@ -7,15 +7,15 @@ from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
-from polyfed.data.columns import TEST, TRAIN
-from polyfed.data.features.listing import Listing, Sample, class_of, folder, records
-from polyfed.data.media import Clip, Extractor, Frames, LogSpectrogram, StftMagnitude
-from polyfed.data.media.video import Pick
-from polyfed.data.features.prepared import Prepared
-from polyfed.data.sources.facts import Facts
-from polyfed.data.sources.media_set import MediaSet, check_modalities, fold_of_clients
 from polyfed.core.errors import DataError
 from polyfed.core.schema import AT_LEAST_ONE, between, check_ranges
+from polyfed.data.columns import TEST, TRAIN
+from polyfed.data.features.listing import Listing, Sample, class_of, folder, records
+from polyfed.data.features.prepared import Prepared
+from polyfed.data.media import Clip, Extractor, Frames, LogSpectrogram, StftMagnitude
+from polyfed.data.media.video import Pick
+from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.media_set import MediaSet, check_modalities, fold_of_clients
 
 CLASSES = ("NEU", "HAP", "SAD", "FEA", "DIS", "ANG")
 COUNTS = {"NEU": 1087, "HAP": 1271, "SAD": 1271, "FEA": 1271, "DIS": 1271, "ANG": 1271}

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from polyfed.core import keys
+from polyfed.core.errors import DataError
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, folder, records
 from polyfed.data.media import Clip
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.image_text import ImageText
-from polyfed.core.errors import DataError
 
 _VALIDATION = 10  # percent of every class, rounded up (6.3)
 

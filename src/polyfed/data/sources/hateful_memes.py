@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from polyfed.core.errors import DataError
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, lines
 from polyfed.data.media import Clip
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.image_text import ImageText
-from polyfed.core.errors import DataError
 
 CLASSES = ("not hateful", "hateful")
 _FILES = (("train.jsonl", TRAIN), ("dev_seen.jsonl", VALIDATION), ("test_seen.jsonl", TEST))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from polyfed.core.errors import DataError, did_you_mean
 from polyfed.data.checks import need
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of
@@ -12,7 +13,6 @@ from polyfed.data.media import Clip, Extractor, Image, LogMel, TextEmbedding, To
 from polyfed.data.media.clip import optional
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.media_set import MediaSet
-from polyfed.core.errors import DataError, did_you_mean
 
 Kind = Literal["image", "text", "tokens", "audio", "values"]
 _KINDS = ("image", "text", "tokens", "audio", "values")

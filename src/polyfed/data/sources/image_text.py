@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from polyfed.core.schema import AT_LEAST_ONE, check_ranges
 from polyfed.data.media import Extractor
 from polyfed.data.media.embedding import ImageKind, TextKind, image_extractor, text_extractor
 from polyfed.data.sources.media_set import MediaSet, check_modalities
-from polyfed.core.schema import AT_LEAST_ONE, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from polyfed.core.errors import DataError, did_you_mean
 from polyfed.data.checks import need
 from polyfed.data.columns import TEST, TRAIN, Columns
 from polyfed.data.features.extraction import Extraction, Listener, OnCorrupt
-from polyfed.data.files import existing
 from polyfed.data.features.listing import Listing
-from polyfed.data.media import Extractor
 from polyfed.data.features.prepared import Prepared
-from polyfed.core.errors import DataError, did_you_mean
+from polyfed.data.files import existing
+from polyfed.data.media import Extractor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+from polyfed.core.schema import AT_LEAST_ONE, check_ranges
 from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of, folder, table
 from polyfed.data.media import Clip, Extractor, LogMel
 from polyfed.data.media.embedding import TextKind, text_extractor
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities
-from polyfed.core.schema import AT_LEAST_ONE, check_ranges
 
 CLASSES = ("neutral", "sadness", "joy", "anger", "surprise", "fear", "disgust")
 COUNTS = {

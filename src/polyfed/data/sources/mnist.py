@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from polyfed.core.errors import DataError
 from polyfed.data.columns import TEST, TRAIN
 from polyfed.data.files import Arrays, existing, read_idx
-from polyfed.core.errors import DataError
 
 LAYOUT = (
     "an .npz with image, label, split (or Keras' x_train, y_train, x_test, y_test), or a folder with it as "

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
+from polyfed.core.errors import DataError
+from polyfed.core.schema import FRACTION, check_ranges
 from polyfed.data.columns import Column, Columns
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources import mnist
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.pictures import pictures, read_picture
 from polyfed.data.splits import subset
-from polyfed.core.errors import DataError
-from polyfed.core.schema import FRACTION, check_ranges
 
 SIDE = 28
 

@@ -6,13 +6,13 @@ from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from polyfed.data.features.listing import Listing, Sample, class_of, folder, lines, table
-from polyfed.data.media import Clip, Extractor, LogMel, TextEmbedding
-from polyfed.data.features.prepared import Prepared
-from polyfed.data.sources.facts import Facts
-from polyfed.data.sources.media_set import MediaSet, check_modalities, fold_of_groups
 from polyfed.core.errors import DataError
 from polyfed.core.schema import AT_LEAST_ONE, between, check_ranges
+from polyfed.data.features.listing import Listing, Sample, class_of, folder, lines, table
+from polyfed.data.features.prepared import Prepared
+from polyfed.data.media import Clip, Extractor, LogMel, TextEmbedding
+from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.media_set import MediaSet, check_modalities, fold_of_groups
 
 CLASSES = ("N", "H", "S", "A")
 COUNTS = {"N": 2072, "H": 1184, "S": 739, "A": 585}

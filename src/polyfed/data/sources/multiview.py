@@ -9,13 +9,13 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from polyfed.core.errors import DataError, did_you_mean
+from polyfed.core.schema import AT_LEAST_ONE, check_ranges
 from polyfed.data.checks import need
 from polyfed.data.columns import TEST, TRAIN, Column, Columns
 from polyfed.data.files import existing, stored_name
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.pictures import SUFFIXES, read_picture
-from polyfed.core.errors import DataError, did_you_mean
-from polyfed.core.schema import AT_LEAST_ONE, check_ranges
 
 LAYOUT = (
     "<class>/{train,test}/<item>...v001.png, ... as the twelve rendered views of ModelNet come "

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
+from polyfed.core.schema import BELOW_ONE, check_ranges
 from polyfed.data.checks import need
 from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.files import Arrays, stored_name
 from polyfed.data.sources.facts import Facts
 from polyfed.data.splits import stratified
-from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
-from polyfed.core.schema import BELOW_ONE, check_ranges
 
 Layout = Literal["F", "TF", "FT", "HW", "HWC", "CHW"]
 

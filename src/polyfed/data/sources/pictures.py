@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.data.files import existing
 from polyfed.core.errors import DataError
+from polyfed.data.files import existing
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm")
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from polyfed.core.errors import DataError
 from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of, table
 from polyfed.data.media import Clip, Ecg, Extractor
 from polyfed.data.sources.facts import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities
-from polyfed.core.errors import DataError
 
 CLASSES = ("NORM", "MI", "STTC", "CD", "HYP")
 _LEADS = {"limb": ("I", "II", "III", "AVR", "AVL", "AVF"), "chest": ("V1", "V2", "V3", "V4", "V5", "V6")}

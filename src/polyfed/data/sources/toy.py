@@ -8,11 +8,11 @@ from typing import Annotated
 import torch
 
 from polyfed.core import keys
+from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, check_ranges
 from polyfed.data.checks import need
 from polyfed.data.columns import Column, Columns
 from polyfed.data.sources.facts import Facts
 from polyfed.data.splits import stratified
-from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)

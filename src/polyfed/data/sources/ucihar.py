@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from polyfed.core.errors import DataError, did_you_mean
+from polyfed.core.schema import check_ranges
 from polyfed.data.checks import need
 from polyfed.data.columns import TEST, TRAIN, Column, Columns, standardised
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources.facts import Facts
-from polyfed.core.errors import DataError, did_you_mean
-from polyfed.core.schema import check_ranges
 
 CLASSES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
 STEPS = 128  # 2.56 s at 50 Hz

@@ -12,11 +12,11 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from polyfed.engines.flower.codec import packet_of, records
-from polyfed.engines.flower.transport import GridPost
-from polyfed.engines.flower.process import end_with_link, speak_last
-from polyfed.engines.protocol import FAILED
 from polyfed.core.signals import handling
+from polyfed.engines.flower.codec import packet_of, records
+from polyfed.engines.flower.process import end_with_link, speak_last
+from polyfed.engines.flower.transport import GridPost
+from polyfed.engines.protocol import FAILED
 from polyfed.federation.wire_format import Packet
 
 Handler = Callable[[Packet, Mapping[str, Any]], Packet]

@@ -1,0 +1,30 @@
+"""The files of a run: their names, and writing them whole."""
+
+import os
+from pathlib import Path
+
+ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
+    "rounds.jsonl",
+    "egress.jsonl",
+    "result.json",
+    "recipe.toml",
+    "run.json",
+)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old or the new text, never a part, also after a power cut."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text, encoding="utf-8")
+    sync(draft)
+    os.replace(draft, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,56 @@
+"""`polyfed.run`: a recipe in, a finished run out."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.experiment.assembly import ENGINES
+from polyfed.experiment.events import Emitter, Listener
+from polyfed.experiment.loop import conduct
+from polyfed.experiment.recipe import Recipe, recipe_of
+from polyfed.experiment.records import Records
+from polyfed.experiment.run_result import Run
+
+
+def run(
+    recipe: Recipe | str | Path,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    engine: str | None = None,
+    device: Literal["cpu", "cuda", "auto"] | None = None,
+    listeners: Sequence[Listener] = (),
+) -> Run:
+    """Run a recipe to its end.
+
+    Args:
+        recipe: a recipe, or the path of one.
+        out: folder for the files; None writes none.
+        resume: go on with the run that `out` holds; the result equals the uninterrupted run's bit for bit.
+        engine: overrides the recipe's.
+        device: overrides the recipe's.
+        listeners: get every event.
+
+    Raises:
+        PolyfedError: see `polyfed.core.errors`; its text says what to do.
+    """
+    recipe = recipe_of(recipe)
+    for given, allowed in ((engine, ENGINES), (device, ("cpu", "cuda", "auto"))):
+        if given is not None and given not in allowed:
+            raise RecipeError(f"'{given}' is neither an engine nor a device here; {did_you_mean(given, allowed)}")
+    changes = {k: v for k, v in (("name", engine), ("device", device)) if v is not None}
+    recipe = replace(recipe, engine=replace(recipe.engine, **changes))  # type: ignore[arg-type]
+    records = None if out is None else Records(Path(out), resume=resume)
+    emit = Emitter(listeners)
+    play = conduct
+    if recipe.engine.name == "flower":
+        from polyfed.deploy.server import simulate  # needs the extra polyfed[flower]
+
+        play = partial(simulate, conduct=conduct)
+    if records is None:
+        return play(recipe, records, emit)
+    with records.alone():
+        return play(recipe, records, emit)
