@@ -27,8 +27,27 @@ from polyfed.training.client_data import DROPOUT, FOLD_BATCH, Fit, Job, Loss, St
 from polyfed.training.optimisers import Train
 from polyfed.training.step_plan import Plan, Rows, make_plan
 
-StackStep = Callable[[Any, Batch, Tensor], tuple[Any, Tensor]]
-"""`step(state, batch, number of the step)` -> state and value of the loss; state is (params, moments, carry)."""
+Kind = tuple[bool, bool]
+"""What decides in Python what a step does: whether all its rows are real, and whether every client takes it."""
+
+WHOLE: Kind = (True, True)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of a stack's training.
+
+    Attributes:
+        kinds: one a step.
+        columns: what belongs to each step, (T, ...) each; of a single given step, without the leading axis.
+        count: steps of this client so far, these included.
+        batch: makes the batch of a step from whether it is full and from its columns but the last two.
+    """
+
+    kinds: list[Kind]
+    columns: tuple[Tensor, ...]
+    count: Tensor
+    batch: Callable[..., Batch]
 
 
 @dataclass
@@ -83,46 +102,46 @@ class StackedView(View):
         w = {name: self._own(value) for name, value in job.params.items()}
         moments = train.moments({name: w[name] for name in names}) if after is None else _snapshot(after.moments)
         state = (w, moments, dict(job.carry or {}))
-        earlier = torch.zeros((), device=self.lane.device) if after is None else after.loss * after.num_steps
-        step = _step_of(job, model, names, train.lr_at(self.round, self.rounds))
+        schedule = self._schedule(job, model)
+        step = _step_of(job, model, names, train.lr_at(self.round, self.rounds), schedule.batch)
         if job.on is None:
-            state, values, count = self._trained(job, model, step, state)
+            state, values = replay.run(step, state, schedule.columns, schedule.kinds, source=self._source(job))
         else:
-            count = torch.ones_like(self.num_rows) if after is None else after.num_steps + 1
-            state, value = step(state, job.on, count)
+            state, value = step(WHOLE, state, schedule.columns)
             values = value.reshape(1)
         w, moments, kept = state
-        mean = torch.cat([earlier.reshape(1), values]).sum() / count.clamp(min=1)
-        return Fit(w, mean, count, kept, moments, (after.num_epochs if after else 0) + train.epochs)
+        earlier = torch.zeros((), device=self.lane.device) if after is None else after.loss * after.num_steps
+        mean = torch.cat([earlier.reshape(1), values]).sum() / schedule.count.clamp(min=1)
+        return Fit(w, mean, schedule.count, kept, moments, (after.num_epochs if after else 0) + train.epochs)
 
-    def _trained(self, job: Job, model: Model, step: StackStep, state: Any) -> tuple[Any, Tensor, Tensor]:
-        """The state after all steps of `job.train`, the value of each, (T,), and how many steps there were so far."""
-        after = job.after
+    def _schedule(self, job: Job, model: Model) -> "Schedule":
+        """The steps of a training, or the one step on the batch that it was given."""
+        after, train = job.after, job.train
+        done = 0 if after is None else after.num_steps
+        if job.on is not None:
+            given, count = job.on, torch.ones_like(self.num_rows) + done
+            return Schedule([WHOLE], (torch.ones_like(count, dtype=torch.bool), count), count, lambda *_: given)
         plan = make_plan(
             self.keys,
             self._sizes,
-            job.train,
+            train,
             skip_single=model.has_batchnorm,
             stream=job.stream,
             first_epoch=after.num_epochs if after else 0,
         )
-        count, number = plan.count[self.lane], plan.number[self.lane]
-        if after is not None:
-            count, number = count + after.num_steps, number + after.num_steps
-
-        def advance(kind: tuple[bool, bool], state: Any, own: Sequence[Tensor]) -> tuple[Any, Tensor]:
-            (full, live), (rows_B, where_B, ok_B, key, alive, nth) = kind, own
-            before = None if live else _snapshot(state)
-            state, value = step(state, self._batch(rows_B, where_B, None if full else ok_B, key), nth)
-            if before is None:
-                return state, value
-            return _where(alive, state, before), torch.where(alive, value, 0.0)
-
+        count, number = plan.count[self.lane] + done, plan.number[self.lane] + done
         kinds = list(zip(plan.full, plan.live, strict=True))
+        return Schedule(kinds, self._steps(plan, number, job.stream), count, self._step_batch)
+
+    def _step_batch(self, full: bool, rows_B: Tensor, where_B: Tensor, ok_B: Tensor, key: Tensor) -> Batch:
+        return self._batch(rows_B, where_B, None if full else ok_B, key)
+
+    def _source(self, job: Job) -> tuple[Any, ...] | None:
+        """What decides which operations a step makes, apart from its kind; None forbids to replay steps."""
+        if not self.replays:
+            return None
         code = (getattr(part, "__code__", type(part)) for part in (job.loss, job.direction))
-        source = (*code, len(self.keys), self.modalities) if self.replays else None
-        state, values = replay.run(advance, state, self._steps(plan, number, job.stream), kinds, source=source)
-        return state, values, count
+        return (*code, len(self.keys), self.modalities)
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
         """See `View.batch`."""
@@ -135,7 +154,10 @@ class StackedView(View):
         return self._batch(rows, self._where(rows), ok, keys.fold_in(dropout_key, number - 1))
 
     def _steps(self, plan: Plan, number: Tensor, stream: int) -> tuple[Tensor, ...]:
-        """Of all steps, (T, ...): rows, their place in the table, which are real, dropout key, alive, step's number."""
+        """Of all steps, (T, ...): rows, their place in the table, which are real, dropout key, alive, step's number.
+
+        The last two are for the step itself, the others make its batch.
+        """
         dropout_key = stream_key(self.key, DROPOUT, stream)
         rows, ok = plan.rows[self.lane], plan.ok[self.lane]
         # all steps at once: under vmap the smallest operation costs 10 us
@@ -174,13 +196,22 @@ class StackedView(View):
         )
 
 
-def _step_of(job: Job, model: Model, names: Sequence[str], lr: float) -> StackStep:
+def _step_of(
+    job: Job, model: Model, names: Sequence[str], lr: float, batch_of: Callable[..., Batch]
+) -> Callable[[Kind, Any, Sequence[Tensor]], tuple[Any, Tensor]]:
+    """One step as a function of (its kind, state, what belongs to it alone) -> (state, value of the loss).
+
+    The state is (params, moments, carry). A client that has run out of steps keeps the one it had.
+    """
     gradient, train, direction = _gradient_of(job.loss, model, job.split), job.train, job.direction
 
-    def step(state: Any, batch: Batch, number: Tensor) -> tuple[Any, Tensor]:
+    def step(kind: Kind, state: Any, own: Sequence[Tensor]) -> tuple[Any, Tensor]:
+        (full, everybody), (*drawn, alive, number) = kind, own
+        before = None if everybody else _snapshot(state)
         w, moments, kept = state
         trained = {name: w[name] for name in names}
-        grads, (value, aux, buffers) = gradient(trained, {n: v for n, v in w.items() if n not in trained}, batch)
+        rest = {name: value for name, value in w.items() if name not in trained}
+        grads, (value, aux, buffers) = gradient(trained, rest, batch_of(full, *drawn))
         w.update(buffers)
         if job.split:
             value = torch.stack(list(value.values())).sum()
@@ -189,7 +220,10 @@ def _step_of(job: Job, model: Model, names: Sequence[str], lr: float) -> StackSt
         elif job.split:
             grads = summed(grads)
         train.step(w, grads, moments, lr, number)
-        return (w, moments, kept), value
+        after = (w, moments, kept)
+        if before is None:
+            return after, value
+        return _where(alive, after, before), torch.where(alive, value, 0.0)
 
     return step
 
