@@ -17,10 +17,10 @@ from pathlib import Path
 import polyfed
 from polyfed.deploy.handlers import Simulated
 from polyfed.deploy.server import engine_by
-from polyfed.engines.flower import DirectGrid, GridPost, client_app
+from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.experiment.assembly import population_of
 from polyfed.experiment.events import Emitter
-from polyfed.experiment.loop import conduct
+from polyfed.experiment.loop import execute
 from polyfed.experiment.recipe import Recipe, load_recipe
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "federation-demo.toml"
@@ -63,10 +63,12 @@ def wire(recipe: Recipe, clients: int) -> tuple[float, float]:
     """Bytes that Flower serialises over bytes that the ledger books, up and down."""
     with tempfile.TemporaryDirectory() as folder:
         grid = DirectGrid(client_app(Simulated(recipe, Path(folder))), clients)
-        post = GridPost(grid)
-        post.enrol(clients, 60)
+        transport = GridTransport(grid)
+        transport.enrol(clients, 60)
         up, down = grid.bytes_up, grid.bytes_down
-        run = conduct(recipe, None, Emitter(), population=population_of(recipe), engine=engine_by(post, recipe.engine))
+        run = execute(
+            recipe, None, Emitter(), population=population_of(recipe), engine=engine_by(transport, recipe.engine)
+        )
     return (grid.bytes_up - up) / run.result["bytes_up"], (grid.bytes_down - down) / run.result["bytes_down"]
 
 

@@ -21,8 +21,8 @@ from polyfed.algorithms.blocks import Blocks, Installed
 from polyfed.algorithms.local import Done
 from polyfed.algorithms.pfmml.pfmml import Pfmml
 from polyfed.core.tree import block_of
-from polyfed.federation.client_registry import Roster
-from polyfed.federation.federation import Answer, Ask, Federation, Part, Send
+from polyfed.federation.client_registry import ClientRegistry
+from polyfed.federation.federation import Answer, Request, Federation, ReplyStack, Send
 from polyfed.federation.network import Clock, Network
 from polyfed.privacy.ledger import Ledger
 
@@ -39,23 +39,23 @@ class Uploads:
         self.params, self.seconds, self.cpu_seconds = params, 0.0, 0.0
         self.draw = torch.Generator().manual_seed(0)
 
-    def answer(self, ask: Ask, clients: Sequence[int], send: Send) -> Answer:
+    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
         started, busy = time.perf_counter(), time.process_time()
-        parts = self.parts(ask.name, list(clients), send)
+        parts = self.parts(request.name, list(clients), send)
         self.seconds += time.perf_counter() - started
         self.cpu_seconds += time.process_time() - busy
         return Answer(parts, {})
 
-    def parts(self, task: str, clients: list[int], send: Any) -> list[Part]:
+    def parts(self, task: str, clients: list[int], send: Any) -> list[ReplyStack]:
         count = len(clients)
         if task == "install":
-            return [Part(tuple(clients), Installed())]
+            return [ReplyStack(tuple(clients), Installed())]
         if task == "practise":
-            return [Part(tuple(clients), Done(torch.ones(count), torch.ones(count)))]
+            return [ReplyStack(tuple(clients), Done(torch.ones(count), torch.ones(count)))]
         alike: dict[tuple[str, ...], list[int]] = {}
         for client in clients:
             alike.setdefault(tuple(send[client].blocks), []).append(client)
-        return [Part(tuple(group), Blocks(self.rows(names, len(group)))) for names, group in alike.items()]
+        return [ReplyStack(tuple(group), Blocks(self.rows(names, len(group)))) for names, group in alike.items()]
 
     def rows(self, wanted: Sequence[str], count: int) -> dict[str, torch.Tensor]:
         blocks = {block_of(name) for name in wanted}
@@ -71,11 +71,11 @@ def federation(devices: int, numbers: int, device: str) -> tuple[Federation, Upl
     holds = torch.tensor(HOLDINGS, dtype=torch.bool)[torch.arange(devices) % len(HOLDINGS)]
     engine = Uploads(params)
     clock = Clock(Network().links(devices, 1), Ledger("r"))
-    site = SimpleNamespace(
+    context = SimpleNamespace(
         model=SimpleNamespace(is_buffer=lambda name: False, has_batchnorm=False, flops=lambda block: 1e6)
     )
-    roster = Roster(MODALITIES, torch.full((devices,), 100), holds)
-    return Federation(roster, engine, Pfmml(), site, params, 1, 50, clock=clock), engine
+    registry = ClientRegistry(MODALITIES, torch.full((devices,), 100), holds)
+    return Federation(registry, engine, Pfmml(), context, params, 1, 50, clock=clock), engine
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ class Ours:
         first = net.init(keys.key(1, "init"))
         self.ledger = Ledger("speed")
         runner = ENGINES[engine](people, net, algorithm, first, policy=Policy(), ledger=self.ledger, debug=True)
-        self.fed = Federation(runner.roster, runner, algorithm, runner.site(-1), first, seed=1, rounds=1_000_000)
+        self.fed = Federation(runner.registry, runner, algorithm, runner.context(-1), first, seed=1, rounds=1_000_000)
         self.algorithm, self.state, self.net = algorithm, algorithm.init(self.fed, first), net
 
     def round(self) -> None:

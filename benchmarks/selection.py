@@ -18,7 +18,7 @@ import torch
 from polyfed.algorithms.cmsfed.choice import Problem
 from polyfed.algorithms.cmsfed.memory import Ratios
 from polyfed.core import keys
-from polyfed.federation.client_registry import Roster
+from polyfed.federation.client_registry import ClientRegistry
 from polyfed.selection.submodular import Similarity, sample_size
 
 CHUNK = 250
@@ -51,12 +51,12 @@ def main() -> None:
     start = time.process_time()
     gradients, encoder = filled(num, size, options.sketch), filled(num, size // 2, options.sketch)
     setup = time.process_time() - start
-    roster = Roster(("a", "b"), torch.full((num,), 10), torch.ones(num, 2, dtype=torch.bool))
+    registry = ClientRegistry(("a", "b"), torch.full((num,), 10), torch.ones(num, 2, dtype=torch.bool))
     values = torch.rand(num, 2, dtype=torch.float64) + 0.5
     ratios = Ratios(("a", "b"), values, torch.ones(num, dtype=torch.float64), torch.ones(num, dtype=torch.bool))
     refresh, choose = [], []
     for round in range(1, options.rounds + 1):
-        fed = SimpleNamespace(clients=roster, seed=1, round=round)
+        fed = SimpleNamespace(clients=registry, seed=1, round=round)
         problem = Problem(gradients, encoder, ratios, "b", 1.5, "paper", cohort, sample_size(cohort, num))
         start = time.process_time()
         choice = problem.solve(fed)  # type: ignore[arg-type]

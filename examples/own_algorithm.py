@@ -28,11 +28,11 @@ class ClippedFedAvg(Averaging):
 
     reach: float = 1.0
 
-    def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Update, Tree]:
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Update, Tree]:
         """What goes back after training, and what stays."""
-        start = site.model.trainable(got.params)
+        start = context.model.trainable(got.params)
         length = squared_distance(start, fit.params).sqrt()
-        step = scaled(subtract(site.model.trainable(fit.params), start), torch.clamp(self.reach / length, max=1.0))
+        step = scaled(subtract(context.model.trainable(fit.params), start), torch.clamp(self.reach / length, max=1.0))
         return Update(fit.params | add(start, step), fit.loss, data.num_rows), local
 
 

@@ -43,13 +43,13 @@ class Steady(Averaging):
 
     replies: ClassVar[type[Message]] = SteadyUpdate
 
-    def local(self, site: Any, key: int) -> Tree:
+    def local(self, context: Any, key: int) -> Tree:
         """Before the first round: no step yet."""
-        return like(site.model.trainable(site.initial))
+        return like(context.model.trainable(context.initial))
 
-    def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[SteadyUpdate, Tree]:
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[SteadyUpdate, Tree]:
         """What goes to the server, and the step, which stays."""
-        step = subtract(site.model.trainable(fit.params), got.params)
+        step = subtract(context.model.trainable(fit.params), got.params)
         agreement = {block: agreed(select(step, [block]), select(local, [block])) for block in blocks(step)}
         return SteadyUpdate(fit.params, fit.loss, data.num_rows, agreement), step
 
@@ -61,7 +61,7 @@ class Steady(Averaging):
             sent = {client: reply.agreement for client, reply in replies.items()}
             trust = {c: rows[c] * max(float(sent[c].get(block, 0.0)), self.floor) for c in replies}
             mean |= select(replies.mean("params", trust), [block])
-        trainable = fed.site.model.trainable(state.params)
+        trainable = fed.context.model.trainable(state.params)
         params, moments = self.server.apply(state.params, mean, state.moments, trainable)
         return state.with_(params=params, moments=moments)
 

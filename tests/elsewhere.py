@@ -167,5 +167,5 @@ def _refuse_mixture(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             scalar = tensor.dim() == 0 and not written and (scalars or (indexed and argument.name == "values"))
             if not (isinstance(tensor, Elsewhere) or index or scalar):
                 tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-                forms = ", ".join(f"{tensor.device.type}{list(tensor.shape)}" for tensor in tensors)
-                raise RuntimeError(f"Expected all tensors to be on the same device: {op} of {forms}")
+                validator = ", ".join(f"{tensor.device.type}{list(tensor.shape)}" for tensor in tensors)
+                raise RuntimeError(f"Expected all tensors to be on the same device: {op} of {validator}")

@@ -12,12 +12,12 @@ from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.blocks import Blocks, Installed
 from polyfed.algorithms.local import Done
 from polyfed.core.messages import Message
-from polyfed.core.request import Ask, Send
+from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED, block_of
-from polyfed.federation.client_registry import Roster
+from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Clock, Network
-from polyfed.federation.replies import Answer, Part
+from polyfed.federation.replies import Answer, ReplyStack
 from polyfed.privacy.ledger import Ledger
 
 PARAMS = {"a.w": torch.zeros(2, 3), "b.w": torch.zeros(5), "shared.w": torch.zeros(4)}
@@ -38,26 +38,26 @@ class Script:
     def has(self, k: int, block: str) -> bool:
         return block == SHARED or bool(self.holds[k, ["a", "b"].index(block)])
 
-    def answer(self, ask: Ask, clients: Sequence[int], send: Send) -> Answer:
-        run: Any = getattr(self, ask.name)
+    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
+        run: Any = getattr(self, request.name)
         return Answer([run(k, send if isinstance(send, Message) else send[k]) for k in clients], {})
 
-    def install(self, k: int, got: Any) -> Part:
+    def install(self, k: int, got: Any) -> ReplyStack:
         self.models[k] = {**self.models[k], **got.params}
         self.got[k] = got.params
-        return Part((k,), Installed())
+        return ReplyStack((k,), Installed())
 
-    def practise(self, k: int, got: Any) -> Part:
+    def practise(self, k: int, got: Any) -> ReplyStack:
         for n, v in self.models[k].items():
             self.models[k][n] = v + torch.tensor(self.draw.normal(size=tuple(v.shape)) * self.size).float()
-        return Part((k,), Done(torch.tensor([1.0]), torch.tensor([10])))
+        return ReplyStack((k,), Done(torch.tensor([1.0]), torch.tensor([10])))
 
-    def upload(self, k: int, got: Any) -> Part:
+    def upload(self, k: int, got: Any) -> ReplyStack:
         wanted = {block_of(n) for n in got.blocks}
         params = {n: v.unsqueeze(0) for n, v in self.models[k].items() if block_of(n) in wanted}
         for n, v in params.items():
             self.sent.setdefault(block_of(n), {})[k] = v.double().numpy().ravel()
-        return Part((k,), Blocks(params))
+        return ReplyStack((k,), Blocks(params))
 
 
 def scripted(
@@ -68,9 +68,9 @@ def scripted(
     script = Script(table, seed, size)
     flops = {"a": 1e5, "b": 3e5, SHARED: 1e4}
     model = SimpleNamespace(is_buffer=lambda name: False, has_batchnorm=False, flops=flops.__getitem__)
-    roster = Roster(("a", "b"), 10 * torch.arange(1, len(holds) + 1), table)
+    registry = ClientRegistry(("a", "b"), 10 * torch.arange(1, len(holds) + 1), table)
     clock = None
     if network is not None:
         clock = Clock(network.links(len(holds), seed), Ledger("r"))
-    site = SimpleNamespace(model=model)
-    return Federation(roster, script, method, site, PARAMS, seed, 50, clock=clock), script
+    context = SimpleNamespace(model=model)
+    return Federation(registry, script, method, context, PARAMS, seed, 50, clock=clock), script

@@ -37,7 +37,7 @@ class Talker(Averaging):
 
     replies = Chatty
 
-    def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Chatty, Tree]:
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Chatty, Tree]:
         rows = data.collect(lambda batch: {"y": batch.y.float()})["y"]
         return Chatty(fit.params, fit.loss, data.num_rows, torch.zeros(2000), rows), local
 
@@ -46,7 +46,7 @@ class Talker(Averaging):
 class Faulty(Averaging):
     """Its clients fail."""
 
-    def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Tree) -> Any:
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Tree) -> Any:
         raise ValueError("no reply today")
 
 
@@ -65,7 +65,7 @@ def found(checked: Check, field: str, block: str = "shared") -> Planned:
 
 def test_a_statistic_of_two_thousand_numbers_shows_by_its_size() -> None:
     row = found(check(recipe(Talker())), "sketch")
-    assert (row.kind, row.bytes, row.bytes_per_row, row.rehearsed) == ("statistic", 8000, 0.0, True)
+    assert (row.kind, row.bytes, row.bytes_per_row, row.in_dry_run) == ("statistic", 8000, 0.0, True)
 
 
 def test_what_grows_with_the_rows_is_told_per_row_declared_or_not() -> None:
@@ -118,12 +118,12 @@ def test_one_line_a_modality_kind_and_destination() -> None:
 
 
 def test_several_tasks_show_the_largest_reply() -> None:
-    one = Planned("first", "Up", "x", "statistic", "shared", "server", 8, True, rehearsed=True)
+    one = Planned("first", "Up", "x", "statistic", "shared", "server", 8, True, in_dry_run=True)
     more = [one, replace(one, field="y"), replace(one, task="second", bytes=12)]
     assert size(more) == "16 B"
     assert size([replace(one, bytes=0, bytes_per_row=256.0)]) == "256 B a row"
     assert size([replace(one, bytes_per_row=256.0)]) == "8 B + 256 B a row"
-    assert size([replace(one, rehearsed=False)]) == "none in a first round"
+    assert size([replace(one, in_dry_run=False)]) == "none in a first round"
 
 
 @pytest.mark.parametrize(

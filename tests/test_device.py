@@ -160,9 +160,9 @@ def test_what_is_kept_for_those_who_are_not_heard_is_met_elsewhere(
 class Forgetful(Averaging):
     """FedAvg, but it forgets where its batches are."""
 
-    def loss(self, site: Any, w: Any, batch: Any, got: Any, local: Any) -> Any:
+    def loss(self, context: Any, w: Any, batch: Any, got: Any, local: Any) -> Any:
         """Cross-entropy of noisy logits."""
-        logits = site.model.logits(w, batch)
+        logits = context.model.logits(w, batch)
         return cross_entropy(logits + torch.zeros(logits.shape[-1]), batch)
 
 

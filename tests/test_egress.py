@@ -15,7 +15,7 @@ from polyfed.core.tree import Tree
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import plan, refuse_forbidden
 from polyfed.privacy import policy as policies
-from polyfed.privacy.gate import Node
+from polyfed.privacy.gate import EgressGate
 from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.policy import Policy
 from world import algorithm, played, recipe
@@ -41,18 +41,18 @@ class Leaky(Averaging):
 
     replies = Leak
 
-    def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Leak, Tree]:
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Leak, Tree]:
         def step(carry: Any, batch: Any) -> Any:
             inputs, targets, features = carry
-            z = site.model.features(got.params, batch)
+            z = context.model.features(got.params, batch)
             return (
                 {m: inputs[m] + batch.sum(batch.x[m]) for m in inputs},
                 targets + batch.sum(batch.y.float()),
                 {m: features[m] + batch.sum(z[m]) for m in features},
             )
 
-        zero = {m: torch.zeros(site.model.shapes[m]) for m in site.modalities}
-        flat = {m: torch.zeros(6) for m in site.modalities}
+        zero = {m: torch.zeros(context.model.shapes[m]) for m in context.modalities}
+        flat = {m: torch.zeros(6) for m in context.modalities}
         inputs, targets, features = data.fold(step, (zero, torch.zeros(()), flat))
         return Leak(fit.params, fit.loss, data.num_rows, inputs, targets, features), local
 
@@ -122,16 +122,16 @@ def test_check_lists_every_field_and_block_that_a_run_then_sends() -> None:
 def test_canary_values_of_labels_and_data_leave_in_no_reply(engine: str, name: str, monkeypatch: Any) -> None:
     canary = 7.7777e5
     sent: list[Tensor] = []
-    original = Node.release
+    original = EgressGate.release
 
-    def spy(self: Node, ask: Any, reply: Message, *, stacked: bool) -> Message:
-        out = original(self, ask, reply, stacked=stacked)
+    def spy(self: EgressGate, request: Any, reply: Message, *, stacked: bool) -> Message:
+        out = original(self, request, reply, stacked=stacked)
         for field in out.kinds:
             value = getattr(out, field)
             sent.extend([value] if isinstance(value, Tensor) else value.values())
         return out
 
-    monkeypatch.setattr(Node, "release", spy)
+    monkeypatch.setattr(EgressGate, "release", spy)
     parts = assemble(recipe(algorithm(name), engine, rounds=1))
     values = parts.engine.columns.modalities["b"].values
     # a value no computation would make by itself, in a feature that is then multiplied by 1 everywhere it is copied

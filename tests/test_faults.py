@@ -39,7 +39,7 @@ class Faulty(Averaging):
     fault: str = "nan"
     below: int = 45
 
-    def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Any, Tree]:
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Any, Tree]:
         bad = data.num_rows < self.below
         if self.fault == "raise":
             if bool(bad):  # a branch on data: works alone, stops a stack

@@ -24,7 +24,7 @@ from polyfed.federation.network import Clock, Network, Timetable
 from polyfed.privacy.ledger import TO_CLIENT, Entry, Ledger
 from polyfed.run import run
 from polyfed.selection import Uniform
-from polyfed.training import View
+from polyfed.training import ClientData
 from polyfed.training.client_data import rows_trained, steps_trained
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
@@ -138,7 +138,7 @@ def test_any_algorithm_can_be_timed_and_timing_changes_nothing_else(engine: str)
         rows = [row for row in ledger if row["client"] == k and row["round"] == 3]
         down = 8 * sum(row["bytes"] for row in rows if row["destination"] == "client")
         up = 8 * sum(row["bytes"] for row in rows if row["destination"] == "server")
-        flops = sum(parts.fed.site.model.flops(b) for b in (*parts.fed.clients[k].modalities, "shared"))
+        flops = sum(parts.fed.context.model.flops(b) for b in (*parts.fed.clients[k].modalities, "shared"))
         work = 3 * 2 * int(parts.fed.clients.num_rows[k]) * flops
         seconds.append(down / float(rates.down_bps[k]) + up / float(rates.up_bps[k]) + work / 1e7)
     assert parts.algorithm.simulated_seconds(state, clock.finish()) == pytest.approx(max(seconds), rel=1e-9)
@@ -191,9 +191,9 @@ class Only(Averaging):
     branches: bool = False
 
     @task()
-    def update(self, site: Any, data: View, local: Tree, got: Broadcast) -> tuple[Update, Tree]:  # type: ignore[override]
+    def update(self, context: Any, data: ClientData, local: Tree, got: Broadcast) -> tuple[Update, Tree]:  # type: ignore[override]
         def loss(w: Tree, batch: Any) -> Any:
-            return cross_entropy(site.model.logits(w, batch), batch)
+            return cross_entropy(context.model.logits(w, batch), batch)
 
         fit = data.minimise(loss, got.params, train=self.train, only=self.blocks)
         if self.branches and float(fit.loss) < 0:

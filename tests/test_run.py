@@ -22,7 +22,7 @@ from world import algorithm, recipe
 class Forgetful(Averaging):
     """Returns no local state."""
 
-    def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Any) -> Any:
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Any) -> Any:
         return Update(fit.params, fit.loss, data.num_rows)
 
 
@@ -30,7 +30,7 @@ class Forgetful(Averaging):
 class Broken(Averaging):
     """Raises in its loss."""
 
-    def loss(self, site: Any, w: Any, batch: Any, got: Any, local: Any) -> Any:
+    def loss(self, context: Any, w: Any, batch: Any, got: Any, local: Any) -> Any:
         raise ValueError("boom")
 
 
@@ -61,7 +61,7 @@ def test_clients_are_not_said_to_be_asked_for_what_is_switched_off() -> None:
 
 def test_one_line_allows_all_that_is_refused_of_a_block() -> None:
     found = check(recipe(algorithm("fedavg"), egress={"shared": {"server": []}}))
-    assert found.cures == ('[egress.shared] server = ["parameters", "statistic"]',)
+    assert found.fixes == ('[egress.shared] server = ["parameters", "statistic"]',)
 
 
 def test_words_are_checked_in_python_as_in_a_recipe() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
-from polyfed.core.request import Ask, Send
+from polyfed.core.request import Request, Send
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.evaluation.scores import Evaluation
@@ -70,9 +70,9 @@ def losing(parts: Assembly, task: str, *clients: int) -> list[int]:
     engine, lost = parts.fed.engine, list[int]()
     answer = engine.answer
 
-    def faulty(ask: Ask, asked: Sequence[int], send: Send) -> Answer:
-        got = answer(ask, asked, send)
-        gone = {client: "lost" for client in clients if client in asked and ask.name.endswith(task)}
+    def faulty(request: Request, asked: Sequence[int], send: Send) -> Answer:
+        got = answer(request, asked, send)
+        gone = {client: "lost" for client in clients if client in asked and request.name.endswith(task)}
         lost.extend(gone)
         left = [kept for part in got.parts if (kept := part.without(gone)) is not None]
         return Answer(left, got.missing | gone)

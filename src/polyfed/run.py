@@ -9,7 +9,7 @@ from typing import Literal
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.experiment.assembly import ENGINES
 from polyfed.experiment.events import Emitter, Listener
-from polyfed.experiment.loop import conduct
+from polyfed.experiment.loop import execute
 from polyfed.experiment.recipe import Recipe, recipe_of
 from polyfed.experiment.records import Records
 from polyfed.experiment.run_result import Run
@@ -45,11 +45,11 @@ def run(
     recipe = replace(recipe, engine=replace(recipe.engine, **changes))  # type: ignore[arg-type]
     records = None if out is None else Records(Path(out), resume=resume)
     emit = Emitter(listeners)
-    play = conduct
+    play = execute
     if recipe.engine.name == "flower":
         from polyfed.deploy.server import simulate  # needs the extra polyfed[flower]
 
-        play = partial(simulate, conduct=conduct)
+        play = partial(simulate, execute=execute)
     if records is None:
         return play(recipe, records, emit)
     with records.alone():

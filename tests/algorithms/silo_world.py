@@ -12,7 +12,7 @@ from torch import Tensor
 from oracles.hfm import Silo
 from polyfed.algorithms.base import Algorithm
 from polyfed.core import keys
-from polyfed.core.request import Ask, Send
+from polyfed.core.request import Request, Send
 from polyfed.core.tree import Tree
 from polyfed.data import Columns, Population
 from polyfed.data.partitions.shards import Shards
@@ -45,9 +45,9 @@ class Lossy:
     engine: Any
     lost: set[tuple[str, int]]
 
-    def answer(self, ask: Ask, clients: Sequence[int], send: Send) -> Answer:
-        answer = self.engine.answer(ask, clients, send)
-        gone = {client: "lost" for task, client in self.lost if task == ask.name and client in clients}
+    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
+        answer = self.engine.answer(request, clients, send)
+        gone = {client: "lost" for task, client in self.lost if task == request.name and client in clients}
         parts = [rest for part in answer.parts if (rest := part.without(gone)) is not None]
         return Answer(parts, answer.missing | gone)
 
@@ -110,14 +110,14 @@ class Silos:
             self.population, self.model, method, self.initial, policy=policy, ledger=Ledger("r"), debug=True
         )
         fed = Federation(
-            clients=runs.roster,
+            clients=runs.registry,
             engine=Lossy(runs, lost) if lost else runs,  # type: ignore[arg-type]
             owner=method,
-            site=runs.site(TEST),
+            context=runs.context(TEST),
             template=self.initial,
             seed=1,
             rounds=3,
-            examiners=runs.examiners,
+            evaluation_clients=runs.evaluation_clients,
         )
         return fed, runs
 
@@ -135,7 +135,7 @@ class Silos:
 def silo_model(state: Any, runs: Any, silo: int) -> dict[str, Tensor]:
     """What a silo's devices and its edge hold together, in VFL."""
     found = dict(state.heads[silo])
-    for client in range(len(runs.roster)):
-        if int(runs.roster.silo[client]) == silo:
+    for client in range(len(runs.registry)):
+        if int(runs.registry.silo[client]) == silo:
             found |= {name: value for name, value in runs.locals[client].items() if not name.startswith("anchor.")}
     return found

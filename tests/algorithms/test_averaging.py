@@ -44,7 +44,7 @@ def shards_of(parts: Assembly, train: Train, rounds: int) -> list[oracle.Shard]:
 
 
 def oracle_model(parts: Assembly) -> oracle.LateFusion:
-    """The recipe's model rebuilt from plain layers, with the same numbers."""
+    """The recipe's model map_tensors from plain layers, with the same numbers."""
     w = parts.initial
     model = oracle.LateFusion({"a": (16, 12), "b": (24, 10)}, 6, 4)
     with torch.no_grad():

@@ -12,8 +12,8 @@ import torch
 from oracles import cmsfed as oracle
 from polyfed.algorithms.base import Broadcast
 from polyfed.algorithms.cmsfed.choice import Choice, Problem, choose
-from polyfed.algorithms.cmsfed.cmsfed import Assignment, CmsFed, CmsfedState
-from polyfed.algorithms.cmsfed.local_training import Lesson
+from polyfed.algorithms.cmsfed.cmsfed import Assignment, CmsFed, CmsFedState
+from polyfed.algorithms.cmsfed.local_training import LocalTraining
 from polyfed.algorithms.cmsfed.memory import Ratios
 from polyfed.core import keys
 from polyfed.core.errors import Diverged, EgressError, RecipeError, TooFewReplies
@@ -24,7 +24,7 @@ from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import refuse_forbidden
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import parse_recipe
-from polyfed.federation.client_registry import Roster
+from polyfed.federation.client_registry import ClientRegistry
 from polyfed.model import ModelSpec
 from polyfed.selection import DivFl, Uniform
 from polyfed.selection.submodular import Similarity, sample_size, stochastic_greedy
@@ -42,7 +42,7 @@ def made(engine: str = "sequential", clients: ClientsSpec = COMPLETE, rounds: in
     return recipe(algorithm("cmsfed", **options), engine, clients=clients, egress=egress, rounds=rounds)
 
 
-def step_by_step(case: Any) -> list[CmsfedState]:
+def step_by_step(case: Any) -> list[CmsFedState]:
     """The state after every round, the first being the start."""
     parts = assemble(case)
     parts.fed.begin(0)
@@ -56,15 +56,15 @@ def step_by_step(case: Any) -> list[CmsfedState]:
 def problem(num: int, seed: int, **options: Any) -> tuple[Problem, Any]:
     """A random selection problem over clients that own both modalities, and a federation to solve it for."""
     rng = np.random.default_rng(seed)
-    roster = Roster(("a", "b"), torch.full((num,), 10), torch.ones(num, 2, dtype=torch.bool))
+    registry = ClientRegistry(("a", "b"), torch.full((num,), 10), torch.ones(num, 2, dtype=torch.bool))
     similar = []
     for _ in range(2):
         points = torch.from_numpy(rng.normal(size=(num, 4)).astype(np.float32))
         similar.append(Similarity.empty(num, 4).refreshed(dict(enumerate(points))))
     values = torch.tensor(np.stack([np.ones(num), rng.uniform(0.8, 3.0, num)], 1))
-    ratios = replace(Ratios.unknown(roster), values=values)
+    ratios = replace(Ratios.unknown(registry), values=values)
     defaults = {"weak": "b", "chi": 1.5, "resolution": "paper", "size": 5, "sample": 6}
-    fed = type("Fed", (), {"clients": roster, "seed": 3, "round": 2})
+    fed = type("Fed", (), {"clients": registry, "seed": 3, "round": 2})
     return Problem(similar[0], similar[1], ratios, **(defaults | options)), fed  # type: ignore[arg-type]
 
 
@@ -122,8 +122,10 @@ def test_no_weak_modality_when_all_ratios_are_one() -> None:
 
 
 def test_global_ratio_weighs_by_rows_and_keeps_stale_values() -> None:
-    roster = Roster(("a", "b"), torch.tensor([10, 30, 5]), torch.tensor([[True, True], [True, True], [True, False]]))
-    ratios = Ratios.unknown(roster)
+    registry = ClientRegistry(
+        ("a", "b"), torch.tensor([10, 30, 5]), torch.tensor([[True, True], [True, True], [True, False]])
+    )
+    ratios = Ratios.unknown(registry)
     assert ratios.mean() == {}
     assert ratios.weak() == ""
     ratios = ratios.reported({0: {"b": torch.tensor(2.0)}, 1: {"b": torch.tensor(0.5)}, 2: {}})
@@ -140,8 +142,8 @@ def test_global_ratio_weighs_by_rows_and_keeps_stale_values() -> None:
 
 
 def test_three_modalities_set_the_weakest_against_the_strongest() -> None:
-    roster = Roster(("a", "b", "c"), torch.tensor([1, 1]), torch.ones(2, 3, dtype=torch.bool))
-    ratios = Ratios.unknown(roster).reported({k: {"b": torch.tensor(3.0), "c": torch.tensor(0.5)} for k in (0, 1)})
+    registry = ClientRegistry(("a", "b", "c"), torch.tensor([1, 1]), torch.ones(2, 3, dtype=torch.bool))
+    ratios = Ratios.unknown(registry).reported({k: {"b": torch.tensor(3.0), "c": torch.tensor(0.5)} for k in (0, 1)})
     assert ratios.weak() == "b"
     assert ratios.dominance("b", 0) == pytest.approx(6.0)
     assert ratios.weakest_of(["a", "c"]) == "a"
@@ -158,8 +160,8 @@ def test_training_and_both_gradients_equal_an_independent_loop(engine: str, alon
     near = {m: torch.randn(4, 6, generator=rng) for m in ("a", "b")}
     sent = {"b": near["b"]} if alone else near
     message = Assignment(parts.initial, sent, {"b": torch.ones(())})
-    ask = case.algorithm.train_alone if alone else case.algorithm.train_all
-    report = parts.fed.ask(ask, [0, 1], message)[1]
+    request = case.algorithm.train_alone if alone else case.algorithm.train_all
+    report = parts.fed.ask(request, [0, 1], message)[1]
     w, rows = parts.initial, parts.population.train[1]
     client = oracle_client(w)
     key = keys.fold_in(keys.fold_in(keys.key(parts.recipe.seed, "client", 1, 1), ORDER), 0)
@@ -265,7 +267,7 @@ def test_global_prototypes_are_centroids_of_all_rows_under_one_model() -> None:
 def test_bytes_of_a_round() -> None:
     case = made(chi=0.0, gradient_split="delta", rounds=2)
     parts, state, rows = played(case)
-    model = parts.fed.site.model
+    model = parts.fed.context.model
     size = {
         m: size_bytes({n: v for n, v in state.params.items() if n.startswith(f"{m}.")}) for m in ("a", "b", "shared")
     }
@@ -401,14 +403,14 @@ def test_who_trains_alone_may_be_lost_and_the_round_goes_on() -> None:
 def test_prototypes_of_one_modality_have_nothing_to_be_behind_of() -> None:
     method = algorithm("cmsfed", pce_target="batch_weak", modality_selection=False)
     parts = assemble(recipe(method, egress={m: OPEN[m] for m in "ab"}, clients=COMPLETE))
-    site = parts.engine.site(0)
-    lesson = Lesson(method, site, ("a", "b"), ("a", "b"), alone=False)
-    batch = site.model.zero_batch(4, "ab")
-    z = lesson.measured(site.model.features(parts.initial, batch))
+    context = parts.engine.context(0)
+    training = LocalTraining(method, context, ("a", "b"), ("a", "b"), alone=False)
+    batch = context.model.zero_batch(4, "ab")
+    z = training.measured(context.model.features(parts.initial, batch))
     size = z["a"].shape[1]
     known = Prototypes.received(torch.randn(4, size))
-    assert lesson._weights({"a": known}, z, batch) == {}
-    assert set(lesson._weights({"a": known, "b": known}, z, batch)) == {"a", "b"}
+    assert training._weights({"a": known}, z, batch) == {}
+    assert set(training._weights({"a": known, "b": known}, z, batch)) == {"a", "b"}
 
 
 def test_equal_gradients_are_told() -> None:

@@ -95,7 +95,7 @@ def test_a_strong_pull_holds_the_client_at_its_cloud() -> None:
         method = algorithm("fedamp", train=train, alpha=1e-2, lam=lam, uploads=0)  # no new cloud is ever made
         parts, _, _ = played(recipe(method, rounds=1))
         tree = parts.engine.locals[0]
-        far[lam] = furthest({n: tree[n] for n in parts.initial if n in tree}, parts.engine.site(0).initial)
+        far[lam] = furthest({n: tree[n] for n in parts.initial if n in tree}, parts.engine.context(0).initial)
     assert far[1.0] < 0.7 * far[0.0]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from laws.rows import GKT
 from oracles import distillation as oracle
-from polyfed.algorithms.fedgkt import FedGKT, Lesson
+from polyfed.algorithms.fedgkt import FedGKT, LocalTraining
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import EgressError, RecipeError
@@ -70,7 +70,7 @@ def test_the_server_learns_as_a_plain_loop_does() -> None:
     parts.fed.begin(0)
     first = made.algorithm.init(parts.fed, parts.initial)
     parts.fed.begin(1)
-    lessons = {k: Lesson({}, torch.tensor(0)) for k in range(3)}
+    lessons = {k: LocalTraining({}, torch.tensor(0)) for k in range(3)}
     replies = parts.fed.ask(made.algorithm.extract, [0, 1, 2], lessons)
     state = made.algorithm.learn(first, replies, parts.fed)
 

@@ -17,9 +17,9 @@ from polyfed.evaluation.scores import Evaluation
 from polyfed.federation.network import Network
 from polyfed.federation.replies import Answer
 from polyfed.model import Model, ModelSpec
-from polyfed.privacy.gate import Node
+from polyfed.privacy.gate import EgressGate
 from polyfed.privacy.policy import Policy
-from polyfed.training import AloneView
+from polyfed.training import SingleClientData
 from polyfed.training.client_data import Job
 from polyfed.training.optimisers import Train
 from world import furthest, played, recipe, same
@@ -59,12 +59,12 @@ def test_the_timeline_equals_an_independent_one(
 
 def test_every_exchange_draws_its_own_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    fit = AloneView.fit
+    fit = SingleClientData.fit
 
-    def noted(view: AloneView, job: Job) -> Any:
+    def noted(view: SingleClientData, job: Job) -> Any:
         return fit(view, replace(job, loss=lambda w, batch: drawn.append(batch.key) or job.loss(w, batch)))
 
-    monkeypatch.setattr(AloneView, "fit", noted)
+    monkeypatch.setattr(SingleClientData, "fit", noted)
     Silos([40], [TWO]).play(method(q=4, r=3), rounds=2)
     assert len(drawn) == len(set(drawn)) == 2 * 4 * 3 * 2  # devices, local rounds, exchanges, rounds
 
@@ -135,14 +135,14 @@ class Norm(torch.nn.Sequential):
 def spied(fed: Any) -> dict[str, Any]:
     """Replies of the asks to come, by task."""
     seen: dict[str, Any] = {}
-    ask = fed.ask
+    request = fed.request
 
     def listening(task: Any, clients: Any, send: Any, **how: Any) -> Any:
-        seen[task.__name__] = ask(task, clients, send, **how)
+        seen[task.__name__] = request(task, clients, send, **how)
         seen["to " + task.__name__] = send
         return seen[task.__name__]
 
-    fed.ask = listening
+    fed.request = listening
     return seen
 
 
@@ -285,19 +285,19 @@ INSIDE = {m: {"silo": ["parameters", "embeddings"]} for m in "ab"} | {
 def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """What leaves devices, by destination; the bias in `shared` starts at the canary."""
     seen: dict[str, list[Any]] = {"server": [], "silo": []}
-    init, release = Model.init, Node.release
+    init, release = Model.init, EgressGate.release
 
     def with_canary(self: Any, key: int) -> Any:
         return {n: torch.full_like(v, CANARY) if n == "shared.bias" else v for n, v in init(self, key).items()}
 
-    def listening(self: Any, ask: Any, reply: Any, *, stacked: bool) -> Any:
-        if not self.site.examiner:
+    def listening(self: Any, request: Any, reply: Any, *, stacked: bool) -> Any:
+        if not self.context.evaluation_client:
             values = [getattr(reply, name) for name in reply.kinds]
-            seen[ask.scope] += [t for v in values for t in ([v] if isinstance(v, torch.Tensor) else v.values())]
-        return release(self, ask, reply, stacked=stacked)
+            seen[request.scope] += [t for v in values for t in ([v] if isinstance(v, torch.Tensor) else v.values())]
+        return release(self, request, reply, stacked=stacked)
 
     monkeypatch.setattr(Model, "init", with_canary)
-    monkeypatch.setattr(Node, "release", listening)
+    monkeypatch.setattr(EgressGate, "release", listening)
     return seen
 
 
@@ -396,9 +396,11 @@ class Unreached:
     task: str
     devices: set[int]
 
-    def answer(self, ask: Any, clients: Any, send: Any) -> Answer:
-        gone = {c: "unreached" for c in clients if c in self.devices and (ask.name, ask.round) == (self.task, 1)}
-        answer = self.engine.answer(ask, [c for c in clients if c not in gone], send)
+    def answer(self, request: Any, clients: Any, send: Any) -> Answer:
+        gone = {
+            c: "unreached" for c in clients if c in self.devices and (request.name, request.round) == (self.task, 1)
+        }
+        answer = self.engine.answer(request, [c for c in clients if c not in gone], send)
         return Answer(answer.parts, answer.missing | gone)
 
 
@@ -416,7 +418,7 @@ def test_a_device_that_missed_the_broadcast_sits_the_round_out(
     fed.begin(1)
     state = algorithm.round(state, fed)
     for client in lost:
-        assert same(runs.locals[client], algorithm.local(runs.site(client), 0))
+        assert same(runs.locals[client], algorithm.local(runs.context(client), 0))
     silos = UNEQUAL.data()
     how = Settings(q=3, r=2, mu=options.get("mu", 0.0), head_at_edge="head_update" in options)
     silos[1] = replace(silos[1], x={name: silos[1].x[name] for name in left})
@@ -542,8 +544,8 @@ def test_work_is_counted_for_a_devices_own_modalities_and_its_mini_batch_only() 
     assert parts.fed.clock is not None
     noted: dict[int, float] = {}
     flops = {block: parts.model.flops(block) for block in ("a", "b", "shared")}
-    for ask in parts.fed.clock.spent_flops.values():
-        for client, count in ask.items():
+    for request in parts.fed.clock.spent_flops.values():
+        for client, count in request.items():
             noted[client] = noted.get(client, 0.0) + count
     rows = int(parts.fed.clients.num_rows[0])
     batch = max(1, round(0.5 * rows))

@@ -57,11 +57,11 @@ def test_the_mean_of_every_number_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("when", "judged"), [("last", [3]), ("always", [1, 2, 3]), ("never", [])])
-def test_when_they_are_judged(when: str, judged: list[int]) -> None:
+def test_when_they_are_judged(when: str, evaluated: list[int]) -> None:
     clients = ClientsSpec(partition="iid", num=4, personal_test=0.2)
     made = recipe(algorithm("local", global_test=when, evaluation=Evaluation(every=1)), clients=clients)
     rows = run(made).rounds
-    assert [row["round"] for row in rows if "global" in row["metrics"]] == judged
+    assert [row["round"] for row in rows if "global" in row["metrics"]] == evaluated
     assert all("personal" in row["metrics"] for row in rows)
     assert all(row["trained"] == {} for row in rows), "no model leaves in training"
     assert ("upload" in {row.task for row in check(made).planned}) == (when != "never")

@@ -113,7 +113,7 @@ def test_ogm_engines_agree_on_convolutions(ge: bool) -> None:
 
 def test_ogm_noise_is_as_wide_as_the_gradient_and_of_its_own_stream() -> None:
     method = FedOgm()
-    view = type("View", (), {"draw": lambda self, purpose: hash_of(purpose)})()
+    view = type("ClientData", (), {"draw": lambda self, purpose: hash_of(purpose)})()
     grad = torch.randn(16, 8, 5, 5, generator=torch.Generator().manual_seed(0)) * 0.3
     step = torch.zeros((), dtype=torch.int32)
     noise = method._noise(view, "a.conv", grad, step)
@@ -225,7 +225,7 @@ def test_original_proto_sends_no_parameters_and_engines_agree(options: dict[str,
 
 def test_original_proto_without_pull_is_local_training() -> None:
     clients = ClientsSpec(partition="iid", num=6, personal_test=0.3)
-    ours, _, _ = played(made("fedproto", "sequential", clients, mode="original", lam=0.0, judge="logits"))
+    ours, _, _ = played(made("fedproto", "sequential", clients, mode="original", lam=0.0, require_quorum="logits"))
     theirs, _, _ = played(recipe(algorithm("local"), clients=clients))
     assert all(same(tree, theirs.engine.locals[client]) for client, tree in ours.engine.locals.items())
 

@@ -153,7 +153,7 @@ def test_global_local_and_server_models_equal_plain_loops(engine: str) -> None:
     model = filled(oracle.Tower(16, 12, 6, 4), parts.initial)
     for k, device in enumerate(devices):
         if device.shared is not None:
-            start = made.algorithm.local(parts.engine.site(k), keys.key(made.seed, "local", k))
+            start = made.algorithm.local(parts.engine.context(k), keys.key(made.seed, "local", k))
             device.local = filled(oracle.Tower(24, 8, 6, 4), start)
     parts.fed.begin(0)
     first = made.algorithm.init(parts.fed, parts.initial)
@@ -219,7 +219,7 @@ def test_who_is_not_drawn_keeps_its_local_model() -> None:
     made.algorithm.round(state, fed)
     drawn = {row["client"] for row in parts.ledger.rows() if row["round"] == 1}
     for k in range(5):
-        start = made.algorithm.local(parts.engine.site(k), keys.key(made.seed, "local", k))
+        start = made.algorithm.local(parts.engine.context(k), keys.key(made.seed, "local", k))
         if "b" in parts.population.modalities(k) and k in parts.engine.locals:
             assert same(parts.engine.locals[k], start) == (k not in drawn)
 
@@ -257,8 +257,8 @@ def test_neither_labels_nor_local_parameters_nor_private_samples_ever_cross() ->
     parts = assemble(partial(beta=0.1))
     asked = parts.engine.answer
 
-    def listen(ask: Any, clients: Any, send: Any) -> Any:
-        answer = asked(ask, clients, send)
+    def listen(request: Any, clients: Any, send: Any) -> Any:
+        answer = asked(request, clients, send)
         for part in answer.parts:
             for name in part.message.kinds:
                 value = getattr(part.message, name)

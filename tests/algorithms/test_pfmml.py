@@ -69,9 +69,9 @@ def unreached(script: Any, lost: set[tuple[int, int]]) -> None:
     """Makes installs fail, by (round, device)."""
     answer = script.answer
 
-    def partly(ask: Any, clients: Any, send: Any) -> Answer:
-        gone = {k: "unreached" for k in clients if ask.name == "install" and (ask.round, k) in lost}
-        got = answer(ask, [k for k in clients if k not in gone], send)
+    def partly(request: Any, clients: Any, send: Any) -> Answer:
+        gone = {k: "unreached" for k in clients if request.name == "install" and (request.round, k) in lost}
+        got = answer(request, [k for k in clients if k not in gone], send)
         return Answer(got.parts, got.missing | gone)
 
     script.answer = partly
@@ -286,7 +286,7 @@ def test_time_of_a_round_is_the_longest_chain_of_those_that_upload() -> None:
     seconds = {}
     for k in parts.fed.clients:
         mine = [row for row in ledger if row["client"] == k and row["round"] == 3]
-        work = sum(parts.fed.site.model.flops(b) for b in (*parts.fed.clients[k].modalities, "shared"))
+        work = sum(parts.fed.context.model.flops(b) for b in (*parts.fed.clients[k].modalities, "shared"))
         seconds[k] = 3 * 2 * int(parts.fed.clients.num_rows[k]) * work / 1e7
         for row in mine:
             seconds[k] += 8 * row["bytes"] / (up_bps if row["destination"] == "server" else down_bps)[k]
@@ -304,7 +304,7 @@ def test_own_model_is_judged_with_what_arrives_and_as_trained() -> None:
     assert len(measured.personal) == 6
     arriving = parts.algorithm._downloads(state, parts.fed)
     parts.fed.ask(parts.algorithm.install, list(arriving), arriving)
-    installed = parts.algorithm.judge_personally(parts.fed, parts.algorithm._downloads(replace(state), parts.fed))
+    installed = parts.algorithm.evaluate_personally(parts.fed, parts.algorithm._downloads(replace(state), parts.fed))
     assert installed[1] == measured.personal
     assert furthest(parts.engine.locals[0], {**parts.engine.locals[0], **arriving[0].params}) == 0.0
 

@@ -110,7 +110,7 @@ def test_the_gradient_at_the_cut_is_that_of_the_unsplit_model(monkeypatch: pytes
     made = split("split-learning", clients=ONE, options={"selector": ALL}, rounds=1)
     parts = assemble(made)
     sent: dict[str, Any] = {}
-    asked = Federation.ask
+    asked = Federation.request
 
     def listen(self: Federation, task: Any, clients: Any, send: Any, **options: Any) -> Any:
         replies = asked(self, task, clients, send, **options)

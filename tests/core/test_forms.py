@@ -7,7 +7,7 @@ from polyfed.core import keys
 from polyfed.core.errors import BadReply
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.tree import Tree
-from polyfed.federation.reply_validation import Forms
+from polyfed.federation.reply_validation import ReplyValidator
 from polyfed.model import ModelSpec, build_model
 from world import PLAIN
 
@@ -30,8 +30,8 @@ class Weights(Message):
 
 
 def test_a_field_is_judged_by_its_own_message_whatever_another_calls_so() -> None:
-    forms, names = Forms(FIRST, MODEL, ("a", "b")), {"a": torch.ones(1), "b": torch.ones(1)}
-    forms.check(Numbers(names), Numbers)
+    validator, names = ReplyValidator(FIRST, MODEL, ("a", "b")), {"a": torch.ones(1), "b": torch.ones(1)}
+    validator.check(Numbers(names), Numbers)
     with pytest.raises(BadReply, match="told holds 'a', which the model does not have"):
-        forms.check(Weights(names), Weights)
-    forms.check(Weights({name: value.unsqueeze(0) for name, value in FIRST.items()}), Weights)
+        validator.check(Weights(names), Weights)
+    validator.check(Weights({name: value.unsqueeze(0) for name, value in FIRST.items()}), Weights)

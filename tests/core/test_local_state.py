@@ -22,7 +22,7 @@ TRAIN = Train(lr=0.1, batch_size=16)
 class Counting(Averaging):
     """Remembers how often it took part, without a word in `local`."""
 
-    def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Update, Tree]:
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Update, Tree]:
         return Update(fit.params, fit.loss, data.num_rows), {"n": local.get("n", torch.zeros(())) + 1}
 
 
@@ -30,11 +30,11 @@ class Counting(Averaging):
 class Hoarding(Averaging):
     """Keeps the logits of all of its rows where it had a vector before."""
 
-    def local(self, site: Any, key: int) -> Tree:
+    def local(self, context: Any, key: int) -> Tree:
         return {"z": torch.zeros(3)}
 
-    def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Update, Tree]:
-        logits = data.collect(lambda batch: {"z": site.model.logits(fit.params, batch)})
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Update, Tree]:
+        logits = data.collect(lambda batch: {"z": context.model.logits(fit.params, batch)})
         return Update(fit.params, fit.loss, data.num_rows), logits
 
 
@@ -69,8 +69,8 @@ class Padding(Averaging):
 
     replies: ClassVar[type[Message]] = Rows
 
-    def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Message, Tree]:
-        return Rows(data.collect(lambda batch: {"shared": site.model.logits(fit.params, batch)})), local
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Message, Tree]:
+        return Rows(data.collect(lambda batch: {"shared": context.model.logits(fit.params, batch)})), local
 
 
 def test_an_entry_per_row_is_not_sent_with_the_padding_of_a_stack() -> None:
@@ -84,7 +84,7 @@ class Numbering(Averaging):
 
     kept: str = "n"
 
-    def reply(self, site: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Message, Any]:
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Message, Any]:
         return Update(fit.params, fit.loss, data.num_rows), {"n": 3} if self.kept else None
 
 
@@ -99,7 +99,7 @@ def test_local_state_of_anything_but_tensors_is_refused(engine: str, kept: str, 
 class Pretending(Averaging):
     """Raises what only the gate may raise; its words would leave a device."""
 
-    def loss(self, site: Any, w: Tree, batch: Any, got: Any, local: Tree) -> Any:
+    def loss(self, context: Any, w: Tree, batch: Any, got: Any, local: Tree) -> Any:
         raise EgressError(f"labels: {batch.y}")
 
 
@@ -113,7 +113,7 @@ def test_a_task_that_raises_a_refusal_of_its_own_has_failed(engine: str) -> None
 class Constant(Averaging):
     """Has a loss in which no parameter occurs."""
 
-    def loss(self, site: Any, w: Tree, batch: Any, got: Any, local: Tree) -> Any:
+    def loss(self, context: Any, w: Tree, batch: Any, got: Any, local: Tree) -> Any:
         return batch.mean(batch.y.to(torch.float32))
 
 

@@ -7,7 +7,7 @@ from polyfed.data.sources import Toy
 from polyfed.evaluation import metrics
 from polyfed.evaluation.scores import own_score
 from polyfed.model import ModelSpec, build_model
-from polyfed.training import AloneView
+from polyfed.training import SingleClientData
 from world import PLAIN
 
 
@@ -83,7 +83,7 @@ def test_a_model_without_finite_logits_has_no_number_of_hits() -> None:
     found = {}
     for name, scale in (("sound", 1.0), ("lost", torch.nan)):
         w = {key: scale * value for key, value in model.init(1).items()}
-        view = AloneView(columns, torch.arange(5), ("a", "b"), model, key=1, round=1, rounds=1)
+        view = SingleClientData(columns, torch.arange(5), ("a", "b"), model, key=1, round=1, rounds=1)
         found[name] = own_score(model, w, view).hits
     assert 0 <= float(found["sound"]) <= 5
     assert found["lost"].isnan()

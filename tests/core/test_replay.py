@@ -21,7 +21,7 @@ from polyfed.data.sources import Toy
 from polyfed.experiment import checkpoint
 from polyfed.experiment.recipe import EngineSpec
 from polyfed.model import ModelSpec, build_model
-from polyfed.training import Fit, StackedView
+from polyfed.training import StackedClientData, TrainingResult
 from polyfed.training import step_replay as replay
 from polyfed.training.optimisers import Train
 from polyfed.training.step_plan import Rows
@@ -54,16 +54,16 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def trained(
     loss: Loss, counts: tuple[int, ...] = EQUAL, *, replays: bool = True, train: Train | None = None, **options: Any
-) -> Fit:
+) -> TrainingResult:
     """The stack of clients after a local training from one initial model."""
     starts = torch.tensor([0, *counts]).cumsum(0)
     rows = Rows.pad([torch.arange(int(starts[k]), int(starts[k + 1])) for k in range(len(counts))])
     client_keys = tuple(keys.key("client", k) for k in range(len(counts)))
     first = MODEL.init(keys.key(1, "init"))
-    fits: list[Fit] = []
+    fits: list[TrainingResult] = []
 
     def task(lane: Tensor) -> tuple[Tree, Tensor, Tree]:
-        view = StackedView(COLUMNS, rows, client_keys, lane, ("a", "b"), MODEL, 1, 1, replays=replays)
+        view = StackedClientData(COLUMNS, rows, client_keys, lane, ("a", "b"), MODEL, 1, 1, replays=replays)
         fit = view.minimise(loss, first, train=train or Train(lr=0.1, batch_size=8, epochs=2), **options)
         fits.append(fit)
         return fit.params, fit.loss, {name: torch.as_tensor(value) for name, value in fit.carry.items()}
@@ -76,7 +76,7 @@ def plain(w: Tree, batch: Batch) -> Tensor:
     return torch.nn.functional.cross_entropy(MODEL.logits(w, batch), batch.y)
 
 
-def equal(one: Fit, other: Fit) -> bool:
+def equal(one: TrainingResult, other: TrainingResult) -> bool:
     return all(torch.equal(one.params[n], other.params[n]) for n in one.params) and torch.equal(one.loss, other.loss)
 
 

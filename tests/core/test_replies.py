@@ -5,13 +5,13 @@ import torch
 
 from polyfed.algorithms.averaging import Update
 from polyfed.core.messages import Message
-from polyfed.federation.replies import MOST, SMALL, Part, Replies, joined, stacked
+from polyfed.federation.replies import MOST, SMALL, Replies, ReplyStack, joined, stacked
 
 
 def replies(clients: tuple[int, ...], missing: dict[int, str]) -> Replies:
     rows = torch.tensor([float(c) for c in clients])
     stack = Update({"shared.bias": rows.unsqueeze(-1)}, rows, rows)
-    return Replies([Part(clients, stack)] if clients else [], missing)
+    return Replies([ReplyStack(clients, stack)] if clients else [], missing)
 
 
 def test_joined_asks_read_like_one() -> None:
@@ -74,7 +74,8 @@ def test_the_bits_of_a_mean_of_small_entries_do_not_depend_on_the_stacks(groups:
     def mean(groups: Sequence[Sequence[int]]) -> torch.Tensor:
         zeros = torch.zeros(70)
         parts = [
-            Part(tuple(g), Update({"shared.bias": values[list(g)]}, zeros[list(g)], zeros[list(g)])) for g in groups
+            ReplyStack(tuple(g), Update({"shared.bias": values[list(g)]}, zeros[list(g)], zeros[list(g)]))
+            for g in groups
         ]
         return Replies(parts).mean("params", {c: 1.0 + c % 7 for c in range(70)})["shared.bias"]
 
@@ -83,7 +84,7 @@ def test_the_bits_of_a_mean_of_small_entries_do_not_depend_on_the_stacks(groups:
 
 def test_counters_take_the_maximum_and_a_weight_must_be_a_number() -> None:
     one = torch.zeros(2)
-    told = Replies([Part((0, 1), Update({"shared.steps": torch.tensor([7, 3])}, one, one))])
+    told = Replies([ReplyStack((0, 1), Update({"shared.steps": torch.tensor([7, 3])}, one, one))])
     assert told.mean("params", {0: 1.0, 1: 2.0})["shared.steps"].item() == 7
     with pytest.raises(AssertionError, match="not a number"):
         told.mean("params", {0: float("nan"), 1: 2.0})

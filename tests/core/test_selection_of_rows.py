@@ -1,4 +1,4 @@
-"""`View.at` and `View.ids`: some of a client's rows, in a given order, in both machines."""
+"""`ClientData.at` and `ClientData.ids`: some of a client's rows, in a given order, in both machines."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.func import vmap
 from polyfed.core import keys
 from polyfed.data.sources import Toy
 from polyfed.model import ModelSpec, build_model
-from polyfed.training import AloneView, StackedView
+from polyfed.training import SingleClientData, StackedClientData
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
 from polyfed.training.step_plan import Rows
@@ -21,13 +21,13 @@ CHOSEN = [torch.tensor([7, 3, 19, 0, 11]), torch.tensor([30, 2, 2, 39, 8])]
 KEYS = (5, 6)
 
 
-def alone(client: int) -> AloneView:
-    return AloneView(COLUMNS, ROWS[client], ("a",), MODEL, KEYS[client], 1, 3)
+def alone(client: int) -> SingleClientData:
+    return SingleClientData(COLUMNS, ROWS[client], ("a",), MODEL, KEYS[client], 1, 3)
 
 
 def stacked(task: Any) -> Any:
     def one(lane: torch.Tensor, chosen: torch.Tensor) -> Any:
-        return task(StackedView(COLUMNS, Rows.pad(ROWS), KEYS, lane, ("a",), MODEL, 1, 3), chosen)
+        return task(StackedClientData(COLUMNS, Rows.pad(ROWS), KEYS, lane, ("a",), MODEL, 1, 3), chosen)
 
     return vmap(one)(torch.arange(2), torch.stack(CHOSEN))
 

@@ -12,7 +12,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.data.sources import Toy
 from polyfed.model import ModelSpec, build_model
-from polyfed.training import AloneView, StackedView
+from polyfed.training import SingleClientData, StackedClientData
 from polyfed.training.optimisers import Train
 from polyfed.training.step_plan import Rows, make_plan
 from world import PLAIN
@@ -21,8 +21,8 @@ COLUMNS = Toy(rows=200, classes=3).load()
 MODEL = build_model(ModelSpec(embedding=4, encoders=PLAIN), {"a": (16,), "b": (24,)}, 3)
 
 
-def alone(rows: Tensor, key: int) -> AloneView:
-    return AloneView(COLUMNS, rows, ("a", "b"), MODEL, key, 1, 1)
+def alone(rows: Tensor, key: int) -> SingleClientData:
+    return SingleClientData(COLUMNS, rows, ("a", "b"), MODEL, key, 1, 1)
 
 
 def collected(counts: list[int], train: Train, stream: int = 0) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
@@ -80,7 +80,7 @@ def test_fold_sums_over_real_rows_only(counts: list[int]) -> None:
         return total + batch.sum(batch.x["a"])
 
     def one(lane: Tensor) -> Tensor:
-        view = StackedView(COLUMNS, Rows.pad(rows), (0,) * len(rows), lane, ("a", "b"), MODEL, 1, 1)
+        view = StackedClientData(COLUMNS, Rows.pad(rows), (0,) * len(rows), lane, ("a", "b"), MODEL, 1, 1)
         out: Tensor = view.fold(step, torch.zeros(16), batch_size=4)
         return out
 
@@ -106,7 +106,7 @@ def test_a_fold_stops_at_each_clients_last_row() -> None:
         }
 
     def one(lane: Tensor) -> dict[str, Tensor]:
-        view = StackedView(COLUMNS, Rows.pad(rows), (0,) * len(rows), lane, ("a", "b"), MODEL, 1, 1)
+        view = StackedClientData(COLUMNS, Rows.pad(rows), (0,) * len(rows), lane, ("a", "b"), MODEL, 1, 1)
         out: dict[str, Tensor] = view.fold(step, first, batch_size=4)
         return out
 

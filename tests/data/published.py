@@ -236,9 +236,9 @@ def ptb_xl(root):
         codes = [{"NORM": 100.0, "SR": 0.0}, {"IMI": 100.0}][i % 2]
         if i == 12:
             codes = {"NORM": 100.0, "IMI": 100.0}  # two superclasses
-        site = "" if i == 13 else f"{i % 2}.0"
+        context = "" if i == 13 else f"{i % 2}.0"
         name = f"records100/00000/{i:05d}_lr"
-        rows.append([i, 7, site, str(codes), 9 if i == 10 else 10 if i == 11 else i % 8 + 1, name, name])
+        rows.append([i, 7, context, str(codes), 9 if i == 10 else 10 if i == 11 else i % 8 + 1, name, name])
         counts = draw.integers(-800, 800, (1000, 12)).astype("<i2")
         path = root / f"{name}.dat"
         path.parent.mkdir(parents=True, exist_ok=True)

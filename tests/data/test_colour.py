@@ -93,8 +93,8 @@ def small_mnist():
 
 def write_idx(folder, arrays, compress):
     for part, theirs in (("train", "train"), ("test", "t10k")):
-        for letter, name in (("x", "images-idx3"), ("y", "labels-idx1")):
-            array = arrays[f"{letter}_{part}"]
+        for request_packet, name in (("x", "images-idx3"), ("y", "labels-idx1")):
+            array = arrays[f"{request_packet}_{part}"]
             raw = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
             file = folder / f"{theirs}-{name}-ubyte{'.gz' if compress else ''}"
             file.write_bytes(gzip.compress(raw) if compress else raw)

@@ -178,8 +178,8 @@ def original(tmp_path):
         np.savetxt(signals.parent / f"subject_{half}.txt", subject, fmt="%d")
         for name, stem in files.items():
             windows = draw.normal(0.3, 2.0, (n, 128, 3)).astype(np.float32)
-            for axis, letter in enumerate("xyz"):
-                np.savetxt(signals / f"{stem}_{letter}_{half}.txt", windows[:, :, axis], fmt="%16.9e")
+            for axis, request_packet in enumerate("xyz"):
+                np.savetxt(signals / f"{stem}_{request_packet}_{half}.txt", windows[:, :, axis], fmt="%16.9e")
             arrays[name].append(windows)
         for name, values in (("label", label - 1), ("client", subject - 1), ("split", np.full(n, code))):
             arrays[name].append(values)

@@ -11,8 +11,8 @@ from polyfed.deploy.app_folder import node_config
 from polyfed.deploy.handlers import Deployed
 from polyfed.deploy.local_federation import _held
 from polyfed.deploy.server import serve
-from polyfed.engines.flower import DirectGrid, GridPost, client_app
-from polyfed.experiment.loop import conduct
+from polyfed.engines.flower import DirectGrid, GridTransport, client_app
+from polyfed.experiment.loop import execute
 from polyfed.experiment.recipe import load_recipe
 from polyfed.federation.wire_format import Packet
 
@@ -63,7 +63,7 @@ class Devices:
         return self.handler(packet, self.configs[config["partition-id"]])
 
     def serve(self, out: Path) -> dict[str, Any]:
-        post = GridPost(DirectGrid(client_app(self), 3))
-        serve(self.app / "recipe.toml", post, {"out": str(out)}, conduct)
+        transport = GridTransport(DirectGrid(client_app(self), 3))
+        serve(self.app / "recipe.toml", transport, {"out": str(out)}, execute)
         result: dict[str, Any] = json.loads((out / "result.json").read_text())
         return result

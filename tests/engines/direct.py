@@ -9,7 +9,7 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from polyfed.deploy.handlers import Simulated
 from polyfed.deploy.server import engine_by
-from polyfed.engines.flower import DirectGrid, GridPost, client_app
+from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.experiment.assembly import Assembly, assemble, population_of
 from polyfed.experiment.recipe import Recipe
 
@@ -21,10 +21,10 @@ def grid_of(recipe: Recipe, folder: Path, wrap: Any = lambda handler: handler) -
 
 def joined(recipe: Recipe, grid: DirectGrid, run: str = "run") -> Assembly:
     """The server's parts, its clients enrolled."""
-    post = GridPost(grid)
-    answers = post.enrol(grid.clients, 30)
+    transport = GridTransport(grid)
+    answers = transport.enrol(grid.clients, 30)
     assert len(answers) == grid.clients
-    return assemble(recipe, run, population=population_of(recipe), engine=engine_by(post, recipe.engine))
+    return assemble(recipe, run, population=population_of(recipe), engine=engine_by(transport, recipe.engine))
 
 
 def played(recipe: Recipe, parts: Assembly) -> tuple[Any, list[dict[str, Any]]]:

@@ -76,11 +76,11 @@ def _tamper_with_replies() -> None:
 
 def _misdeeds(header: Mapping[str, Any]) -> list[str]:
     """What to do about an ask; nothing about an enrolment."""
-    ticket = header.get("ticket")
-    if ticket is None:
+    request_id = header.get("request_id")
+    if request_id is None:
         return []
     plan = json.loads((_folder() / PLAN).read_text())
-    found: list[str] = plan.get(str(ticket["client"]), {}).get(str(ticket["round"]), [])
+    found: list[str] = plan.get(str(request_id["client"]), {}).get(str(request_id["round"]), [])
     return found
 
 
@@ -98,40 +98,40 @@ def _fill(disk: Path, full: bool) -> None:
             os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - SPARE)
 
 
-def _remembered(ask: Any, reply: Any) -> Any:
+def _remembered(request: Any, reply: Any) -> Any:
     (_folder() / "old.json").write_text(json.dumps(reply.header))
     (_folder() / "old.bytes").write_bytes(reply.body)
     return reply
 
 
-def _replayed(ask: Any, reply: Any) -> Any:
+def _replayed(request: Any, reply: Any) -> Any:
     header = json.loads((_folder() / "old.json").read_text())
     return type(reply)(header, (_folder() / "old.bytes").read_bytes())
 
 
-def _held(ask: Any, reply: Any) -> Any:
+def _held(request: Any, reply: Any) -> Any:
     end = time.monotonic() + HOLD_SECONDS
     while not (_folder() / GO).exists() and time.monotonic() < end:
         time.sleep(0.2)
     return reply
 
 
-def _twice(ask: Any, reply: Any) -> Any:
+def _twice(request: Any, reply: Any) -> Any:
     (_folder() / TWICE).touch()
     return reply
 
 
-def _as_it_is(ask: Any, reply: Any) -> Any:
+def _as_it_is(request: Any, reply: Any) -> Any:
     return reply
 
 
 def _changed(name: str) -> Callable[[Any, Any], Any]:
     """A misdeed of `misdeeds`, which imports PyTorch: too slow for processes that need it not."""
 
-    def change(ask: Any, reply: Any) -> Any:
+    def change(request: Any, reply: Any) -> Any:
         from engines import misdeeds
 
-        return getattr(misdeeds, name)(ask, reply)
+        return getattr(misdeeds, name)(request, reply)
 
     return change
 
@@ -159,9 +159,9 @@ def _deliver_twice() -> None:
     def twice(*, send: Callable[..., Any], **rest: Any) -> None:
         letters: list[Any] = []
 
-        def noted(*letter: Any) -> Any:
-            letters.append(letter)
-            return send(*letter)
+        def noted(*request_packet: Any) -> Any:
+            letters.append(request_packet)
+            return send(*request_packet)
 
         push(send=noted, **rest)
         wish = _folder() / TWICE

@@ -13,18 +13,18 @@ def with_header(reply: Packet, **changes: Any) -> Packet:
     return Packet(reply.header | changes, reply.body)
 
 
-def renamed(ask: Packet, reply: Packet) -> Packet:
+def renamed(request: Packet, reply: Packet) -> Packet:
     (field, name, dtype, shape), *rest = reply.header["tensors"]
     block = name.split(".")[0]
     return with_header(reply, tensors=[[field, f"{block}.unheard_of", dtype, shape], *rest])
 
 
-def reshaped(ask: Packet, reply: Packet) -> Packet:
+def reshaped(request: Packet, reply: Packet) -> Packet:
     (field, name, dtype, shape), *rest = reply.header["tensors"]
     return with_header(reply, tensors=[[field, name, dtype, [*reversed(shape), 1]], *rest])
 
 
-def boxed(ask: Packet, reply: Packet) -> Packet:
+def boxed(request: Packet, reply: Packet) -> Packet:
     """The loss as a matrix of one entry: the same bytes, and no number."""
     tensors = [[f, n, d, [1, 1] if f == "loss" else s] for f, n, d, s in reply.header["tensors"]]
     return with_header(reply, tensors=tensors)
@@ -33,7 +33,7 @@ def boxed(ask: Packet, reply: Packet) -> Packet:
 def counting(rows: int) -> Any:
     """A reply that claims to speak for so many rows."""
 
-    def misdeed(ask: Packet, reply: Packet) -> Packet:
+    def misdeed(request: Packet, reply: Packet) -> Packet:
         at = 0
         for field, _, dtype, shape in reply.header["tensors"]:
             if field == "num_rows":
@@ -44,9 +44,9 @@ def counting(rows: int) -> Any:
     return misdeed
 
 
-def not_a_number(ask: Packet, reply: Packet) -> Packet:
+def not_a_number(request: Packet, reply: Packet) -> Packet:
     return Packet(reply.header, b"\xff\xff\xff\xff" + reply.body[4:])
 
 
-def inflated(ask: Packet, reply: Packet) -> Packet:
+def inflated(request: Packet, reply: Packet) -> Packet:
     return Packet(reply.header, bytes(32 * 2**20))

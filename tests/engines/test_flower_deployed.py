@@ -19,9 +19,9 @@ from polyfed.deploy import write_app
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device import NodeConfig, policy_on
 from polyfed.deploy.server import only_server, serve
-from polyfed.engines.flower import DirectGrid, GridPost, client_app
+from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.protocol import Enrolment
-from polyfed.experiment.loop import conduct
+from polyfed.experiment.loop import execute
 from polyfed.experiment.recipe import load_recipe
 from polyfed.federation.wire_format import Packet
 
@@ -54,12 +54,12 @@ def test_a_device_that_changed_its_modalities_is_enrolled_anew_when_the_server_s
     devices.configs[0]["modalities"] = first
 
     def changing(packet: Packet, config: Mapping[str, Any]) -> Packet:
-        if packet.header.get("ticket", {}).get("round") == 2:
+        if packet.header.get("request_id", {}).get("round") == 2:
             devices.configs[0]["modalities"] = then
         return devices(packet, config)
 
     with pytest.raises(TooFewReplies, match=r"is for modalities .*, client 0 has .* now"):
-        serve(recipe, GridPost(DirectGrid(client_app(changing), 3)), {"out": str(tmp_path / "run")}, conduct)
+        serve(recipe, GridTransport(DirectGrid(client_app(changing), 3)), {"out": str(tmp_path / "run")}, execute)
     assert devices.serve(tmp_path / "run")["rounds"] == 2
     lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
     assert [0 in line["trained"]["b"] for line in lines] == ["b" in first, "b" in then]

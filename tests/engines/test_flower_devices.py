@@ -23,9 +23,9 @@ from polyfed.deploy.device import NodeConfig, node_from, policy_on
 from polyfed.deploy.device_check import inspect
 from polyfed.deploy.local_federation import finished
 from polyfed.deploy.server import only_server, placed, serve
-from polyfed.engines.flower import DirectGrid, GridPost, client_app
+from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.flower.process import LAST_WORD, _address, _refuses, speak_last
-from polyfed.experiment.loop import conduct
+from polyfed.experiment.loop import execute
 from polyfed.experiment.recipe import load_recipe
 from polyfed.federation.wire_format import Packet
 
@@ -87,12 +87,12 @@ def test_a_fault_during_an_ask_answers_that_ask_and_tells_no_path(tmp_path: Path
     recipe.write_text(RECIPE + "min_replies = 3\n")
 
     def breaking(packet: Packet, config: Any) -> Packet:
-        if packet.header.get("ticket", {}).get("round") == 2:
+        if packet.header.get("request_id", {}).get("round") == 2:
             devices.configs[1]["data"] = "/srv/hospital/patients.npz"
         return devices(packet, config)
 
     with pytest.raises(TooFewReplies, match="client 1: its data cannot be used; its own log says why") as caught:
-        serve(recipe, GridPost(DirectGrid(client_app(breaking), 3)), {"out": str(tmp_path / "run")}, conduct)
+        serve(recipe, GridTransport(DirectGrid(client_app(breaking), 3)), {"out": str(tmp_path / "run")}, execute)
     assert "hospital" not in str(caught.value)
     assert "hospital" in capsys.readouterr().err
 

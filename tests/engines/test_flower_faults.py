@@ -20,7 +20,7 @@ from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
 from polyfed.deploy import state_store as store
 from polyfed.deploy.client_runtime import book
 from polyfed.deploy.handlers import Simulated
-from polyfed.engines.flower import DirectGrid, GridPost, client_app
+from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.remote import Remote
 from polyfed.experiment import checkpoint
 from polyfed.experiment.recipe import Recipe
@@ -44,8 +44,8 @@ def hurt(change: Callable[[Packet, Packet], Packet]) -> Callable[[Any], Any]:
     def wrap(handler: Any) -> Any:
         def answer(packet: Packet, config: Mapping[str, Any]) -> Packet:
             reply: Packet = handler(packet, config)
-            ticket = packet.header.get("ticket")
-            victim = ticket is not None and ticket["client"] == VICTIM and ticket["round"] == 2
+            request_id = packet.header.get("request_id")
+            victim = request_id is not None and request_id["client"] == VICTIM and request_id["round"] == 2
             return change(packet, reply) if victim else reply
 
         return answer
@@ -59,20 +59,20 @@ BAD = {
     "no number": (boxed, "loss has the shape (1, 1), expected one number"),
     "negative rows": (counting(-200), "num_rows must be 0 or more"),
     "unknown name": (renamed, "the model does not have"),
-    "too large": (lambda ask, reply: Packet(reply.header, bytes(3 * 2**20)), "is too large"),
-    "too short": (lambda ask, reply: Packet(reply.header, reply.body[:-8]), "runs past the end"),
+    "too large": (lambda request, reply: Packet(reply.header, bytes(3 * 2**20)), "is too large"),
+    "too short": (lambda request, reply: Packet(reply.header, reply.body[:-8]), "runs past the end"),
     "replayed": (
-        lambda ask, reply: with_header(reply, ticket=reply.header["ticket"] | {"round": 1}),
+        lambda request, reply: with_header(reply, request_id=reply.header["request_id"] | {"round": 1}),
         "another question",
     ),
     "another client's": (
-        lambda ask, reply: with_header(reply, ticket=reply.header["ticket"] | {"client": 0}),
+        lambda request, reply: with_header(reply, request_id=reply.header["request_id"] | {"client": 0}),
         "another question",
     ),
-    "no header": (lambda ask, reply: Packet({}), "no ticket"),
-    "other kinds": (lambda ask, reply: with_header(reply, kinds={"params": "statistic"}), "declares other kinds"),
-    "another message": (lambda ask, reply: with_header(reply, message="OwnScore"), "expected Update"),
-    "a crash": (lambda ask, reply: 1 // 0, "Flower says"),
+    "no header": (lambda request, reply: Packet({}), "no request id"),
+    "other kinds": (lambda request, reply: with_header(reply, kinds={"params": "statistic"}), "declares other kinds"),
+    "another message": (lambda request, reply: with_header(reply, message="OwnScore"), "expected Update"),
+    "a crash": (lambda request, reply: 1 // 0, "Flower says"),
 }
 
 
@@ -123,8 +123,8 @@ def test_a_bad_reply_is_dropped_with_a_reason_and_the_round_goes_on(fault: str, 
 
 def test_a_client_that_is_dropped_leaves_the_others_as_if_it_had_not_been_asked(tmp_path: Path) -> None:
     made = recipe()
-    silent = joined(made, grid_of(made, tmp_path / "a", hurt(lambda ask, reply: Packet({}))))
-    absent = joined(made, grid_of(made, tmp_path / "b", hurt(lambda ask, reply: not_a_number(ask, reply))))
+    silent = joined(made, grid_of(made, tmp_path / "a", hurt(lambda request, reply: Packet({}))))
+    absent = joined(made, grid_of(made, tmp_path / "b", hurt(lambda request, reply: not_a_number(request, reply))))
     assert checkpoint.digest(played(made, silent)[0]) == checkpoint.digest(played(made, absent)[0])
 
 
@@ -148,7 +148,7 @@ def test_a_clients_own_policy_refuses_and_no_byte_of_the_reply_leaves(tmp_path: 
 
         def answer(packet: Packet, config: Mapping[str, Any]) -> Packet:
             reply = inner(packet, config)
-            if config["partition-id"] == VICTIM and "ticket" in packet.header:
+            if config["partition-id"] == VICTIM and "request_id" in packet.header:
                 seen.append(reply)
             return reply
 
@@ -178,7 +178,7 @@ def test_a_refusal_ends_the_run_with_the_clients_words_where_the_recipe_says_sto
 
 def test_too_few_replies_end_the_run(tmp_path: Path) -> None:
     made = recipe(min_replies=6)
-    parts = joined(made, grid_of(made, tmp_path, hurt(lambda ask, reply: Packet({}))))
+    parts = joined(made, grid_of(made, tmp_path, hurt(lambda request, reply: Packet({}))))
     with pytest.raises(TooFewReplies, match="5 of 6 clients answered"):
         played(made, parts)
 
@@ -310,8 +310,8 @@ def test_a_client_that_changes_its_modalities_is_left_out(tmp_path: Path) -> Non
         changed = Simulated(other, tmp_path)
 
         def answer(packet: Packet, config: Mapping[str, Any]) -> Packet:
-            ticket = packet.header.get("ticket", {"round": 0, "client": None})
-            moved = ticket["round"] == 2 and ticket["client"] == VICTIM
+            request_id = packet.header.get("request_id", {"round": 0, "client": None})
+            moved = request_id["round"] == 2 and request_id["client"] == VICTIM
             return (changed if moved else handler)(packet, config)
 
         return answer
@@ -331,7 +331,7 @@ def test_two_nodes_with_one_number_are_told_apart(tmp_path: Path) -> None:
     def wrap(handler: Any) -> Any:
         return lambda packet, config: handler(packet, dict(config) | {"partition-id": config["partition-id"] // 2})
 
-    answers = GridPost(grid_of(made, tmp_path, wrap)).enrol(6, 5)
+    answers = GridTransport(grid_of(made, tmp_path, wrap)).enrol(6, 5)
     verdicts = [answer.header["verdict"] for answer in answers]
     assert verdicts.count("enrolled") == 3
     assert verdicts.count("failed") == 3
@@ -371,9 +371,9 @@ class Lossy(DirectGrid):
 
 
 def test_an_ask_that_was_lost_with_its_node_is_sent_again(tmp_path: Path, monkeypatch: Any) -> None:
-    from polyfed.engines.flower import transport as post
+    from polyfed.engines.flower import transport as transport
 
-    monkeypatch.setattr(post, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(transport, "LOOK_EVERY", 0.0)
     made = recipe("scaffold")
     whole, rows = played(made, joined(made, grid_of(made, tmp_path / "whole")))
     grid = Lossy(client_app(Simulated(made, tmp_path / "lossy")), 6)

@@ -27,7 +27,7 @@ from polyfed.deploy import write_app
 from polyfed.engines import Sequential
 from polyfed.experiment import checkpoint
 from polyfed.experiment.events import Emitter
-from polyfed.experiment.loop import conduct
+from polyfed.experiment.loop import execute
 from polyfed.experiment.recipe import load_recipe
 from polyfed.experiment.records import Records
 from polyfed.experiment.run_result import Run
@@ -73,12 +73,12 @@ class Deaf(Sequential):
         super().__init__(*args, **more)
         self.unheard, self.unstarted = unheard, unstarted
 
-    def _run(self, ask: Any, clients: Any, send: Any, missing: dict[int, str]) -> Any:
-        asked = [client for client in clients if (ask.round, client) not in self.unstarted]
-        for part in super()._run(ask, asked, send, missing):
-            if (ask.round, part.clients[0]) not in self.unheard:
+    def _run(self, request: Any, clients: Any, send: Any, missing: dict[int, str]) -> Any:
+        asked = [client for client in clients if (request.round, client) not in self.unstarted]
+        for part in super()._run(request, asked, send, missing):
+            if (request.round, part.clients[0]) not in self.unheard:
                 yield part
-        missing.update({client: "unheard" for client in clients if (ask.round, client) in self.unheard})
+        missing.update({client: "unheard" for client in clients if (request.round, client) in self.unheard})
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def lived(federation: Surrounded, app: Path, recipe: Path, folder: Path, unstart
         engines.append(Deaf(*args, unheard=set(missing), unstarted=unstarted, **more))
         return engines[0]
 
-    spared = conduct(load_recipe(recipe), Records(folder, resume=False), Emitter([]), engine=deaf)
+    spared = execute(load_recipe(recipe), Records(folder, resume=False), Emitter([]), engine=deaf)
     return Lived(federation, out, missing, spared, engines[0].locals, rows(folder / "egress.jsonl"))
 
 

@@ -7,22 +7,22 @@ import torch
 
 from polyfed.core.errors import BadReply
 from polyfed.deploy.state_store import Store
-from polyfed.engines.protocol import Ticket
+from polyfed.engines.protocol import RequestId
 
 
-def work(store: Store, session: int, round: int, ask: int, kept: int = 0) -> float:
+def work(store: Store, session: int, round: int, request: int, kept: int = 0) -> float:
     """An ask that adds 1 to what is kept; what it began with."""
-    ticket = Ticket("run", session, round, ask, client=3)
-    found = store.begin(ticket)
+    request_id = RequestId("run", session, round, request, client=3)
+    found = store.begin(request_id)
     before = 0.0 if found is None else float(found[0]["n"])
-    store.keep(ticket, {"n": torch.tensor(before + 1)}, ("a",), kept)
+    store.keep(request_id, {"n": torch.tensor(before + 1)}, ("a",), kept)
     return before
 
 
 def test_a_round_of_many_asks_leaves_two_states(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    for ask in range(9):
-        assert work(store, 0, 1, ask) == ask
+    for request in range(9):
+        assert work(store, 0, 1, request) == request
     assert store._places() == [(1, 7), (1, 8)]
     assert work(store, 0, 1, 8) == 8.0, "the newest ask can be repeated"
 
@@ -30,8 +30,8 @@ def test_a_round_of_many_asks_leaves_two_states(tmp_path: Path) -> None:
 def test_a_server_can_go_back_to_the_end_of_any_round_that_is_not_settled(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for round in (1, 2, 3, 4):
-        for ask in (0, 1, 2):
-            work(store, 0, round, ask, kept=1)
+        for request in (0, 1, 2):
+            work(store, 0, round, request, kept=1)
     assert store._places() == [(1, 2), (2, 2), (3, 2), (4, 1), (4, 2)]
     assert work(store, 1, 3, 0) == 6.0, "as round 2 left it"
     assert [place[0] for place in store._places()] == [1, 2, 3]

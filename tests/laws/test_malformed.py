@@ -12,7 +12,7 @@ from torch import Tensor
 from laws.rows import ROWS
 from laws.test_laws import world
 from polyfed.core.errors import PolyfedError
-from polyfed.core.messages import LABELS, Message, rebuilt
+from polyfed.core.messages import LABELS, Message, map_tensors
 from polyfed.core.tree import SHARED, Tree
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.recipe import Recipe
@@ -63,12 +63,12 @@ def run(made: Recipe, bend: Callable[[str, Message], Message]) -> dict[int, str]
     fed, lost = parts.fed, dict[int, str]()
     answer, emit = fed.engine.answer, fed.emit
 
-    def bent(ask: Any, asked: Any, send: Any) -> Answer:
-        got, singly = answer(ask, asked, send), dict[int, Message]()
+    def bent(request: Any, asked: Any, send: Any) -> Answer:
+        got, singly = answer(request, asked, send), dict[int, Message]()
         for part in got.parts:
             for at, client in enumerate(part.clients):
-                one = rebuilt(part.message, lambda t, at=at: t[at : at + 1])
-                singly[client] = rebuilt(bend(ask.name, one) if client == BAD else one, lambda t: t[0])
+                one = map_tensors(part.message, lambda t, at=at: t[at : at + 1])
+                singly[client] = map_tensors(bend(request.name, one) if client == BAD else one, lambda t: t[0])
         return replace(got, parts=list(stacked(singly)))  # what is not told apart by its form shares a stack
 
     def listen(kind: str, **facts: Any) -> None:
@@ -171,8 +171,8 @@ def test_what_belongs_to_a_modality_that_a_client_lacks_is_left_out() -> None:
     stranger = next(c for c in fed.clients if fed.clients.owned(c) == ("a",))
     answer, fed.emit = fed.engine.answer, lambda kind, **facts: lost.update({facts["client"]: facts["reason"]})
 
-    def more(ask: Any, asked: Any, send: Any) -> Answer:
-        got = answer(ask, asked, send)
+    def more(request: Any, asked: Any, send: Any) -> Answer:
+        got = answer(request, asked, send)
         singly = Replies(got.parts)
         whole = {client: singly[client] for client in singly}
         whole[stranger] = replace(whole[stranger], params=fed.template)

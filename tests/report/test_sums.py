@@ -17,12 +17,12 @@ def ledger(folder, rows):
 def random_rows(number, seed=0):
     draw = np.random.default_rng(seed)
     pick = lambda *options: str(draw.choice(options))  # noqa: E731
-    for ask in range(number):
+    for request in range(number):
         size = int(draw.integers(0, 1000))
         yield {
             "run": "r",
-            "round": ask // 10,
-            "ask": ask,
+            "round": request // 10,
+            "ask": request,
             "client": int(draw.integers(0, 50)),
             "message": pick("Update", "Broadcast"),
             "field": pick("params", "sums"),

@@ -15,11 +15,11 @@ from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import ClassMeans
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.selection import Selector, Uniform
-from polyfed.training import Fit, View, prototypes
+from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.client_data import Direction
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Moments, ServerOptimiser
@@ -78,7 +78,7 @@ class Averaging(Algorithm):
 
     def init(self, fed: Federation, params: Tree) -> Any:
         """Initial parameters, fresh server moments, the selector's first memory."""
-        return State(params, self.server.moments(fed.site.model.trainable(params)), self.selector.start(params))
+        return State(params, self.server.moments(fed.context.model.trainable(params)), self.selector.start(params))
 
     def round(self, state: Any, fed: Federation) -> Any:
         """Choose a cohort, have it train, merge what comes back."""
@@ -94,22 +94,26 @@ class Averaging(Algorithm):
         """What the cohort receives: one message for all, or one for each client."""
         return Broadcast(state.params)
 
-    def loss(self, site: Site, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
+    def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
         """The local training loss, a scalar or (scalar, aux): here the cross-entropy of the fused logits."""
-        return cross_entropy(site.model.logits(w, batch), batch)
+        return cross_entropy(context.model.logits(w, batch), batch)
 
-    def direction(self, site: Site, data: View, got: Any, local: Tree) -> tuple[Direction, Tree] | None:
+    def direction(
+        self, context: ClientContext, data: ClientData, got: Any, local: Tree
+    ) -> tuple[Direction, Tree] | None:
         """How a gradient becomes a direction, with the first carry; None leaves the gradient alone."""
         return None
 
-    def reply(self, site: Site, data: View, fit: Fit, got: Any, local: Tree) -> tuple[Message, Tree]:
+    def reply(
+        self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Any, local: Tree
+    ) -> tuple[Message, Tree]:
         """What goes back after training, and what stays."""
         return Update(fit.params, fit.loss, data.num_rows), local
 
     def merge(self, state: Any, replies: Replies, fed: Federation) -> Any:
         """The state after a round: the server optimiser on the mean per block."""
         mean = replies.mean("params", self.selector.weigh(state.memory, self.weights(replies, fed)))
-        trainable = fed.site.model.trainable(state.params)
+        trainable = fed.context.model.trainable(state.params)
         params, moments = self.server.apply(state.params, mean, state.moments, trainable)
         return state.with_(params=params, moments=moments)
 
@@ -123,7 +127,7 @@ class Averaging(Algorithm):
         """Class means of the features over all training rows, merged by rows; clients receive encoders only."""
         if self.evaluation.unimodal != "prototype":
             return {}
-        model = fed.site.model
+        model = fed.context.model
         head = set(model.head())
         encoders = {name: params[name] for name in model.names(model.modalities) if name not in head}
         told = fed.ask(self.class_means, list(fed.clients.eligible), Broadcast(encoders))
@@ -131,26 +135,28 @@ class Averaging(Algorithm):
         return {m: near for m, near in merged.items() if bool(near.active.any())}
 
     @task()
-    def class_means(self, site: Site, data: View, local: Tree, got: Broadcast) -> tuple[ClassMeans, Tree]:
+    def class_means(
+        self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast
+    ) -> tuple[ClassMeans, Tree]:
         """The class means of the client's training rows, asked before an evaluation by `prototype` and only then."""
-        model = site.model
-        sizes = {m: model.feature_size(m) for m in site.modalities if m in model.modalities}
-        means, rows = prototypes.class_means(data.fold, partial(model.vectors, got.params), sizes, site.num_classes)
+        model = context.model
+        sizes = {m: model.feature_size(m) for m in context.modalities if m in model.modalities}
+        means, rows = prototypes.class_means(data.fold, partial(model.vectors, got.params), sizes, context.num_classes)
         return ClassMeans({m: p.sent for m, p in means.items()}, rows), local
 
     @task()
-    def update(self, site: Site, data: View, local: Tree, got: Message) -> tuple[Message, Tree]:
+    def update(self, context: ClientContext, data: ClientData, local: Tree, got: Message) -> tuple[Message, Tree]:
         """Train the received model on the client's rows."""
-        shape = self.direction(site, data, got, local)
+        shape = self.direction(context, data, got, local)
         direction, carry = shape if shape is not None else (None, None)
         fit = data.minimise(
-            lambda w, batch: self.loss(site, w, batch, got, local),
+            lambda w, batch: self.loss(context, w, batch, got, local),
             got.params,  # type: ignore[attr-defined]
             train=self.train,
             direction=direction,
             carry=carry,
         )
-        return self.reply(site, data, fit, got, local)
+        return self.reply(context, data, fit, got, local)
 
 
 def mean_loss(replies: Replies, fed: Federation) -> float:

@@ -18,14 +18,14 @@ from polyfed.core.schema import check_ranges
 from polyfed.core.tasks import is_task, task
 from polyfed.core.tree import Tree
 from polyfed.evaluation import metrics
-from polyfed.evaluation.scores import Evaluation, Examination, Measured, OwnScore, Scores, own_score, scores
+from polyfed.evaluation.scores import Evaluation, Measured, ModelToEvaluate, OwnScore, Scores, own_score, scores
 from polyfed.federation.client_registry import TEST, VALIDATION
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
 from polyfed.model import ModelSpec
 from polyfed.privacy.policy import Policy
-from polyfed.training import View, prototypes
+from polyfed.training import ClientData, prototypes
 from polyfed.training.optimisers import Train
 
 
@@ -95,7 +95,7 @@ class Algorithm(ABC):
         """The model to build, and the modalities it reads, given the [model] section and those of the data."""
         return spec, modalities
 
-    def local(self, site: Site, key: int) -> Tree:
+    def local(self, context: ClientContext, key: int) -> Tree:
         """What a client keeps before it is first asked; it never leaves. `key` is of (run, client)."""
         return {}
 
@@ -120,21 +120,23 @@ class Algorithm(ABC):
 
     def evaluate(self, state: Any, fed: Federation) -> Measured:
         """Judge the state on the server's test and validation rows, and clients on their own test rows."""
-        measured = self.judge_globally(state, fed) if fed.examiners else {}
+        measured = self.evaluate_globally(state, fed) if fed.evaluation_clients else {}
         if not (self.evaluation.personal and fed.clients.tested):
             return Measured(measured)
-        group, accuracies = self.judge_personally(fed, Broadcast(state.params))
+        group, accuracies = self.evaluate_personally(fed, Broadcast(state.params))
         return Measured(measured | {"personal": group}, accuracies)
 
-    def judge_globally(self, state: Any, fed: Federation) -> dict[str, dict[str, float]]:
+    def evaluate_globally(self, state: Any, fed: Federation) -> dict[str, dict[str, float]]:
         """The groups `global`, `validation` and `unimodal` for the global model `state.params`."""
         measured: dict[str, dict[str, float]] = {}
-        near = self.class_prototypes(state.params, fed) if TEST in fed.examiners else {}
-        send = Examination(state.params, {m: p.mean for m, p in near.items()}, {m: p.active for m, p in near.items()})
-        replies = fed.ask(self.score, fed.examiners, send)
-        for examiner, group in ((TEST, "global"), (VALIDATION, "validation")):
-            if examiner in replies:
-                sums: Scores = replies[examiner]
+        near = self.class_prototypes(state.params, fed) if TEST in fed.evaluation_clients else {}
+        send = ModelToEvaluate(
+            state.params, {m: p.mean for m, p in near.items()}, {m: p.active for m, p in near.items()}
+        )
+        replies = fed.ask(self.score, fed.evaluation_clients, send)
+        for evaluation_client, group in ((TEST, "global"), (VALIDATION, "validation")):
+            if evaluation_client in replies:
+                sums: Scores = replies[evaluation_client]
                 measured[group] = metrics.summary(sums.confusion, sums.top5_hits, sums.loss_sum)
         if TEST in replies:
             fed.emit("judged", round=fed.round, confusion=replies[TEST].confusion)
@@ -142,10 +144,10 @@ class Algorithm(ABC):
         return measured
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
-        """Class means by modality, for the examiners; none unless one modality alone is judged by them."""
+        """Class means by modality, for the evaluation_clients; none unless one modality alone is judged by them."""
         return {}
 
-    def judge_personally(self, fed: Federation, send: Send) -> tuple[dict[str, float], dict[int, float]]:
+    def evaluate_personally(self, fed: Federation, send: Send) -> tuple[dict[str, float], dict[int, float]]:
         """The group `personal`, and accuracy by client."""
         own = fed.ask(self.score_own, fed.clients.tested, send)
         hits, rows = own.numbers("hits"), own.numbers("num_rows")
@@ -156,11 +158,11 @@ class Algorithm(ABC):
         return got.params
 
     @task()
-    def score(self, site: Site, data: View, local: Tree, got: Examination) -> tuple[Scores, Tree]:
+    def score(self, context: ClientContext, data: ClientData, local: Tree, got: ModelToEvaluate) -> tuple[Scores, Tree]:
         """Judge a model on an examiner's rows."""
-        return scores(site.model, got, site.modalities, data, self.evaluation.unimodal), local
+        return scores(context.model, got, context.modalities, data, self.evaluation.unimodal), local
 
     @task()
-    def score_own(self, site: Site, data: View, local: Tree, got: Broadcast) -> tuple[OwnScore, Tree]:
+    def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[OwnScore, Tree]:
         """Judge the client's model on its own test rows."""
-        return own_score(site.model, self.own_params(got, local), data.test), local
+        return own_score(context.model, self.own_params(got, local), data.test), local

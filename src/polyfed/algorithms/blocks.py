@@ -102,7 +102,7 @@ class Layout:
 
 def layouts(fed: Federation, params: Tree) -> dict[str, Layout]:
     """Every block that has numbers at all, modalities first, in the order in which uploads are queued."""
-    found = {m: Layout.of(m, params, fed.site.model) for m in (*fed.clients.modalities, SHARED)}
+    found = {m: Layout.of(m, params, fed.context.model) for m in (*fed.clients.modalities, SHARED)}
     return {block: layout for block, layout in found.items() if layout.names}
 
 

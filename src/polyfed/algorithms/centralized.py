@@ -20,12 +20,12 @@ from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import ModelSpec
 from polyfed.privacy.policy import Policy
-from polyfed.training import Fit, View
+from polyfed.training import ClientData, TrainingResult
 from polyfed.training.losses import cross_entropy
 
 
@@ -96,14 +96,14 @@ class Centralized(Algorithm):
 
     def round(self, state: Pool, fed: Federation) -> Pool:
         """Train on the pooled rows for the epochs of a round."""
-        model = fed.site.model
+        model = fed.context.model
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             return cross_entropy(model.logits(w, batch), batch)
 
         leg = None
         if state.num_steps:
-            leg = Fit({}, torch.zeros(()), torch.tensor(state.num_steps), moments=state.optimiser)
+            leg = TrainingResult({}, torch.zeros(()), torch.tensor(state.num_steps), moments=state.optimiser)
         view = fed.view(state.samples, state.labels, present=state.present)
         fit = view.minimise(loss, state.params, train=self.train, after=leg)
         steps = int(fit.num_steps)
@@ -111,7 +111,7 @@ class Centralized(Algorithm):
         return state.with_(params=fit.params, optimiser=fit.moments, num_steps=steps, train_loss=mean)
 
     @task()
-    def hand_over(self, site: Site, data: View, local: Tree, got: Request) -> tuple[Handover, Tree]:
+    def hand_over(self, context: ClientContext, data: ClientData, local: Tree, got: Request) -> tuple[Handover, Tree]:
         """Everything the client has."""
 
         def rows(batch: Batch) -> Tree:
@@ -119,8 +119,8 @@ class Centralized(Algorithm):
             return dict(batch.x) | there | {"label": batch.y}
 
         found = data.collect(rows)
-        samples = {m: found[m] for m in site.modalities}
-        present = {m: found[f"present.{m}"] for m in site.modalities if f"present.{m}" in found}
+        samples = {m: found[m] for m in context.modalities}
+        present = {m: found[f"present.{m}"] for m in context.modalities if f"present.{m}" in found}
         return Handover(samples, present, found["label"], data.num_rows), local
 
 
@@ -128,7 +128,7 @@ def pooled(given: Replies, fed: Federation) -> tuple[Tree, Tree]:
     """Samples of all clients under each other, zeros where a client lacks the modality, and who has which row."""
     samples: Tree = {}
     present: Tree = {}
-    shapes: dict[str, Any] = fed.site.model.shapes
+    shapes: dict[str, Any] = fed.context.model.shapes
     for m in fed.clients.modalities:
         values, there = [], []
         for k in given:

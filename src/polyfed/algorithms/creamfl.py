@@ -30,11 +30,11 @@ from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import Measured
 from polyfed.federation.client_registry import VALIDATION
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.privacy.policy import Policy
 from polyfed.selection import Selector, Uniform, must_be_uniform
-from polyfed.training import Fit, View
+from polyfed.training import ClientData, TrainingResult
 from polyfed.training.losses import contrastive, cross_entropy
 from polyfed.training.optimisers import Moments
 
@@ -134,39 +134,39 @@ class CreamFL(Algorithm):
     # the clients' half
 
     @task()
-    def publish(self, site: Site, data: View, local: Tree, got: Call) -> tuple[Public, Tree]:
+    def publish(self, context: ClientContext, data: ClientData, local: Tree, got: Call) -> tuple[Public, Tree]:
         """The server's own rows, which cross no border."""
         rows = data.collect(lambda batch: dict(batch.x) | {"labels": batch.y})
         labels = rows.pop("labels")
         return Public(rows, labels, data.num_rows), local
 
     @task()
-    def enrol(self, site: Site, data: View, local: Tree, got: Invitation) -> tuple[Enrolled, Tree]:
+    def enrol(self, context: ClientContext, data: ClientData, local: Tree, got: Invitation) -> tuple[Enrolled, Tree]:
         """Keep the public samples and start from the common model."""
         size = next(iter(got.samples.values())).shape[0]
-        kept = {WEIGHT + n: v for n, v in site.initial.items()}
+        kept = {WEIGHT + n: v for n, v in context.initial.items()}
         kept |= {PUBLIC + m: v for m, v in got.samples.items()}
         device = data.num_rows.device
-        kept |= {PREVIOUS + m: torch.zeros(size, site.model.feature_size(m), device=device) for m in got.samples}
+        kept |= {PREVIOUS + m: torch.zeros(size, context.model.feature_size(m), device=device) for m in got.samples}
         return Enrolled(data.num_rows), kept | {SEEN: torch.zeros((), device=device)}
 
     @task()
-    def represent(self, site: Site, data: View, local: Tree, got: Guide) -> tuple[Represented, Tree]:
+    def represent(self, context: ClientContext, data: ClientData, local: Tree, got: Guide) -> tuple[Represented, Tree]:
         """Train on own rows and public pairs, then represent the public set."""
         public, last = under(PUBLIC, local), under(PREVIOUS, local)
 
         def loss(w: Tree, batch: Batch) -> Tensor:
-            value = cross_entropy(site.model.logits(w, batch), batch)
+            value = cross_entropy(context.model.logits(w, batch), batch)
             shared = drawn(public, batch)
             rows, terms = shared.rows, []
-            for m, z in site.model.vectors(w, shared).items():
+            for m, z in context.model.vectors(w, shared).items():
                 inter = contrastive(z, got.other[m][rows], shared.ok, temperature=self.temperature, negatives="inter")
                 intra = shared.mean(contrast(z, got.own[m][rows], last[m][rows], self.temperature))
                 terms.append(self.inter * inter + self.intra * local[SEEN] * intra)
             return value + torch.stack(terms).mean()
 
         fit = data.minimise(loss, under(WEIGHT, local), train=self.train)
-        z = site.model.vectors(fit.params, whole(public))
+        z = context.model.vectors(fit.params, whole(public))
         kept = {WEIGHT + n: v for n, v in fit.params.items()} | {PUBLIC + m: v for m, v in public.items()}
         kept |= {PREVIOUS + m: v for m, v in z.items()} | {SEEN: torch.ones_like(local[SEEN])}
         return Represented(z, fit.loss, data.num_rows, got.num_public), kept
@@ -183,7 +183,7 @@ class CreamFL(Algorithm):
         Raises:
             RecipeError: there are no such rows, or the model has one modality only.
         """
-        if VALIDATION not in fed.examiners or len(fed.site.model.modalities) < 2:
+        if VALIDATION not in fed.evaluation_clients or len(fed.context.model.modalities) < 2:
             raise RecipeError(
                 "creamfl needs public pairs of at least two modalities at the server: set [clients] validation = 0.05"
             )
@@ -197,7 +197,7 @@ class CreamFL(Algorithm):
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         state = state.with_(memory=memory)
         with torch.no_grad():
-            own = fed.site.model.vectors(state.params, whole(state.samples))
+            own = fed.context.model.vectors(state.params, whole(state.samples))
         other = {m: torch.stack([z for n, z in own.items() if n != m]).mean(0) for m in own}
         guide = Guide(own, other, torch.tensor(len(state.labels)))
 
@@ -216,7 +216,7 @@ class CreamFL(Algorithm):
 
     def distilled(self, state: CreamState, targets: Tree, fed: Federation) -> CreamState:
         """Train the server's model on the public set, labels and aggregated representations."""
-        model = fed.site.model
+        model = fed.context.model
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             z = model.features(w, batch)
@@ -226,17 +226,17 @@ class CreamFL(Algorithm):
 
         after = None
         if state.steps:
-            after = Fit({}, torch.zeros(()), torch.tensor(state.steps), moments=state.optimiser)
+            after = TrainingResult({}, torch.zeros(()), torch.tensor(state.steps), moments=state.optimiser)
         train = replace(self.train, epochs=self.server_epochs, steps=None)
         fit = fed.view(state.samples, state.labels).minimise(loss, state.params, train=train, after=after)
         return state.with_(params=fit.params, optimiser=fit.moments, steps=int(fit.num_steps))
 
     def evaluate(self, state: CreamState, fed: Federation) -> Measured:
         """The server's model on its rows, the clients' own models on theirs."""
-        measured = self.judge_globally(state, fed)
+        measured = self.evaluate_globally(state, fed)
         if not (self.evaluation.personal and fed.clients.tested):
             return Measured(measured)
-        group, accuracies = self.judge_personally(fed, Broadcast({}))
+        group, accuracies = self.evaluate_personally(fed, Broadcast({}))
         return Measured(measured | {"personal": group}, accuracies)
 
 

@@ -26,10 +26,10 @@ from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE,
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, keep_on_host, squared_distance
 from polyfed.evaluation.scores import Measured
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
-from polyfed.training import View
+from polyfed.training import ClientData
 from polyfed.training.losses import cross_entropy
 
 CLOUD = "cloud."
@@ -111,19 +111,19 @@ class FedAmp(Algorithm):
         """Every client and every cloud model starts from the same model."""
         return FedAmpState(params)
 
-    def local(self, site: Site, key: int) -> Tree:
+    def local(self, context: ClientContext, key: int) -> Tree:
         """The client's own model and its cloud model."""
-        return {**site.initial, **{CLOUD + name: value for name, value in site.initial.items()}}
+        return {**context.initial, **{CLOUD + name: value for name, value in context.initial.items()}}
 
     def round(self, state: FedAmpState, fed: Federation) -> FedAmpState:
         """Clients take their clouds in and train; some upload; their clouds are mixed anew."""
         downloads = self._downloads(state, fed)
-        installed = fed.ask(self.install, list(downloads), downloads, judged=False)
+        installed = fed.ask(self.install, list(downloads), downloads, quorum=False)
         trained = fed.ask(self.practise, list(fed.clients.eligible), Start())
         layout = layouts(fed, state.params)
         count = exchange.num_uploads(self.uploads, len(fed.clients))
         asked = exchange.wanted(exchange.draw_uploads(fed, count, layout))
-        uploads = fed.ask(self.upload, list(asked), asked, judged=False, accept=exchange.as_wanted(asked, layout))
+        uploads = fed.ask(self.upload, list(asked), asked, quorum=False, accept=exchange.as_wanted(asked, layout))
         lost = downloads.keys() - installed.keys()
         clouds = {}
         for block, form in layout.items():
@@ -160,7 +160,7 @@ class FedAmp(Algorithm):
         """Clients judge their own models."""
         if not (self.evaluation.personal and fed.clients.tested):
             return Measured({})
-        group, accuracies = self.judge_personally(fed, Broadcast({}))
+        group, accuracies = self.evaluate_personally(fed, Broadcast({}))
         return Measured({"personal": group}, accuracies)
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
@@ -172,25 +172,25 @@ class FedAmp(Algorithm):
         return times.chains(state.waited_for)
 
     @task()
-    def install(self, site: Site, data: View, local: Tree, got: Broadcast) -> tuple[Installed, Tree]:
+    def install(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Installed, Tree]:
         """Take new cloud blocks in."""
         return Installed(), {**local, **{CLOUD + name: value for name, value in got.params.items()}}
 
     @task()
-    def practise(self, site: Site, data: View, local: Tree, got: Start) -> tuple[Done, Tree]:
+    def practise(self, context: ClientContext, data: ClientData, local: Tree, got: Start) -> tuple[Done, Tree]:
         """Train the client's own model, drawn to its cloud model."""
         cloud = {name.removeprefix(CLOUD): value for name, value in local.items() if name.startswith(CLOUD)}
         pull = self.lam / (2 * self.alpha_at(data.round))
 
         def loss(w: Tree, batch: Batch) -> Tensor:
-            near = squared_distance(site.model.trainable(w), cloud)
-            return cross_entropy(site.model.logits(w, batch), batch) + pull * near
+            near = squared_distance(context.model.trainable(w), cloud)
+            return cross_entropy(context.model.logits(w, batch), batch) + pull * near
 
         fit = data.minimise(loss, cloud if self.start == "cloud" else own_model(local), train=self.train)
         return Done(fit.loss, data.num_rows), {**local, **fit.params}
 
     @task()
-    def upload(self, site: Site, data: View, local: Tree, got: Wanted) -> tuple[Blocks, Tree]:
+    def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Wanted) -> tuple[Blocks, Tree]:
         """Send the wanted blocks."""
         return exchange.pick(own_model(local), got), local
 

@@ -28,11 +28,11 @@ from polyfed.core.schema import AT_LEAST_TWO, NOT_NEGATIVE, PROBABILITY
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, block_of, blocks, keep_on_host
 from polyfed.evaluation.scores import Measured
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
 from polyfed.federation.replies import Replies
-from polyfed.training import View
+from polyfed.training import ClientData
 from polyfed.training.client_data import FOLD_BATCH
 from polyfed.training.losses import cross_entropy
 
@@ -107,9 +107,9 @@ class FedFomo(Algorithm):
         size = len(fed.clients)
         return FedFomoState(params, {b: torch.zeros(size, size).double() for b in layouts(fed, params)})
 
-    def local(self, site: Site, key: int) -> Tree:
+    def local(self, context: ClientContext, key: int) -> Tree:
         """The client's own model, and the one it started the round with."""
-        return {**site.initial, **{PREVIOUS + name: value for name, value in site.initial.items()}}
+        return {**context.initial, **{PREVIOUS + name: value for name, value in context.initial.items()}}
 
     def round(self, state: FedFomoState, fed: Federation) -> FedFomoState:
         """Train, upload, download each other's blocks, mix."""
@@ -117,7 +117,7 @@ class FedFomo(Algorithm):
         layout = layouts(fed, state.params)
         count = exchange.num_uploads(self.uploads, len(fed.clients))
         asked = exchange.wanted(exchange.draw_uploads(fed, count, layout))
-        uploads = fed.ask(self.upload, list(asked), asked, judged=False, accept=exchange.as_wanted(asked, layout))
+        uploads = fed.ask(self.upload, list(asked), asked, quorum=False, accept=exchange.as_wanted(asked, layout))
         offers = self._offers(state, fed, uploads, layout)
         sends = {client: offer.message(layout) for client, offer in offers.items()}
 
@@ -126,7 +126,7 @@ class FedFomo(Algorithm):
             offered = {block: len(senders) for block, senders in offers[client].senders.items()}
             return "" if counted == offered else f"weighed {counted} candidates, was offered {offered}"
 
-        weighed = fed.ask(self.mix, list(offers), sends, judged=False, accept=flaw)
+        weighed = fed.ask(self.mix, list(offers), sends, quorum=False, accept=flaw)
         preferences = {block: table.clone() for block, table in state.preferences.items()}
         for client in weighed:
             for block, weights in weighed[client].weights.items():
@@ -137,7 +137,7 @@ class FedFomo(Algorithm):
         """Clients judge their own models."""
         if not (self.evaluation.personal and fed.clients.tested):
             return Measured({})
-        group, accuracies = self.judge_personally(fed, Broadcast({}))
+        group, accuracies = self.evaluate_personally(fed, Broadcast({}))
         return Measured({"personal": group}, accuracies)
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
@@ -154,35 +154,35 @@ class FedFomo(Algorithm):
         return tables if all(len(table) <= TABLE_CLIENTS for table in tables.values()) else {}
 
     @task()
-    def practise(self, site: Site, data: View, local: Tree, got: Start) -> tuple[Done, Tree]:
+    def practise(self, context: ClientContext, data: ClientData, local: Tree, got: Start) -> tuple[Done, Tree]:
         """Train the client's own model on the rows not kept back."""
         own, _ = split(local)
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             trained = batch.rows % self.every != self.every - 1
             rest = replace(batch, ok=trained if batch.ok is None else batch.ok & trained)
-            return cross_entropy(site.model.logits(w, rest), rest)
+            return cross_entropy(context.model.logits(w, rest), rest)
 
         fit = data.minimise(loss, own, train=self.train)
         return Done(fit.loss, data.num_rows), {**fit.params, **{PREVIOUS + n: v for n, v in own.items()}}
 
     @task()
-    def upload(self, site: Site, data: View, local: Tree, got: Wanted) -> tuple[Blocks, Tree]:
+    def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Wanted) -> tuple[Blocks, Tree]:
         """Send the wanted blocks."""
         return exchange.pick(split(local)[0], got), local
 
     @task()
-    def mix(self, site: Site, data: View, local: Tree, got: Candidates) -> tuple[Weights, Tree]:
+    def mix(self, context: ClientContext, data: ClientData, local: Tree, got: Candidates) -> tuple[Weights, Tree]:
         """Weigh the candidates of every block on the rows kept back, and move."""
         own, previous = split(local)
         pools = {
             block: {n: torch.cat([v, own[n].unsqueeze(0)]) for n, v in got.params.items() if block_of(n) == block}
             for block in blocks(got.params)
         }
-        base, losses = self._losses(site, data, previous, pools)
+        base, losses = self._losses(context, data, previous, pools)
         after, weights = dict(own), {}
         for block, pool in pools.items():
-            far = distances(site.model.trainable(pool), previous)
+            far = distances(context.model.trainable(pool), previous)
             share = candidate_weights(base, losses[block], far)
             helped = share.sum() > 0
             for name, values in pool.items():
@@ -190,7 +190,9 @@ class FedFomo(Algorithm):
             weights[block] = share[:-1]
         return Weights(weights), {**after, **{PREVIOUS + n: v for n, v in after.items()}}
 
-    def _losses(self, site: Site, data: View, previous: Tree, pools: dict[str, Tree]) -> tuple[Tensor, Tree]:
+    def _losses(
+        self, context: ClientContext, data: ClientData, previous: Tree, pools: dict[str, Tree]
+    ) -> tuple[Tensor, Tree]:
         """Mean loss on the rows kept back of the previous model, and (N,) with each candidate in its block."""
         sizes = {block: len(next(iter(pool.values()))) for block, pool in pools.items()}
         zero = torch.zeros((), device=data.num_rows.device)
@@ -201,7 +203,7 @@ class FedFomo(Algorithm):
             held = every_nth(batch, self.every)
 
             def total(w: Tree) -> Tensor:
-                return held.sum(F.cross_entropy(site.model.logits(w, held), held.y, reduction="none"))
+                return held.sum(F.cross_entropy(context.model.logits(w, held), held.y, reduction="none"))
 
             for block, pool in pools.items():
                 tried = [total({**previous, **{n: v[i] for n, v in pool.items()}}) for i in range(sizes[block])]

@@ -28,18 +28,18 @@ from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation import metrics
 from polyfed.evaluation.scores import Measured, OwnScore
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import Model
 from polyfed.selection import Selector, Uniform, must_be_uniform
-from polyfed.training import Fit, View
+from polyfed.training import ClientData, TrainingResult
 from polyfed.training.losses import cross_entropy, distillation
 from polyfed.training.optimisers import Moments
 
 
 @message
-class Lesson(Message):
+class LocalTraining(Message):
     """The server's logits (n, C) of the client's rows, under `shared`; nothing in a client's first round."""
 
     logits: Tree = carries("predictions", rows="num_rows", shape=("classes",))
@@ -97,14 +97,16 @@ class FedGKT(Algorithm):
 
     # the clients' half
 
-    def local(self, site: Site, key: int) -> Tree:
+    def local(self, context: ClientContext, key: int) -> Tree:
         """The client's own model, from the common start."""
-        return dict(site.initial)
+        return dict(context.initial)
 
     @task()
-    def extract(self, site: Site, data: View, local: Tree, got: Lesson) -> tuple[Extract, Tree]:
+    def extract(
+        self, context: ClientContext, data: ClientData, local: Tree, got: LocalTraining
+    ) -> tuple[Extract, Tree]:
         """Train the client's model, then tell what it makes of all rows."""
-        model = site.model
+        model = context.model
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             logits = model.logits(w, batch)
@@ -121,16 +123,18 @@ class FedGKT(Algorithm):
 
         fit = data.minimise(loss, local, train=self.train)
         told = data.collect(tell)
-        features = {m: told[m] for m in site.modalities}
+        features = {m: told[m] for m in context.modalities}
         return Extract(features, told["logits"], told["labels"], fit.loss, data.num_rows), fit.params
 
     @task()
-    def score_pair(self, site: Site, data: View, local: Tree, got: Broadcast) -> tuple[OwnScore, Tree]:
+    def score_pair(
+        self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast
+    ) -> tuple[OwnScore, Tree]:
         """Judge the client's extractor with the server's network on top, on the client's own test rows."""
-        top = self.top(site.model)
+        top = self.top(context.model)
 
         def step(hits: Tensor, batch: Batch) -> Tensor:
-            z = site.model.vectors(local, batch)
+            z = context.model.vectors(local, batch)
             right = top.logits(got.params, replace(batch, x=z)).argmax(-1) == batch.y
             return hits + batch.sum(right.to(torch.float32))
 
@@ -146,21 +150,21 @@ class FedGKT(Algorithm):
 
     def init(self, fed: Federation, params: Tree) -> GktState:
         """The server's network; the recipe's model is the clients'."""
-        start = self.top(fed.site.model).init(keys.key(fed.seed, "init", "top"))
+        start = self.top(fed.context.model).init(keys.key(fed.seed, "init", "top"))
         device = next(iter(params.values())).device
         return GktState({n: v.to(device) for n, v in start.items()}, memory=self.selector.start(params))
 
     def round(self, state: GktState, fed: Federation) -> GktState:
         """The cohort trains and tells, the server learns from it and answers in each client's next round."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
-        lessons = {k: lesson(state.logits.get(k)) for k in cohort}
+        lessons = {k: training(state.logits.get(k)) for k in cohort}
         replies = fed.ask(self.extract, cohort, lessons)
         state = state.with_(memory=memory)
         return self.learn(state, replies, fed) if replies else state
 
     def learn(self, state: GktState, replies: Replies, fed: Federation) -> GktState:
         """Train the server's network on all features at once, and note its logits for each client."""
-        model = self.top(fed.site.model)
+        model = self.top(fed.context.model)
         x, present = stacked(replies, model)
         y = torch.cat([replies[k].labels for k in replies])
         told = torch.cat([replies[k].logits for k in replies])
@@ -173,7 +177,7 @@ class FedGKT(Algorithm):
         view = fed.view(x, y, present=present)
         after = None
         if state.steps:
-            after = Fit({}, torch.zeros(()), torch.tensor(state.steps), moments=state.optimiser)
+            after = TrainingResult({}, torch.zeros(()), torch.tensor(state.steps), moments=state.optimiser)
         train = replace(self.train, epochs=self.server_epochs, steps=None)
         fit = view.minimise(loss, state.params, train=train, model=model, after=after)
         logits = view.collect(lambda batch: {"shared": model.logits(fit.params, batch)})["shared"]
@@ -202,11 +206,11 @@ class FedGKT(Algorithm):
         return {"loss_server": state.server_loss}
 
 
-def lesson(logits: Tensor | None) -> Lesson:
+def training(logits: Tensor | None) -> LocalTraining:
     """What a client is told."""
     if logits is None:
-        return Lesson({}, torch.tensor(0))
-    return Lesson({"shared": logits}, torch.tensor(len(logits)))
+        return LocalTraining({}, torch.tensor(0))
+    return LocalTraining({"shared": logits}, torch.tensor(len(logits)))
 
 
 def stacked(replies: Mapping[int, Extract], model: Model) -> tuple[Tree, Tree]:

@@ -24,7 +24,7 @@ from polyfed.core.request import names_as_sent
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.core.tree import SHARED, Tree, block_of, blocks, select, squared_distance, vector
 from polyfed.evaluation.scores import Measured
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 
 
@@ -71,22 +71,22 @@ class FedMSplit(Averaging):
         params = state.params | mean_model(models, fed)
         return state.with_(memory=memory, models=models, params=params, train_loss=mean_loss(replies, fed))
 
-    def loss(self, site: Site, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
+    def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
         """Cross-entropy, and in `personal` the pull to the received model."""
-        loss = super().loss(site, w, batch, got, local)
+        loss = super().loss(context, w, batch, got, local)
         if self.mode == "block_mean":
             return loss
-        return loss + self.lam * squared_distance(site.model.trainable(w), got.params)
+        return loss + self.lam * squared_distance(context.model.trainable(w), got.params)
 
     def evaluate(self, state: SplitState, fed: Federation) -> Measured:
         """The mean of the personal models; clients with their own on their own test rows."""
         if self.mode == "block_mean":
             return super().evaluate(state, fed)
-        measured = self.judge_globally(state, fed) if fed.examiners else {}
+        measured = self.evaluate_globally(state, fed) if fed.evaluation_clients else {}
         if not (self.evaluation.personal and fed.clients.tested):
             return Measured(measured)
         send = {client: Broadcast(self._own(state, client, fed)) for client in fed.clients.tested}
-        group, accuracies = self.judge_personally(fed, send)
+        group, accuracies = self.evaluate_personally(fed, send)
         return Measured(measured | {"personal": group}, accuracies)
 
     def mixed(self, trained: Mapping[int, Tree], fed: Federation) -> dict[int, Tree]:
@@ -113,7 +113,7 @@ class FedMSplit(Averaging):
         """A by block, (S, S) over the cohort: rows sum to 1 over the block's owners, zero elsewhere."""
         found = {}
         for block in (*fed.clients.modalities, SHARED):
-            own = [select(fed.site.model.trainable(trained[client]), [block]) for client in clients]
+            own = [select(fed.context.model.trainable(trained[client]), [block]) for client in clients]
             owners = torch.tensor([block == SHARED or block in fed.clients.owned(c) for c in clients])
             if not bool(owners.any()):
                 continue
@@ -134,7 +134,7 @@ class FedMSplit(Averaging):
     def _own(self, state: SplitState, client: int, fed: Federation) -> Tree:
         if client in state.models:
             return state.models[client]
-        return select(fed.site.initial, fed.clients[client].blocks)
+        return select(fed.context.initial, fed.clients[client].blocks)
 
 
 def mean_model(models: Mapping[int, Tree], fed: Federation) -> Tree:

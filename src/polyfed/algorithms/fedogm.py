@@ -21,10 +21,10 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree, block_of
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model import Model
-from polyfed.training import View
+from polyfed.training import ClientData
 from polyfed.training.client_data import Direction
 from polyfed.training.losses import cross_entropy
 from polyfed.training.prototypes import FLOOR, there
@@ -53,7 +53,7 @@ class FedOgm(Averaging):
         Raises:
             RecipeError: an encoder has nothing to modulate.
         """
-        model = fed.site.model
+        model = fed.context.model
         plain = [m for m in model.modalities if not self._scaled(model, params, m)]
         if plain:
             raise RecipeError(
@@ -62,23 +62,25 @@ class FedOgm(Averaging):
             )
         return super().init(fed, params)
 
-    def loss(self, site: Site, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
+    def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
         """Cross-entropy; on the side, how sure each modality alone is of the right class."""
-        features = site.model.features(w, batch)
-        logits = site.model.fuse(w, features, batch)
-        if len(site.modalities) < 2:
+        features = context.model.features(w, batch)
+        logits = context.model.fuse(w, features, batch)
+        if len(context.modalities) < 2:
             return cross_entropy(logits, batch)
-        mode: Literal["head", "zero"] = "head" if site.model.linear_head else "zero"
+        mode: Literal["head", "zero"] = "head" if context.model.linear_head else "zero"
         calm = {name: z.detach() for name, z in features.items()}
         with torch.no_grad():
-            alone = {m: site.model.unimodal_logits(w, calm, m, batch, mode) for m in features}
+            alone = {m: context.model.unimodal_logits(w, calm, m, batch, mode) for m in features}
         return cross_entropy(logits, batch), {m: sureness(logit, batch, m).detach() for m, logit in alone.items()}
 
-    def direction(self, site: Site, data: View, got: Any, local: Tree) -> tuple[Direction, Tree] | None:
+    def direction(
+        self, context: ClientContext, data: ClientData, got: Any, local: Tree
+    ) -> tuple[Direction, Tree] | None:
         """Modulation of the encoders' convolution gradients."""
-        if len(site.modalities) < 2 or data.round > self.active_rounds:
+        if len(context.modalities) < 2 or data.round > self.active_rounds:
             return None
-        targets = {m: self._scaled(site.model, got.params, m) for m in site.modalities}
+        targets = {m: self._scaled(context.model, got.params, m) for m in context.modalities}
 
         def modulate(grads: Tree, w: Tree, sure: Mapping[str, Tensor], carry: Tree) -> tuple[Tree, Tree]:
             out = dict(grads)
@@ -92,7 +94,7 @@ class FedOgm(Averaging):
 
         return modulate, {"step": torch.zeros((), dtype=torch.int32, device=data.num_rows.device)}
 
-    def _noise(self, data: View, name: str, grad: Tensor, step: Tensor) -> Tensor:
+    def _noise(self, data: ClientData, name: str, grad: Tensor, step: Tensor) -> Tensor:
         """Gaussian, as wide as the entries of the unscaled gradient are spread, from a stream of its own."""
         key = keys.fold_in(data.draw(f"ogm-noise/{name}"), step)
         spread = grad.std() if grad.numel() > 1 else torch.zeros_like(grad).sum()  # one entry has no spread

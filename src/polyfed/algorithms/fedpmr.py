@@ -22,8 +22,8 @@ from polyfed.core.batch import Batch
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
-from polyfed.federation.context import Site
-from polyfed.training import Fit, View, prototypes
+from polyfed.federation.context import ClientContext
+from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.client_data import legs
 from polyfed.training.losses import cross_entropy
 from polyfed.training.prototypes import Prototypes
@@ -50,30 +50,32 @@ class FedPmr(Averaging):
     per_epochs: Annotated[int, NOT_NEGATIVE] = 10
 
     @task()
-    def update(self, site: Site, data: View, local: Tree, got: Broadcast) -> tuple[Update, Tree]:  # type: ignore[override]
+    def update(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Update, Tree]:  # type: ignore[override]
         """Train epoch by epoch, each with prototypes of the model it starts from."""
-        balanced = len(site.modalities) > 1 and data.round <= self.active_rounds
-        sizes = {m: site.model.feature_size(m) for m in site.modalities}
-        fit: Fit | None = None
+        balanced = len(context.modalities) > 1 and data.round <= self.active_rounds
+        sizes = {m: context.model.feature_size(m) for m in context.modalities}
+        fit: TrainingResult | None = None
         for epoch, leg in enumerate(legs(self.train) if balanced else [self.train]):
             start = fit.params if fit else got.params
             near: dict[str, Prototypes] = {}
             if balanced:
-                near, _ = prototypes.class_means(data.fold, partial(site.model.vectors, start), sizes, site.num_classes)
+                near, _ = prototypes.class_means(
+                    data.fold, partial(context.model.vectors, start), sizes, context.num_classes
+                )
             regularised = self.per and (data.round - 1) * self.train.epochs + epoch < self.per_epochs
-            fit = data.minimise(self._objective(site, near, regularised), start, train=leg, after=fit)
+            fit = data.minimise(self._objective(context, near, regularised), start, train=leg, after=fit)
         assert fit is not None
         return Update(fit.params, fit.loss, data.num_rows), local
 
     def _objective(
-        self, site: Site, near: Mapping[str, Prototypes], regularised: bool
+        self, context: ClientContext, near: Mapping[str, Prototypes], regularised: bool
     ) -> Callable[[Tree, Batch], Tensor]:
         def objective(w: Tree, batch: Batch) -> Tensor:
-            features = site.model.features(w, batch)
-            loss = cross_entropy(site.model.fuse(w, features, batch), batch)
+            features = context.model.features(w, batch)
+            loss = cross_entropy(context.model.fuse(w, features, batch), batch)
             if not near:
                 return loss
-            z = {m: site.model.vector(value) for m, value in features.items()}
+            z = {m: context.model.vector(value) for m, value in features.items()}
             sure = prototypes.confidence(near, {m: value.detach() for m, value in z.items()}, batch)
             weights = balance(sure, self.alpha, self.coef)
             for m, weight in weights.items():

@@ -21,12 +21,12 @@ from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import Measured, OwnScore, own_score
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.privacy.policy import Policy
 from polyfed.selection import must_be_uniform
-from polyfed.training import Fit, View, prototypes
+from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.losses import cross_entropy
 from polyfed.training.prototypes import Prototypes, masked_mean, there
 
@@ -81,7 +81,7 @@ class FedProto(Averaging):
     alpha_p: Annotated[float, NOT_NEGATIVE] = 1.0
     active_rounds: Annotated[int, NOT_NEGATIVE] = 70
     feature_norm: Annotated[float, NOT_NEGATIVE] = 0.0
-    judge: Literal["logits", "prototype"] = "prototype"
+    require_quorum: Literal["logits", "prototype"] = "prototype"
 
     sends: ClassVar[type[Message]] = Shared
     replies: ClassVar[type[Message]] = Learned
@@ -100,9 +100,9 @@ class FedProto(Averaging):
         """Averaging's state; no prototypes yet."""
         return ProtoState(**vars(super().init(fed, params)))
 
-    def local(self, site: Site, key: int) -> Tree:
+    def local(self, context: ClientContext, key: int) -> Tree:
         """`original`: the client's own model, from the common start."""
-        return dict(site.initial) if self.mode == "original" else {}
+        return dict(context.initial) if self.mode == "original" else {}
 
     def outgoing(self, state: ProtoState, cohort: list[int], fed: Federation) -> Shared:
         """The model where it is shared, and the global prototypes."""
@@ -120,10 +120,10 @@ class FedProto(Averaging):
 
     def evaluate(self, state: ProtoState, fed: Federation) -> Measured:
         """The global model where there is one; clients on their own test rows."""
-        measured = self.judge_globally(state, fed) if fed.examiners and self.mode == "mm_fedavg" else {}
+        measured = self.evaluate_globally(state, fed) if fed.evaluation_clients and self.mode == "mm_fedavg" else {}
         if not (self.evaluation.personal and fed.clients.tested):
             return Measured(measured)
-        group, accuracies = self.judge_personally(fed, self._shared(state))
+        group, accuracies = self.evaluate_personally(fed, self._shared(state))
         return Measured(measured | {"personal": group}, accuracies)
 
     def _shared(self, state: ProtoState) -> Shared:
@@ -131,7 +131,7 @@ class FedProto(Averaging):
         return Shared(state.params if self.mode == "mm_fedavg" else {}, sent)
 
     @task()
-    def update(self, site: Site, data: View, local: Tree, got: Shared) -> tuple[Learned, Tree]:  # type: ignore[override]
+    def update(self, context: ClientContext, data: ClientData, local: Tree, got: Shared) -> tuple[Learned, Tree]:  # type: ignore[override]
         """Train near the global prototypes; report the class means under the trained model."""
         own = self.mode == "original"
         near = {m: Prototypes.received(mean) for m, mean in got.prototypes.items()}
@@ -140,32 +140,32 @@ class FedProto(Averaging):
             near = {}
 
         def loss(w: Tree, batch: Batch) -> Tensor:
-            features = site.model.features(w, batch)
-            ce = cross_entropy(site.model.fuse(w, features, batch), batch)
-            z = {m: site.model.vector(value) for m, value in features.items()}
+            features = context.model.features(w, batch)
+            ce = cross_entropy(context.model.fuse(w, features, batch), batch)
+            z = {m: context.model.vector(value) for m, value in features.items()}
             return ce + self._pull(near, prototypes.at_length(z, self.feature_norm), batch) if near else ce
 
         fit = data.minimise(loss, local if own else got.params, train=self.train)
-        return self._report(site, data, fit), (fit.params if own else local)
+        return self._report(context, data, fit), (fit.params if own else local)
 
     @task()
-    def score_own(self, site: Site, data: View, local: Tree, got: Shared) -> tuple[OwnScore, Tree]:  # type: ignore[override]
+    def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Shared) -> tuple[OwnScore, Tree]:  # type: ignore[override]
         """Judge the client's model, or the prototypes under it, on its own test rows."""
         params = local if self.mode == "original" else got.params
-        if self.mode == "mm_fedavg" or self.judge == "logits" or not got.prototypes:
-            return own_score(site.model, params, data.test), local
+        if self.mode == "mm_fedavg" or self.require_quorum == "logits" or not got.prototypes:
+            return own_score(context.model, params, data.test), local
         near = {m: Prototypes.received(mean) for m, mean in got.prototypes.items()}
 
         def step(hits: Tensor, batch: Batch) -> Tensor:
-            found = nearest(near, self._vectors(site, params, batch), batch)
+            found = nearest(near, self._vectors(context, params, batch), batch)
             return hits + batch.sum((found == batch.y).to(torch.float32))
 
         hits = data.test.fold(step, torch.zeros((), device=data.num_rows.device))
         return OwnScore(hits, data.test.num_rows), local
 
-    def _vectors(self, site: Site, params: Tree, batch: Batch) -> dict[str, Tensor]:
+    def _vectors(self, context: ClientContext, params: Tree, batch: Batch) -> dict[str, Tensor]:
         """Features (B, D) by modality, as prototypes see them."""
-        return prototypes.at_length(site.model.vectors(params, batch), self.feature_norm)
+        return prototypes.at_length(context.model.vectors(params, batch), self.feature_norm)
 
     def _pull(self, near: Mapping[str, Prototypes], z: Mapping[str, Tensor], batch: Batch) -> Tensor:
         if self.mode == "mm_fedavg":
@@ -174,10 +174,10 @@ class FedProto(Averaging):
         pulls = [squared_pull(near[m], z[m], batch, m) for m in z if m in near]
         return self.lam * torch.stack(pulls).sum()
 
-    def _report(self, site: Site, data: View, fit: Fit) -> Learned:
-        sizes = {m: site.model.feature_size(m) for m in site.modalities}
-        vectors = partial(self._vectors, site, fit.params)
-        own, rows = prototypes.class_means(data.fold, vectors, sizes, site.num_classes)
+    def _report(self, context: ClientContext, data: ClientData, fit: TrainingResult) -> Learned:
+        sizes = {m: context.model.feature_size(m) for m in context.modalities}
+        vectors = partial(self._vectors, context, fit.params)
+        own, rows = prototypes.class_means(data.fold, vectors, sizes, context.num_classes)
         sent = {m: p.sent for m, p in own.items()}
         kept = fit.params if self.mode == "mm_fedavg" else {}
         return Learned(kept, sent, rows, fit.loss, data.num_rows)

@@ -10,7 +10,7 @@ from polyfed.algorithms.averaging import Averaging
 from polyfed.core.batch import Batch
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree, squared_distance
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class FedProx(Averaging):
 
     mu: Annotated[float, NOT_NEGATIVE] = 0.01
 
-    def loss(self, site: Site, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
+    def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
         """Cross-entropy and the proximal term."""
-        pull = squared_distance(site.model.trainable(w), got.params)
-        return super().loss(site, w, batch, got, local) + self.mu / 2 * pull
+        pull = squared_distance(context.model.trainable(w), got.params)
+        return super().loss(context, w, batch, got, local) + self.mu / 2 * pull

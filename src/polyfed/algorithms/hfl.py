@@ -12,7 +12,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree, squared_distance
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 
 
@@ -37,9 +37,9 @@ class Hfl(Averaging):
             raise RecipeError(f"hfl trains one model on stacked modalities: write [data] stack = {{ all = [{names}] }}")
         return super().init(fed, params)
 
-    def loss(self, site: Site, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
+    def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
         """Cross-entropy, and the proximal term."""
         if not self.mu:
-            return super().loss(site, w, batch, got, local)
-        pull = squared_distance(site.model.trainable(w), got.params)
-        return super().loss(site, w, batch, got, local) + self.mu / 2 * pull
+            return super().loss(context, w, batch, got, local)
+        pull = squared_distance(context.model.trainable(w), got.params)
+        return super().loss(context, w, batch, got, local) + self.mu / 2 * pull

@@ -20,13 +20,13 @@ from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation import metrics
-from polyfed.evaluation.scores import Examination, Measured, Scores
+from polyfed.evaluation.scores import Measured, ModelToEvaluate, Scores
 from polyfed.federation.client_registry import TEST
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.privacy.policy import Policy
 from polyfed.selection import Selector, Uniform, must_be_uniform
-from polyfed.training import View
+from polyfed.training import ClientData
 from polyfed.training.losses import cross_entropy
 
 AT_ONCE = 32
@@ -76,7 +76,11 @@ class Local(Algorithm):
 
         A policy under which the server cannot judge the models is told, not refused: training needs no upload.
         """
-        if self.global_test != "never" and TEST in fed.examiners and not fed.site.policy.allows_models("server"):
+        if (
+            self.global_test != "never"
+            and TEST in fed.evaluation_clients
+            and not fed.context.policy.allows_models("server")
+        ):
             warnings.warn(
                 "local: under [egress] models may not reach the server, which therefore does not judge them: no "
                 "metrics.global. Allow parameters for that, or set [algorithm] global_test = 'never'",
@@ -85,9 +89,9 @@ class Local(Algorithm):
             )
         return State(params, memory=self.selector.start(params))
 
-    def local(self, site: Site, key: int) -> Tree:
+    def local(self, context: ClientContext, key: int) -> Tree:
         """The client's own model, from the common start."""
-        return dict(site.initial)
+        return dict(context.initial)
 
     def round(self, state: State, fed: Federation) -> State:
         """The cohort trains on."""
@@ -102,11 +106,11 @@ class Local(Algorithm):
     def evaluate(self, state: State, fed: Federation) -> Measured:
         """Every client's own model on its own test rows, and on the server's (algorithms.md 5.10)."""
         now = self.global_test == "always" or (self.global_test == "last" and fed.round == fed.rounds)
-        possible = TEST in fed.examiners and fed.site.policy.allows_models("server")
+        possible = TEST in fed.evaluation_clients and fed.context.policy.allows_models("server")
         measured = self._judged_by_server(fed) if now and possible else {}
         if not (self.evaluation.personal and fed.clients.tested):
             return Measured(measured)
-        group, accuracies = self.judge_personally(fed, Broadcast({}))
+        group, accuracies = self.evaluate_personally(fed, Broadcast({}))
         return Measured(measured | {"personal": group}, accuracies)
 
     def _judged_by_server(self, fed: Federation) -> dict[str, dict[str, float]]:
@@ -117,9 +121,9 @@ class Local(Algorithm):
         scores: dict[int, dict[str, float]] = {}
         everyone = list(fed.clients.eligible)
         for first in range(0, len(everyone), AT_ONCE):
-            uploads = fed.ask(self.upload, everyone[first : first + AT_ONCE], Start(), judged=False)
+            uploads = fed.ask(self.upload, everyone[first : first + AT_ONCE], Start(), quorum=False)
             for client, upload in uploads.items():
-                sums: Scores = fed.ask(self.score, [TEST], Examination(upload.params, {}, {}))[TEST]
+                sums: Scores = fed.ask(self.score, [TEST], ModelToEvaluate(upload.params, {}, {}))[TEST]
                 fed.emit("judged", round=fed.round, confusion=sums.confusion)
                 scores[client] = metrics.summary(sums.confusion, sums.top5_hits, sums.loss_sum)
         return over_clients(scores, fed.clients.rows_of(scores))
@@ -129,17 +133,17 @@ class Local(Algorithm):
         return local
 
     @task()
-    def practise(self, site: Site, data: View, local: Tree, got: Start) -> tuple[Done, Tree]:
+    def practise(self, context: ClientContext, data: ClientData, local: Tree, got: Start) -> tuple[Done, Tree]:
         """Train the client's own model."""
 
         def loss(w: Tree, batch: Any) -> Tensor:
-            return cross_entropy(site.model.logits(w, batch), batch)
+            return cross_entropy(context.model.logits(w, batch), batch)
 
         fit = data.minimise(loss, local, train=self.train)
         return Done(fit.loss, data.num_rows), fit.params
 
     @task()
-    def upload(self, site: Site, data: View, local: Tree, got: Start) -> tuple[Trained, Tree]:
+    def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Start) -> tuple[Trained, Tree]:
         """Hand the own model over."""
         return Trained(local), local
 

@@ -25,10 +25,10 @@ from polyfed.core.batch import Batch
 from polyfed.core.messages import Message
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.core.tree import Tree
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model.fusion import masked
-from polyfed.training import Fit, View
+from polyfed.training import ClientData, TrainingResult
 from polyfed.training.losses import cross_entropy
 
 PREVIOUS = "previous."
@@ -56,34 +56,38 @@ class Moon(Averaging):
 
     def init(self, fed: Federation, params: Tree) -> Any:
         """Averaging's state; the projection head joins the shared block."""
-        return super().init(fed, params | self._head(fed.site, fed.seed))
+        return super().init(fed, params | self._head(fed.context, fed.seed))
 
-    def local(self, site: Site, key: int) -> Tree:
+    def local(self, context: ClientContext, key: int) -> Tree:
         """No previous model yet."""
-        widths = self._head(site, 0)
-        return {PREVIOUS + n: torch.zeros_like(v) for n, v in (site.initial | widths).items()} | {SEEN: torch.zeros(())}
+        widths = self._head(context, 0)
+        return {PREVIOUS + n: torch.zeros_like(v) for n, v in (context.initial | widths).items()} | {
+            SEEN: torch.zeros(())
+        }
 
-    def loss(self, site: Site, w: Tree, batch: Batch, got: Any, local: Tree) -> Tensor:
+    def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Tensor:
         """Cross-entropy and the model-contrastive term."""
-        features = site.model.features(w, batch)
-        logits = site.model.fuse(w, features, batch)
+        features = context.model.features(w, batch)
+        logits = context.model.fuse(w, features, batch)
         previous = {n.removeprefix(PREVIOUS): v for n, v in local.items() if n.startswith(PREVIOUS)}
         with torch.no_grad():
             calm = batch.evaluation()
-            received = self._views(site, got.params, site.model.features(got.params, calm), batch)
-            last = self._views(site, previous, site.model.features(previous, calm), batch)
-        own = self._views(site, w, features, batch)
+            received = self._views(context, got.params, context.model.features(got.params, calm), batch)
+            last = self._views(context, previous, context.model.features(previous, calm), batch)
+        own = self._views(context, w, features, batch)
         terms = [contrast(z, g, p, self.temperature) for z, g, p in zip(own, received, last, strict=True)]
         return cross_entropy(logits, batch) + self.mu * local[SEEN] * batch.mean(torch.stack(terms).sum(0))
 
-    def reply(self, site: Site, data: View, fit: Fit, got: Broadcast, local: Tree) -> tuple[Message, Tree]:
+    def reply(
+        self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Broadcast, local: Tree
+    ) -> tuple[Message, Tree]:
         """The update; the trained model stays as the next round's "previous"."""
         kept = {PREVIOUS + name: value for name, value in fit.params.items()} | {SEEN: torch.ones_like(local[SEEN])}
         return Update(fit.params, fit.loss, data.num_rows), kept
 
-    def _views(self, site: Site, w: Tree, features: Mapping[str, Tensor], batch: Batch) -> list[Tensor]:
+    def _views(self, context: ClientContext, w: Tree, features: Mapping[str, Tensor], batch: Batch) -> list[Tensor]:
         """What is contrasted: one representation (B, P), or one per modality; zero where a row lacks it."""
-        flat = [site.model.vector(z) for z in masked(features, batch.present).values()]
+        flat = [context.model.vector(z) for z in masked(features, batch.present).values()]
         if self.per_modality:
             return flat
         joint = torch.cat(flat, 1)
@@ -95,11 +99,11 @@ class Moon(Averaging):
         )
         return [F.linear(F.relu(hidden), w["shared.projection.1.weight"], w["shared.projection.1.bias"])]
 
-    def _head(self, site: Site, seed: int) -> Tree:
+    def _head(self, context: ClientContext, seed: int) -> Tree:
         """The projection head, its first layer split by modality so that every client can use its own part."""
         if not self.projection or self.per_modality:
             return {}
-        return projection_head(site, self.projection, seed)
+        return projection_head(context, self.projection, seed)
 
 
 def contrast(z_BP: Tensor, received_BP: Tensor, previous_BP: Tensor, temperature: float) -> Tensor:
@@ -110,10 +114,10 @@ def contrast(z_BP: Tensor, received_BP: Tensor, previous_BP: Tensor, temperature
     return term
 
 
-def projection_head(site: Site, width: int, seed: int) -> Tree:
+def projection_head(context: ClientContext, width: int, seed: int) -> Tree:
     """Two linear layers as PyTorch would initialise them: uniform in +-1/sqrt(inputs)."""
-    sizes = {m: site.model.feature_size(m) for m in site.modalities}
-    total = sum(site.model.feature_size(m) for m in site.model.modalities)
+    sizes = {m: context.model.feature_size(m) for m in context.modalities}
+    total = sum(context.model.feature_size(m) for m in context.model.modalities)
 
     def draw(name: str, inputs: int, *shape: int) -> Tensor:
         return (2 * keys.uniform(keys.key(seed, "init", name), shape) - 1) / math.sqrt(inputs)

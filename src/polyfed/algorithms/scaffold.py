@@ -19,10 +19,10 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import SHARED, Tree, add, block_of, like
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
-from polyfed.training import Fit, View
+from polyfed.training import ClientData, TrainingResult
 from polyfed.training.client_data import Direction
 
 
@@ -73,17 +73,19 @@ class Scaffold(Averaging):
     def init(self, fed: Federation, params: Tree) -> ScaffoldState:
         """Averaging's state and c = 0."""
         state = super().init(fed, params)
-        return ScaffoldState(**vars(state), control=like(fed.site.model.trainable(params)))
+        return ScaffoldState(**vars(state), control=like(fed.context.model.trainable(params)))
 
-    def local(self, site: Site, key: int) -> Tree:
+    def local(self, context: ClientContext, key: int) -> Tree:
         """c_k = 0."""
-        return like(site.model.trainable(site.initial))
+        return like(context.model.trainable(context.initial))
 
     def outgoing(self, state: ScaffoldState, cohort: list[int], fed: Federation) -> Controlled:
         """x and c."""
         return Controlled(state.params, state.control)
 
-    def direction(self, site: Site, data: View, got: Controlled, local: Tree) -> tuple[Direction, Tree]:
+    def direction(
+        self, context: ClientContext, data: ClientData, got: Controlled, local: Tree
+    ) -> tuple[Direction, Tree]:
         """g - c_k + c."""
 
         def corrected(grads: Tree, w: Tree, aux: Any, carry: Tree) -> tuple[Tree, Tree]:
@@ -91,7 +93,9 @@ class Scaffold(Averaging):
 
         return corrected, {}
 
-    def reply(self, site: Site, data: View, fit: Fit, got: Controlled, local: Tree) -> tuple[ControlledUpdate, Tree]:
+    def reply(
+        self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Controlled, local: Tree
+    ) -> tuple[ControlledUpdate, Tree]:
         """y and the change of c_k, which becomes c_k - c + (x - y) / (K eta)."""
         lr = self.train.lr_at(data.round, data.rounds)
         travelled = {name: got.params[name] - fit.params[name] for name in local}

@@ -15,7 +15,7 @@ from polyfed.cli import tables
 from polyfed.cli.plain import plain_table, stacked, titled
 from polyfed.core.files import RESULT
 from polyfed.deploy.device_check import Inspection
-from polyfed.experiment.check import cures_of
+from polyfed.experiment.check import fixes_of
 from polyfed.report import REPORT
 
 
@@ -61,11 +61,11 @@ def device_tables(inspection: Inspection) -> Group:
         crossing.add_row(
             sent.task, f"{sent.message}.{sent.field}", sent.kind, Text(sent.block), sent.destination, verdict
         )
-    cures = cures_of(inspection.refused, inspection.policy)
+    fixes = fixes_of(inspection.refused, inspection.policy)
     parts: list[RenderableType] = [*_data(inspection), titled("May leave", policy)]
     if inspection.planned:
         parts.append(titled("The recipe would send", crossing))
-    parts += [Text(f"would be allowed by {cure}") for cure in cures]
+    parts += [Text(f"would be allowed by {fix}") for fix in fixes]
     return stacked(*parts)
 
 

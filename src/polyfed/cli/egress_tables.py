@@ -46,7 +46,7 @@ def sentence(rows: Sequence[Planned], check: Check) -> str:
     """What may leave of one block, what only later or never does, and what the policy refuses."""
     groups = grouped(rows)
     allowed = {place: group for place, group in groups.items() if group[0].allowed}
-    first = {place for place, group in allowed.items() if check.remarks or any(row.rehearsed for row in group)}
+    first = {place for place, group in allowed.items() if check.remarks or any(row.in_dry_run for row in group)}
     parts = [_may_leave({place[1:] for place in first})]
     if later := [kind for _, kind, _ in allowed.keys() - first]:
         parts.append(f"not in a first round, but perhaps: {_listed(later)}")
@@ -79,7 +79,7 @@ def size(rows: Sequence[Planned], *, known: bool = True) -> str:
     """Bytes of the largest reply of a group, `known` unless a rehearsal failed."""
     totals: dict[str, tuple[float, int]] = {}
     for row in rows:
-        if row.rehearsed or not known:
+        if row.in_dry_run or not known:
             per_row, fixed = totals.get(row.task, (0.0, 0))
             totals[row.task] = (per_row + row.bytes_per_row, fixed + (row.bytes or 0))
     if not totals:
@@ -115,7 +115,7 @@ def remarks(check: Check) -> Iterator[Text]:
     )
     told = {f"{row.message}.{row.field}": row.tells for row in check.planned if row.tells}
     yield from (Text(f"{field} tells {what}", "yellow") for field, what in told.items())
-    yield from (Text(f"would be allowed by {cure}") for cure in check.cures)
+    yield from (Text(f"would be allowed by {fix}") for fix in check.fixes)
     yield from (Text(remark, "yellow") for remark in check.beside)
 
 

@@ -175,7 +175,7 @@ def tensors(msg: Message) -> Iterator[tuple[str, str | None, Tensor]]:
                 yield name, key, tensor
 
 
-def rebuilt(msg: Message, change: Any) -> Any:
+def map_tensors(msg: Message, change: Any) -> Any:
     """The same message with `change(tensor)` in place of every tensor."""
     values: dict[str, Any] = {}
     for name in msg.kinds:

@@ -19,7 +19,7 @@ Send = Message | Mapping[int, Message]
 
 
 @dataclass(frozen=True)
-class Ask:
+class Request:
     """One question of the server to some clients.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Marking the methods that run on clients.
 
-A task is pure: `(site, data, local, got) -> (reply, local)`, with no input but these and the frozen hyper-parameters
+A task is pure: `(context, data, local, got) -> (reply, local)`, with no input but these and the frozen hyper-parameters
 of the object it belongs to. That is what lets the same text run in a loop, under `vmap`, in another process and on a
 real device. The mark also declares what the task sends, so that `polyfed check` can say what a recipe will let leave
 before anything runs.

@@ -65,10 +65,10 @@ class Arrays:
                 return np.asarray(archive[name])
         except _DAMAGED as error:
             if "allow_pickle" in str(error):
-                cure = "holds Python objects, which polyfed never unpickles. Save it as a plain numeric array"
+                fix = "holds Python objects, which polyfed never unpickles. Save it as a plain numeric array"
             else:
-                cure = f"is damaged or cut short ({error}). Copy or build the file again"
-            raise DataError(f"'{self.path}': array '{name}' {cure}") from error
+                fix = f"is damaged or cut short ({error}). Copy or build the file again"
+            raise DataError(f"'{self.path}': array '{name}' {fix}") from error
 
     def integers(self, name: str) -> Tensor:
         """An array of whole numbers (N,) as int64; floats are refused: rounding would hide a mistake."""

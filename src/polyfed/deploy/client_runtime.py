@@ -1,4 +1,4 @@
-"""A client's workplace: takes a packet, does the task in a `Node`, lets the reply out through the gate, keeps its own
+"""A client's workplace: takes a packet, does the task in a `EgressGate`, lets the reply out through the gate, keeps its own
 local state and its own ledger."""
 
 from collections.abc import Iterable
@@ -8,15 +8,15 @@ from typing import BinaryIO
 
 from polyfed.core.errors import BadReply, EgressError, PolyfedError
 from polyfed.core.messages import Message
-from polyfed.core.request import Ask
+from polyfed.core.request import Request
 from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import SHARED, Tree
 from polyfed.data import Population
 from polyfed.deploy.faults import Fault, in_short
 from polyfed.deploy.state_store import Store
 from polyfed.engines import Sequential
-from polyfed.engines.base import roster_of
-from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Enrolment, Ticket, reason
+from polyfed.engines.base import registry_of
+from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Enrolment, RequestId, reason
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.ledger import Ledger, lines
 from polyfed.privacy.policy import Policy
@@ -26,7 +26,7 @@ LEDGER = "egress.jsonl"
 
 
 @dataclass
-class Station:
+class ClientRuntime:
     """Where one client, or the simulated clients of one process, do their tasks.
 
     Attributes:
@@ -49,56 +49,56 @@ class Station:
         Raises:
             Fault: something is wrong at a `discreet` client.
         """
-        ticket = None
+        request_id = None
         try:
-            ticket = Ticket.read(packet.header)
-            if ticket.client != client:
-                raise BadReply(f"is for client {ticket.client}, this is client {client}")
-            return self._work(packet, ticket)
+            request_id = RequestId.read(packet.header)
+            if request_id.client != client:
+                raise BadReply(f"is for client {request_id.client}, this is client {client}")
+            return self._work(packet, request_id)
         except EgressError as error:
-            return reason(REFUSED, ticket, str(error))
+            return reason(REFUSED, request_id, str(error))
         except BadReply as error:
-            return reason(FAILED, ticket, f"the message {error}")
+            return reason(FAILED, request_id, f"the message {error}")
         except (PolyfedError, OSError) as error:
             if self.discreet:
                 raise Fault(in_short(error)) from error
-            return reason(FAILED, ticket, f"{type(error).__name__}: {error}")
+            return reason(FAILED, request_id, f"{type(error).__name__}: {error}")
 
-    def _work(self, packet: Packet, ticket: Ticket) -> Packet:
+    def _work(self, packet: Packet, request_id: RequestId) -> Packet:
         engine = self.engine
-        ask = self._ask(packet, ticket)
-        got: Message = decode(packet, ask.got, limit=self.limit, finite=True)
-        folder = self.folder / ticket.run / f"client-{ticket.client}"
+        request = self._ask(packet, request_id)
+        got: Message = decode(packet, request.got, limit=self.limit, finite=True)
+        folder = self.folder / request_id.run / f"client-{request_id.client}"
         store = Store(folder)
-        self._check_held(packet, ticket.client)
+        self._check_held(packet, request_id.client)
         with store.alone():
-            local = self._begun(store, ask, ticket)
-            engine.locals = {} if local is None else {ticket.client: local}
-            engine.ledger = Ledger(ticket.run)
+            local = self._begun(store, request, request_id)
+            engine.locals = {} if local is None else {request_id.client: local}
+            engine.ledger = Ledger(request_id.run)
             missing: dict[int, str] = {}
             try:
-                reply = engine.alone(ask, ticket.client, got, missing)
+                reply = engine.alone(request, request_id.client, got, missing)
             finally:
-                book(folder / LEDGER, lines(engine.ledger.drain(), ticket.run))
+                book(folder / LEDGER, lines(engine.ledger.drain(), request_id.run))
             if reply is None and self.discreet:
-                raise Fault(f"{missing[ticket.client].partition(':')[0]} in task {ask.name}")
+                raise Fault(f"{missing[request_id.client].partition(':')[0]} in task {request.name}")
             if reply is None:
-                return reason(FAILED, ticket, missing[ticket.client])
-            left = engine.locals.get(ticket.client)
+                return reason(FAILED, request_id, missing[request_id.client])
+            left = engine.locals.get(request_id.client)
             if left is not None and left is not local:
-                modalities = engine.roster[ticket.client].modalities
-                store.keep(ticket, left, modalities, int(packet.header.get("kept", 0)))
+                modalities = engine.registry[request_id.client].modalities
+                store.keep(request_id, left, modalities, int(packet.header.get("kept", 0)))
         content = encode(reply)
-        return Packet(ticket.header(verdict=REPLY) | content.header, content.body)
+        return Packet(request_id.header(verdict=REPLY) | content.header, content.body)
 
-    def _begun(self, store: Store, ask: Ask, ticket: Ticket) -> Tree | None:
+    def _begun(self, store: Store, request: Request, request_id: RequestId) -> Tree | None:
         """The client's state before a task. If it has other modalities now than it had then, what is of the shape that
         it would have at first goes on, and what it lacks begins as it would have at first."""
-        found = store.begin(ticket)
-        if found is None or found[1] == self.engine.roster[ticket.client].modalities:
+        found = store.begin(request_id)
+        if found is None or found[1] == self.engine.registry[request_id.client].modalities:
             return None if found is None else found[0]
         self.engine.locals, before = {}, found[0]
-        first = self.engine.local(ask, ticket.client)
+        first = self.engine.local(request, request_id.client)
         fits = {name for name, value in first.items() if name in before and before[name].shape == value.shape}
         return {name: before[name] if name in fits else value for name, value in first.items()}
 
@@ -108,11 +108,11 @@ class Station:
         Raises:
             BadReply: the client changed since it enrolled.
         """
-        now, then = list(self.engine.roster.owned(client)), packet.header.get("modalities")
+        now, then = list(self.engine.registry.owned(client)), packet.header.get("modalities")
         if now != then:
             raise BadReply(f"is for modalities {then}, client {client} has {now} now; start the server again")
 
-    def _ask(self, packet: Packet, ticket: Ticket) -> Ask:
+    def _ask(self, packet: Packet, request_id: RequestId) -> Request:
         """The ask of a header.
 
         Raises:
@@ -126,13 +126,13 @@ class Station:
                 raise BadReply("is no ask that can be read")
         if task is None:
             raise BadReply(f"asks for the task '{name[:80]}', which {type(self.engine.algorithm).__name__} lacks")
-        ask = Ask(task, name, ticket.round, rounds, ticket.ask, seed, turn)
-        if ask.scope == "silo" and not self.relay:
+        request = Request(task, name, request_id.round, rounds, request_id.request, seed, turn)
+        if request.scope == "silo" and not self.relay:
             raise EgressError(
-                f"client {ticket.client} refused task {name}: its reply is for the silo, but would pass through the "
+                f"client {request_id.client} refused task {name}: its reply is for the silo, but would pass through the "
                 'server, which sees it. It would run if the client\'s configuration said: relay="server-sees"'
             )
-        return ask
+        return request
 
 
 def enrolment(population: Population, policy: Policy, client: int) -> Packet:
@@ -144,17 +144,17 @@ def enrolment(population: Population, policy: Policy, client: int) -> Packet:
         client: its number in the federation.
     """
     if not policy.allows("statistic", SHARED, "server"):
-        cure = policy.cure(("statistic",), SHARED, "server")
+        fix = policy.fix(("statistic",), SHARED, "server")
         why = f"client {client} refused to enrol, which tells the server how many rows it has (a statistic). It would "
-        return reason(REFUSED, None, why + f"if the client's policy said: {cure}")
-    columns, roster = population.columns, roster_of(population)
-    known = roster[client]
+        return reason(REFUSED, None, why + f"if the client's policy said: {fix}")
+    columns, registry = population.columns, registry_of(population)
+    known = registry[client]
     told = Enrolment(
         client=client,
         rows=known.num_rows,
         modalities=known.modalities,
         silo=known.silo,
-        tested=client in roster.tested,
+        tested=client in registry.tested,
         shapes={name: columns.modalities[name].shape for name in known.modalities},
         num_classes=columns.num_classes,
     )

@@ -71,12 +71,12 @@ def _write_server(folder: Path, hosts: Sequence[str]) -> None:
 def _check_server(folder: Path, there: Sequence[str]) -> None:
     """Refuse a server's certificate that cannot be used any more; the authority's key was not kept, so none can be
     added."""
-    cure = f"Move {', '.join(SERVER)} elsewhere and run this again; every device then needs the new ca.pem"
+    fix = f"Move {', '.join(SERVER)} elsewhere and run this again; every device then needs the new ca.pem"
     if missing := [name for name in SERVER if name not in there]:
-        raise RecipeError(f"{folder} holds {', '.join(there)}, but no {', '.join(missing)}. {cure}")
+        raise RecipeError(f"{folder} holds {', '.join(there)}, but no {', '.join(missing)}. {fix}")
     until = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes()).not_valid_after_utc
     if until < datetime.now(UTC):
-        raise RecipeError(f"{folder}/server.pem expired on {until:%Y-%m-%d}. {cure}")
+        raise RecipeError(f"{folder}/server.pem expired on {until:%Y-%m-%d}. {fix}")
 
 
 def _write_node(folder: Path, node: int) -> None:

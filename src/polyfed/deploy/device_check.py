@@ -82,5 +82,5 @@ def _planned(recipe: Recipe, node: NodeConfig, policy: Policy, population: Popul
             raise
         return []
     relay = node.relay == "server-sees" or not node.data
-    cure = 'relay="server-sees" in --node-config'
-    return [row if relay or row.destination != "silo" else replace(row, allowed=False, cure=cure) for row in found]
+    fix = 'relay="server-sees" in --node-config'
+    return [row if relay or row.destination != "silo" else replace(row, allowed=False, fix=fix) for row in found]

@@ -11,11 +11,11 @@ import torch
 from polyfed.core import keys
 from polyfed.core.errors import BadReply
 from polyfed.data import Population
-from polyfed.deploy.client_runtime import Station, enrolment
+from polyfed.deploy.client_runtime import ClientRuntime, enrolment
 from polyfed.deploy.device import WHERE, NodeConfig, check_held, policy_on, population_on
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault
 from polyfed.engines import Sequential
-from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, Ticket, reason
+from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, reason
 from polyfed.experiment.assembly import device_of, model_of, population_of
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe, build, load_recipe
@@ -25,7 +25,7 @@ from polyfed.privacy.policy import Policy
 
 MEGABYTE = 2**20
 
-_STATIONS: dict[str, Station] = {}
+_STATIONS: dict[str, ClientRuntime] = {}
 """Stations of this process by token: a handler is copied into Ray's processes again and again, its data need not be."""
 
 
@@ -46,12 +46,12 @@ class Simulated:
     def __call__(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
         """Answer as the client `partition-id`."""
         client = int(config["partition-id"])
-        station = self.station()
+        runtime = self.runtime()
         if packet.header.get("want") == ENROL:
-            return enrolment(station.engine.population, station.engine.policy, client)
-        return station.answer(packet, client)
+            return enrolment(runtime.engine.population, runtime.engine.policy, client)
+        return runtime.answer(packet, client)
 
-    def station(self) -> Station:
+    def runtime(self) -> ClientRuntime:
         """Where this process's clients work."""
         if self.token not in _STATIONS:
             torch.set_num_threads(1)  # one client, one CPU: several threads per process only get in each other's way
@@ -59,7 +59,7 @@ class Simulated:
             policy = Policy.parse(self.recipe.egress, population.columns.modalities)
             shapes = {name: column.shape for name, column in population.columns.modalities.items()}
             facts = Facts(shapes, population.columns.num_classes)
-            _STATIONS[self.token] = station_of(self.recipe, population, facts, policy, self.folder)
+            _STATIONS[self.token] = runtime_of(self.recipe, population, facts, policy, self.folder)
         return _STATIONS[self.token]
 
 
@@ -81,10 +81,10 @@ class Deployed:
         try:
             reply = self._answer(packet, config)
         except BadReply as error:
-            reply = reason(FAILED, _ticket(packet), f"the message {error}")
+            reply = reason(FAILED, _request_id(packet), f"the message {error}")
         except Fault as fault:
             log_fault(who, fault)
-            return reason(FAILED, _ticket(packet), f"{who}: {fault}; its own log says why")
+            return reason(FAILED, _request_id(packet), f"{who}: {fault}; its own log says why")
         if reply.header.get("verdict") in (REFUSED, FAILED):
             log(str(reply.header["reason"]))
         return reply
@@ -105,22 +105,22 @@ class Deployed:
             return enrolment(population, policy, node.client)
         with blamed("it cannot build the model"):
             relay = node.relay == "server-sees"
-            station = station_of(recipe, population, facts, policy, node.folder, relay=relay)
+            runtime = runtime_of(recipe, population, facts, policy, node.folder, relay=relay)
         with blamed("a task failed"):
-            return station.answer(packet, node.client)
+            return runtime.answer(packet, node.client)
 
 
-def _ticket(packet: Packet) -> Ticket | None:
+def _request_id(packet: Packet) -> RequestId | None:
     """Which question a packet asks, if it asks one."""
     try:
-        return Ticket.read(packet.header)
+        return RequestId.read(packet.header)
     except BadReply:
         return None
 
 
-def station_of(
+def runtime_of(
     recipe: Recipe, population: Population, facts: Facts, policy: Policy, folder: Path, *, relay: bool | None = None
-) -> Station:
+) -> ClientRuntime:
     """A station for clients of a population; `relay` is theirs to say, and the recipe's in a simulation."""
     told = Policy.parse(recipe.egress, facts.shapes)  # builds the model as the server does
     model = model_of(recipe, facts.shapes, facts.num_classes, told)
@@ -131,4 +131,4 @@ def station_of(
     parts = (population, model, recipe.algorithm, initial)
     engine = Sequential(*parts, policy=policy, ledger=Ledger("none"), device=device, emit=emit)
     relay = relay if relay is not None else recipe.engine.relay == "server-sees"
-    return Station(engine, folder, relay, recipe.engine.message_megabytes * MEGABYTE, discreet=own)
+    return ClientRuntime(engine, folder, relay, recipe.engine.message_megabytes * MEGABYTE, discreet=own)

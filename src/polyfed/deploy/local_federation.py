@@ -206,8 +206,8 @@ def run_locally(recipe_path: str | Path, folder: str | Path) -> Path:
     """
     folder = Path(folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    cure = "End it by Ctrl-C there, or choose another folder"
-    with alone_in(folder, "another call runs a federation here", cure), handling(interrupt, signal.SIGTERM):
+    fix = "End it by Ctrl-C there, or choose another folder"
+    with alone_in(folder, "another call runs a federation here", fix), handling(interrupt, signal.SIGTERM):
         out = folder / "app" / "run"
         if finished(load_recipe(recipe_path), out):
             _say(f"the run in {out} is at its end: nothing to do. Another folder begins another run")

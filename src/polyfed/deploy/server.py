@@ -17,7 +17,7 @@ from polyfed.data.columns import LEFT_OUT, TEST, VALIDATION
 from polyfed.deploy.handlers import MEGABYTE, Simulated
 from polyfed.engines.base import Engine
 from polyfed.engines.protocol import ENROLLED, REFUSED, Enrolment
-from polyfed.engines.remote import Remote, Terms
+from polyfed.engines.remote import Remote, ReplyTerms
 from polyfed.experiment.assembly import population_of
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.lock import alone_in
@@ -30,9 +30,9 @@ ERROR = "error.json"
 """What ended a run, beside its records; gone when the run goes on."""
 
 
-def terms_of(spec: EngineSpec) -> Terms:
+def reply_terms_of(spec: EngineSpec) -> ReplyTerms:
     """The terms of the [engine] section; the session is the time of the start, in milliseconds."""
-    return Terms(
+    return ReplyTerms(
         session=int(time.time() * 1000),
         reply_seconds=spec.reply_seconds,
         stop_on_refusal=spec.on_refusal == "stop",
@@ -41,16 +41,16 @@ def terms_of(spec: EngineSpec) -> Terms:
     )
 
 
-def engine_by(post: Any, spec: EngineSpec) -> Callable[..., Engine]:
+def engine_by(transport: Any, spec: EngineSpec) -> Callable[..., Engine]:
     """The constructor of an engine that asks by this post."""
-    terms = terms_of(spec)
-    return lambda *args, **kwargs: Remote(*args, post=post, terms=terms, **kwargs)
+    terms = reply_terms_of(spec)
+    return lambda *args, **kwargs: Remote(*args, transport=transport, terms=terms, **kwargs)
 
 
 _T = TypeVar("_T")
 
-Conduct = Callable[..., _T]
-"""`polyfed.run.conduct`: assembles a run and brings it to its end."""
+Execute = Callable[..., _T]
+"""`polyfed.run.execute`: assembles a run and brings it to its end."""
 
 
 def placed(recipe: Recipe, data: str) -> Recipe:
@@ -59,8 +59,8 @@ def placed(recipe: Recipe, data: str) -> Recipe:
     return replace(recipe, data=source, engine=replace(recipe.engine, name="flower"))
 
 
-def simulate(recipe: Recipe, records: Records | None, emit: Emitter, conduct: Conduct[_T]) -> _T:
-    """Run a recipe on Flower's simulation runtime; gives what `conduct` gives.
+def simulate(recipe: Recipe, records: Records | None, emit: Emitter, execute: Execute[_T]) -> _T:
+    """Run a recipe on Flower's simulation runtime; gives what `execute` gives.
 
     Raises:
         RecipeError: the extra `polyfed[flower]` is not installed.
@@ -74,23 +74,23 @@ def simulate(recipe: Recipe, records: Records | None, emit: Emitter, conduct: Co
         population = population_of(recipe)
         finished: list[_T] = []
 
-        def main(post: flower.GridPost) -> None:
-            meet(recipe, population, post)
-            engine = engine_by(post, recipe.engine)
-            finished.append(conduct(recipe, records, emit, population=population, engine=engine))
+        def main(transport: flower.GridTransport) -> None:
+            meet(recipe, population, transport)
+            engine = engine_by(transport, recipe.engine)
+            finished.append(execute(recipe, records, emit, population=population, engine=engine))
 
         cpus = recipe.engine.client_cpus
         flower.simulate(main, Simulated(recipe, folder), population.num_clients, cpus)
     return finished[0]
 
 
-def meet(recipe: Recipe, population: Population, post: Any) -> None:
+def meet(recipe: Recipe, population: Population, transport: Any) -> None:
     """Have the simulated clients enrol.
 
     Raises:
         TooFewReplies: they have not all started in time.
     """
-    answers = post.enrol(population.num_clients, recipe.engine.enrol_seconds)
+    answers = transport.enrol(population.num_clients, recipe.engine.enrol_seconds)
     started = len([told_by(answer) for answer in answers])
     if started < population.num_clients:
         raise TooFewReplies(
@@ -99,15 +99,15 @@ def meet(recipe: Recipe, population: Population, post: Any) -> None:
         )
 
 
-def serve(recipe_path: Path, post: Any, config: Mapping[str, Any], conduct: Conduct[Any]) -> None:
+def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute: Execute[Any]) -> None:
     """A ServerApp's main: wait for clients, then run the recipe, going on with what `out` holds.
 
     Args:
         recipe_path: the recipe that came with the app.
-        post: carries packets.
+        transport: carries packets.
         config: the run's configuration: `out`, a folder on the server, and `data`, where the server's own rows are, if
             the recipe's [data] has a path.
-        conduct: `polyfed.run.conduct`.
+        conduct: `polyfed.run.execute`.
 
     Raises:
         PolyfedError: it ends the run; its text and exit code are also left in `out/error.json`.
@@ -119,8 +119,8 @@ def serve(recipe_path: Path, post: Any, config: Mapping[str, Any], conduct: Cond
         records = Records(out, resume=True)
         emit = Emitter([_Log()])
         with only_server(out):
-            population = enrolled(recipe, post, emit)
-            conduct(recipe, records, emit, population=population, engine=engine_by(post, recipe.engine))
+            population = enrolled(recipe, transport, emit)
+            execute(recipe, records, emit, population=population, engine=engine_by(transport, recipe.engine))
         (out / ERROR).unlink(missing_ok=True)  # of another server, which was refused meanwhile
     except PolyfedError as error:
         told = {"error": type(error).__name__, "text": str(error), "exit_code": error.exit_code}
@@ -145,8 +145,8 @@ class _Log:
     def __call__(self, event: str, **facts: Any) -> None:
         if event == "round-finished":
             row = facts["row"]
-            judged = row.get("metrics", {}).get("global", {})
-            shown = "".join(f", {name} {judged[name]:.4f}" for name in ("accuracy", "loss") if name in judged)
+            evaluated = row.get("metrics", {}).get("global", {})
+            shown = "".join(f", {name} {evaluated[name]:.4f}" for name in ("accuracy", "loss") if name in evaluated)
             text = f"round {row['round']}: {len(row['cohort'])} asked, {row['bytes_up']} bytes up{shown}"
         elif event == "note":
             text = facts["text"]
@@ -157,7 +157,7 @@ class _Log:
         print(f"polyfed: {text}", flush=True)  # noqa: T201  the app's log is its screen
 
 
-def enrolled(recipe: Recipe, post: Any, emit: Emitter) -> Population:
+def enrolled(recipe: Recipe, transport: Any, emit: Emitter) -> Population:
     """Wait for the clients of a deployment; what the server knows of them is what they say.
 
     Raises:
@@ -167,7 +167,7 @@ def enrolled(recipe: Recipe, post: Any, emit: Emitter) -> Population:
     """
     spec = recipe.engine
     wanted = spec.nodes or recipe.clients.num or 1
-    answers: list[Packet] = post.enrol(wanted, spec.enrol_seconds, _Waiting(wanted, spec.enrol_seconds, emit))
+    answers: list[Packet] = transport.enrol(wanted, spec.enrol_seconds, _Waiting(wanted, spec.enrol_seconds, emit))
     known: list[Enrolment] = []
     absent: list[str] = []
     for answer in answers:

@@ -16,7 +16,7 @@ from pathlib import Path
 from polyfed.core.errors import BadReply, CheckpointError
 from polyfed.core.files import replace_text
 from polyfed.core.tree import Tree
-from polyfed.engines.protocol import Ticket
+from polyfed.engines.protocol import RequestId
 from polyfed.experiment import checkpoint
 
 JOURNAL = "journal.json"
@@ -61,7 +61,7 @@ class Store:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def begin(self, ticket: Ticket) -> tuple[Tree, tuple[str, ...]] | None:
+    def begin(self, request_id: RequestId) -> tuple[Tree, tuple[str, ...]] | None:
         """The state a task begins with and the modalities the client had then, or None where there is none yet; what
         later places left is forgotten.
 
@@ -70,13 +70,13 @@ class Store:
             CheckpointError: the state on disk is damaged.
         """
         journal = self._journal()
-        if (ticket.session, ticket.place) < (journal.session, journal.place):
-            raise BadReply(f"is stale: it asks for {ticket}, answered has been {journal}")
-        if ticket.place <= journal.floor:
-            raise BadReply(f"asks for {ticket.place} (round, ask), states up to {journal.floor} are forgotten")
-        for place in [place for place in self._places() if place >= ticket.place]:
+        if (request_id.session, request_id.place) < (journal.session, journal.place):
+            raise BadReply(f"is stale: it asks for {request_id}, answered has been {journal}")
+        if request_id.place <= journal.floor:
+            raise BadReply(f"asks for {request_id.place} (round, ask), states up to {journal.floor} are forgotten")
+        for place in [place for place in self._places() if place >= request_id.place]:
             shutil.rmtree(self._path(place))
-        self._note(Journal(ticket.session, ticket.place, journal.floor))
+        self._note(Journal(request_id.session, request_id.place, journal.floor))
         places = self._places()
         if not places:
             return None
@@ -84,26 +84,28 @@ class Store:
         assert found is not None, "a place is listed when its checkpoint is whole"
         return found[1]["local"], tuple(found[1]["modalities"])
 
-    def keep(self, ticket: Ticket, local: Tree, modalities: tuple[str, ...], kept: int) -> None:
+    def keep(self, request_id: RequestId, local: Tree, modalities: tuple[str, ...], kept: int) -> None:
         """Write the state a task left, and forget those that no ask can want any more.
 
         The server can repeat the newest ask, and it can go back to the end of any round that it has not settled yet:
         wanted are the state before this one, the last of every such round, and the last of those that are settled.
 
         Args:
-            ticket: of the task.
+            request_id: of the task.
             local: the state.
             modalities: of the client.
             kept: the newest round that the server will never ask again.
         """
         content = {"local": local, "modalities": list(modalities)}
-        checkpoint.save(self._path(ticket.place), ticket.round, content)
+        checkpoint.save(self._path(request_id.place), request_id.round, content)
         places = self._places()
         last_of = {place[0]: place for place in places}
         settled = [place for place in places if place[0] <= kept]
         wanted = {*places[-2:], *(place for round, place in last_of.items() if round > kept), *settled[-1:]}
         if len(settled) > 1:
-            self._note(Journal(ticket.session, ticket.place, settled[-1]))  # a resumed server goes on from the last
+            self._note(
+                Journal(request_id.session, request_id.place, settled[-1])
+            )  # a resumed server goes on from the last
         for place in [place for place in places if place not in wanted]:
             shutil.rmtree(self._path(place))
 
@@ -124,8 +126,8 @@ class Store:
         found = []
         for path in self.folder.glob("state-*-*"):
             if (path / checkpoint.LATEST).exists():  # otherwise the writer died before it was whole
-                _, round, ask = path.name.split("-")
-                found.append((int(round), int(ask)))
+                _, round, request = path.name.split("-")
+                found.append((int(round), int(request)))
         return sorted(found)
 
     def _path(self, place: Place) -> Path:
@@ -133,5 +135,5 @@ class Store:
 
 
 def _place(pair: list[int]) -> Place:
-    round, ask = pair
-    return int(round), int(ask)
+    round, request = pair
+    return int(round), int(request)

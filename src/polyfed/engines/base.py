@@ -10,22 +10,22 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.errors import EgressError, PolyfedError, RecipeError
-from polyfed.core.messages import Message, rebuilt, tensors
-from polyfed.core.request import Ask, Send
+from polyfed.core.messages import Message, map_tensors, tensors
+from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED, Tree, clone, select
 from polyfed.data import Population
 from polyfed.engines.heap import keep_freed_memory
-from polyfed.engines.metered import MeteredView
-from polyfed.federation.client_registry import TEST, VALIDATION, Roster
-from polyfed.federation.context import Site
+from polyfed.engines.metered import MeteredClientData
+from polyfed.federation.client_registry import TEST, VALIDATION, ClientRegistry
+from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
-from polyfed.federation.replies import Answer, Part
+from polyfed.federation.replies import Answer, ReplyStack
 from polyfed.model import Model
-from polyfed.privacy.gate import Node
+from polyfed.privacy.gate import EgressGate
 from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.policy import Policy
-from polyfed.training import AloneView
-from polyfed.training.client_data import View
+from polyfed.training import SingleClientData
+from polyfed.training.client_data import ClientData
 from polyfed.training.optimisers import Train
 
 Emit = Callable[..., None]
@@ -44,7 +44,7 @@ class Method(Protocol):
         """Whether the algorithm handles rows that lack a modality which others of the same client have."""
         ...
 
-    def local(self, site: Site, key: int) -> Tree:
+    def local(self, context: ClientContext, key: int) -> Tree:
         """A client's first local state."""
         ...
 
@@ -86,56 +86,58 @@ class Engine(ABC):
         self.policy, self.ledger, self.emit, self.debug, self.clock = policy, ledger, emit, debug, clock
         self.device = torch.device(device)
         self.columns = population.columns.to(self.device)
-        self.roster = roster_of(population)
+        self.registry = registry_of(population)
         self.locals: dict[int, Tree] = {}
         self.kept = 0  # the newest round that will never be asked again; clients in other processes may forget older
-        self._sites: dict[tuple[str, ...], Site] = {}
-        self._site_of: dict[int, Site] = {}
+        self._contexts: dict[tuple[str, ...], ClientContext] = {}
+        self._context_of: dict[int, ClientContext] = {}
 
     @property
-    def examiners(self) -> tuple[int, ...]:
-        """The examiners that have rows."""
+    def evaluation_clients(self) -> tuple[int, ...]:
+        """The evaluation_clients that have rows."""
         rows = {TEST: self.population.test_rows, VALIDATION: self.population.validation_rows}
-        return tuple(examiner for examiner, index in rows.items() if len(index))
+        return tuple(evaluation_client for evaluation_client, index in rows.items() if len(index))
 
-    def answer(self, ask: Ask, clients: Sequence[int], send: Send) -> Answer:
+    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
         """Run the task on these clients; each reply has passed its client's gate."""
-        parts: list[Part] = []
+        parts: list[ReplyStack] = []
         missing: dict[int, str] = {}
-        for part in self._run(ask, clients, send, missing):
+        for part in self._run(request, clients, send, missing):
             parts.append(part)
         return Answer(sorted(parts, key=lambda part: part.clients[0]), missing)
 
     @abstractmethod
-    def _run(self, ask: Ask, clients: Sequence[int], send: Send, missing: dict[int, str]) -> Iterator[Part]:
+    def _run(
+        self, request: Request, clients: Sequence[int], send: Send, missing: dict[int, str]
+    ) -> Iterator[ReplyStack]:
         """Yield parts; a client that fails goes to `missing` with a reason."""
 
-    def site(self, client: int) -> Site:
+    def context(self, client: int) -> ClientContext:
         """The client's site; alike clients share one."""
-        if client not in self._site_of:
-            self._site_of[client] = self._make_site(client)
-        return self._site_of[client]
+        if client not in self._context_of:
+            self._context_of[client] = self._make_context(client)
+        return self._context_of[client]
 
-    def _make_site(self, client: int) -> Site:
-        owned = self.roster.modalities if client < 0 else self.roster.owned(client)
+    def _make_context(self, client: int) -> ClientContext:
+        owned = self.registry.modalities if client < 0 else self.registry.owned(client)
         kind = (*owned, "examiner") if client < 0 else owned
-        if kind not in self._sites:
+        if kind not in self._contexts:
             blocks = {*owned, SHARED}
-            self._sites[kind] = Site(
+            self._contexts[kind] = ClientContext(
                 model=self.model,
                 modalities=owned,
                 num_classes=self.population.columns.num_classes,
                 initial=select(self.initial, blocks),
-                examiner=client < 0,
+                evaluation_client=client < 0,
                 policy=self.policy,
             )
-        return self._sites[kind]
+        return self._contexts[kind]
 
-    def local(self, ask: Ask, client: int) -> Tree:
+    def local(self, request: Request, client: int) -> Tree:
         """The client's local state; made when it is first asked."""
         if client not in self.locals:
-            key = keys.key(ask.seed, "local", client)
-            made = self.algorithm.local(self.site(client), key) if client >= 0 else {}
+            key = keys.key(request.seed, "local", client)
+            made = self.algorithm.local(self.context(client), key) if client >= 0 else {}
             self.locals[client] = {name: value.to(self.device) for name, value in made.items()}
         return self.locals[client]
 
@@ -152,66 +154,68 @@ class Engine(ABC):
         own = self.population.test
         return None if own is None or client < 0 else own[client].to(self.device)
 
-    def node(self, clients: tuple[int, ...], site: Site) -> Node:
+    def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
         """The gate of these alike clients."""
-        return Node(clients, site.blocks, site.policy, self.ledger, on_server=site.examiner)
+        return EgressGate(clients, context.blocks, context.policy, self.ledger, on_server=context.evaluation_client)
 
-    def alone(self, ask: Ask, client: int, send: Send, missing: dict[int, str]) -> Message | None:
+    def alone(self, request: Request, client: int, send: Send, missing: dict[int, str]) -> Message | None:
         """Run one client by itself, from what is sent to it; None where it failed, and the reason in `missing`."""
         msg = self._to_device(send if isinstance(send, Message) else send[client])
-        got = self.node((client,), self.site(client)).receive(ask, msg)
-        return self.worked(ask, client, got, missing)
+        got = self.node((client,), self.context(client)).receive(request, msg)
+        return self.run_received(request, client, got, missing)
 
-    def worked(self, ask: Ask, client: int, got: Any, missing: dict[int, str]) -> Message | None:
+    def run_received(self, request: Request, client: int, got: Any, missing: dict[int, str]) -> Message | None:
         """Run one client by itself, on what it has received; see `alone`."""
-        site = self.site(client)
-        node = self.node((client,), site)
-        view = AloneView(
+        context = self.context(client)
+        node = self.node((client,), context)
+        view = SingleClientData(
             columns=self.columns,
             index=self.rows(client),
-            modalities=site.modalities,
+            modalities=context.modalities,
             model=self.model,
-            key=client_key(ask, client),
-            round=ask.round,
-            rounds=ask.rounds,
+            key=client_key(request, client),
+            round=request.round,
+            rounds=request.rounds,
             test_index=self.test_rows(client),
         )
         try:
-            reply, local = perform(ask, site, self.metered(ask, (client,), view), self.local(ask, client), got)
-            released = node.release(ask, reply, stacked=False)
+            reply, local = perform(
+                request, context, self.metered(request, (client,), view), self.local(request, client), got
+            )
+            released = node.release(request, reply, stacked=False)
             if any(tensor.requires_grad for _, _, tensor in tensors(released)):
-                released = rebuilt(released, Tensor.detach)  # or its graph would live as long as the reply
+                released = map_tensors(released, Tensor.detach)  # or its graph would live as long as the reply
         except PolyfedError:
             raise
         except Exception as error:
             if self.debug:
-                error.add_note(describe_failure(ask, (client,), got))
+                error.add_note(describe_failure(request, (client,), got))
                 raise
             missing[client] = f"{type(error).__name__}: {error}"
             trace = traceback.format_exc()
-            self.emit("client-failed", client=client, task=ask.name, reason=missing[client], trace=trace)
+            self.emit("client-failed", client=client, task=request.name, reason=missing[client], trace=trace)
             return None
         if local is not self.locals.get(client):
             self.locals[client] = clone(local)
         return released
 
-    def metered(self, ask: Ask, clients: Sequence[int], view: View) -> View:
+    def metered(self, request: Request, clients: Sequence[int], view: ClientData) -> ClientData:
         """The view of these alike clients, its work counted where the run has a network model."""
         if self.clock is None or clients[0] < 0:
             return view
-        rows = list(self.roster.rows_of(clients).values())
-        counter = self.clock.counter(ask.number, clients)
-        return MeteredView(view, rows, self.site(clients[0]).modalities, self.model, counter)
+        rows = list(self.registry.rows_of(clients).values())
+        counter = self.clock.counter(request.number, clients)
+        return MeteredClientData(view, rows, self.context(clients[0]).modalities, self.model, counter)
 
     def _to_device(self, msg: Any) -> Any:
-        return msg if self.device.type == "cpu" else rebuilt(msg, lambda tensor: tensor.to(self.device))
+        return msg if self.device.type == "cpu" else map_tensors(msg, lambda tensor: tensor.to(self.device))
 
 
-def roster_of(population: Population) -> Roster:
+def registry_of(population: Population) -> ClientRegistry:
     """The server's facts about the clients of a population."""
     own = population.test
     tested = () if own is None else tuple((own.sizes > 0).nonzero().flatten().tolist())
-    return Roster(
+    return ClientRegistry(
         modalities=tuple(population.columns.modalities),
         num_rows=population.train.sizes,
         holds=population.holds,
@@ -220,12 +224,12 @@ def roster_of(population: Population) -> Roster:
     )
 
 
-def client_key(ask: Ask, client: int) -> int:
+def client_key(request: Request, client: int) -> int:
     """The key of everything random a client does in a round, or in one turn of it."""
-    return keys.key(ask.seed, "client", client, ask.round, *((ask.turn,) if ask.turn else ()))
+    return keys.key(request.seed, "client", client, request.round, *((request.turn,) if request.turn else ()))
 
 
-def perform(ask: Ask, site: Site, view: View, local: Tree, got: Any) -> tuple[Message, Tree]:
+def perform(request: Request, context: ClientContext, view: ClientData, local: Tree, got: Any) -> tuple[Message, Tree]:
     """Run a task: its reply and the client's local state. A task's own `EgressError` is a failure like any other: the
     words of a refusal leave a device, so the gate's have to be the only ones.
 
@@ -233,12 +237,12 @@ def perform(ask: Ask, site: Site, view: View, local: Tree, got: Any) -> tuple[Me
         RecipeError: it returned something else; a `return` without the local state is easily written.
     """
     try:
-        returned = ask.task(site, view, local, got)
+        returned = request.task(context, view, local, got)
     except EgressError as error:
-        raise RuntimeError(f"task {ask.name} raised EgressError, which only the gate may") from error
+        raise RuntimeError(f"task {request.name} raised EgressError, which only the gate may") from error
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Message)):
         raise RecipeError(
-            f"task {ask.name} must return a message and the client's local state, as in `return Update(...), local`; "
+            f"task {request.name} must return a message and the client's local state, as in `return Update(...), local`; "
             f"it returned {type(returned).__name__}"
         )
     reply, kept = returned
@@ -247,16 +251,16 @@ def perform(ask: Ask, site: Site, view: View, local: Tree, got: Any) -> tuple[Me
         if isinstance(kept, Mapping):
             what = ", ".join(f"'{k}': {type(v).__name__}" for k, v in kept.items() if not isinstance(v, Tensor))
         raise RecipeError(
-            f"task {ask.name}: a client's local state is a dict of tensors by name, so that it can be saved; this one "
+            f"task {request.name}: a client's local state is a dict of tensors by name, so that it can be saved; this one "
             f"has {what}. A number becomes a tensor by torch.tensor(...)"
         )
     return reply, kept
 
 
-def describe_failure(ask: Ask, clients: Sequence[int], got: Message) -> str:
+def describe_failure(request: Request, clients: Sequence[int], got: Message) -> str:
     """Where a task failed: clients, round, task, and the shapes of what it had received."""
     shapes: Mapping[str, Any] = {
         name: tuple(value.shape) if isinstance(value, Tensor) else {k: tuple(v.shape) for k, v in value.items()}
         for name, value in ((field, getattr(got, field)) for field in got.kinds)
     }
-    return f"in client(s) {list(clients)[:8]}, round {ask.round}, task {ask.name}; received {shapes}"
+    return f"in client(s) {list(clients)[:8]}, round {request.round}, task {request.name}; received {shapes}"

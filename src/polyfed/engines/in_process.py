@@ -5,7 +5,7 @@ from typing import Any
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
-from polyfed.core.request import Ask, Send
+from polyfed.core.request import Request, Send
 from polyfed.core.tree import Tree
 from polyfed.data import Population
 from polyfed.engines.base import Engine, Method
@@ -23,17 +23,17 @@ class InProcess(Engine):
         super().__init__(population, model, algorithm, initial, **kwargs)
         _refuse_missing_rows(population, algorithm)
 
-    def received(self, ask: Ask, clients: Sequence[int], send: Send) -> dict[int, Any]:
+    def received(self, request: Request, clients: Sequence[int], send: Send) -> dict[int, Any]:
         """What each of these clients takes in, booked; a message to all is cut once for those that own the same."""
         if not isinstance(send, Message):
-            nodes = {client: self.node((client,), self.site(client)) for client in clients}
-            return {client: node.receive(ask, self._to_device(send[client])) for client, node in nodes.items()}
+            nodes = {client: self.node((client,), self.context(client)) for client in clients}
+            return {client: node.receive(request, self._to_device(send[client])) for client, node in nodes.items()}
         alike: dict[int, list[int]] = {}
         for client in clients:
-            alike.setdefault(id(self.site(client)), []).append(client)
+            alike.setdefault(id(self.context(client)), []).append(client)
         found: dict[int, Any] = {}
         for group in alike.values():
-            got = self.node(tuple(group), self.site(group[0])).receive(ask, self._to_device(send))
+            got = self.node(tuple(group), self.context(group[0])).receive(request, self._to_device(send))
             found |= dict.fromkeys(group, got)
         return {client: found[client] for client in clients}
 

@@ -10,11 +10,11 @@ from polyfed.core.batch import Batch
 from polyfed.core.tree import SHARED, block_of
 from polyfed.federation.network import TRAINING_PASSES, Count
 from polyfed.model import Model
-from polyfed.training.client_data import FOLD_BATCH, Fit, Job, Step, View, rows_trained
+from polyfed.training.client_data import FOLD_BATCH, ClientData, Job, Step, TrainingResult, rows_trained
 from polyfed.training.optimisers import Train
 
 
-class MeteredView(View):
+class MeteredClientData(ClientData):
     """Hands everything to another view and counts rows, on the host, before it does.
 
     Training costs `TRAINING_PASSES` forward passes through the blocks trained, of the model that is trained; a `fold`
@@ -29,14 +29,14 @@ class MeteredView(View):
     """
 
     def __init__(
-        self, view: View, num_rows: Sequence[int], modalities: Collection[str], model: Model, count: Count
+        self, view: ClientData, num_rows: Sequence[int], modalities: Collection[str], model: Model, count: Count
     ) -> None:
         self._view, self._num_rows, self._modalities = view, num_rows, modalities
         self._model, self._count = model, count
         self.num_rows, self.key, self.round, self.rounds = view.num_rows, view.key, view.round, view.rounds
 
-    def fit(self, job: Job) -> Fit:
-        """See `View.fit`."""
+    def fit(self, job: Job) -> TrainingResult:
+        """See `ClientData.fit`."""
         train, model = job.train, job.model or self._model
         if job.on is not None:
             train = replace(train, steps=1)
@@ -48,25 +48,25 @@ class MeteredView(View):
         return self._view.fit(job)
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
-        """See `View.batch`."""
+        """See `ClientData.batch`."""
         return self._view.batch(train, number, model=model, stream=stream)
 
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
-        """See `View.fold`."""
+        """See `ClientData.fold`."""
         self._count(sum(self._model.flops(block) for block in (*self._modalities, SHARED)), self._num_rows)
         return self._view.fold(step, carry, batch_size=batch_size)
 
-    def at(self, rows: Tensor) -> View:
-        """See `View.at`."""
+    def at(self, rows: Tensor) -> ClientData:
+        """See `ClientData.at`."""
         view, sizes = self._view.at(rows), [len(rows)] * len(self._num_rows)
-        return MeteredView(view, sizes, self._modalities, self._model, self._count)
+        return MeteredClientData(view, sizes, self._modalities, self._model, self._count)
 
     @property
     def ids(self) -> Tensor:
-        """See `View.ids`."""
+        """See `ClientData.ids`."""
         return self._view.ids
 
     @property
-    def test(self) -> View:
-        """See `View.test`; judging is not counted."""
+    def test(self) -> ClientData:
+        """See `ClientData.test`; judging is not counted."""
         return self._view.test

@@ -1,6 +1,6 @@
 """What server and client write on the outside of a packet when they are in different processes.
 
-Every ask has a ticket: run, session, round, ask, client. The client answers with the same ticket, so that a reply to
+Every ask has a request id: run, session, round, ask, client. The client answers with the same request id, so that a reply to
 another question (late, doubled, replayed) is told from the one that is waited for. A *session* is one life of the
 server: a resumed server begins a new one and may ask again what it had asked before it died; a client does the work
 again from the local state it had then, and the answer is the same bit for bit.
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter, ValidationError
 
 from polyfed.core.errors import BadReply
-from polyfed.core.request import Ask
+from polyfed.core.request import Request
 from polyfed.federation.wire_format import Header, Packet
 
 ENROL, ASK = "enrol", "ask"
@@ -32,37 +32,37 @@ _RUN = re.compile(r"[A-Za-z0-9_\-]{1,100}")
 
 
 @dataclass(frozen=True)
-class Ticket:
+class RequestId:
     """Which question this is."""
 
     run: str
     session: int
     round: int
-    ask: int
+    request: int
     client: int
 
     @classmethod
-    def read(cls, header: Header) -> "Ticket":
-        """The ticket of a header.
+    def read(cls, header: Header) -> "RequestId":
+        """The request id of a header.
 
         Raises:
             BadReply: there is none, or it is none of ours; the run's name is used as a folder's.
         """
-        match header.get("ticket"):
+        match header.get("request_id"):
             case {"run": str(run), **numbers} if _RUN.fullmatch(run):
-                found = [numbers.get(name) for name in ("session", "round", "ask", "client")]
+                found = [numbers.get(name) for name in ("session", "round", "request", "client")]
                 if all(type(n) is int and n >= 0 for n in found):
                     return cls(run, *found)  # type: ignore[arg-type]
-        raise BadReply(f"carries no ticket that can be read: {str(header.get('ticket'))[:120]}")
+        raise BadReply(f"carries no request id that can be read: {str(header.get('request_id'))[:120]}")
 
     @property
     def place(self) -> tuple[int, int]:
         """Where in the run: (round, ask)."""
-        return self.round, self.ask
+        return self.round, self.request
 
     def header(self, **more: Any) -> Header:
-        """A header with this ticket."""
-        return {"ticket": asdict(self), **more}
+        """A header with this request id."""
+        return {"request_id": asdict(self), **more}
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ _ENROLMENT = TypeAdapter(Enrolment)
 _FIELDS = tuple(field.name for field in fields(Enrolment))
 
 
-class Post(Protocol):
+class Transport(Protocol):
     """Carries packets to clients in other processes, and their answers back."""
 
     def exchange(self, packets: dict[int, Packet], seconds: float) -> dict[int, Packet | str]:
@@ -149,23 +149,23 @@ class Post(Protocol):
         ...
 
 
-def letter(ticket: Ticket, ask: Ask, facts: Facts, content: Packet, **more: Any) -> Packet:
+def request_packet(request_id: RequestId, request: Request, facts: Facts, content: Packet, **more: Any) -> Packet:
     """The packet of an ask to one client.
 
     Args:
-        ticket: which question.
+        request_id: which question.
         ask: the question.
         facts: about the federation.
         content: the message, encoded.
         more: `kept`, the newest round that the server will never ask again, so that older local states may be
             forgotten; `modalities`, which the server believes the client has.
     """
-    about = {"task": ask.name, "seed": ask.seed, "rounds": ask.rounds, "turn": ask.turn}
-    header = ticket.header(want=ASK, facts=asdict(facts), **about, **more)
+    about = {"task": request.name, "seed": request.seed, "rounds": request.rounds, "turn": request.turn}
+    header = request_id.header(want=ASK, facts=asdict(facts), **about, **more)
     return Packet(header | content.header, content.body)
 
 
-def reason(verdict: str, ticket: Ticket | None, text: str) -> Packet:
+def reason(verdict: str, request_id: RequestId | None, text: str) -> Packet:
     """A client's answer that is no reply: `refused` or `failed`, and why."""
-    header = {} if ticket is None else ticket.header()
+    header = {} if request_id is None else request_id.header()
     return Packet(header | {"verdict": verdict, "reason": text[:MAX_REASON]})

@@ -1,4 +1,4 @@
-"""Clients in other processes or on other machines: the server's half. What carries the packets is a `Post`.
+"""Clients in other processes or on other machines: the server's half. What carries the packets is a `Transport`.
 
 The server computes as the sequential engine does: replies come into the round in ascending order of the clients,
 whenever they arrive, so parameters do not depend on who was fast. Its ledger books what it sent and what it
@@ -11,17 +11,17 @@ from typing import Any
 
 from polyfed.core.errors import BadReply, EgressError, RecipeError
 from polyfed.core.messages import Message, crossings, cut
-from polyfed.core.request import Ask, Send
+from polyfed.core.request import Request, Send
 from polyfed.core.tasks import info_of, tasks_of
 from polyfed.engines.base import Engine
-from polyfed.engines.protocol import FAILED, MAX_REASON, REFUSED, REPLY, Facts, Post, Ticket, letter
-from polyfed.federation.replies import Part, stacked
+from polyfed.engines.protocol import FAILED, MAX_REASON, REFUSED, REPLY, Facts, RequestId, Transport, request_packet
+from polyfed.federation.replies import ReplyStack, stacked
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.ledger import TO_CLIENT, Entry
 
 
 @dataclass(frozen=True)
-class Terms:
+class ReplyTerms:
     """How the server deals with clients it does not hold; the [engine] section says the same words.
 
     Attributes:
@@ -40,11 +40,11 @@ class Terms:
 
 
 class Remote(Engine):
-    """Asks clients by post; the server's own examiners answer here.
+    """Asks clients by post; the server's own evaluation_clients answer here.
 
     Args:
-        post: carries packets.
-        terms: see `Terms`.
+        transport: carries packets.
+        terms: see `ReplyTerms`.
 
     The other arguments are those of `Engine`; `population` tells what the server knows of the clients.
 
@@ -54,9 +54,9 @@ class Remote(Engine):
 
     name = "flower"
 
-    def __init__(self, *args: Any, post: Post, terms: Terms, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, transport: Transport, terms: ReplyTerms, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.post, self.terms = post, terms
+        self.transport, self.terms = transport, terms
         columns = self.population.columns
         shapes = {name: column.shape for name, column in columns.modalities.items()}
         self.facts = Facts(shapes, columns.num_classes)
@@ -74,24 +74,28 @@ class Remote(Engine):
                 "configuration); otherwise use the sequential or vectorised engine"
             )
 
-    def _run(self, ask: Ask, clients: Sequence[int], send: Send, missing: dict[int, str]) -> Iterator[Part]:
+    def _run(
+        self, request: Request, clients: Sequence[int], send: Send, missing: dict[int, str]
+    ) -> Iterator[ReplyStack]:
         replies: dict[int, Message] = {}
-        for examiner in (client for client in clients if client < 0):
-            if (judged := self.alone(ask, examiner, send, missing)) is not None:
-                replies[examiner] = judged
+        for evaluation_client in (client for client in clients if client < 0):
+            if (evaluated := self.alone(request, evaluation_client, send, missing)) is not None:
+                replies[evaluation_client] = evaluated
         asked = [client for client in clients if client >= 0]
         if asked:
-            replies |= self._exchanged(ask, asked, send, missing)
+            replies |= self._exchanged(request, asked, send, missing)
         yield from stacked(replies)
 
-    def _exchanged(self, ask: Ask, asked: Sequence[int], send: Send, missing: dict[int, str]) -> dict[int, Message]:
+    def _exchanged(
+        self, request: Request, asked: Sequence[int], send: Send, missing: dict[int, str]
+    ) -> dict[int, Message]:
         """The replies of clients elsewhere."""
         replies: dict[int, Message] = {}
-        answers = self.post.exchange(self._letters(ask, asked, send), self.terms.reply_seconds)
+        answers = self.transport.exchange(self._packets(request, asked, send), self.terms.reply_seconds)
         refused: EgressError | None = None
         for client in asked:
             try:
-                reply = self._reply(ask, client, answers.get(client, self._too_late()), missing)
+                reply = self._reply(request, client, answers.get(client, self._too_late()), missing)
             except EgressError as error:
                 refused = refused or error
                 continue
@@ -104,28 +108,28 @@ class Remote(Engine):
     def _too_late(self) -> str:
         return f"no answer within {self.terms.reply_seconds:g} seconds"
 
-    def _ticket(self, ask: Ask, client: int) -> Ticket:
-        return Ticket(self.ledger.run, self.terms.session, ask.round, ask.number, client)
+    def _request_id(self, request: Request, client: int) -> RequestId:
+        return RequestId(self.ledger.run, self.terms.session, request.round, request.number, client)
 
-    def _letters(self, ask: Ask, clients: Sequence[int], send: Send) -> dict[int, Packet]:
+    def _packets(self, request: Request, clients: Sequence[int], send: Send) -> dict[int, Packet]:
         """A packet a client, cut to its blocks and booked; clients of the same blocks share one body."""
         packets: dict[int, Packet] = {}
         encoded: dict[tuple[int, frozenset[str]], tuple[Message, Packet]] = {}
         for client in clients:
             msg = send if isinstance(send, Message) else send[client]
-            blocks = self.roster[client].blocks
+            blocks = self.registry[client].blocks
             if (id(msg), blocks) not in encoded:
                 own = cut(msg, blocks)
                 encoded[id(msg), blocks] = own, encode(own)
             own, content = encoded[id(msg), blocks]
-            self._book(ask, client, own, TO_CLIENT)
-            held = list(self.roster.owned(client))
-            packets[client] = letter(
-                self._ticket(ask, client), ask, self.facts, content, kept=self.kept, modalities=held
+            self._book(request, client, own, TO_CLIENT)
+            held = list(self.registry.owned(client))
+            packets[client] = request_packet(
+                self._request_id(request, client), request, self.facts, content, kept=self.kept, modalities=held
             )
         return packets
 
-    def _reply(self, ask: Ask, client: int, answer: Packet | str, missing: dict[int, str]) -> Message | None:
+    def _reply(self, request: Request, client: int, answer: Packet | str, missing: dict[int, str]) -> Message | None:
         """The reply in an answer, or None and the reason in `missing`.
 
         Raises:
@@ -135,7 +139,7 @@ class Remote(Engine):
             missing[client] = answer
             return None
         try:
-            reply = self._opened(ask, client, answer)
+            reply = self._opened(request, client, answer)
         except BadReply as error:
             missing[client] = str(error)[:MAX_REASON]
             return None
@@ -144,26 +148,26 @@ class Remote(Engine):
                 raise
             missing[client] = str(error)
             return None
-        self._book(ask, client, reply, ask.scope)
+        self._book(request, client, reply, request.scope)
         return reply
 
-    def _opened(self, ask: Ask, client: int, answer: Packet) -> Message:
+    def _opened(self, request: Request, client: int, answer: Packet) -> Message:
         """The message of an answer, if it is one to this ask."""
         header: Mapping[str, Any] = answer.header
         verdict, why = header.get("verdict"), str(header.get("reason"))[:MAX_REASON]
-        if Ticket.read(dict(header)) != self._ticket(ask, client):
-            raise BadReply(f"answered another question: {header['ticket']}")
+        if RequestId.read(dict(header)) != self._request_id(request, client):
+            raise BadReply(f"answered another question: {header['request_id']}")
         if verdict == REFUSED:
             raise EgressError(why)
         if verdict == FAILED:
             raise BadReply(why)
         if verdict != REPLY:
             raise BadReply(f"answered with {str(verdict)[:40]!r}, which is no verdict")
-        reply: Message = decode(answer, ask.reply, limit=self.terms.limit)
+        reply: Message = decode(answer, request.reply, limit=self.terms.limit)
         return reply
 
-    def _book(self, ask: Ask, client: int, msg: Message, destination: str) -> None:
+    def _book(self, request: Request, client: int, msg: Message, destination: str) -> None:
         parts = crossings(msg)
         allowed = (True,) * len(parts)
         name = type(msg).__name__
-        self.ledger.book(Entry(ask.round, ask.number, (client,), name, parts, destination, allowed))
+        self.ledger.book(Entry(request.round, request.number, (client,), name, parts, destination, allowed))

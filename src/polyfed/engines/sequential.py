@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from polyfed.core.messages import Message
-from polyfed.core.request import Ask, Send
+from polyfed.core.request import Request, Send
 from polyfed.engines.in_process import InProcess
-from polyfed.federation.replies import Part, stacked
+from polyfed.federation.replies import ReplyStack, stacked
 
 
 class Sequential(InProcess):
@@ -13,10 +13,12 @@ class Sequential(InProcess):
 
     name = "sequential"
 
-    def _run(self, ask: Ask, clients: Sequence[int], send: Send, missing: dict[int, str]) -> Iterator[Part]:
+    def _run(
+        self, request: Request, clients: Sequence[int], send: Send, missing: dict[int, str]
+    ) -> Iterator[ReplyStack]:
         replies: dict[int, Message] = {}
-        for client, got in self.received(ask, clients, send).items():
-            reply = self.worked(ask, client, got, missing)
+        for client, got in self.received(request, clients, send).items():
+            reply = self.run_received(request, client, got, missing)
             if reply is not None:
                 replies[client] = reply
         yield from stacked(replies)

@@ -17,12 +17,12 @@ from torch.func import vmap
 
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
-from polyfed.core.request import Ask, Send
+from polyfed.core.request import Request, Send
 from polyfed.core.tree import Tree, size_bytes
 from polyfed.engines.base import client_key, describe_failure, perform
 from polyfed.engines.in_process import InProcess
-from polyfed.federation.replies import Part, stacked
-from polyfed.training import StackedView
+from polyfed.federation.replies import ReplyStack, stacked
+from polyfed.training import StackedClientData
 from polyfed.training.step_plan import Rows
 
 STACK_BYTES = 512 * 2**20
@@ -49,78 +49,80 @@ class Vectorised(InProcess):
         self.stack, self.replay = stack, replay
         self._noted: set[str] = set()
 
-    def _run(self, ask: Ask, clients: Sequence[int], send: Send, missing: dict[int, str]) -> Iterator[Part]:
+    def _run(
+        self, request: Request, clients: Sequence[int], send: Send, missing: dict[int, str]
+    ) -> Iterator[ReplyStack]:
         singles: dict[int, Message] = {}
-        for group in self._groups(ask, clients, send):
+        for group in self._groups(request, clients, send):
             if len(group) > 1:
-                part = self._stacked(ask, group, send)
+                part = self._stacked(request, group, send)
                 if part is not None:
                     yield part
                     continue
             for client in group:
-                single = self.alone(ask, client, send, missing)
+                single = self.alone(request, client, send, missing)
                 if single is not None:
                     singles[client] = single
         yield from stacked(singles)
 
-    def _groups(self, ask: Ask, clients: Sequence[int], send: Send) -> Iterator[list[int]]:
-        loop_because = ask.loop_because
+    def _groups(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[list[int]]:
+        loop_because = request.loop_because
         if not loop_because and not self.stack and self.device.type == "cpu" and self.model.convolves:
             loop_because = CONVOLVES
         if loop_because:
-            self._note(ask, loop_because)
+            self._note(request, loop_because)
             yield from ([client] for client in clients)
             return
         alike: dict[Any, list[int]] = {}
         for client in clients:
             form = None if isinstance(send, Message) else _form(send[client])
-            kept = tuple((name, value.shape, value.dtype) for name, value in self.local(ask, client).items())
-            alike.setdefault((self.site(client).modalities, client < 0, form, kept), []).append(client)
-        for (_, examiner, _, _), group in alike.items():
-            if examiner:  # the server's test set: one large table, nothing to gain from a stack
+            kept = tuple((name, value.shape, value.dtype) for name, value in self.local(request, client).items())
+            alike.setdefault((self.context(client).modalities, client < 0, form, kept), []).append(client)
+        for (_, evaluation_client, _, _), group in alike.items():
+            if evaluation_client:  # the server's test set: one large table, nothing to gain from a stack
                 yield from ([client] for client in group)
                 continue
-            by_length = sorted((rows, client) for client, rows in self.roster.rows_of(group).items())
+            by_length = sorted((rows, client) for client, rows in self.registry.rows_of(group).items())
             group = [client for _, client in by_length]
             size = self.stack or self._fitting(group)
             yield from (group[start : start + size] for start in range(0, len(group), size))
 
     def _fitting(self, group: list[int]) -> int:
         """How many of these clients fit the budget: weights, gradient and two moments, and activations of a step."""
-        site = self.site(group[0])
-        sample = sum(4 * math.prod(self.columns.modalities[m].shape) for m in site.modalities)
+        context = self.context(group[0])
+        sample = sum(4 * math.prod(self.columns.modalities[m].shape) for m in context.modalities)
         # activations: a dozen times the input is a rough upper value for the encoders of model/encoders.py
-        batch = (self.algorithm.train.batch_size or int(self.roster.num_rows[group[-1]])) * sample * 12
-        return max(1, STACK_BYTES // (4 * size_bytes(site.initial) + batch + 1))
+        batch = (self.algorithm.train.batch_size or int(self.registry.num_rows[group[-1]])) * sample * 12
+        return max(1, STACK_BYTES // (4 * size_bytes(context.initial) + batch + 1))
 
-    def _stacked(self, ask: Ask, group: list[int], send: Send) -> Part | None:
-        site = self.site(group[0])
-        node = self.node(tuple(group), site)
+    def _stacked(self, request: Request, group: list[int], send: Send) -> ReplyStack | None:
+        context = self.context(group[0])
+        node = self.node(tuple(group), context)
         messages = [send] if isinstance(send, Message) else [send[client] for client in group]
         rows = Rows.pad([self.rows(client) for client in group])
         own_tests = [self.test_rows(client) for client in group]
         tests = None if any(t is None for t in own_tests) else Rows.pad([t for t in own_tests if t is not None])
-        locals_, local_dims = _stack_trees([self.local(ask, client) for client in group])
+        locals_, local_dims = _stack_trees([self.local(request, client) for client in group])
         lane = torch.arange(len(group), device=self.device)
-        received = [self._to_device(cut(msg, site.blocks)) for msg in messages]
+        received = [self._to_device(cut(msg, context.blocks)) for msg in messages]
         fields, field_dims = _stack_messages(received)
         kind = type(received[0])
         reply_type: list[type[Message]] = []
 
         def one(lane: Tensor, local: Tree, got: dict[str, Any]) -> tuple[dict[str, Any], Tree]:
-            view = StackedView(
+            view = StackedClientData(
                 columns=self.columns,
                 stack=rows,
-                keys=tuple(client_key(ask, client) for client in group),
+                keys=tuple(client_key(request, client) for client in group),
                 lane=lane,
-                modalities=site.modalities,
+                modalities=context.modalities,
                 model=self.model,
-                round=ask.round,
-                rounds=ask.rounds,
+                round=request.round,
+                rounds=request.rounds,
                 test_stack=tests,
                 replays=self.replay,
             )
-            reply, after = perform(ask, site, self.metered(ask, group, view), local, kind(**got))
+            reply, after = perform(request, context, self.metered(request, group, view), local, kind(**got))
             reply_type.append(type(reply))
             return {name: getattr(reply, name) for name in reply.kinds}, after
 
@@ -130,31 +132,31 @@ class Vectorised(InProcess):
             raise
         except Exception as error:
             if self.debug:
-                error.add_note(describe_failure(ask, group, received[0]))
+                error.add_note(describe_failure(request, group, received[0]))
                 raise
-            self._note(ask, f"{type(error).__name__}: {error}")
+            self._note(request, f"{type(error).__name__}: {error}")
             if self.clock is not None:
-                self.clock.forget(ask.number, group)
+                self.clock.forget(request.number, group)
             return None
         if kind.counts and len(received) > 1:
             for client, msg in zip(group, received, strict=True):
-                self.node((client,), site).receive(ask, msg)
+                self.node((client,), context).receive(request, msg)
         else:  # all have the same form, so one entry speaks for all
-            node.receive(ask, received[0])
+            node.receive(request, received[0])
         made = reply_type[0](**values)
-        _refuse_padding(ask, made, rows.counts)
-        _refuse_kept_padding(ask, after, locals_, rows.counts)
-        reply = node.release(ask, _without_padding(made), stacked=True)
+        _refuse_padding(request, made, rows.counts)
+        _refuse_kept_padding(request, after, locals_, rows.counts)
+        reply = node.release(request, _without_padding(made), stacked=True)
         for i, client in enumerate(group):
             self.locals[client] = {name: value[i].clone() for name, value in after.items()}
         # ascending, so that sums over clients run in the same order whatever their lengths
-        return Part(tuple(group), reply).ascending()
+        return ReplyStack(tuple(group), reply).ascending()
 
-    def _note(self, ask: Ask, reason: str) -> None:
+    def _note(self, request: Request, reason: str) -> None:
         """Say once per task and reason that its clients run one by one."""
-        if (text := f"{ask.name}: {reason}") not in self._noted:
+        if (text := f"{request.name}: {reason}") not in self._noted:
             self._noted.add(text)
-            self.emit("looped", task=ask.name, reason=reason)
+            self.emit("looped", task=request.name, reason=reason)
 
 
 def _form(msg: Message) -> Any:
@@ -214,26 +216,26 @@ def _without_padding(reply: Any) -> Any:
     return replace(reply, **changed) if changed else reply
 
 
-def _refuse_padding(ask: Ask, reply: Message, counts: Sequence[int]) -> None:
+def _refuse_padding(request: Request, reply: Message, counts: Sequence[int]) -> None:
     """Refuse to send what looks like an entry per row and does not say so: padding is made of another client's row."""
     for name, key, value in tensors(reply):
         said = reply.declared[name]
         told = said.rows is not None or said.shape is not None or said.kind in OF_THE_MODEL
         if not told and _may_be_padded(value, counts):
             raise RecipeError(
-                f"task {ask.name} sends {name if key is None else f'{name}.{key}'} with an entry for each of its "
+                f"task {request.name} sends {name if key is None else f'{name}.{key}'} with an entry for each of its "
                 f"rows, and {type(reply).__name__} does not say so: in a stack of unequal clients it has been padded. "
                 f"Declare carries('{said.kind}', rows='num_rows') with a field num_rows, or its shape="
             )
 
 
-def _refuse_kept_padding(ask: Ask, after: Tree, before: Tree, counts: Sequence[int]) -> None:
+def _refuse_kept_padding(request: Request, after: Tree, before: Tree, counts: Sequence[int]) -> None:
     """Refuse to keep something new with an entry per row: in a stack of unequal clients it has been padded."""
     for name, value in after.items():
         is_new = name not in before or before[name].shape != value.shape
         if is_new and _may_be_padded(value, counts):
             raise RecipeError(
-                f"task {ask.name} keeps '{name}' with an entry for each of a client's rows. Clients of unequal length "
+                f"task {request.name} keeps '{name}' with an entry for each of a client's rows. Clients of unequal length "
                 "cannot be stacked then: make it in Algorithm.local with the length each client needs, or mark the "
                 "task with loop_because"
             )

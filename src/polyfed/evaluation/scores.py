@@ -14,12 +14,12 @@ from polyfed.core.tree import Tree, blocks
 from polyfed.evaluation import metrics
 from polyfed.model import Model
 from polyfed.model.fusion import masked
-from polyfed.training import View
+from polyfed.training import ClientData
 from polyfed.training.prototypes import Prototypes
 
 
 @message
-class Examination(Message):
+class ModelToEvaluate(Message):
     """A model to judge. With `unimodal = "prototype"` also class means (C, E) by modality of its features over the
     clients' training rows, and which classes have one, bool (C,); nothing otherwise.
     """
@@ -91,7 +91,7 @@ class Measured:
     personal: dict[int, float] = field(default_factory=dict)
 
 
-def scores(model: Model, got: Examination, modalities: Iterable[str], data: View, unimodal: str) -> Scores:
+def scores(model: Model, got: ModelToEvaluate, modalities: Iterable[str], data: ClientData, unimodal: str) -> Scores:
     """Judge a model on all rows of a view, fused and one modality at a time.
 
     Args:
@@ -134,8 +134,8 @@ def scores(model: Model, got: Examination, modalities: Iterable[str], data: View
         )
 
     known = near if unimodal == "prototype" else model.modalities
-    judged = [m for m in modalities if m in model.modalities and m in known and m not in lacking]
-    return Scores(*data.fold(step, (zero, zero[0, 0], zero[0, 0], dict.fromkeys(judged, zero))))
+    evaluated = [m for m in modalities if m in model.modalities and m in known and m not in lacking]
+    return Scores(*data.fold(step, (zero, zero[0, 0], zero[0, 0], dict.fromkeys(evaluated, zero))))
 
 
 def nearness(model: Model, features: Mapping[str, Tensor], modality: str, batch: Batch, near: Prototypes) -> Tensor:
@@ -147,7 +147,7 @@ def nearness(model: Model, features: Mapping[str, Tensor], modality: str, batch:
     return (-near.distances(z)).masked_fill(~near.active, float("-inf"))
 
 
-def own_score(model: Model, w: Tree, data: View) -> OwnScore:
+def own_score(model: Model, w: Tree, data: ClientData) -> OwnScore:
     """Count how many rows of a view a model gets right."""
 
     def step(hits: Tensor, batch: Batch) -> Tensor:

@@ -118,14 +118,14 @@ def assemble(
         clock=clock,
     )
     fed = Federation(
-        clients=held.roster,
+        clients=held.registry,
         engine=held,
         owner=recipe.algorithm,
-        site=held.site(TEST),
+        context=held.context(TEST),
         template=initial,
         seed=recipe.seed,
         rounds=recipe.rounds,
-        examiners=held.examiners,
+        evaluation_clients=held.evaluation_clients,
         min_replies=recipe.engine.min_replies,
         emit=emit,
         clock=clock,
@@ -167,9 +167,9 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
 
     Under `classes-per-client` and `main-class` also what each of these clients was dealt (algorithms.md 6.12).
     """
-    roster, modalities = assembly.fed.clients, assembly.fed.clients.modalities
+    registry, modalities = assembly.fed.clients, assembly.fed.clients.modalities
     population, columns = assembly.population, assembly.population.columns
-    shown = [roster[client] for client in range(min(limit, len(roster)))]
+    shown = [registry[client] for client in range(min(limit, len(registry)))]
     return {
         "data": {
             "rows": len(columns),
@@ -178,7 +178,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
             "validation_rows": len(population.validation_rows),
             "sha256": columns.fingerprint(),
         },
-        "num_clients": len(roster),
+        "num_clients": len(registry),
         "clients": [
             {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)} | _dealt(assembly, c.id) for c in shown
         ],

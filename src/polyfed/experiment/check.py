@@ -16,11 +16,11 @@ from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import EgressError, PolyfedWarning, RecipeError
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL, Message
 from polyfed.core.registry import name_of
-from polyfed.core.request import Ask, Send
+from polyfed.core.request import Request, Send
 from polyfed.core.tasks import info_of, tasks_of, types_of
 from polyfed.core.tree import SHARED
 from polyfed.experiment.assembly import Assembly, assemble, block_sizes, facts_of
-from polyfed.experiment.dry_run import Place, Size, rehearse
+from polyfed.experiment.dry_run import Place, Size, run_dry
 from polyfed.experiment.recipe import Recipe, recipe_of
 from polyfed.federation.replies import Answer
 from polyfed.privacy.policy import Policy
@@ -44,7 +44,7 @@ class Planned:
         bytes_per_row: more, for each row that the reply speaks of.
         rehearsed: whether a rehearsed first round sent it (`polyfed.experiment.dry_run`); what depends on the state of the
             run or on the data may come later, or never.
-        cure: the line that would allow it, empty when it is allowed.
+        fix: the line that would allow it, empty when it is allowed.
         tells: what it gives away beyond what its kind says; empty for most.
     """
 
@@ -56,9 +56,9 @@ class Planned:
     destination: str
     bytes: int | None
     allowed: bool
-    cure: str = ""
+    fix: str = ""
     bytes_per_row: float = 0.0
-    rehearsed: bool = False
+    in_dry_run: bool = False
     tells: str = ""
 
 
@@ -78,7 +78,7 @@ class Check:
     facts: dict[str, Any]
     planned: tuple[Planned, ...]
     remarks: tuple[str, ...] = ()
-    cures: tuple[str, ...] = ()
+    fixes: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
 
     @property
@@ -88,7 +88,7 @@ class Check:
 
 
 def check(recipe: Recipe | str | Path) -> Check:
-    """Validate a recipe, or the one at a path, against its data, rehearse a round, and list what can cross.
+    """Validate a recipe, or the one at a path, against its data, run_dry a round, and list what can cross.
 
     Raises:
         PolyfedError: what a run would refuse before its first round.
@@ -98,9 +98,9 @@ def check(recipe: Recipe | str | Path) -> Check:
     warn_unmeasured(assembly)
     sizes, failures = _rehearsed(assembly)
     planned = tuple(plan(assembly, sizes))
-    cures = cures_of((row for row in planned if not row.allowed), assembly.policy)
+    fixes = fixes_of((row for row in planned if not row.allowed), assembly.policy)
     return Check(
-        recipe, facts_of(assembly), planned, failures, tuple(cures), tuple(_beside_the_ledger(recipe, assembly))
+        recipe, facts_of(assembly), planned, failures, tuple(fixes), tuple(_beside_the_ledger(recipe, assembly))
     )
 
 
@@ -123,7 +123,7 @@ def _rehearsed(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
             failed[f"task {facts['task']}: {facts['reason']}"] = None
 
     try:
-        sizes = rehearse(assembly.recipe, assembly.population, listen)
+        sizes = run_dry(assembly.recipe, assembly.population, listen)
     except RecipeError:
         raise
     except Exception as error:
@@ -140,8 +140,8 @@ def warn_unmeasured(assembly: Assembly) -> None:
     to tell: here everything may go.
     """
     rows = itertools.product((*assembly.fed.clients.modalities, SHARED, LABELS), DESTINATIONS)
-    site = replace(assembly.fed.site, policy=Policy(dict.fromkeys(rows, frozenset(KINDS))))
-    fed = replace(assembly.fed, site=site, engine=_Nobody(), clock=None, emit=lambda *_, **__: None)
+    context = replace(assembly.fed.context, policy=Policy(dict.fromkeys(rows, frozenset(KINDS))))
+    fed = replace(assembly.fed, context=context, engine=_Nobody(), clock=None, emit=lambda *_, **__: None)
     fed.begin(fed.rounds)
     try:
         measured = assembly.algorithm.evaluate(SimpleNamespace(params=assembly.initial), fed)
@@ -150,12 +150,12 @@ def warn_unmeasured(assembly: Assembly) -> None:
     if measured.metrics:
         return
     if assembly.fed.clients.tested:
-        cure = "its clients have test rows of their own: set [evaluate] personal = true"
+        fix = "its clients have test rows of their own: set [evaluate] personal = true"
     else:
-        cure = "give clients test rows of their own, as in [clients] personal_test = 0.2"
+        fix = "give clients test rows of their own, as in [clients] personal_test = 0.2"
     warnings.warn(
         f"{name_of(assembly.algorithm, ALGORITHMS)} on data '{assembly.population.columns.name}' measures nothing, "
-        f"metrics will be empty: {cure}",
+        f"metrics will be empty: {fix}",
         PolyfedWarning,
         stacklevel=2,
     )
@@ -166,9 +166,9 @@ class _Nobody:
 
     name = "nobody"
 
-    def answer(self, ask: Ask, clients: Sequence[int], send: Send) -> Answer:
+    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
         """Refuse."""
-        raise LookupError(f"{ask.name} was asked of {len(clients)}")
+        raise LookupError(f"{request.name} was asked of {len(clients)}")
 
 
 def refuse_forbidden(assembly: Assembly) -> None:
@@ -184,24 +184,24 @@ def refuse_forbidden(assembly: Assembly) -> None:
         f"  {row.message}.{row.field} (task {row.task}): {row.kind} of {row.block} to the {row.destination}"
         for row in refused
     ]
-    cures = ["it would leave if the policy said:", *(f"  {cure}" for cure in cures_of(refused, assembly.policy))]
-    raise EgressError("\n".join(["the policy forbids what this algorithm sends:", *lines, *cures]))
+    fixes = ["it would leave if the policy said:", *(f"  {fix}" for fix in fixes_of(refused, assembly.policy))]
+    raise EgressError("\n".join(["the policy forbids what this algorithm sends:", *lines, *fixes]))
 
 
-def cures_of(refused: Iterable[Planned], policy: Policy) -> list[str]:
+def fixes_of(refused: Iterable[Planned], policy: Policy) -> list[str]:
     """The lines of a policy that would allow all of this, one for each block and destination."""
     kinds: dict[tuple[str, str], set[str]] = {}
     for row in refused:
         kinds.setdefault((row.block, row.destination), set()).add(row.kind)
-    return [policy.cure(wanted, *place) for place, wanted in kinds.items()]
+    return [policy.fix(wanted, *place) for place, wanted in kinds.items()]
 
 
-def plan(assembly: Assembly, rehearsed: Mapping[Place, Size] | None = None) -> Iterator[Planned]:
-    """Everything the algorithm's tasks can send, block by block; `rehearsed` are the sizes that were seen."""
+def plan(assembly: Assembly, in_dry_run: Mapping[Place, Size] | None = None) -> Iterator[Planned]:
+    """Everything the algorithm's tasks can send, block by block; `in_dry_run` are the sizes that were seen."""
     algorithm = assembly.algorithm
     modalities = assembly.fed.clients.modalities
     sizes = block_sizes(assembly)
-    seen = rehearsed or {}
+    seen = in_dry_run or {}
     for name, task in tasks_of(algorithm).items():
         if not asked(name, algorithm, bool(assembly.fed.clients.tested)):
             continue
@@ -224,9 +224,9 @@ def plan(assembly: Assembly, rehearsed: Mapping[Place, Size] | None = None) -> I
                     destination=scope,
                     bytes=known if size is None else size.fixed,
                     allowed=allowed,
-                    cure="" if allowed else assembly.policy.cure((kind,), block, scope),
+                    fix="" if allowed else assembly.policy.fix((kind,), block, scope),
                     bytes_per_row=0.0 if size is None else size.per_row,
-                    rehearsed=size is not None,
+                    in_dry_run=size is not None,
                     tells=reply.tells.get(field, ""),
                 )
 
@@ -237,7 +237,7 @@ def asked(task: str, algorithm: Algorithm, tested: bool) -> bool:
         return algorithm.evaluation.unimodal == "prototype"
     if task == SCORE_OWN:
         return tested and algorithm.evaluation.personal
-    return task not in SERVER_TASKS  # examiners are the server's own rows
+    return task not in SERVER_TASKS  # evaluation_clients are the server's own rows
 
 
 def blocks_of(reply: type[Message], field: str, modalities: tuple[str, ...]) -> tuple[str, ...]:

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polyfed.core.messages import Message, crossings
-from polyfed.core.request import Ask, Send
+from polyfed.core.request import Request, Send
 from polyfed.core.tree import Tree
 from polyfed.data import Population
 from polyfed.engines import Sequential
 from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.events import Emitter, Listener
 from polyfed.experiment.recipe import Recipe
-from polyfed.federation.context import Site
-from polyfed.federation.replies import Part, stacked
-from polyfed.privacy.gate import Node
+from polyfed.federation.context import ClientContext
+from polyfed.federation.replies import ReplyStack, stacked
+from polyfed.privacy.gate import EgressGate
 
 PASSES = (10, 20)
 """Rows of each client in the two passes: small, and whole under shares of tenths."""
@@ -50,7 +50,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Sighting:
+class ObservedPart:
     """A part of a reply as it was seen.
 
     Attributes:
@@ -64,25 +64,25 @@ class Sighting:
 
 
 @dataclass(frozen=True)
-class Witness(Node):
+class RecordingGate(EgressGate):
     """A node whose gate notes what would leave, and to which nothing is forbidden."""
 
-    seen: dict[tuple[Place, int], list[Sighting]] = field(default_factory=dict)
+    seen: dict[tuple[Place, int], list[ObservedPart]] = field(default_factory=dict)
     owned: int = 0
 
-    def release(self, ask: Ask, reply: Message, *, stacked: bool) -> Message:
+    def release(self, request: Request, reply: Message, *, stacked: bool) -> Message:
         """Note the parts of a reply of one client."""
         if self.on_server:
             return reply
         for part in crossings(reply):
             count = reply.counts.get(part.field)
             counted = None if count is None else int(getattr(reply, count))
-            place = (ask.name, part.field, part.block)
-            self.seen.setdefault((place, self.clients[0]), []).append(Sighting(part.bytes, counted, self.owned))
+            place = (request.name, part.field, part.block)
+            self.seen.setdefault((place, self.clients[0]), []).append(ObservedPart(part.bytes, counted, self.owned))
         return reply
 
 
-class Stage(Sequential):
+class DryRunEngine(Sequential):
     """An engine on which, of alike clients that are asked, the few with most rows answer.
 
     A client that is asked a second question without having had the first, because another stood for it, takes over
@@ -91,17 +91,25 @@ class Stage(Sequential):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.seen: dict[tuple[Place, int], list[Sighting]] = {}
+        self.seen: dict[tuple[Place, int], list[ObservedPart]] = {}
         self.left_by: dict[Kind, Tree] = {}
         self.few = FEW if self.model.num_parameters() < LARGE else 1
 
-    def node(self, clients: tuple[int, ...], site: Site) -> Node:
+    def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
         """A node that notes and refuses nothing."""
-        return Witness(
-            clients, site.blocks, site.policy, self.ledger, site.examiner, self.seen, self._num_rows(clients[0])
+        return RecordingGate(
+            clients,
+            context.blocks,
+            context.policy,
+            self.ledger,
+            context.evaluation_client,
+            self.seen,
+            self._num_rows(clients[0]),
         )
 
-    def _run(self, ask: Ask, clients: Sequence[int], send: Send, missing: dict[int, str]) -> Iterator[Part]:
+    def _run(
+        self, request: Request, clients: Sequence[int], send: Send, missing: dict[int, str]
+    ) -> Iterator[ReplyStack]:
         chosen: dict[int, Kind] = {}
         replies: dict[int, Message] = {}
         for kind, alike in itertools.groupby(sorted(clients, key=self._order), key=self._kind):
@@ -110,7 +118,7 @@ class Stage(Sequential):
         for client, kind in sorted(chosen.items()):
             if client not in self.locals and kind in self.left_by:
                 self.locals[client] = self.left_by[kind]
-            reply = self.alone(ask, client, send, missing)
+            reply = self.alone(request, client, send, missing)
             if client in self.locals:
                 self.left_by[kind] = self.locals[client]
             if reply is not None:
@@ -121,15 +129,15 @@ class Stage(Sequential):
         return self._kind(client), -self._num_rows(client), client
 
     def _num_rows(self, client: int) -> int:
-        return 0 if client < 0 else int(self.roster.num_rows[client])
+        return 0 if client < 0 else int(self.registry.num_rows[client])
 
     def _kind(self, client: int) -> Kind:
-        """What it holds; devices of silos and examiners are each of their own kind."""
-        alone = client < 0 or self.roster.silo is not None
-        return (str(client),) if alone else self.roster.owned(client)
+        """What it holds; devices of silos and evaluation_clients are each of their own kind."""
+        alone = client < 0 or self.registry.silo is not None
+        return (str(client),) if alone else self.registry.owned(client)
 
 
-def rehearse(recipe: Recipe, population: Population, listener: Listener) -> dict[Place, Size]:
+def run_dry(recipe: Recipe, population: Population, listener: Listener) -> dict[Place, Size]:
     """Sizes of what replies hold in the first round, and in an evaluation after it.
 
     Args:
@@ -142,11 +150,11 @@ def rehearse(recipe: Recipe, population: Population, listener: Listener) -> dict
     short = replace(train, epochs=min(train.epochs, 1), steps=None if train.steps is None else min(train.steps, 2))
     brief = replace(recipe.algorithm, train=short)
     alone = replace(recipe, algorithm=brief, network=None, engine=replace(recipe.engine, min_replies=0))
-    seen: dict[tuple[Place, int], list[Sighting]] = {}
+    seen: dict[tuple[Place, int], list[ObservedPart]] = {}
     for most in PASSES:
-        parts = assemble(alone, emit=Emitter([listener]), population=_shortened(population, most), engine=Stage)
+        parts = assemble(alone, emit=Emitter([listener]), population=_shortened(population, most), engine=DryRunEngine)
         _play(parts)
-        assert isinstance(parts.engine, Stage)
+        assert isinstance(parts.engine, DryRunEngine)
         for key, sightings in parts.engine.seen.items():
             seen.setdefault(key, []).extend(sightings)
     sizes: dict[Place, Size] = {}
@@ -179,7 +187,7 @@ def _shortened(population: Population, most: int) -> Population:
     )
 
 
-def _size(sightings: Sequence[Sighting]) -> Size:
+def _size(sightings: Sequence[ObservedPart]) -> Size:
     """One client's part of a reply, from all times it was seen."""
     counted = [s for s in sightings if s.counted]
     if counted:

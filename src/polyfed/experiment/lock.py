@@ -18,13 +18,13 @@ LOCK = ".polyfed.experiment.lock"
 
 
 @contextmanager
-def alone_in(folder: Path, what: str, cure: str, seconds: float = 0.0) -> Iterator[None]:
+def alone_in(folder: Path, what: str, fix: str, seconds: float = 0.0) -> Iterator[None]:
     """Hold a folder.
 
     Args:
         folder: is there.
         what: the other one does there, as in "another server is writing this run".
-        cure: how to end the other one.
+        fix: how to end the other one.
         seconds: how long to wait for it to end.
 
     Raises:
@@ -37,7 +37,7 @@ def alone_in(folder: Path, what: str, cure: str, seconds: float = 0.0) -> Iterat
     while (lock := _locked(folder / LOCK)) is None:
         if time.monotonic() > end:
             holder = (folder / LOCK).read_text() if (folder / LOCK).exists() else "?"
-            raise RecipeError(f"{folder}: {what} (process {holder.strip()}). {cure}")
+            raise RecipeError(f"{folder}: {what} (process {holder.strip()}). {fix}")
         time.sleep(0.5)
     try:
         os.truncate(lock, 0)

@@ -27,7 +27,7 @@ from polyfed.experiment.run_result import Run, best_round
 from polyfed.report import write_report
 
 
-def conduct(
+def execute(
     recipe: Recipe,
     records: Records | None,
     emit: Emitter,

@@ -36,8 +36,8 @@ class Run:
 
     def __repr__(self) -> str:
         """In short: `state` and `model` hold a model's worth of numbers."""
-        judged = self.result["metrics"].get("global", self.result["metrics"].get("personal", {}))
-        score = next((f", {name} {judged[name]:.4f}" for name in ("accuracy", "mean") if name in judged), "")
+        evaluated = self.result["metrics"].get("global", self.result["metrics"].get("personal", {}))
+        score = next((f", {name} {evaluated[name]:.4f}" for name in ("accuracy", "mean") if name in evaluated), "")
         where = "" if self.folder is None else f", files in {self.folder}"
         return f"Run({self.result['algorithm']} on {self.result['dataset']}, {len(self.rounds)} rounds{score}{where})"
 
@@ -71,8 +71,8 @@ class Run:
 
 def best_round(rounds: Sequence[dict[str, Any]], metric: str = "macro_f1") -> dict[str, Any] | None:
     """The round with the best validation macro-F1 (the first of equals) and its metrics; None without validation."""
-    judged = [row for row in rounds if "validation" in row.get("metrics", {})]
-    if not judged:
+    evaluated = [row for row in rounds if "validation" in row.get("metrics", {})]
+    if not evaluated:
         return None
-    best = max(judged, key=lambda row: row["metrics"]["validation"][metric])
+    best = max(evaluated, key=lambda row: row["metrics"]["validation"][metric])
     return {"round": best["round"], "metrics": best["metrics"]}

@@ -30,7 +30,7 @@ class Client:
 
 
 @dataclass(frozen=True)
-class Roster:
+class ClientRegistry:
     """All clients, by number from 0. Facts are kept in arrays: 100,000 clients cost no more than their arrays.
 
     Attributes:

@@ -8,7 +8,7 @@ from polyfed.privacy.policy import Policy
 
 
 @dataclass(frozen=True)
-class Site:
+class ClientContext:
     """Static facts a task may use.
 
     Attributes:
@@ -16,7 +16,7 @@ class Site:
         modalities: what this client owns, in the federation's order.
         num_classes: classes of the label.
         initial: this client's blocks of the model's initial parameters, drawn from the run's seed.
-        examiner: whether these are the server's own test rows.
+        evaluation_client: whether these are the server's own test rows.
         policy: what may leave this client.
     """
 
@@ -24,7 +24,7 @@ class Site:
     modalities: tuple[str, ...]
     num_classes: int
     initial: Tree
-    examiner: bool = False
+    evaluation_client: bool = False
     policy: Policy = Policy()
 
     @property

@@ -16,16 +16,16 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.errors import BadReply, Diverged, RecipeError, TooFewReplies
 from polyfed.core.messages import LABELS, tensors
-from polyfed.core.request import Accept, Ask, Send, Task
+from polyfed.core.request import Accept, Request, Send, Task
 from polyfed.core.tasks import path_of
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data.columns import Column, Columns
-from polyfed.federation.client_registry import Roster
-from polyfed.federation.context import Site
+from polyfed.federation.client_registry import ClientRegistry
+from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
-from polyfed.federation.replies import Answer, Part, Replies
-from polyfed.federation.reply_validation import NOT_FINITE, Forms
-from polyfed.training import AloneView
+from polyfed.federation.replies import Answer, Replies, ReplyStack
+from polyfed.federation.reply_validation import NOT_FINITE, ReplyValidator
+from polyfed.training import SingleClientData
 
 
 class Answering(Protocol):
@@ -33,7 +33,7 @@ class Answering(Protocol):
 
     name: str
 
-    def answer(self, ask: Ask, clients: Sequence[int], send: Send) -> Answer:
+    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
         """Run the task on these clients; each reply passed its client's gate."""
         ...
 
@@ -44,9 +44,9 @@ class Federation:
 
     Attributes:
         clients: facts.
-        examiners: which of TEST and VALIDATION exist.
+        evaluation_clients: which of TEST and VALIDATION exist.
         owner: the algorithm whose tasks may be asked.
-        site: the server's own site: the model with all modalities, for what the server itself computes.
+        context: the server's own site: the model with all modalities, for what the server itself computes.
         template: the model's tree, against which parameters and gradients are checked.
         round: the round, from 1.
         min_replies: fewer usable answers end the run (fewer asked: all of those).
@@ -54,27 +54,27 @@ class Federation:
         clock: simulated time and the links of the clients, where the run has a network model.
     """
 
-    clients: Roster
+    clients: ClientRegistry
     engine: Answering
     owner: object
-    site: Site
+    context: ClientContext
     template: Tree
     seed: int
     rounds: int
-    examiners: tuple[int, ...] = ()
+    evaluation_clients: tuple[int, ...] = ()
     min_replies: int = 1
     emit: Callable[..., None] = lambda *_, **__: None
     clock: Clock | None = None
     round: int = 0
     asked: int = 0
-    _forms: Forms | None = field(default=None, init=False, repr=False)
+    _validator: ReplyValidator | None = field(default=None, init=False, repr=False)
 
     @property
-    def forms(self) -> Forms:
+    def validator(self) -> ReplyValidator:
         """What replies must look like, for the present template."""
-        if self._forms is None or self._forms.template is not self.template:
-            self._forms = Forms(self.template, self.site.model, self.clients.modalities)
-        return self._forms
+        if self._validator is None or self._validator.template is not self.template:
+            self._validator = ReplyValidator(self.template, self.context.model, self.clients.modalities)
+        return self._validator
 
     def begin(self, round: int) -> None:
         """Enter a round."""
@@ -88,7 +88,7 @@ class Federation:
         clients: Sequence[int],
         send: Send,
         *,
-        judged: bool = True,
+        quorum: bool = True,
         turn: int = 0,
         accept: Accept | None = None,
     ) -> Replies:
@@ -98,36 +98,36 @@ class Federation:
             task: a method of the algorithm, or of one of its parts, marked `@task`.
             clients: numbers; the order does not matter.
             send: what they receive; parts of trees that belong to modalities a client lacks are left out.
-            judged: whether too few answers end the run; no, where others have answered already or are asked next.
+            quorum: whether too few answers end the run; no, where others have answered already or are asked next.
             turn: another one for every time that a round asks the same anew, so that batches and dropout differ.
             accept: `accept(client, reply)` says what is wrong with a reply that is well formed but does not answer what
                 was asked, and nothing otherwise; such a reply is dropped like any bad one.
 
         Raises:
             EgressError: a client's policy refused to let the reply go.
-            TooFewReplies, Diverged: see `judge`.
+            TooFewReplies, Diverged: see `require_quorum`.
         """
-        ask = Ask(task, path_of(task, self.owner), self.round, self.rounds, self.asked, self.seed, turn)
+        request = Request(task, path_of(task, self.owner), self.round, self.rounds, self.asked, self.seed, turn)
         self.asked += 1
         for client in clients:
-            if type(client) is not int or not (client in self.examiners or 0 <= client < len(self.clients)):
+            if type(client) is not int or not (client in self.evaluation_clients or 0 <= client < len(self.clients)):
                 raise RecipeError(
-                    f"{ask.name} is asked of {client!r}: clients are numbers from 0 to {len(self.clients) - 1}"
+                    f"{request.name} is asked of {client!r}: clients are numbers from 0 to {len(self.clients) - 1}"
                 )
         if not clients:
             return Replies([])
-        answer = self.engine.answer(ask, sorted(clients), send)
+        answer = self.engine.answer(request, sorted(clients), send)
         missing = dict(answer.missing)
-        parts = [kept for part in answer.parts if (kept := self._inspect(ask, part, missing, accept))]
+        parts = [kept for part in answer.parts if (kept := self._inspect(request, part, missing, accept))]
         parts = self._in_time(parts, missing)
         for client, reason in sorted(missing.items()):
-            self.emit("client-missing", round=self.round, task=ask.name, client=client, reason=reason)
+            self.emit("client-missing", round=self.round, task=request.name, client=client, reason=reason)
         replies = Replies(parts, missing)
-        if judged:
-            self.judge(replies, ask.name)
+        if quorum:
+            self.require_quorum(replies, request.name)
         return replies
 
-    def judge(self, replies: Replies, what: str) -> None:
+    def require_quorum(self, replies: Replies, what: str) -> None:
         """End the run if too few of those who were asked gave a usable answer.
 
         Args:
@@ -159,7 +159,7 @@ class Federation:
         *,
         present: Mapping[str, Tensor] | None = None,
         number: int = 0,
-    ) -> AloneView:
+    ) -> SingleClientData:
         """A view over rows that the server received, for training on the server: the clients' own machinery.
 
         Args:
@@ -175,34 +175,36 @@ class Federation:
             name="received",
             modalities={name: Column(value) for name, value in x.items()},
             label=torch.zeros_like(rows) if y is None else y,
-            num_classes=self.site.num_classes,
+            num_classes=self.context.num_classes,
             split=torch.zeros(n, dtype=torch.int8, device=device),
             ids=rows,
             present=present or {},
         )
         key = keys.key(self.seed, "server", number, self.round)
-        return AloneView(columns, rows, tuple(x), self.site.model, key, self.round, self.rounds)
+        return SingleClientData(columns, rows, tuple(x), self.context.model, key, self.round, self.rounds)
 
-    def _in_time(self, parts: list[Part], missing: dict[int, str]) -> list[Part]:
+    def _in_time(self, parts: list[ReplyStack], missing: dict[int, str]) -> list[ReplyStack]:
         """The parts without clients that ran past the round's deadline in simulated time."""
         late = {} if self.clock is None else self.clock.late([c for part in parts for c in part.clients])
         missing.update(late)
         return [left for part in parts if (left := part.without(late)) is not None] if late else parts
 
-    def _inspect(self, ask: Ask, part: Part, missing: dict[int, str], accept: Accept | None) -> Part | None:
+    def _inspect(
+        self, request: Request, part: ReplyStack, missing: dict[int, str], accept: Accept | None
+    ) -> ReplyStack | None:
         """The part without replies that must not be used; reasons go to `missing`."""
         try:
-            self.forms.check(part.message, ask.reply)
+            self.validator.check(part.message, request.reply)
         except BadReply as error:
             missing.update(dict.fromkeys(part.clients, str(error)))
             return None
-        bad = self._foreign(part) | self.forms.unusable(part)
+        bad = self._foreign(part) | self.validator.unusable(part)
         if accept is not None and (fine := part.without(bad)):
             bad |= {client: words for client, reply in Replies([fine]).items() if (words := accept(client, reply))}
         missing.update(bad)
         return part.without(bad)
 
-    def _foreign(self, part: Part) -> dict[int, str]:
+    def _foreign(self, part: ReplyStack) -> dict[int, str]:
         """Clients that sent something of a modality which they do not have, and which: it would enter the means."""
         msg = part.message
         sent = {block_of(key) for name, key, _ in tensors(msg) if key is not None and name not in msg.whole}

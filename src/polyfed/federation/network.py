@@ -191,9 +191,9 @@ class Clock:
         self.begin(0)
         return times
 
-    def counter(self, ask: int, clients: Sequence[int]) -> Count:
+    def counter(self, request: int, clients: Sequence[int]) -> Count:
         """Takes note of the work of these clients in this ask."""
-        spent = self.spent_flops.setdefault(ask, {})
+        spent = self.spent_flops.setdefault(request, {})
 
         def count(row_flops: float, rows: Sequence[float]) -> None:
             for client, number in zip(clients, rows, strict=True):
@@ -201,10 +201,10 @@ class Clock:
 
         return count
 
-    def forget(self, ask: int, clients: Iterable[int]) -> None:
+    def forget(self, request: int, clients: Iterable[int]) -> None:
         """Take back the work of these clients in this ask: it came to nothing and is done again."""
         for client in clients:
-            self.spent_flops.get(ask, {}).pop(client, None)
+            self.spent_flops.get(request, {}).pop(client, None)
 
     def times(self) -> Timetable:
         """The round so far: asks whose crossings are still in the ledger."""
@@ -216,12 +216,12 @@ class Clock:
                 continue
             size_bits = 8 * entry.bytes_each
             rate = down if entry.destination == TO_CLIENT else up
-            of = seconds.setdefault(entry.ask, {})
+            of = seconds.setdefault(entry.request, {})
             for client in entry.clients:
                 cost = size_bits / rate[client] + self.links.network.latency_s
                 of[client] = of.get(client, 0.0) + cost
-        for ask, of in seconds.items():
-            for client, flops in self.spent_flops.get(ask, {}).items():
+        for request, of in seconds.items():
+            for client, flops in self.spent_flops.get(request, {}).items():
                 of[client] = of.get(client, 0.0) + flops / speed[client]
         return Timetable(dict(sorted(seconds.items())), self.links.network.deadline_s)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyfed.core.messages import Message, rebuilt, tensors, trimmed
+from polyfed.core.messages import Message, map_tensors, tensors, trimmed
 from polyfed.core.tree import Tree
 
 SMALL = 2**18
@@ -21,32 +21,32 @@ Piece = tuple[tuple[int, ...], Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class ReplyStack:
     """Replies of some clients, stacked: every tensor of `message` has a leading axis in the order of `clients`."""
 
     clients: tuple[int, ...]
     message: Message
 
-    def without(self, dropped: Collection[int]) -> "Part | None":
+    def without(self, dropped: Collection[int]) -> "ReplyStack | None":
         """The part without these clients; None when nobody is left."""
         wanted = [i for i, client in enumerate(self.clients) if client not in dropped]
         if len(wanted) == len(self.clients):
             return self
         return self.at(wanted) if wanted else None
 
-    def ascending(self) -> "Part":
+    def ascending(self) -> "ReplyStack":
         """The part with its clients in ascending order."""
         order = sorted(range(len(self.clients)), key=self.clients.__getitem__)
         return self if order == [*range(len(order))] else self.at(order)
 
-    def at(self, places: Sequence[int]) -> "Part":
+    def at(self, places: Sequence[int]) -> "ReplyStack":
         """The replies at these places of the stack, in this order."""
         index = torch.tensor(places)
         clients = tuple(self.clients[i] for i in places)
-        return Part(clients, rebuilt(self.message, lambda t: t[index.to(t.device)]))
+        return ReplyStack(clients, map_tensors(self.message, lambda t: t[index.to(t.device)]))
 
 
-def stacked(replies: dict[int, Message]) -> Iterator[Part]:
+def stacked(replies: dict[int, Message]) -> Iterator[ReplyStack]:
     """Replies that came one by one, as parts: small ones of one form together, so that checking and averaging them
     takes one operation for many. Takes them out of `replies` on its way, so that nothing is held twice for long."""
     alike: dict[Hashable, list[int]] = {}
@@ -58,14 +58,14 @@ def stacked(replies: dict[int, Message]) -> Iterator[Part]:
     for group in alike.values():
         for start in range(0, len(group), MOST):
             clients = tuple(group[start : start + MOST])
-            yield Part(clients, _stack([replies.pop(client) for client in clients]))
+            yield ReplyStack(clients, _stack([replies.pop(client) for client in clients]))
 
 
 def _stack(messages: Sequence[Any]) -> Any:
     """One message with a leading axis for messages of one form."""
     first, fields = messages[0], dict[str, Any]()
     if len(messages) == 1:
-        return rebuilt(first, lambda tensor: tensor.unsqueeze(0))
+        return map_tensors(first, lambda tensor: tensor.unsqueeze(0))
     for name in first.kinds:
         values = [getattr(msg, name) for msg in messages]
         if isinstance(values[0], Tensor):
@@ -79,7 +79,7 @@ def _stack(messages: Sequence[Any]) -> Any:
 class Answer:
     """What an engine brings back: parts in ascending order of their first client, and who is missing, and why."""
 
-    parts: list[Part]
+    parts: list[ReplyStack]
     missing: dict[int, str]
 
 
@@ -92,7 +92,7 @@ class Replies(Mapping[int, Any]):
         missing: clients that were asked and gave nothing usable, with the reason.
     """
 
-    parts: list[Part]
+    parts: list[ReplyStack]
     missing: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class Replies(Mapping[int, Any]):
     def __getitem__(self, client: int) -> Any:
         """A client's reply: views of its stack, so clone what is to be kept for longer than the round."""
         part, i = self._place[client]  # type: ignore[attr-defined]
-        return trimmed(rebuilt(part.message, lambda t: t[i]))
+        return trimmed(map_tensors(part.message, lambda t: t[i]))
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._place)  # type: ignore[attr-defined]
@@ -134,9 +134,9 @@ class Replies(Mapping[int, Any]):
         return {key: _mean(found, weights, totals[key]) for key, found in pieces.items() if totals[key] > 0}
 
 
-def joined(asks: Iterable[Replies]) -> Replies:
+def joined(requests: Iterable[Replies]) -> Replies:
     """The replies of several asks, which went to different clients, as if of one."""
-    asked = list(asks)
+    asked = list(requests)
     missing = {client: why for replies in asked for client, why in replies.missing.items()}
     return Replies([part for replies in asked for part in replies.parts], missing)
 

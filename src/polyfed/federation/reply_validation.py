@@ -14,7 +14,7 @@ from torch import Tensor
 from polyfed.core.errors import BadReply
 from polyfed.core.messages import LABELS, OF_THE_MODEL, Declared, Message, tensors
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.federation.replies import Part
+from polyfed.federation.replies import ReplyStack
 from polyfed.model import Model
 
 NOT_FINITE = "is not finite"
@@ -31,7 +31,7 @@ OF_A_MODALITY = frozenset({"features", "encoded", "sample"})
 
 
 @dataclass(frozen=True)
-class Forms:
+class ReplyValidator:
     """The forms of replies in a federation.
 
     Attributes:
@@ -71,7 +71,7 @@ class Forms:
             if (kind := getattr(msg, count).dtype) not in WHOLE:
                 raise BadReply(f"{count} is {kind}, expected whole numbers")
 
-    def unusable(self, part: Part) -> dict[int, str]:
+    def unusable(self, part: ReplyStack) -> dict[int, str]:
         """Clients of a part whose reply holds NaN, infinity, or numbers outside of what they can be, and where."""
         found = [(name, key, value) for name, key, value in tensors(part.message) if value.numel()]
         bad: dict[int, str] = {}
@@ -98,7 +98,7 @@ class Forms:
                 self._note(bad, part, torch.isfinite(value), f"{_at(name, key)} {NOT_FINITE}")
         return bad
 
-    def _note(self, bad: dict[int, str], part: Part, fine: Tensor, reason: str) -> None:
+    def _note(self, bad: dict[int, str], part: ReplyStack, fine: Tensor, reason: str) -> None:
         for client, whole in zip(part.clients, fine.reshape(len(part.clients), -1).all(1).tolist(), strict=True):
             if not whole:
                 bad.setdefault(client, reason)

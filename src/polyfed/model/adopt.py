@@ -87,16 +87,16 @@ def _attention(module: nn.MultiheadAttention, path: str) -> nn.Module:
 
 def _refuse(module: nn.Module, path: str) -> None:
     checks: list[tuple[bool, str, str]] = [
-        (isinstance(module, kind), f"nn.{kind.__name__}", cure) for kind, cure in _REFUSED.items()
+        (isinstance(module, kind), f"nn.{kind.__name__}", fix) for kind, fix in _REFUSED.items()
     ]
     if isinstance(module, _InstanceNorm):
         checks.append((module.track_running_stats, "track_running_stats=True", "leave it at False"))
     lazy = any(is_lazy(p) for p in module.parameters(recurse=False))
     checks.append((lazy, "a lazy layer", "give all sizes: clients must agree on shapes before any data is seen"))
-    for found, what, cure in checks:
-        _need(not found, path, what, cure)
+    for found, what, fix in checks:
+        _need(not found, path, what, fix)
 
 
-def _need(fine: bool, path: str, what: str, cure: str) -> None:
+def _need(fine: bool, path: str, what: str, fix: str) -> None:
     if not fine:
-        raise ModelError(f"{path}: {what} is not supported in a federated model; {cure}.")
+        raise ModelError(f"{path}: {what} is not supported in a federated model; {fix}.")

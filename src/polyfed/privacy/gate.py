@@ -9,13 +9,13 @@ from typing import Any
 
 from polyfed.core.errors import EgressError
 from polyfed.core.messages import Crossing, Message, crossings, cut
-from polyfed.core.request import Ask
+from polyfed.core.request import Request
 from polyfed.privacy.ledger import TO_CLIENT, Entry, Ledger
 from polyfed.privacy.policy import Policy, refusal
 
 
 @dataclass(frozen=True)
-class Node:
+class EgressGate:
     """The gate of one client, or of several alike clients whose messages are stacked.
 
     Attributes:
@@ -32,34 +32,34 @@ class Node:
     ledger: Ledger
     on_server: bool = False
 
-    def receive(self, ask: Ask, msg: Message) -> Any:
+    def receive(self, request: Request, msg: Message) -> Any:
         """Take a message in: leave out blocks this client does not have, and book the rest."""
         own = cut(msg, self.blocks)
         if not self.on_server:
             parts = crossings(own)
-            self._book(ask, own, parts, TO_CLIENT, (True,) * len(parts), self.clients)
+            self._book(request, own, parts, TO_CLIENT, (True,) * len(parts), self.clients)
         return own
 
-    def release(self, ask: Ask, reply: Message, *, stacked: bool) -> Message:
+    def release(self, request: Request, reply: Message, *, stacked: bool) -> Message:
         """The gate: let a reply out, or refuse it whole.
 
         Raises:
             EgressError: naming client, field, kind, block, destination and the line that would allow it.
         """
-        assert isinstance(reply, Message), f"task {ask.name} answered with {type(reply).__name__}, not a message"
+        assert isinstance(reply, Message), f"task {request.name} answered with {type(reply).__name__}, not a message"
         if self.on_server:
             return reply
         for clients, rows in self._alike(reply) if stacked else [(self.clients, None)]:
-            self._pass(ask, reply, clients, crossings(reply, stacked=stacked, rows=rows))
+            self._pass(request, reply, clients, crossings(reply, stacked=stacked, rows=rows))
         return reply
 
-    def _pass(self, ask: Ask, reply: Message, clients: tuple[int, ...], parts: tuple[Crossing, ...]) -> None:
+    def _pass(self, request: Request, reply: Message, clients: tuple[int, ...], parts: tuple[Crossing, ...]) -> None:
         policy = self.policy
-        allowed = tuple(policy.allows(part.kind, part.block, ask.scope) for part in parts)
-        self._book(ask, reply, parts, ask.scope, allowed, clients)
+        allowed = tuple(policy.allows(part.kind, part.block, request.scope) for part in parts)
+        self._book(request, reply, parts, request.scope, allowed, clients)
         for part, ok in zip(parts, allowed, strict=True):
             if not ok:
-                raise EgressError(refusal(part, ask.scope, policy, clients[0], type(reply).__name__))
+                raise EgressError(refusal(part, request.scope, policy, clients[0], type(reply).__name__))
 
     def _alike(self, reply: Message) -> list[tuple[tuple[int, ...], dict[str, int] | None]]:
         """The clients of a stack by how many rows they send, which is all in which their messages differ."""
@@ -73,7 +73,7 @@ class Node:
 
     def _book(
         self,
-        ask: Ask,
+        request: Request,
         msg: Message,
         parts: tuple[Crossing, ...],
         destination: str,
@@ -83,4 +83,4 @@ class Node:
         if not all(allowed):  # refused whole: nothing of the message leaves, so nothing of it may count as sent
             allowed = (False,) * len(allowed)
         name = type(msg).__name__
-        self.ledger.book(Entry(ask.round, ask.number, clients, name, parts, destination, allowed))
+        self.ledger.book(Entry(request.round, request.number, clients, name, parts, destination, allowed))

@@ -19,7 +19,7 @@ class Entry:
     """What each of `clients` sent, or received, in one ask."""
 
     round: int
-    ask: int
+    request: int
     clients: tuple[int, ...]
     message: str
     crossings: tuple[Crossing, ...]
@@ -73,9 +73,9 @@ def lines(entries: Sequence[Entry], run: str) -> Iterator[str]:
     ordered: list[tuple[tuple[int, int, bool, int], str, list[str]]] = []
     for entry in entries:
         tails = [_tail(entry, crossing, ok) for crossing, ok in zip(entry.crossings, entry.allowed, strict=True)]
-        head = f'{{"run":{json.dumps(run)},"round":{entry.round},"ask":{entry.ask},"client":'
+        head = f'{{"run":{json.dumps(run)},"round":{entry.round},"ask":{entry.request},"client":'
         for client in entry.clients:
-            place = (entry.round, entry.ask, entry.destination != TO_CLIENT, client)
+            place = (entry.round, entry.request, entry.destination != TO_CLIENT, client)
             ordered.append((place, f"{head}{client},", tails))
     ordered.sort(key=lambda item: item[0])
     for _, head, tails in ordered:

@@ -80,7 +80,7 @@ class Policy:
             for block in (*modalities, SHARED, LABELS)
         }
 
-    def cure(self, wanted: Collection[str], block: str, destination: str) -> str:
+    def fix(self, wanted: Collection[str], block: str, destination: str) -> str:
         """The line of a policy that would allow these kinds."""
         kinds = [k for k in KINDS if k in wanted or k in self.kinds(block, destination)]
         listed = ", ".join(f'"{k}"' for k in kinds)
@@ -89,8 +89,8 @@ class Policy:
 
 def refusal(crossing: Crossing, destination: str, policy: Policy, client: int | str, message: str) -> str:
     """The words of a refusal: client, field, kind, block, destination, and the line that would allow it."""
-    cure = policy.cure((crossing.kind,), crossing.block, destination)
+    fix = policy.fix((crossing.kind,), crossing.block, destination)
     return (
         f"client {client} refused to send {message}.{crossing.field}: {crossing.kind} of {crossing.block} "
-        f"may not go to the {destination}. It would leave if the client's policy said: {cure}"
+        f"may not go to the {destination}. It would leave if the client's policy said: {fix}"
     )

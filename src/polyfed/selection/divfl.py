@@ -18,12 +18,12 @@ from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, subtract, vector
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.selection.base import Selector
 from polyfed.selection.submodular import Similarity, greedy, lazy_greedy, sample_size, stochastic_greedy
-from polyfed.training import View
+from polyfed.training import ClientData
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
 
@@ -78,7 +78,7 @@ class DivFl(Selector):
         """The greedy choice of this round."""
         similarity = memory.similarity
         if similarity is None:
-            size = sum(value.numel() for value in fed.site.model.trainable(params).values())
+            size = sum(value.numel() for value in fed.context.model.trainable(params).values())
             similarity = Similarity.empty(len(fed.clients), size, self.sketch, keys.key(fed.seed, "sketch"))
             similarity = self._asked(similarity, list(fed.clients.eligible), params, fed)
         chosen = self._greedy(similarity, fed)
@@ -90,7 +90,7 @@ class DivFl(Selector):
         """Under `delta`, the cohort's vectors are what its training changed."""
         if self.grad == "at_global" or memory.similarity is None:
             return memory
-        own = fed.site.model.trainable(params)
+        own = fed.context.model.trainable(params)
         fresh = {}
         for client, reply in replies.items():
             moved = {name: value for name, value in reply.params.items() if name in own}
@@ -114,17 +114,17 @@ class DivFl(Selector):
         return stochastic_greedy(similarity, size, pool, of=of, key=key)
 
     def _asked(self, similarity: Similarity, clients: list[int], params: Tree, fed: Federation) -> Similarity:
-        own = fed.site.model.trainable(params)
+        own = fed.context.model.trainable(params)
         replies = fed.ask(self.explore, clients, Point(params))
         return similarity.refreshed({client: whole(reply.gradient, own) for client, reply in replies.items()})
 
     @task()
-    def explore(self, site: Site, data: View, local: Tree, got: Point) -> tuple[Gradient, Tree]:
+    def explore(self, context: ClientContext, data: ClientData, local: Tree, got: Point) -> tuple[Gradient, Tree]:
         """The full-batch gradient of the cross-entropy, or what local training changes; the model is thrown away."""
-        own = site.model.trainable(got.params)
+        own = context.model.trainable(got.params)
 
         def loss(w: Tree, batch: Batch) -> Tensor:
-            return cross_entropy(site.model.logits(w, batch), batch)
+            return cross_entropy(context.model.logits(w, batch), batch)
 
         if self.grad == "delta":
             fit = data.minimise(loss, got.params, train=self.train)

@@ -18,11 +18,11 @@ from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import AT_LEAST_ONE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.selection.base import Selector
-from polyfed.training import View
+from polyfed.training import ClientData
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
 
@@ -97,21 +97,23 @@ class PowD(Selector):
     def _losses(self, drawn: list[int], memory: dict[int, float], params: Tree, fed: Federation) -> dict[int, float]:
         if self.variant == "reported":
             return {client: memory.get(client, math.inf) for client in drawn}
-        return fed.ask(self.judge, drawn, Candidate(params)).numbers("loss")
+        return fed.ask(self.require_quorum, drawn, Candidate(params)).numbers("loss")
 
     @task()
-    def judge(self, site: Site, data: View, local: Tree, got: Candidate) -> tuple[OwnLoss, Tree]:
+    def require_quorum(
+        self, context: ClientContext, data: ClientData, local: Tree, got: Candidate
+    ) -> tuple[OwnLoss, Tree]:
         """The received model's mean cross-entropy on the client's rows, or on a mini-batch of them."""
         if self.variant == "batch":
             # one step of length zero: the loss of a random batch, and nothing moves
             once = Train(steps=1, batch_size=self.batch_size, lr=0.0)
             fit = data.minimise(
-                lambda w, b: cross_entropy(site.model.logits(w, b.evaluation()), b), got.params, train=once
+                lambda w, b: cross_entropy(context.model.logits(w, b.evaluation()), b), got.params, train=once
             )
             return OwnLoss(fit.loss), local
 
         def step(total: Tensor, batch: Batch) -> Any:
-            rows = torch.nn.functional.cross_entropy(site.model.logits(got.params, batch), batch.y, reduction="none")
+            rows = torch.nn.functional.cross_entropy(context.model.logits(got.params, batch), batch.y, reduction="none")
             return total + batch.sum(rows)
 
         total = data.fold(step, torch.zeros((), device=data.num_rows.device))

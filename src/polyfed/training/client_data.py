@@ -36,7 +36,7 @@ ORDER, DROPOUT = keys.key("batch_order"), keys.key("dropout")
 
 
 @dataclass(frozen=True)
-class Fit:
+class TrainingResult:
     """What local training gives back.
 
     Attributes:
@@ -58,7 +58,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One local training: the arguments of `View.minimise`, which says what they mean."""
+    """One local training: the arguments of `ClientData.minimise`, which says what they mean."""
 
     loss: Loss
     params: Tree
@@ -69,7 +69,7 @@ class Job:
     only: Collection[str] | None = None
     stream: int = 0
     split: bool = False
-    after: Fit | None = None
+    after: TrainingResult | None = None
     on: Batch | None = None
 
     def trained(self, model: Model) -> list[str]:
@@ -80,7 +80,7 @@ class Job:
         return [name for name in names if name in self.only or block_of(name) in self.only]
 
 
-class View(ABC):
+class ClientData(ABC):
     """One client's rows as a task sees them; under the vectorised engine the same text sees many at once.
 
     Attributes:
@@ -107,16 +107,16 @@ class View(ABC):
         only: Collection[str] | None = None,
         stream: int = 0,
         split: bool = False,
-        after: Fit | None = None,
+        after: TrainingResult | None = None,
         on: Batch | None = None,
-    ) -> Fit:
+    ) -> TrainingResult:
         """Train `params` on the client's rows.
 
         Args:
             loss: see `Loss`; the batch is in training mode.
             params: where to start; never changed.
             train: epochs or steps, batch size, optimiser.
-            model: the model `params` belong to; default the client's own (`site.model`).
+            model: the model `params` belong to; default the client's own (`context.model`).
             direction: see `Direction`; default the gradient itself.
             carry: tree handed through `direction`.
             only: names to train, or blocks by their name; default everything trainable in `params`.
@@ -146,7 +146,7 @@ class View(ABC):
         )
 
     @abstractmethod
-    def fit(self, job: Job) -> Fit:
+    def fit(self, job: Job) -> TrainingResult:
         """Do what `minimise` was asked for."""
 
     @abstractmethod
@@ -173,7 +173,7 @@ class View(ABC):
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
     @abstractmethod
-    def at(self, rows: Tensor) -> "View":
+    def at(self, rows: Tensor) -> "ClientData":
         """The view of some of the client's rows, in this order; in its batches, `rows` are positions in the selection.
 
         Args:
@@ -188,7 +188,7 @@ class View(ABC):
 
     @property
     @abstractmethod
-    def test(self) -> "View":
+    def test(self) -> "ClientData":
         """The client's own test rows (possibly none)."""
 
     def draw(self, purpose: str, number: int = 0) -> int | Tensor:

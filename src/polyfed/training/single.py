@@ -16,10 +16,10 @@ from polyfed.training.client_data import (
     DROPOUT,
     FOLD_BATCH,
     ORDER,
-    Fit,
+    ClientData,
     Job,
     Step,
-    View,
+    TrainingResult,
     split_loss,
     steps_trained,
     stream_key,
@@ -30,7 +30,7 @@ from polyfed.training.optimisers import Train
 
 
 @dataclass
-class AloneView(View):
+class SingleClientData(ClientData):
     """The rows `index` (n,) of a table, in the client's own order.
 
     Attributes:
@@ -51,23 +51,25 @@ class AloneView(View):
         """Count the rows."""
         self.num_rows = torch.tensor(len(self.index), device=self.index.device)
 
-    def at(self, rows: Tensor) -> "AloneView":
-        """See `View.at`."""
-        return AloneView(self.columns, self.index[rows], self.modalities, self.model, self.key, self.round, self.rounds)
+    def at(self, rows: Tensor) -> "SingleClientData":
+        """See `ClientData.at`."""
+        return SingleClientData(
+            self.columns, self.index[rows], self.modalities, self.model, self.key, self.round, self.rounds
+        )
 
     @property
     def ids(self) -> Tensor:
-        """See `View.ids`."""
+        """See `ClientData.ids`."""
         return self.columns.ids.to(self.index.device)[self.index]
 
     @property
-    def test(self) -> "AloneView":
+    def test(self) -> "SingleClientData":
         """The client's own test rows."""
         index = self.index[:0] if self.test_index is None else self.test_index
-        return AloneView(self.columns, index, self.modalities, self.model, self.key, self.round, self.rounds)
+        return SingleClientData(self.columns, index, self.modalities, self.model, self.key, self.round, self.rounds)
 
-    def fit(self, job: Job) -> Fit:
-        """See `View.fit`."""
+    def fit(self, job: Job) -> TrainingResult:
+        """See `ClientData.fit`."""
         train, model, after, direction = job.train, job.model or self.model, job.after, job.direction
         names = job.trained(model)
         kept: Tree = dict(job.carry or {})
@@ -98,9 +100,11 @@ class AloneView(View):
                         grads = summed(grads)
                     train.step(w, grads, moments, lr, count)
                 values.append(value.detach())
-            return Fit(clone(w), self._mean(values, after), torch.tensor(count), kept, moments, epochs + train.epochs)
+            return TrainingResult(
+                clone(w), self._mean(values, after), torch.tensor(count), kept, moments, epochs + train.epochs
+            )
 
-    def _mean(self, values: list[Tensor], after: Fit | None) -> Tensor:
+    def _mean(self, values: list[Tensor], after: TrainingResult | None) -> Tensor:
         """The mean of the steps' losses, with those of an earlier leg."""
         mean = torch.stack(values).mean() if values else torch.zeros((), device=self.index.device)
         if after is None:
@@ -109,7 +113,7 @@ class AloneView(View):
         return (after.loss * steps + mean * len(values)) / max(steps + len(values), 1)
 
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
-        """See `View.fold`."""
+        """See `ClientData.fold`."""
         with torch.no_grad():
             for start in range(0, len(self.index), batch_size):
                 rows = torch.arange(start, min(start + batch_size, len(self.index)), device=self.index.device)
@@ -117,7 +121,7 @@ class AloneView(View):
         return carry
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
-        """See `View.batch`."""
+        """See `ClientData.batch`."""
         n = len(self.index)
         size = train.batch_size or n
         end = usable_rows(n, train.batch_size, (model or self.model).has_batchnorm)

@@ -23,7 +23,18 @@ from polyfed.core.tree import Tree
 from polyfed.data import Columns
 from polyfed.model import Model
 from polyfed.training import step_replay as replay
-from polyfed.training.client_data import DROPOUT, FOLD_BATCH, Fit, Job, Loss, Step, View, split_loss, stream_key, summed
+from polyfed.training.client_data import (
+    DROPOUT,
+    FOLD_BATCH,
+    ClientData,
+    Job,
+    Loss,
+    Step,
+    TrainingResult,
+    split_loss,
+    stream_key,
+    summed,
+)
 from polyfed.training.optimisers import Train
 from polyfed.training.step_plan import Plan, Rows, make_plan
 
@@ -51,7 +62,7 @@ class Schedule:
 
 
 @dataclass
-class StackedView(View):
+class StackedClientData(ClientData):
     """The view of a stack of clients from inside `vmap`.
 
     Attributes:
@@ -79,24 +90,24 @@ class StackedView(View):
         self.num_rows = torch.tensor(counts, device=device)[self.lane]
         self.key = torch.tensor(self.keys, dtype=torch.int32, device=device)[self.lane]
 
-    def at(self, rows: Tensor) -> "StackedView":
-        """See `View.at`."""
+    def at(self, rows: Tensor) -> "StackedClientData":
+        """See `ClientData.at`."""
         return replace(self, test_stack=None, chosen=rows if self.chosen is None else self.chosen[rows])
 
     @property
     def ids(self) -> Tensor:
-        """See `View.ids`."""
+        """See `ClientData.ids`."""
         rows = torch.arange(max(self._sizes.counts), device=self.lane.device)
         return self.columns.ids.to(self.lane.device)[self._where(rows)]
 
     @property
-    def test(self) -> "StackedView":
+    def test(self) -> "StackedClientData":
         """The clients' own test rows."""
         stack = self.test_stack or Rows(self.stack.index[:, :0], (0,) * len(self.keys))
         return replace(self, stack=stack, test_stack=None, chosen=None)
 
-    def fit(self, job: Job) -> Fit:
-        """See `View.fit`."""
+    def fit(self, job: Job) -> TrainingResult:
+        """See `ClientData.fit`."""
         train, model, after = job.train, job.model or self.model, job.after
         names = job.trained(model)
         w = {name: self._own(value) for name, value in job.params.items()}
@@ -112,7 +123,7 @@ class StackedView(View):
         w, moments, kept = state
         earlier = torch.zeros((), device=self.lane.device) if after is None else after.loss * after.num_steps
         mean = torch.cat([earlier.reshape(1), values]).sum() / schedule.count.clamp(min=1)
-        return Fit(w, mean, schedule.count, kept, moments, (after.num_epochs if after else 0) + train.epochs)
+        return TrainingResult(w, mean, schedule.count, kept, moments, (after.num_epochs if after else 0) + train.epochs)
 
     def _schedule(self, job: Job, model: Model) -> "Schedule":
         """The steps of a training, or the one step on the batch that it was given."""
@@ -144,7 +155,7 @@ class StackedView(View):
         return (*code, len(self.keys), self.modalities)
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
-        """See `View.batch`."""
+        """See `ClientData.batch`."""
         skip = (model or self.model).has_batchnorm
         plan = make_plan(self.keys, self._sizes, train, skip_single=skip, stream=stream)
         hit = (plan.number[self.lane] == number) & plan.ok[self.lane].any(-1)
@@ -166,7 +177,7 @@ class StackedView(View):
         return rows, self._where(rows), ok, key, ok.any(-1), number
 
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
-        """See `View.fold`."""
+        """See `ClientData.fold`."""
         shortest, longest = min(self._sizes.counts), max(self._sizes.counts)
         for start in range(0, longest, batch_size):
             end = min(start + batch_size, longest)

@@ -58,7 +58,7 @@ def make_plan(
     stream: int,
     first_epoch: int = 0,
 ) -> Plan:
-    """The steps of a stack of clients: for each, what `AloneView` would do, padded to the longest."""
+    """The steps of a stack of clients: for each, what `SingleClientData` would do, padded to the longest."""
     device = stack.index.device
     n_K = torch.tensor(stack.counts, device=device)
     ends = [usable_rows(n, train.batch_size, skip_single) for n in stack.counts]

@@ -13,7 +13,7 @@ from polyfed.federation.federation import Federation
 from polyfed.selection.submodular import Cover, Similarity, sample, sample_size
 
 if TYPE_CHECKING:
-    from polyfed.algorithms.cmsfed.cmsfed import CmsFed, CmsfedState
+    from polyfed.algorithms.cmsfed.cmsfed import CmsFed, CmsFedState
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Problem:
         return bool(self.ratios.complete[client])
 
 
-def choose(method: "CmsFed", state: "CmsfedState", weak: str, fed: Federation) -> Choice:
+def choose(method: "CmsFed", state: "CmsFedState", weak: str, fed: Federation) -> Choice:
     """The choice of a round."""
     assert state.gradients is not None, "the clients have not been explored"
     size = method.selector.size(fed)

@@ -23,7 +23,7 @@ from torch import Tensor
 from polyfed.algorithms.averaging import Averaging, State, mean_loss
 from polyfed.algorithms.base import Broadcast
 from polyfed.algorithms.cmsfed.choice import Choice, choose
-from polyfed.algorithms.cmsfed.local_training import Lesson, blamed, encoder_names
+from polyfed.algorithms.cmsfed.local_training import LocalTraining, blamed, encoder_names
 from polyfed.algorithms.cmsfed.memory import Ratios, gradients_of, whole_gradients
 from polyfed.core import keys
 from polyfed.core.batch import Batch
@@ -32,13 +32,13 @@ from polyfed.core.messages import HISTOGRAM, Message, carries, message
 from polyfed.core.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, select, vector
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies, joined
 from polyfed.privacy.policy import Policy
 from polyfed.selection import Uniform
 from polyfed.selection.submodular import Similarity
-from polyfed.training import Fit, View, prototypes
+from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import Prototypes
 
@@ -74,7 +74,7 @@ class Report(Message):
 
 
 @dataclass(frozen=True)
-class CmsfedState(State):
+class CmsFedState(State):
     """Averaging's state, and what is known of the clients.
 
     Attributes:
@@ -162,11 +162,11 @@ class CmsFed(Averaging):
 
     # the server's half
 
-    def init(self, fed: Federation, params: Tree) -> CmsfedState:
+    def init(self, fed: Federation, params: Tree) -> CmsFedState:
         """Averaging's state; the clients are first asked in round 1."""
-        return CmsfedState(**vars(super().init(fed, params)), ratios=Ratios.unknown(fed.clients))
+        return CmsFedState(**vars(super().init(fed, params)), ratios=Ratios.unknown(fed.clients))
 
-    def round(self, state: CmsfedState, fed: Federation) -> CmsfedState:
+    def round(self, state: CmsFedState, fed: Federation) -> CmsFedState:
         """Choose modalities of clients, have them train, average per block, and look at the clients anew."""
         if self.modality_selection and state.gradients is None:
             send, accept = Broadcast(state.params), whole_gradients(state.params, fed)
@@ -182,7 +182,7 @@ class CmsFed(Averaging):
         after = self.merge(state.with_(memory=memory, train_loss=mean_loss(replies, fed)), replies, fed)
         return self.learned(after, state.params, replies, fed)
 
-    def choice(self, state: CmsfedState, fed: Federation) -> tuple[Choice, Any]:
+    def choice(self, state: CmsFedState, fed: Federation) -> tuple[Choice, Any]:
         """S_M, S_w and those who lack a modality."""
         ratios = state.ratios
         weak = ratios.weak(state.choice.weak, self.hysteresis)
@@ -193,23 +193,23 @@ class CmsFed(Averaging):
         rest = [client for client in cohort if client not in both]
         return Choice(weak, both, {c: ratios.weakest_of(fed.clients.owned(c)) for c in rest}), memory
 
-    def train_chosen(self, state: CmsfedState, fed: Federation) -> Replies:
+    def train_chosen(self, state: CmsFedState, fed: Federation) -> Replies:
         """One ask for S_M, one for those who train a single modality; too few answers are too few of both."""
         weak, known = state.choice.weak, state.prototypes if self.prototypes == "global" else {}
         sent = {m: p.sent for m, p in known.items()}
         target = {weak: torch.ones(())} if weak else {}
         every, accept = Assignment(state.params, sent, target), whole_gradients(state.params, fed)
-        both = fed.ask(self.train_all, state.choice.both, every, judged=False, accept=accept)
+        both = fed.ask(self.train_all, state.choice.both, every, quorum=False, accept=accept)
         ones = {
             client: Assignment(state.params, {m: v for m, v in sent.items() if m == own}, {own: torch.ones(())})
             for client, own in state.choice.alone.items()
         }
-        alone = fed.ask(self.train_alone, list(ones), ones, judged=False, accept=accept)
+        alone = fed.ask(self.train_alone, list(ones), ones, quorum=False, accept=accept)
         replies = joined([both, alone])
-        fed.judge(replies, "train_all and train_alone")
+        fed.require_quorum(replies, "train_all and train_alone")
         return replies
 
-    def learned(self, state: CmsfedState, sent: Tree, replies: Replies, fed: Federation) -> CmsfedState:
+    def learned(self, state: CmsFedState, sent: Tree, replies: Replies, fed: Federation) -> CmsFedState:
         """Prototypes, ratios, and the vectors of those who answered; everything about the others stays (2.5)."""
         reports: dict[int, Report] = dict(replies.items())
         state = state.with_(
@@ -221,8 +221,8 @@ class CmsFed(Averaging):
         if not self.modality_selection:
             return state
         g, h = gradients_of(self, sent, reports, fed, first=state.gradients is None)
-        model, key = fed.site.model, keys.key(fed.seed, "sketch")
-        names = {m: encoder_names(fed.site, sent, m) for m in fed.clients.modalities}
+        model, key = fed.context.model, keys.key(fed.seed, "sketch")
+        names = {m: encoder_names(fed.context, sent, m) for m in fed.clients.modalities}
         widths = {m: sum(sent[n].numel() for n in own) for m, own in names.items()}
         size = sum(widths.values())  # deltas compare encoders only, exact gradients everything
         if self.gradient_split == "exact":
@@ -238,7 +238,7 @@ class CmsFed(Averaging):
             },
         )
 
-    def observe(self, state: CmsfedState) -> dict[str, float]:
+    def observe(self, state: CmsFedState) -> dict[str, float]:
         """Fig. 6: the global ratio and each modality's share of the picks; and the sizes of both sets."""
         choice, ratios = state.choice, state.ratios
         mean = ratios.mean()
@@ -252,28 +252,30 @@ class CmsFed(Averaging):
     # the clients' half
 
     @task()
-    def explore(self, site: Site, data: View, local: Tree, got: Broadcast) -> tuple[Report, Tree]:
+    def explore(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Report, Tree]:
         """Before the first round: gradients, prototypes, ratio at the initial model; its training is thrown away."""
-        lesson = Lesson(self, site, site.modalities, site.modalities, alone=True)
-        own, _ = lesson.own_prototypes(data, got.params)
-        fit = lesson.fit(data, got.params, own, self.first_pass())
+        training = LocalTraining(self, context, context.modalities, context.modalities, alone=True)
+        own, _ = training.own_prototypes(data, got.params)
+        fit = training.fit(data, got.params, own, self.first_pass())
         kept = {} if self.gradient_split == "exact" else fit.params
-        return self._report(data, fit, got.params, kept, lesson), local
+        return self._report(data, fit, got.params, kept, training), local
 
     @task()
-    def train_all(self, site: Site, data: View, local: Tree, got: Assignment) -> tuple[Report, Tree]:
+    def train_all(self, context: ClientContext, data: ClientData, local: Tree, got: Assignment) -> tuple[Report, Tree]:
         """S_M: L = CE + beta * PCE of the weak modality (Eq. 9)."""
-        helped = site.modalities if self.pce_target == "batch_weak" else tuple(got.target)
-        lesson = Lesson(self, site, site.modalities, helped, alone=False)
-        fit = lesson.fit(data, got.params, self._near(got), self.train)
-        return self._report(data, fit, fit.params, fit.params, lesson), local
+        helped = context.modalities if self.pce_target == "batch_weak" else tuple(got.target)
+        training = LocalTraining(self, context, context.modalities, helped, alone=False)
+        fit = training.fit(data, got.params, self._near(got), self.train)
+        return self._report(data, fit, fit.params, fit.params, training), local
 
     @task()
-    def train_alone(self, site: Site, data: View, local: Tree, got: Assignment) -> tuple[Report, Tree]:
+    def train_alone(
+        self, context: ClientContext, data: ClientData, local: Tree, got: Assignment
+    ) -> tuple[Report, Tree]:
         """S_w: L = CE of one modality's logits + alpha_p * PCE; the other encoders neither move nor travel back."""
-        lesson = Lesson(self, site, tuple(got.target), tuple(got.target), alone=True)
-        fit = lesson.fit(data, got.params, self._near(got), self.train)
-        return self._report(data, fit, fit.params, select(fit.params, (*lesson.modalities, SHARED)), lesson), local
+        training = LocalTraining(self, context, tuple(got.target), tuple(got.target), alone=True)
+        fit = training.fit(data, got.params, self._near(got), self.train)
+        return self._report(data, fit, fit.params, select(fit.params, (*training.modalities, SHARED)), training), local
 
     def first_pass(self) -> Train:
         """The training of `explore`."""
@@ -287,11 +289,11 @@ class CmsFed(Averaging):
             return None
         return {m: Prototypes.received(mean) for m, mean in got.prototypes.items()}
 
-    def _report(self, data: View, fit: Fit, at: Tree, kept: Tree, lesson: Lesson) -> Report:
+    def _report(self, data: ClientData, fit: TrainingResult, at: Tree, kept: Tree, training: LocalTraining) -> Report:
         """Gradients of the fit; prototypes and ratio of the model `at`; the blocks `kept`."""
         steps = fit.num_steps.clamp(min=1)
         means = {part: {n[2:]: v / steps for n, v in fit.carry.items() if n.startswith(part)} for part in ("g.", "h.")}
-        own, rows = lesson.own_prototypes(data, at)
+        own, rows = training.own_prototypes(data, at)
         pooled = self.prototypes == "global"
         ce, pce = blamed(fit)
         return Report(
@@ -302,20 +304,20 @@ class CmsFed(Averaging):
             encoder_gradient=means["h."],
             prototypes={m: p.sent for m, p in own.items()} if pooled else {},
             rows_per_class=rows if pooled else {},
-            ratio=self._ratio(lesson, data, at, own),
+            ratio=self._ratio(training, data, at, own),
             loss=fit.loss,
             num_rows=data.num_rows,
         )
 
-    def _ratio(self, lesson: Lesson, data: View, at: Tree, own: Mapping[str, Prototypes]) -> Tree:
+    def _ratio(self, training: LocalTraining, data: ClientData, at: Tree, own: Mapping[str, Prototypes]) -> Tree:
         """Imbalance ratios over all rows with own prototypes; none from a client that lacks a modality."""
-        if lesson.site.modalities != lesson.site.model.modalities:
+        if training.context.modalities != training.context.model.modalities:
             return {}
 
         def step(total: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-            sure = prototypes.confidence(own, lesson.vectors(at, batch), batch)
+            sure = prototypes.confidence(own, training.vectors(at, batch), batch)
             return {m: total[m] + value for m, value in sure.items()}
 
-        total = data.fold(step, {m: torch.zeros(()) for m in lesson.site.modalities})
-        first, *others = lesson.site.modalities
+        total = data.fold(step, {m: torch.zeros(()) for m in training.context.modalities})
+        first, *others = training.context.modalities
         return {m: prototypes.imbalance_ratio(total[first], total[m]) for m in others}

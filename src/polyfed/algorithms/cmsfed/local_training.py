@@ -12,8 +12,8 @@ from torch import Tensor
 
 from polyfed.core.batch import Batch
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.federation.context import Site
-from polyfed.training import Fit, View, prototypes
+from polyfed.federation.context import ClientContext
+from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.client_data import legs, summed
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
@@ -27,19 +27,19 @@ CE, PCE = "cross_entropy", "prototype_loss"
 
 
 @dataclass(frozen=True)
-class Lesson:
+class LocalTraining:
     """One client's training.
 
     Attributes:
         method: the hyper-parameters.
-        site: the client's.
+        context: the client's.
         modalities: what is trained.
         helped: modalities whose PCE is added.
         alone: PCE at full strength: there is no other modality in training to compare with (2.2).
     """
 
     method: "CmsFed"
-    site: Site
+    context: ClientContext
     modalities: tuple[str, ...]
     helped: tuple[str, ...]
     alone: bool
@@ -47,29 +47,31 @@ class Lesson:
     @property
     def complete(self) -> bool:
         """Whether it has a gradient g: of a model with all modalities."""
-        return self.modalities == self.site.model.modalities
+        return self.modalities == self.context.model.modalities
 
     def encoder(self, params: Tree) -> list[str]:
         """Names behind h: the encoders of the helped modalities."""
-        return [n for m in self.helped for n in encoder_names(self.site, params, m)]
+        return [n for m in self.helped for n in encoder_names(self.context, params, m)]
 
-    def own_prototypes(self, data: View, w: Tree) -> tuple[dict[str, Prototypes], Tree]:
+    def own_prototypes(self, data: ClientData, w: Tree) -> tuple[dict[str, Prototypes], Tree]:
         """The client's own class means under a model, and its rows per class."""
-        sizes = {m: self.site.model.feature_size(m) for m in self.site.modalities}
-        return prototypes.class_means(data.fold, lambda b: self.vectors(w, b), sizes, self.site.num_classes)
+        sizes = {m: self.context.model.feature_size(m) for m in self.context.modalities}
+        return prototypes.class_means(data.fold, lambda b: self.vectors(w, b), sizes, self.context.num_classes)
 
     def vectors(self, w: Tree, batch: Batch) -> dict[str, Tensor]:
         """Features (B, D) by modality, as prototypes see them."""
-        return self.measured(self.site.model.features(w, batch))
+        return self.measured(self.context.model.features(w, batch))
 
     def measured(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Features as vectors, at one length if the method says so."""
-        flat = {m: self.site.model.vector(value) for m, value in features.items()}
+        flat = {m: self.context.model.vector(value) for m, value in features.items()}
         return prototypes.at_length(flat, self.method.feature_norm)
 
-    def fit(self, data: View, params: Tree, near: Mapping[str, Prototypes] | None, train: Train) -> Fit:
+    def fit(
+        self, data: ClientData, params: Tree, near: Mapping[str, Prototypes] | None, train: Train
+    ) -> TrainingResult:
         """Local training near these prototypes; None: the client's own, renewed after every epoch."""
-        fit: Fit | None = None
+        fit: TrainingResult | None = None
         carry = self._accumulators(params)
         for leg in [train] if near is not None else legs(train):
             start = fit.params if fit else params
@@ -90,8 +92,8 @@ class Lesson:
     def _loss(self, near: Mapping[str, Prototypes]) -> Callable[[Tree, Batch], Any]:
         def loss(w: Tree, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
             batch = replace(batch, x={m: batch.x[m] for m in self.modalities})
-            features = self.site.model.features(w, batch)
-            terms = {CE: cross_entropy(self.site.model.fuse(w, features, batch), batch)}
+            features = self.context.model.features(w, batch)
+            terms = {CE: cross_entropy(self.context.model.fuse(w, features, batch), batch)}
             z = self.measured(features)
             weights = self._weights(near, z, batch)
             if weights:
@@ -127,7 +129,7 @@ class Lesson:
         zero = torch.zeros(())
         carry = {f"{part}.{term}": zero for part in ("sum", "last") for term in (CE, PCE)}
         if self.method.sends_gradients:
-            g = self.site.model.trainable(params) if self.complete else {}
+            g = self.context.model.trainable(params) if self.complete else {}
             carry |= {f"g.{n}": torch.zeros_like(v) for n, v in g.items()}
             carry |= {f"h.{n}": torch.zeros_like(params[n]) for n in self.encoder(params)}
         return carry
@@ -154,13 +156,13 @@ class Lesson:
         return direction
 
 
-def encoder_names(site: Site, params: Tree, modality: str) -> list[str]:
+def encoder_names(context: ClientContext, params: Tree, modality: str) -> list[str]:
     """theta^m: the trainable parameters of an encoder, without the modality's part of the classifier."""
-    head = site.model.head_slice(modality)
-    return [n for n in site.model.trainable(params) if block_of(n) == modality and n not in head]
+    head = context.model.head_slice(modality)
+    return [n for n in context.model.trainable(params) if block_of(n) == modality and n not in head]
 
 
-def blamed(fit: Fit) -> tuple[Tensor, Tensor]:
+def blamed(fit: TrainingResult) -> tuple[Tensor, Tensor]:
     """Mean CE and PCE of a training; where it left the finite numbers, NaN for the term that was larger before.
 
     The server's own check of replies then names the client and the term.

@@ -15,7 +15,7 @@ from torch import Tensor
 from polyfed.algorithms.cmsfed.local_training import encoder_names
 from polyfed.core.request import Accept
 from polyfed.core.tree import Tree, scaled, select, subtract
-from polyfed.federation.client_registry import Roster
+from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.federation import Federation
 from polyfed.training.client_data import steps_trained
 
@@ -45,7 +45,7 @@ class Ratios:
     complete: Tensor = NOBODY
 
     @classmethod
-    def unknown(cls, clients: Roster) -> "Ratios":
+    def unknown(cls, clients: ClientRegistry) -> "Ratios":
         """Before anybody reported."""
         shape = (len(clients), len(clients.modalities))
         values = torch.full(shape, float("nan"), dtype=torch.float64)
@@ -95,8 +95,8 @@ class Ratios:
 
 def whole_gradients(params: Tree, fed: Federation) -> Accept:
     """Accepts reports whose gradients, where they have any, are those of all parameters and of whole encoders."""
-    all_names = fed.site.model.trainable(params).keys()
-    encoders = {m: [*encoder_names(fed.site, params, m)] for m in fed.clients.modalities}
+    all_names = fed.context.model.trainable(params).keys()
+    encoders = {m: [*encoder_names(fed.context, params, m)] for m in fed.clients.modalities}
 
     def flaw(client: int, report: "Report") -> str:
         if report.gradient and report.gradient.keys() != all_names:
@@ -133,12 +133,12 @@ def _delta(
 
     The first pass gives both: there is nothing else to tell the clients' encoders apart by.
     """
-    names = [n for m in fed.clients.modalities for n in encoder_names(fed.site, sent, m)]
+    names = [n for m in fed.clients.modalities for n in encoder_names(fed.context, sent, m)]
     moved = subtract({n: trained[n] for n in names if n in trained}, sent)
     rate = -1.0
     if method.normalize_delta:
         train = method.first_pass() if first else method.train
-        num_steps = steps_trained(num_rows, train, skip_single=fed.site.model.has_batchnorm)
+        num_steps = steps_trained(num_rows, train, skip_single=fed.context.model.has_batchnorm)
         rate = -method.train.lr_at(fed.round, fed.rounds) * num_steps
     moved = scaled(moved, 1.0 / rate if rate else 0.0)
     if len(moved) < len(names):

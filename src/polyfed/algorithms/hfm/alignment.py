@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import DataError, RecipeError, TooFewReplies
-from polyfed.federation.client_registry import Roster
+from polyfed.federation.client_registry import ClientRegistry
 
 SHOWN = 5
 """Ids that a message names before it only counts them."""
 
 
-def devices_of_silos(clients: Roster) -> dict[int, list[int]]:
+def devices_of_silos(clients: ClientRegistry) -> dict[int, list[int]]:
     """Devices with rows of each silo, ascending; a silo without rows is left out.
 
     Raises:

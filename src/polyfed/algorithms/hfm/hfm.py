@@ -16,9 +16,9 @@ from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
-from polyfed.training import View
+from polyfed.training import ClientData
 
 ANCHOR = "anchor."
 """Where a device keeps the values of the last broadcast, among its local state."""
@@ -43,12 +43,12 @@ class Adopted(Message):
 class Hfm(Vertical):
     """See the module; all switches are `Vertical`'s."""
 
-    def local(self, site: Site, key: int) -> Tree:
+    def local(self, context: ClientContext, key: int) -> Tree:
         """Encoders; with the proximal term also what was last broadcast."""
-        encoders = super().local(site, key)
+        encoders = super().local(context, key)
         if not self.mu:
             return encoders
-        shapes = {name: value for name, value in site.model.template.items() if name in site.model.head()}
+        shapes = {name: value for name, value in context.model.template.items() if name in context.model.head()}
         head = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in shapes.items()}
         return encoders | {ANCHOR + name: value for name, value in (encoders | head).items()}
 
@@ -64,7 +64,7 @@ class Hfm(Vertical):
         """
         silos = devices_of_silos(fed.clients)
         heads = {silo: self._head(fed, members, state.params) for silo, members in silos.items()}
-        head = set(fed.site.model.head())
+        head = set(fed.context.model.head())
         encoders = {name: value for name, value in state.params.items() if name not in head}
         send = {
             client: Adopt(encoders, heads[silo] if self.mu else {})
@@ -85,7 +85,7 @@ class Hfm(Vertical):
         )
 
     @task()
-    def adopt(self, site: Site, data: View, local: Tree, got: Adopt) -> tuple[Adopted, Tree]:
+    def adopt(self, context: ClientContext, data: ClientData, local: Tree, got: Adopt) -> tuple[Adopted, Tree]:
         """Take over the broadcast."""
         encoders = {name: value for name, value in got.params.items() if name in local}
         anchors = {ANCHOR + name: value for name, value in (encoders | got.head).items()} if self.mu else {}

@@ -44,12 +44,12 @@ from polyfed.core.request import Accept, names_as_sent
 from polyfed.core.schema import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, squared_distance
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model.fusion import masked
 from polyfed.privacy.policy import Policy
-from polyfed.training import Fit, View
+from polyfed.training import ClientData, TrainingResult
 from polyfed.training.client_data import FOLD_BATCH
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
@@ -115,10 +115,10 @@ class Vertical(Algorithm):
     def anchors(self, local: Tree, got: Exchange) -> Tree:
         """What the proximal term pulls towards, by name."""
 
-    def local(self, site: Site, key: int) -> Tree:
+    def local(self, context: ClientContext, key: int) -> Tree:
         """The device's encoders, from the common start."""
-        head = set(site.model.head())
-        return {name: value for name, value in site.initial.items() if name not in head}
+        head = set(context.model.head())
+        return {name: value for name, value in context.initial.items() if name not in head}
 
     def init(self, fed: Federation, params: Tree) -> SiloState:
         """Common initial head; the devices' sample ids are compared.
@@ -174,9 +174,9 @@ class Vertical(Algorithm):
         self, state: SiloState, fed: Federation, silos: Mapping[int, list[int]], number: int
     ) -> tuple[SiloState, Replies]:
         samples = {silo: Sample(self._rows(fed, silo, members, number)) for silo, members in silos.items()}
-        ask = {client: samples[silo] for silo, members in silos.items() for client in members}
-        answers = fed.ask(self.embed, sorted(ask), ask, turn=number, accept=_of_these_rows(ask))
-        fresh = {client: Sent(ask[client].rows, reply.embeddings) for client, reply in answers.items()}
+        request = {client: samples[silo] for silo, members in silos.items() for client in members}
+        answers = fed.ask(self.embed, sorted(request), request, turn=number, accept=_of_these_rows(request))
+        fresh = {client: Sent(request[client].rows, reply.embeddings) for client, reply in answers.items()}
         known = state.sent | fresh
         phi: dict[int, Exchange] = {}
         for silo, members in silos.items():
@@ -185,13 +185,16 @@ class Vertical(Algorithm):
             phi |= {client: exchange for client in members if client in answers}
         accept = None if self.head_update == "server" else names_as_sent("head", phi)
         copies = fed.ask(self.practise, sorted(phi), phi, turn=number, accept=accept)
-        heads_from, moved = copies, bytes_down(fed, ask) + bytes_up(answers) + bytes_down(fed, phi) + bytes_up(copies)
+        heads_from, moved = (
+            copies,
+            bytes_down(fed, request) + bytes_up(answers) + bytes_down(fed, phi) + bytes_up(copies),
+        )
         if self.head_update == "server":
             hosts = {
                 there[0]: phi[there[0]] for members in silos.values() if (there := [c for c in members if c in phi])
             }
             heads_from = fed.ask(
-                self.fit_head, sorted(hosts), hosts, judged=False, turn=number, accept=names_as_sent("head", hosts)
+                self.fit_head, sorted(hosts), hosts, quorum=False, turn=number, accept=names_as_sent("head", hosts)
             )
             moved += bytes_down(fed, hosts) + bytes_up(heads_from)
         heads = {
@@ -217,30 +220,30 @@ class Vertical(Algorithm):
     def _head(self, fed: Federation, members: Sequence[int], params: Tree) -> Tree:
         """The head with the parts of a silo's modalities: others would have no input there."""
         held = {modality for client in members for modality in fed.clients.owned(client)}
-        return {name: params[name] for name in fed.site.model.head(held)}
+        return {name: params[name] for name in fed.context.model.head(held)}
 
     # devices
 
     @task(scope="silo")
-    def identify(self, site: Site, data: View, local: Tree, got: Question) -> tuple[Ids, Tree]:
+    def identify(self, context: ClientContext, data: ClientData, local: Tree, got: Question) -> tuple[Ids, Tree]:
         """Tell the edge which samples the device holds."""
         return Ids(data.ids, data.num_rows), local
 
     @task(scope="silo")
-    def embed(self, site: Site, data: View, local: Tree, got: Sample) -> tuple[Embedded, Tree]:
+    def embed(self, context: ClientContext, data: ClientData, local: Tree, got: Sample) -> tuple[Embedded, Tree]:
         """Embeddings of B_m, for the edge."""
-        return Embedded(self._embeddings(site, data, local, got.rows)), local
+        return Embedded(self._embeddings(context, data, local, got.rows)), local
 
     @task(scope="silo")
-    def practise(self, site: Site, data: View, local: Tree, got: Exchange) -> tuple[Copy, Tree]:
+    def practise(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[Copy, Tree]:
         """Q local rounds on B_m (Eq. 1, 2): the encoders, and a copy of the head unless it is kept frozen."""
-        encoders = self._encoders(site, local)
-        trained = {*encoders, *self._reached(site, got)}
+        encoders = self._encoders(context, local)
+        trained = {*encoders, *self._reached(context, got)}
         if self.head_update == "server":
             trained = set(encoders)
-        fit = self._fit(site, data, encoders | got.head, trained, local, got)
+        fit = self._fit(context, data, encoders | got.head, trained, local, got)
         after = local | {name: fit.params[name] for name in encoders}
-        moved = self._embeddings(site, data, after, got.rows)
+        moved = self._embeddings(context, data, after, got.rows)
         before = {modality: got.embeddings[modality] for modality in moved}
         zero = {modality: torch.zeros_like(value) for modality, value in before.items()}
         drift = squared_distance(moved, before) / squared_distance(before, zero).clamp(min=1e-12)
@@ -248,27 +251,35 @@ class Vertical(Algorithm):
         return Copy(copy, fit.loss, drift.sqrt()), after
 
     @task(scope="silo")
-    def fit_head(self, site: Site, data: View, local: Tree, got: Exchange) -> tuple[Copy, Tree]:
+    def fit_head(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[Copy, Tree]:
         """Q local rounds of the head alone on the stale embeddings of all, for the edge."""
-        fit = self._fit(site, data, got.head, self._reached(site, got), local, got, fresh=False)
+        fit = self._fit(context, data, got.head, self._reached(context, got), local, got, fresh=False)
         return Copy(fit.params, fit.loss, torch.zeros_like(fit.loss)), local
 
     @task()
-    def upload(self, site: Site, data: View, local: Tree, got: Forward) -> tuple[Upload, Tree]:
+    def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Forward) -> tuple[Upload, Tree]:
         """Encoders, and what the edge forwards, to the server."""
-        return Upload(self._encoders(site, local) | got.head), local
+        return Upload(self._encoders(context, local) | got.head), local
 
     def _fit(
-        self, site: Site, data: View, params: Tree, trained: set[str], local: Tree, got: Exchange, *, fresh: bool = True
-    ) -> Fit:
+        self,
+        context: ClientContext,
+        data: ClientData,
+        params: Tree,
+        trained: set[str],
+        local: Tree,
+        got: Exchange,
+        *,
+        fresh: bool = True,
+    ) -> TrainingResult:
         # parameters alone: a pull on statistics of batches would only add to the loss that is told
-        pulled = site.model.trainable(self.anchors(local, got))
+        pulled = context.model.trainable(self.anchors(local, got))
         anchors = {name: value for name, value in pulled.items() if name in trained}
 
         def loss(w: Tree, batch: Batch) -> Tensor:
-            own = site.model.features(w, batch) if fresh else {}
+            own = context.model.features(w, batch) if fresh else {}
             peers = {m: h[batch.rows] for m, h in got.embeddings.items() if m not in own}
-            value = cross_entropy(site.model.fuse(w, peers | own, batch), batch)
+            value = cross_entropy(context.model.fuse(w, peers | own, batch), batch)
             return value + self.mu / 2 * squared_distance(anchors, w) if self.mu and anchors else value
 
         train: Train = replace(self.train, steps=self.q, batch_size=0)
@@ -276,27 +287,27 @@ class Vertical(Algorithm):
             train = replace(self.train, epochs=self.q, batch_size=self.inner_batch)
         return data.at(got.rows).minimise(loss, params, train=train, only=trained)
 
-    def _embeddings(self, site: Site, data: View, local: Tree, rows: Tensor) -> Tree:
+    def _embeddings(self, context: ClientContext, data: ClientData, local: Tree, rows: Tensor) -> Tree:
         """Embeddings (B_m, E) of the device's own modalities, zero in rows that lack one."""
-        encoders = self._encoders(site, local)
+        encoders = self._encoders(context, local)
         view = data.at(rows)
 
         def step(parts: list[dict[str, Tensor]], batch: Batch) -> list[dict[str, Tensor]]:
             if not self.eval_embeddings:
                 batch = replace(batch, key=data.draw("embeddings"))
             w = {name: value.clone() for name, value in encoders.items()}  # batch statistics would move the original
-            return [*parts, masked(site.model.features(w, batch), batch.present)]
+            return [*parts, masked(context.model.features(w, batch), batch.present)]
 
         # with batch statistics all of B_m must be one batch, as it is in a step
         parts = view.fold(step, [], batch_size=FOLD_BATCH if self.eval_embeddings else len(rows))
-        return {modality: torch.cat([part[modality] for part in parts]) for modality in site.modalities}
+        return {modality: torch.cat([part[modality] for part in parts]) for modality in context.modalities}
 
-    def _encoders(self, site: Site, local: Tree) -> Tree:
-        return {name: local[name] for name in site.initial if name in local}
+    def _encoders(self, context: ClientContext, local: Tree) -> Tree:
+        return {name: local[name] for name in context.initial if name in local}
 
-    def _reached(self, site: Site, got: Exchange) -> set[str]:
+    def _reached(self, context: ClientContext, got: Exchange) -> set[str]:
         """Names of the head that the loss reaches: not the parts of a device that sent nothing."""
-        return set(site.model.head(got.embeddings)) & got.head.keys()
+        return set(context.model.head(got.embeddings)) & got.head.keys()
 
 
 def _of_these_rows(asked: Mapping[int, Sample]) -> Accept:

@@ -20,11 +20,11 @@ from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, like
 from polyfed.evaluation import metrics
 from polyfed.evaluation.scores import Measured, OwnScore
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model.fusion import masked
 from polyfed.privacy.policy import Policy
-from polyfed.training import View
+from polyfed.training import ClientData
 
 
 @message
@@ -42,9 +42,9 @@ class Vfl(Vertical):
 
     def init(self, fed: Federation, params: Tree) -> SiloState:
         """See `Vertical`; a policy under which the server cannot judge the models is told, not refused."""
-        if not fed.site.policy.allows_models("server"):
+        if not fed.context.policy.allows_models("server"):
             rest = "silos judge them on test rows of their own, metrics.personal"
-            if not may_tell(fed.site.policy):
+            if not may_tell(fed.context.policy):
                 rest = "as statistics of shared may not go there either, there will be no accuracy at all"
             elif not (self.evaluation.personal and fed.clients.tested):
                 rest = "there will be no accuracy unless [clients] personal_test gives silos test rows of their own"
@@ -66,8 +66,10 @@ class Vfl(Vertical):
 
     def evaluate(self, state: SiloState, fed: Federation) -> Measured:
         """Judge every silo's model: on the server's rows where it may go there, and on the silo's own test rows."""
-        policy = fed.site.policy
-        measured = self._judged_by_server(state, fed) if fed.examiners and policy.allows_models("server") else {}
+        policy = fed.context.policy
+        measured = (
+            self._judged_by_server(state, fed) if fed.evaluation_clients and policy.allows_models("server") else {}
+        )
         if not (self.evaluation.personal and fed.clients.tested and may_tell(policy)):
             return Measured(measured)
         group, accuracies = self._judged_in_silos(state, fed)
@@ -90,8 +92,8 @@ class Vfl(Vertical):
             if not all(client in uploads for client in members):
                 continue
             own = {name: value for client in members for name, value in uploads[client].params.items()}
-            absent = {name: state.params[name] for name in fed.site.model.head() if name not in own}
-            measured.append(self.judge_globally(state.with_(params=state.params | own | like(absent)), fed))
+            absent = {name: state.params[name] for name in fed.context.model.head() if name not in own}
+            measured.append(self.evaluate_globally(state.with_(params=state.params | own | like(absent)), fed))
         return metrics.mean_groups(measured)
 
     def _judged_in_silos(self, state: SiloState, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
@@ -102,7 +104,7 @@ class Vfl(Vertical):
         """
         silos = devices_of_silos(fed.clients)
         asked = [client for members in silos.values() for client in members if client in set(fed.clients.tested)]
-        own = fed.ask(self.embed_own, asked, Question(), judged=False)
+        own = fed.ask(self.embed_own, asked, Question(), quorum=False)
         send = {}
         for silo, members in silos.items():
             if not all(client in own for client in members):
@@ -111,23 +113,23 @@ class Vfl(Vertical):
             check_aligned(silo, {client: one.ids for client, one in zip(members, there, strict=True)})
             known = {modality: h for one in there for modality, h in one.embeddings.items()}
             send[members[0]] = Exchange(state.heads[silo], known, torch.arange(len(there[0].ids)))
-        told = fed.ask(self.score_silo, list(send), send, judged=False)
+        told = fed.ask(self.score_silo, list(send), send, quorum=False)
         hits, rows = told.numbers("hits"), told.numbers("num_rows")
         return metrics.personal(hits, rows), {client: hits[client] / rows[client] for client in rows}
 
     @task(scope="silo")
-    def embed_own(self, site: Site, data: View, local: Tree, got: Question) -> tuple[OwnTest, Tree]:
+    def embed_own(self, context: ClientContext, data: ClientData, local: Tree, got: Question) -> tuple[OwnTest, Tree]:
         """Embeddings of the device's own test rows, for the edge."""
-        test, encoders = data.test, self._encoders(site, local)
-        found = test.collect(lambda batch: masked(site.model.features(encoders, batch), batch.present))
+        test, encoders = data.test, self._encoders(context, local)
+        found = test.collect(lambda batch: masked(context.model.features(encoders, batch), batch.present))
         return OwnTest(found, test.ids, test.num_rows), local
 
     @task()
-    def score_silo(self, site: Site, data: View, local: Tree, got: Exchange) -> tuple[OwnScore, Tree]:
+    def score_silo(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[OwnScore, Tree]:
         """How many of the silo's test rows its model gets right, by the embeddings of all."""
 
         def step(hits: Tensor, batch: Batch) -> Tensor:
-            logits = site.model.fuse(got.head, {m: h[batch.rows] for m, h in got.embeddings.items()}, batch)
+            logits = context.model.fuse(got.head, {m: h[batch.rows] for m, h in got.embeddings.items()}, batch)
             return hits + batch.sum((logits.argmax(-1) == batch.y).to(torch.float32))
 
         test = data.test

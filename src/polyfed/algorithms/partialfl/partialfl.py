@@ -28,12 +28,12 @@ from polyfed.core.messages import Message
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, digest, select, squared_distance
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import Model, ModelSpec
 from polyfed.privacy.policy import Policy
-from polyfed.training import Fit, View
+from polyfed.training import ClientData, TrainingResult
 from polyfed.training.client_data import Direction
 from polyfed.training.losses import Negatives, contrastive, cross_entropy
 from polyfed.training.optimisers import Moments
@@ -113,7 +113,7 @@ class PartialFL(Averaging):
             kinds = " and ".join(sorted({"embeddings", self.inputs}))
             raise RecipeError(
                 f"partialfl shares nothing: no modality may send {kinds} to the server. Say which one may, as in "
-                f"{policy.cure(('embeddings',), modalities[-1], 'server')}"
+                f"{policy.fix(('embeddings',), modalities[-1], 'server')}"
             )
         private = tuple(m for m in modalities if m not in shared)
         if self.global_model == "private" and not private:
@@ -133,34 +133,34 @@ class PartialFL(Averaging):
         return field != "params" or self.global_model == "all" or not shared
 
     @task()
-    def deposit(self, site: Site, data: View, local: Tree, got: Call) -> tuple[Deposit, Tree]:
+    def deposit(self, context: ClientContext, data: ClientData, local: Tree, got: Call) -> tuple[Deposit, Tree]:
         """Hand over, once, the rows of what this client's own policy lets go."""
-        shared = self.shareable(site.policy, site.modalities)
+        shared = self.shareable(context.policy, context.modalities)
         rows = data.collect(lambda batch: {m: batch.x[m] for m in shared}) if shared else {}
         vectors, samples = (rows, {}) if self.inputs == "embeddings" else ({}, rows)
         return Deposit(vectors, samples, data.num_rows), local
 
     # the devices' half
 
-    def local(self, site: Site, key: int) -> Tree:
+    def local(self, context: ClientContext, key: int) -> Tree:
         """The local model, which never leaves."""
-        shared = self.shareable(site.policy, site.modalities)
+        shared = self.shareable(context.policy, context.modalities)
         if not shared:
             return {}
         if self.local_start == "common":  # a key that all devices of a run share and that nobody has to send
-            key = keys.key("local model", digest(select(site.initial, [SHARED])))
-        return self.local_model(site.model, shared).init(key)
+            key = keys.key("local model", digest(select(context.initial, [SHARED])))
+        return self.local_model(context.model, shared).init(key)
 
     def local_model(self, model: Model, shared: tuple[str, ...]) -> Model:
         """F_k: shared vectors to embeddings and logits."""
         return mlps(shapes_of(model, shared), self.local_hidden, embedding_size(model), model.num_classes)
 
-    def loss(self, site: Site, w: Tree, batch: Batch, got: Guided, local: Tree) -> Any:
+    def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Guided, local: Tree) -> Any:
         """Eq. 3: cross-entropy, the pull of FedProx, and beta times Eq. 1."""
-        z, logits = embed(site.model, w, batch)
+        z, logits = embed(context.model, w, batch)
         value = cross_entropy(logits, batch)
         if self.mu:
-            value = value + self.mu / 2 * squared_distance(site.model.trainable(w), got.params)
+            value = value + self.mu / 2 * squared_distance(context.model.trainable(w), got.params)
         if not got.teacher:
             return value
         if self.beta:
@@ -185,7 +185,9 @@ class PartialFL(Averaging):
             terms.append(term)
         return torch.stack(terms).mean()
 
-    def direction(self, site: Site, data: View, got: Guided, local: Tree) -> tuple[Direction, Tree] | None:
+    def direction(
+        self, context: ClientContext, data: ClientData, got: Guided, local: Tree
+    ) -> tuple[Direction, Tree] | None:
         """The gradient as it is; on the way, how well the embeddings align is summed up."""
         if not got.teacher:
             return None
@@ -195,12 +197,14 @@ class PartialFL(Averaging):
 
         return noted, {"alignment": torch.zeros((), device=data.num_rows.device)}
 
-    def reply(self, site: Site, data: View, fit: Fit, got: Guided, local: Tree) -> tuple[GuidedUpdate, Tree]:
+    def reply(
+        self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Guided, local: Tree
+    ) -> tuple[GuidedUpdate, Tree]:
         """Train the local model on the same batches (Eq. 4), then embed all rows with it."""
         nothing = torch.zeros_like(fit.loss)
         if not got.teacher:
             return GuidedUpdate(fit.params, {}, fit.loss, nothing, nothing, data.num_rows), local
-        model = self.local_model(site.model, tuple(got.teacher))
+        model = self.local_model(context.model, tuple(got.teacher))
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             z = model.features(w, batch)
@@ -221,12 +225,12 @@ class PartialFL(Averaging):
             RecipeError: a client owns nothing that the global model reads, or that model has no joint embedding.
         """
         check(fed)
-        shared = self.shareable(fed.site.policy, fed.clients.modalities)
-        start = self.tower(fed.site.model, shared).init(keys.key(fed.seed, "init", "tower"))
+        shared = self.shareable(fed.context.policy, fed.clients.modalities)
+        start = self.tower(fed.context.model, shared).init(keys.key(fed.seed, "init", "tower"))
         tower = {name: value.to(next(iter(params.values())).device) for name, value in start.items()}
         donors = [k for k in fed.clients.eligible if set(shared) & set(fed.clients.owned(k))]
         given = fed.ask(self.deposit, donors, Call())
-        deposits = {k: rows for k in given if (rows := fitting(given[k], fed.site.model.shapes))}
+        deposits = {k: rows for k in given if (rows := fitting(given[k], fed.context.model.shapes))}
         # the tower has no classifier: there are no labels at the server
         tower = {name: value for name, value in select(tower, shared).items() if ".encoder." in name}
         return PartialState(**vars(super().init(fed, params)), tower=tower, deposits=deposits)
@@ -237,7 +241,7 @@ class PartialFL(Averaging):
 
     def outgoing(self, state: PartialState, cohort: list[int], fed: Federation) -> dict[int, Guided]:
         """The global model, and z_T of the client's rows by the tower as it is now, so never stale (P6)."""
-        model = self.tower(fed.site.model, self.shareable(fed.site.policy, fed.clients.modalities))
+        model = self.tower(fed.context.model, self.shareable(fed.context.policy, fed.clients.modalities))
         sent = {}
         for k in cohort:
             rows = state.deposits.get(k, {})
@@ -249,11 +253,11 @@ class PartialFL(Averaging):
 
     def merge(self, state: PartialState, replies: Replies, fed: Federation) -> PartialState:
         """Average the global model; train the tower on one device after the other, carrying it over (P4)."""
-        model = self.tower(fed.site.model, self.shareable(fed.site.policy, fed.clients.modalities))
+        model = self.tower(fed.context.model, self.shareable(fed.context.policy, fed.clients.modalities))
         once = replace(self.train, epochs=1, steps=None)
         after: PartialState = super().merge(state, replies, fed)
         losses = []
-        for k, teacher in taught(replies, state.deposits, embedding_size(fed.site.model)).items():
+        for k, teacher in taught(replies, state.deposits, embedding_size(fed.context.model)).items():
 
             def loss(w: Tree, batch: Batch, teacher: Tree = teacher) -> Tensor:
                 return self.contrast(model.features(w, batch), teacher, batch)
@@ -261,7 +265,7 @@ class PartialFL(Averaging):
             leg = None
             if after.tower_steps:
                 steps = torch.tensor(after.tower_steps)
-                leg = Fit({}, torch.zeros(()), steps, moments=after.tower_moments)
+                leg = TrainingResult({}, torch.zeros(()), steps, moments=after.tower_moments)
             fit = fed.view(state.deposits[k], number=k).minimise(loss, after.tower, train=once, model=model, after=leg)
             taken = int(fit.num_steps)
             losses.append(float(fit.loss) * taken / max(taken - after.tower_steps, 1))
@@ -301,7 +305,7 @@ def summary(replies: Replies, server_losses: list[float]) -> dict[str, float]:
 
 def check(fed: Federation) -> None:
     """Refuse what the method cannot serve."""
-    model = fed.site.model
+    model = fed.context.model
     if not embedding_size(model):
         raise RecipeError(
             "partialfl needs an embedding of all modalities together: give the model a hidden layer, as in "

@@ -26,10 +26,10 @@ from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, keep_on_host
 from polyfed.evaluation.scores import Measured
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import TRAINING_PASSES, Timetable
-from polyfed.training import View
+from polyfed.training import ClientData
 from polyfed.training.client_data import rows_trained, steps_trained
 from polyfed.training.losses import cross_entropy
 
@@ -107,19 +107,19 @@ class Pfmml(Algorithm):
         """Equal coefficients; every device starts from the same blocks."""
         return PfmmlState(params, {block: BlockState.start(owners(fed, block)) for block in layouts(fed, params)})
 
-    def local(self, site: Site, key: int) -> Tree:
+    def local(self, context: ClientContext, key: int) -> Tree:
         """The device's own model, from the common start."""
-        return dict(site.initial)
+        return dict(context.initial)
 
     def round(self, state: PfmmlState, fed: Federation) -> PfmmlState:
         """Download, train, schedule, upload, mix, learn."""
         downloads = self._downloads(state, fed)
-        installed = fed.ask(self.install, list(downloads), downloads, judged=False)
+        installed = fed.ask(self.install, list(downloads), downloads, quorum=False)
         unheard = torch.tensor([client in downloads and client not in installed for client in fed.clients])
         trained = fed.ask(self.practise, list(fed.clients.eligible), Start())
         laid = layouts(fed, state.params)
         asked = exchange.wanted(self._schedule(state, fed))
-        uploads = fed.ask(self.upload, list(asked), asked, judged=False, accept=exchange.as_wanted(asked, laid))
+        uploads = fed.ask(self.upload, list(asked), asked, quorum=False, accept=exchange.as_wanted(asked, laid))
         step = self._step(fed)
         largest = max(layout.num_trainable for layout in laid.values())
         blocks, undelivered = {}, {}
@@ -140,8 +140,8 @@ class Pfmml(Algorithm):
             return Measured({})
         arriving = self._downloads(state, fed)
         send = {client: arriving.get(client, Broadcast({})) for client in fed.clients.tested}
-        group, accuracies = self.judge_personally(fed, send)
-        trained, _ = self.judge_personally(fed, Broadcast({}))
+        group, accuracies = self.evaluate_personally(fed, send)
+        trained, _ = self.evaluate_personally(fed, Broadcast({}))
         return Measured({"personal": group, "trained": trained}, accuracies)
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
@@ -170,18 +170,20 @@ class Pfmml(Algorithm):
         return tables | {"uploads": [entry.sent.double().tolist() for entry in state.blocks.values()]}
 
     @task()
-    def install(self, site: Site, data: View, local: Tree, got: Broadcast) -> tuple[Installed, Tree]:
+    def install(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Installed, Tree]:
         """Take personalised copies in (step 7)."""
         return Installed(), {**local, **got.params}
 
     @task()
-    def practise(self, site: Site, data: View, local: Tree, got: Start) -> tuple[Done, Tree]:
+    def practise(self, context: ClientContext, data: ClientData, local: Tree, got: Start) -> tuple[Done, Tree]:
         """Train the device's own model (step 1)."""
-        fit = data.minimise(lambda w, batch: cross_entropy(site.model.logits(w, batch), batch), local, train=self.train)
+        fit = data.minimise(
+            lambda w, batch: cross_entropy(context.model.logits(w, batch), batch), local, train=self.train
+        )
         return Done(fit.loss, data.num_rows), fit.params
 
     @task()
-    def upload(self, site: Site, data: View, local: Tree, got: Wanted) -> tuple[Blocks, Tree]:
+    def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Wanted) -> tuple[Blocks, Tree]:
         """Send the wanted blocks (step 3)."""
         return exchange.pick(local, got), local
 
@@ -222,7 +224,7 @@ class Pfmml(Algorithm):
         """T_D + T_C of every device in this round, (K,): download of the copies that are due, then training."""
         if fed.clock is None:
             return torch.zeros(len(fed.clients)).double()
-        clients, model, links = fed.clients, fed.site.model, fed.clock.links
+        clients, model, links = fed.clients, fed.context.model, fed.clock.links
         down_bits = torch.zeros(len(clients)).double()
         for block, layout in layouts(fed, state.params).items():
             down_bits += layout.num_bits * state.due(block)
@@ -262,7 +264,7 @@ class Pfmml(Algorithm):
         """How coefficients learn in this round (W1, W2, W3)."""
         divisors = None
         if self.scale == "per-step":
-            skip, counts = fed.site.model.has_batchnorm, fed.clients.num_rows.tolist()
+            skip, counts = fed.context.model.has_batchnorm, fed.clients.num_rows.tolist()
             steps = torch.tensor([steps_trained(n, self.train, skip_single=skip) for n in counts])
             divisors = (self.train.lr_at(fed.round, fed.rounds) * steps).clamp(min=1e-12).double()
         oldest = fed.round - 1 if self.record == "previous-round" else 1

@@ -2,7 +2,7 @@
 
 The cut runs where the modalities' features enter the fusion. U-shaped, the head comes back to the client, and with it
 the labels stay there. Each batch is an exchange: activations up, their gradients down; on both sides a step is one of
-`View.minimise` on that batch, the optimiser going on from the step before.
+`ClientData.minimise` on that batch, the optimiser going on from the step before.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyfed.algorithms.split.messages import Cue, Feedback, Half, Joint, Judged, Ready, Smashed
+from polyfed.algorithms.split.messages import Cue, Evaluated, Feedback, Half, Joint, Ready, Smashed
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
@@ -20,12 +20,12 @@ from polyfed.core.messages import LABELS
 from polyfed.core.request import Accept
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import Model
 from polyfed.model.fusion import masked
-from polyfed.training import Fit, View
+from polyfed.training import ClientData, TrainingResult
 from polyfed.training.client_data import steps_trained
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Moments, Train
@@ -82,9 +82,9 @@ class Cut:
 
     # the clients' half
 
-    def local(self, site: Site) -> Tree:
+    def local(self, context: ClientContext) -> Tree:
         """Room for the client's half and its optimiser."""
-        return self._kept(site.model, self.lower(site.initial))
+        return self._kept(context.model, self.lower(context.initial))
 
     def _kept(self, model: Model, half: Tree) -> Tree:
         """A half with a fresh optimiser."""
@@ -93,24 +93,24 @@ class Cut:
         return {WEIGHT + n: v for n, v in half.items()} | kept
 
     @task()
-    def start(self, site: Site, data: View, local: Tree, got: Half) -> tuple[Ready, Tree]:
+    def start(self, context: ClientContext, data: ClientData, local: Tree, got: Half) -> tuple[Ready, Tree]:
         """Take the half; its optimiser starts afresh (algorithms.md 5.11)."""
-        return Ready(data.num_rows), self._kept(site.model, got.params)
+        return Ready(data.num_rows), self._kept(context.model, got.params)
 
     @task()
-    def forward(self, site: Site, data: View, local: Tree, got: Cue) -> tuple[Smashed, Tree]:
+    def forward(self, context: ClientContext, data: ClientData, local: Tree, got: Cue) -> tuple[Smashed, Tree]:
         """Embed the batch of this step."""
         batch = data.batch(self.train, got.step)
         with torch.no_grad():
             w = {n: v.clone() for n, v in half_of(local).items()}  # batch statistics are written in `backward`
-            activations = masked(site.model.features(w, batch), batch.present)
+            activations = masked(context.model.features(w, batch), batch.present)
         labels = {} if self.u_shaped else {LABELS: batch.y}
         return Smashed(activations, labels, batch.num_real.to(torch.int64)), local
 
     @task()
-    def close(self, site: Site, data: View, local: Tree, got: Joint) -> tuple[Judged, Tree]:
+    def close(self, context: ClientContext, data: ClientData, local: Tree, got: Joint) -> tuple[Evaluated, Tree]:
         """U-shaped: judge the batch with the client's own head, and train that."""
-        batch, model = data.batch(self.train, got.step), site.model
+        batch, model = data.batch(self.train, got.step), context.model
         joint = padded(got.joint, batch)
 
         def loss(w: Tree, batch: Batch) -> Tensor:
@@ -129,12 +129,12 @@ class Cut:
             after=leg(local, got.step),
             on=batch,
         )
-        return Judged(fit.carry["cut"], last_loss(fit), batch.num_real.to(torch.int64)), kept_after(fit, local)
+        return Evaluated(fit.carry["cut"], last_loss(fit), batch.num_real.to(torch.int64)), kept_after(fit, local)
 
     @task()
-    def backward(self, site: Site, data: View, local: Tree, got: Feedback) -> tuple[Ready, Tree]:
+    def backward(self, context: ClientContext, data: ClientData, local: Tree, got: Feedback) -> tuple[Ready, Tree]:
         """Train the encoders on the gradients that came back."""
-        batch, model = data.batch(self.train, got.step), site.model
+        batch, model = data.batch(self.train, got.step), context.model
         gradients = {m: padded(g, batch) for m, g in got.gradients.items()}
 
         def loss(w: Tree, batch: Batch) -> Tensor:
@@ -148,7 +148,7 @@ class Cut:
         return Ready(data.num_rows), kept_after(fit, local)
 
     @task()
-    def finish(self, site: Site, data: View, local: Tree, got: Cue) -> tuple[Half, Tree]:
+    def finish(self, context: ClientContext, data: ClientData, local: Tree, got: Cue) -> tuple[Half, Tree]:
         """Give the half back."""
         return Half(half_of(local)), local
 
@@ -158,24 +158,26 @@ class Cut:
         """A server's half with a fresh optimiser."""
         return Upper(params, self.train.moments(model.trainable(params)))
 
-    def teach(self, fed: Federation, upper: Upper, k: int, sent: Smashed, judged: Judged | None) -> tuple[Upper, Fit]:
+    def teach(
+        self, fed: Federation, upper: Upper, k: int, sent: Smashed, evaluated: Evaluated | None
+    ) -> tuple[Upper, TrainingResult]:
         """One step of the server's half on a client's activations; `carry` holds the gradients at the cut."""
-        model = fed.site.model
+        model = fed.context.model
         cuts = {f"{m}.cut": z for m, z in sent.activations.items()}
         batch = self.received(fed, k, sent, upper.steps)
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             features = {m: w[f"{m}.cut"] for m in sent.activations}
-            if judged is None:
+            if evaluated is None:
                 return cross_entropy(model.fuse(w, features, batch), batch)
-            product: Tensor = model.joint(w, features, batch) * judged.gradient
+            product: Tensor = model.joint(w, features, batch) * evaluated.gradient
             return product.sum()
 
         def apart(grads: Tree, w: Tree, aux: Tree, carry: Tree) -> tuple[Tree, Tree]:
             return {n: g for n, g in grads.items() if n not in cuts}, {n: grads[n] for n in cuts}
 
         view = fed.view(sent.activations, number=k)
-        after = Fit({}, torch.zeros(()), torch.tensor(upper.steps), moments=upper.moments)
+        after = TrainingResult({}, torch.zeros(()), torch.tensor(upper.steps), moments=upper.moments)
         fit = view.minimise(loss, upper.params | cuts, train=self.train, direction=apart, after=after, on=batch)
         params = {n: v for n, v in fit.params.items() if n not in cuts}
         return Upper(params, fit.moments, upper.steps + 1), fit
@@ -202,10 +204,10 @@ class Cut:
             The halves that came back, without those of clients that were lost on the way, and the mean loss of a row.
             Whoever is missing is missing there: with turns, other clients have answered or are still to be asked.
         """
-        started = fed.ask(self.start, order, Half(self.lower(params)), judged=False)
+        started = fed.ask(self.start, order, Half(self.lower(params)), quorum=False)
         there, lost = list(started), dict(started.missing)
         lengths = {
-            k: steps_trained(int(fed.clients.num_rows[k]), self.train, skip_single=fed.site.model.has_batchnorm)
+            k: steps_trained(int(fed.clients.num_rows[k]), self.train, skip_single=fed.context.model.has_batchnorm)
             for k in order
             if k in there
         }
@@ -213,19 +215,19 @@ class Cut:
         for step in range(1, max(lengths.values(), default=0) + 1):
             active = [k for k in order if k in there and lengths[k] >= step]
             number = torch.tensor(step)
-            smashed = fed.ask(self.forward, active, Cue(number), judged=False, accept=self._at_the_cut(fed))
-            judged = self._judged(fed, smashed, uppers, number)
+            smashed = fed.ask(self.forward, active, Cue(number), quorum=False, accept=self._at_the_cut(fed))
+            evaluated = self._judged(fed, smashed, uppers, number)
             feedback = {}
-            for k in [k for k in active if k in (judged if self.u_shaped else smashed)]:
+            for k in [k for k in active if k in (evaluated if self.u_shaped else smashed)]:
                 sent, place = smashed[k], k if k in uppers else -1
-                uppers[place], fit = self.teach(fed, uppers[place], k, sent, judged.get(k))
+                uppers[place], fit = self.teach(fed, uppers[place], k, sent, evaluated.get(k))
                 feedback[k] = Feedback({m: fit.carry[f"{m}.cut"] for m in sent.activations}, number, sent.num_rows)
-                loss = judged[k].loss if self.u_shaped else last_loss(fit)
+                loss = evaluated[k].loss if self.u_shaped else last_loss(fit)
                 total, rows = total + float(loss) * int(sent.num_rows), rows + int(sent.num_rows)
-            trained = fed.ask(self.backward, list(feedback), feedback, judged=False)
+            trained = fed.ask(self.backward, list(feedback), feedback, quorum=False)
             there = [k for k in there if k not in active or k in trained]
-            lost |= smashed.missing | judged.missing | trained.missing
-        done = fed.ask(self.finish, there, Cue(torch.tensor(0)), judged=False)
+            lost |= smashed.missing | evaluated.missing | trained.missing
+        done = fed.ask(self.finish, there, Cue(torch.tensor(0)), quorum=False)
         return Replies(done.parts, lost | done.missing), total / max(rows, 1)
 
     def _at_the_cut(self, fed: Federation) -> Accept:
@@ -246,13 +248,13 @@ class Cut:
             upper = uppers[k if k in uppers else -1]
             with torch.no_grad():
                 batch = self.received(fed, k, sent, upper.steps)
-                joint = fed.site.model.joint(upper.params, sent.activations, batch)
+                joint = fed.context.model.joint(upper.params, sent.activations, batch)
             sends[k] = Joint(joint, step, sent.num_rows)
 
-        def flaw(client: int, reply: Judged) -> str:
+        def flaw(client: int, reply: Evaluated) -> str:
             return "" if reply.gradient.shape == sends[client].joint.shape else "sent a gradient of another shape"
 
-        return fed.ask(self.close, list(sends), sends, judged=False, accept=flaw)
+        return fed.ask(self.close, list(sends), sends, quorum=False, accept=flaw)
 
 
 def will_send(cut: Cut, task: str, field: str, block: str) -> bool:
@@ -267,24 +269,24 @@ def half_of(local: Tree) -> Tree:
     return {n.removeprefix(WEIGHT): v for n, v in local.items() if n.startswith(WEIGHT)}
 
 
-def leg(local: Tree, step: Tensor) -> Fit:
+def leg(local: Tree, step: Tensor) -> TrainingResult:
     """The client's training up to before this step."""
     moments: Moments = {}
     for name, value in local.items():
         if name.startswith(MOMENT):
             kind, _, of = name.removeprefix(MOMENT).partition("/")
             moments.setdefault(kind, {})[of] = value
-    return Fit({}, torch.zeros((), device=step.device), step - 1, moments=moments)
+    return TrainingResult({}, torch.zeros((), device=step.device), step - 1, moments=moments)
 
 
-def kept_after(fit: Fit, local: Tree) -> Tree:
+def kept_after(fit: TrainingResult, local: Tree) -> Tree:
     """The local state after a step."""
     kept = {f"{MOMENT}{kind}/{n}": v for kind, tree in fit.moments.items() for n, v in tree.items()}
     found = {WEIGHT + n: v for n, v in fit.params.items()} | kept
     return {name: found[name] for name in local}
 
 
-def last_loss(fit: Fit) -> Tensor:
+def last_loss(fit: TrainingResult) -> Tensor:
     """The loss of a single step whose `after` had a loss of 0: the mean over all steps is a share of it."""
     return fit.loss * fit.num_steps
 
@@ -307,5 +309,5 @@ def halves_of(params: Tree, cut: Cut, clients: Sequence[int], fed: Federation) -
     found = {}
     for k in clients:
         own = {n: v for n, v in cut.upper(params).items() if block_of(n) in fed.clients[k].blocks}
-        found[k] = cut.fresh(fed.site.model, own)
+        found[k] = cut.fresh(fed.context.model, own)
     return found

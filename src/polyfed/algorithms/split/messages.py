@@ -56,7 +56,7 @@ class Joint(Message):
 
 
 @message
-class Judged(Message):
+class Evaluated(Message):
     """U-shaped: the gradient of the loss in what the head read (B, J), and the loss."""
 
     gradient: Tensor = carries("embeddings", rows="num_rows")

@@ -14,7 +14,7 @@ from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.split.cut import Cut, Upper, one_turn, will_send
 from polyfed.core import keys
 from polyfed.core.tree import Tree
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies, joined
 from polyfed.privacy.policy import Policy
@@ -32,8 +32,8 @@ class SplitState(State):
 
 def first_state(cut: Cut, selector: Selector, fed: Federation, params: Tree) -> SplitState:
     """The whole model; a fresh optimiser for the upper half."""
-    cut.check(fed.site.model)
-    moments = cut.fresh(fed.site.model, cut.upper(params)).moments
+    cut.check(fed.context.model)
+    moments = cut.fresh(fed.context.model, cut.upper(params)).moments
     return SplitState(params, memory=selector.start(params), optimiser=moments)
 
 
@@ -66,9 +66,9 @@ class SplitLearning(Algorithm):
         """See `first_state`."""
         return first_state(self.cut, self.selector, fed, params)
 
-    def local(self, site: Site, key: int) -> Tree:
+    def local(self, context: ClientContext, key: int) -> Tree:
         """Room for the lower half and its optimiser."""
-        return self.cut.local(site)
+        return self.cut.local(context)
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Labels only where they do not stay."""
@@ -77,13 +77,13 @@ class SplitLearning(Algorithm):
     def round(self, state: SplitState, fed: Federation) -> SplitState:
         """One turn for each of the cohort, in a random order."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
-        params, losses, rows, asks = state.params, 0.0, 0, list[Replies]()
+        params, losses, rows, requests = state.params, 0.0, 0, list[Replies]()
         uppers = {-1: Upper(self.cut.upper(params), state.optimiser, state.steps)}
         for k in turns(cohort, fed):
             params, loss, done = one_turn(self.cut, fed, params, k, uppers)
-            asks.append(done)
+            requests.append(done)
             losses, rows = losses + loss * int(fed.clients.num_rows[k]), rows + int(fed.clients.num_rows[k])
-        fed.judge(joined(asks), "cut")
+        fed.require_quorum(joined(requests), "cut")
         after = uppers[-1]
         return SplitState(
             params, {}, memory, train_loss=losses / max(rows, 1), optimiser=after.moments, steps=after.steps

@@ -15,7 +15,7 @@ from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.split.cut import Cut, Upper, halves_of, will_send
 from polyfed.algorithms.split.split_learning import SplitState, first_state, turns
 from polyfed.core.tree import Tree
-from polyfed.federation.context import Site
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.privacy.policy import Policy
 from polyfed.selection import Selector, Uniform, must_be_uniform
@@ -49,9 +49,9 @@ class SplitFed(Algorithm):
         """See `first_state`."""
         return first_state(self.cut, self.selector, fed, params)
 
-    def local(self, site: Site, key: int) -> Tree:
+    def local(self, context: ClientContext, key: int) -> Tree:
         """Room for the lower half and its optimiser."""
-        return self.cut.local(site)
+        return self.cut.local(context)
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Labels only where they do not stay."""
@@ -66,7 +66,7 @@ class SplitFed(Algorithm):
             order = turns(cohort, fed)
             uppers = {-1: Upper(self.cut.upper(state.params), state.optimiser, state.steps)}
         done, loss = self.cut.exchange(fed, order, state.params, uppers)
-        fed.judge(done, "cut")
+        fed.require_quorum(done, "cut")
         weights = fed.clients.rows_of(done) if self.aggregation == "weighted" else dict.fromkeys(done, 1.0)
         halves = {k: uppers[k].params for k in done} if self.version == 1 else {}
         upper = mean(halves, weights) if self.version == 1 else uppers[-1].params

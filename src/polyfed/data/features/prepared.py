@@ -84,24 +84,24 @@ class Prepared:
 
     def check(self, source: str, extractors: Mapping[str, Extractor], listing: Mapping[str, Any]) -> None:
         """DataError if the features are of another data set, or were made with other options."""
-        cure = "change the recipe, or prepare again into another folder"
+        fix = "change the recipe, or prepare again into another folder"
         if self.source != source:
-            raise DataError(f"'{self.folder}' holds features of '{self.source}', not of '{source}': {cure}")
+            raise DataError(f"'{self.folder}' holds features of '{self.source}', not of '{source}': {fix}")
         for name, extractor in extractors.items():
             if name not in self.extractors:
                 raise DataError(
-                    f"'{self.folder}' has no features of '{name}', only {', '.join(self.extractors)}: {cure}"
+                    f"'{self.folder}' has no features of '{name}', only {', '.join(self.extractors)}: {fix}"
                 )
             if self.extractors[name] != repr(extractor):
                 raise DataError(
                     f"'{self.folder}': '{name}' was made by {self.extractors[name]}, the recipe says "
-                    f"{extractor!r}: {cure}"
+                    f"{extractor!r}: {fix}"
                 )
         for option, value in listing.items():
             if self.listing.get(option) != value:
                 raise DataError(
                     f"'{self.folder}' was made with {option} = {self.listing.get(option)!r}, the recipe says "
-                    f"{value!r}: {cure}"
+                    f"{value!r}: {fix}"
                 )
 
     def columns(self, extractors: Mapping[str, Extractor]) -> Columns:

@@ -61,8 +61,8 @@ class PtbXl(MediaSet):
                 continue
             label = class_of(labels.pop(), CLASSES, f"'{database}', record {row['ecg_id']}")
             clip = Clip.at((root / row["filename_lr"]).with_suffix(".dat"))
-            site = str(int(float(row["site"])))
-            samples.append(Sample(row["ecg_id"], label, dict.fromkeys(_LEADS, clip), _split(database, row), site))
+            context = str(int(float(row["site"])))
+            samples.append(Sample(row["ecg_id"], label, dict.fromkeys(_LEADS, clip), _split(database, row), context))
         counts = Counter(sample.client for sample in samples if sample.split == TRAIN)
         few = {sample.client for sample in samples if counts[sample.client] < self.min_records}
         samples = [replace(s, split=LEFT_OUT) if s.split == TRAIN and s.client in few else s for s in samples]

@@ -19,6 +19,6 @@ telemetry.FLWR_TELEMETRY_ENABLED = os.environ["FLWR_TELEMETRY_ENABLED"]  # it wa
 
 from polyfed.engines.flower.apps import client_app, server_app, simulate  # noqa: E402
 from polyfed.engines.flower.direct import DirectGrid  # noqa: E402
-from polyfed.engines.flower.transport import GridPost  # noqa: E402
+from polyfed.engines.flower.transport import GridTransport  # noqa: E402
 
-__all__ = ["QUIET", "DirectGrid", "GridPost", "client_app", "server_app", "simulate"]
+__all__ = ["QUIET", "DirectGrid", "GridTransport", "client_app", "server_app", "simulate"]

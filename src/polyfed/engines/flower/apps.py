@@ -15,7 +15,7 @@ from flwr.simulation import run_simulation
 from polyfed.core.signals import handling
 from polyfed.engines.flower.codec import packet_of, records
 from polyfed.engines.flower.process import end_with_link, speak_last
-from polyfed.engines.flower.transport import GridPost
+from polyfed.engines.flower.transport import GridTransport
 from polyfed.engines.protocol import FAILED
 from polyfed.federation.wire_format import Packet
 
@@ -40,7 +40,7 @@ def client_app(handler: Handler) -> ClientApp:
     return app
 
 
-def server_app(main: Callable[["GridPost", Mapping[str, Any]], None]) -> ServerApp:
+def server_app(main: Callable[["GridTransport", Mapping[str, Any]], None]) -> ServerApp:
     """The ServerApp that runs `main` with a post and the run's configuration, in a process of its own."""
     app = ServerApp()
 
@@ -48,12 +48,12 @@ def server_app(main: Callable[["GridPost", Mapping[str, Any]], None]) -> ServerA
     def start(grid: Grid, context: Context) -> None:
         speak_last()
         end_with_link()
-        main(GridPost(grid), dict(context.run_config))
+        main(GridTransport(grid), dict(context.run_config))
 
     return app
 
 
-def simulate(main: Callable[[GridPost], None], handler: Handler, clients: int, cpus: float) -> None:
+def simulate(main: Callable[[GridTransport], None], handler: Handler, clients: int, cpus: float) -> None:
     """Run `main` against Flower's simulation runtime (Ray).
 
     Args:
@@ -70,7 +70,7 @@ def simulate(main: Callable[[GridPost], None], handler: Handler, clients: int, c
     def start(grid: Grid, context: Context) -> None:
         nonlocal interrupted
         try:
-            main(GridPost(grid, stop))
+            main(GridTransport(grid, stop))
         except KeyboardInterrupt:  # Flower passes on errors of the ServerApp's thread, but not this one
             interrupted = True
 

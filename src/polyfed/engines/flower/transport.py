@@ -31,8 +31,8 @@ FINAL = (
 
 
 @dataclass
-class GridPost:
-    """A `Post` over a grid of Flower's.
+class GridTransport:
+    """A `Transport` over a grid of Flower's.
 
     Attributes:
         stop: set from outside to end a wait; it then raises KeyboardInterrupt.
@@ -73,7 +73,7 @@ class GridPost:
         return answers
 
     def exchange(self, packets: dict[int, Packet], seconds: float) -> dict[int, Packet | str]:
-        """See `Post.exchange`. An ask that is lost with its node is sent again when the node is back: to do a task
+        """See `Transport.exchange`. An ask that is lost with its node is sent again when the node is back: to do a task
         again gives the same reply (`letters`)."""
         started = looked = time.monotonic()
         end = started + seconds
