@@ -20,10 +20,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--own"):
         from laws.rows import ROWS, Row
         from polyfed.algorithms import ALGORITHMS
-        from polyfed.core.registry import own
+        from polyfed.algorithms.base import Algorithm
+        from polyfed.core.registry import find
 
         sys.path.insert(0, os.getcwd())
-        ALGORITHMS["own"], ROWS["own"] = own(path), Row()
+        ALGORITHMS["own"], ROWS["own"] = find(path, {}, Algorithm), Row()
 
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -17,6 +17,7 @@ from polyfed.experiment.recipe import load_recipe
 MODULE = """
 from dataclasses import dataclass
 from polyfed.algorithm import Averaging
+from polyfed.data import Partition, Source
 from polyfed.selection import Uniform
 from polyfed.tree import squared_distance
 
@@ -35,10 +36,11 @@ class First(Uniform):
     def choose(self, memory, params, fed):
         return list(range(3)), memory
 
-class NoDataclass: ...
+class NoDataclass(Source):
+    def load(self): ...
 
 @dataclass(frozen=True, kw_only=True)
-class Halves:
+class Halves(Partition):
     '''The first half of the rows to client 0, the rest to client 1.'''
     num: int = 2
 
@@ -121,9 +123,17 @@ def test_a_bare_tensor_is_no_column() -> None:
     [
         ("algorithm.name=own_parts:Push", r"\[algorithm\] name = 'own_parts:Push' cannot be imported .*PYTHONPATH"),
         ("algorithm.name=nowhere:Pull", "No module named 'nowhere'"),
-        ("algorithm.name=own_parts:First", "must be a subclass of Algorithm and a dataclass"),
-        ("selection.name=own_parts:Pull", "must be a subclass of Selector and a dataclass"),
+        (
+            "algorithm.name=own_parts:First",
+            "must be a class that extends polyfed.algorithms.base.Algorithm; it is the class own_parts.First",
+        ),
+        (
+            "selection.name=own_parts:Pull",
+            "must be a class that extends polyfed.selection.Selector; it is the class own_parts.Pull",
+        ),
+        ("data.name=own_parts:Halves", r"\[data\] name = .* must be a class that extends polyfed.data.Source"),
         ("data.name=own_parts:NoDataclass", "must be a dataclass"),
+        ("clients.partition=own_parts:NoDataclass", r"clients.partition = .* extends polyfed.data.Partition"),
         ("algorithm.name=fedavgg", r"did you mean 'fedavg'.*or your own, 'package.module:Class'"),
         ("algorithm.nu=1.0", r"\[algorithm\] has no option 'nu'"),
     ],
@@ -141,7 +151,7 @@ class Undeclared(Averaging):
 
 def test_options_without_the_decorator_of_a_dataclass_are_told() -> None:
     with pytest.raises(RecipeError, match=r"has the options strength, .*@dataclass\(frozen=True, kw_only=True\) above"):
-        find("test_own:Undeclared", {})
+        find("test_own:Undeclared", {}, Averaging)
 
 
 def test_a_method_that_is_nearly_a_hook_is_told() -> None:

@@ -47,8 +47,8 @@ enrol_seconds = 2.0
 class Devices:
     """Three devices in folders, as SuperNodes see them."""
 
-    def __init__(self, folder: Path) -> None:
-        (folder / "recipe.toml").write_text(RECIPE)
+    def __init__(self, folder: Path, recipe: str = RECIPE) -> None:
+        (folder / "recipe.toml").write_text(recipe)
         self.recipe = folder / "recipe.toml"
         self.app = write_app(self.recipe, folder / "app")
         self.places = write_nodes(load_recipe(self.recipe), folder)

@@ -121,7 +121,7 @@ def test_transformer_ignores_padded_steps():
         ({"kind": f"{__name__}:Nothing"}, (3,), "cannot be imported"),
         ({"kind": f"{__name__}:Wide"}, (3,), r"gives \(2, 65\)"),
         ({"kind": f"{__name__}:Wide", "colour": 1}, (3,), "unexpected keyword"),
-        ({"kind": f"{__name__}:count"}, (3,), "raised TypeError"),
+        ({"kind": f"{__name__}:count"}, (3,), "must be a class that extends torch.nn.Module; it is of type function"),
     ],
 )
 def test_faults_of_an_entry_are_named_with_the_modality(entry, shape, text):

@@ -68,9 +68,9 @@ class Carried:
 def algorithm_named(name: str) -> type[Algorithm]:
     """The class behind `[algorithm] name`; RecipeError names the nearest."""
     try:
-        cls: type[Algorithm] = find(name, ALGORITHMS)
+        cls: type[Algorithm] = find(name, ALGORITHMS, Algorithm)
     except RecipeError as error:
-        raise RecipeError(f"algorithm {error}") from error
+        raise type(error)(f"algorithm {error}") from error
     return cls
 
 

@@ -138,14 +138,14 @@ def check(
     ] = None,
 ) -> None:
     """Validate a recipe; print clients, blocks, sizes and what can cross. Nothing leaves a client."""
-    loaded = polyfed.load_recipe(recipe, overrides or [])
     if node is not None:
-        inspection = inspect(loaded, node)
+        inspection = inspect(recipe, node, overrides or [])
         if as_json:
             print_json(deployment.device_facts(inspection))
         else:
             show(deployment.device_tables(inspection))
         raise typer.Exit(polyfed.core.errors.EgressError.exit_code if inspection.refused else 0)
+    loaded = polyfed.load_recipe(recipe, overrides or [])
     with naming(recipe, overrides or []):
         checked = polyfed.check(loaded)
     if as_json:

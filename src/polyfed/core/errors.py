@@ -22,6 +22,12 @@ class ModelError(RecipeError):
     """The model section cannot be built: unknown encoder, unsupported layer, wrong fusion."""
 
 
+class NotAllowed(RecipeError):
+    """A recipe names code or a file that the owner of this device has not allowed it to use."""
+
+    exit_code = 3
+
+
 class EgressError(PolyfedError):
     """Something would leave a client, or did ask to, that its policy forbids."""
 

@@ -1,42 +1,150 @@
-"""Parts of a run by name: those that polyfed brings, and the user's own as `package.module:Class`."""
+"""Parts of a run by name: those that polyfed brings, and the user's own as `package.module:Class`.
 
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+Importing a module runs its code. Who runs a recipe of his own accepts that, as with `python module.py`. On a device the
+recipe comes from a server, so its owner decides: inside `only(allowance)` nothing is imported and no model is read that
+the allowance does not list.
+"""
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from typing import Any
 
-from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.errors import NotAllowed, RecipeError, did_you_mean
+
+_DOTTED = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
+_PATH = re.compile(rf"({_DOTTED}):([^\W\d]\w*)")
+_ENTRY = re.compile(rf"{_DOTTED}(?::[^\W\d]\w*|\.\*)")
+
+_READS = "It must read 'package.module:Class'"
 
 
-def find(name: str, registered: Mapping[str, type]) -> Any:
-    """The class of a registered name, or the user's own class of a path.
+@dataclass(frozen=True, kw_only=True)
+class Allowance:
+    """What a recipe from elsewhere may use: the [allow] section of a device's policy file.
+
+    Attributes:
+        imports: classes that may be imported, `package.module:Class`, or `package.*` for all that a package holds.
+        models: saved models that the encoder `hf` may read: its `path`, word for word.
+    """
+
+    imports: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, table: Any, where: str) -> "Allowance":
+        """Read the section.
+
+        Raises:
+            RecipeError: an unknown key, something else than a list of words, or a word that no recipe could match.
+        """
+        if not isinstance(table, Mapping):
+            raise RecipeError(f"{where} is a section: write [allow] and its keys below it")
+        allowed = [f.name for f in fields(cls)]
+        for key, words in table.items():
+            if key not in allowed:
+                raise RecipeError(f"{where} has no key '{key}'; {did_you_mean(key, allowed)}")
+            if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
+                raise RecipeError(f'{where} {key} = {words!r}: must be a list of words, as in ["..."]')
+        for entry in table.get("imports", ()):
+            if not _ENTRY.fullmatch(entry):
+                raise RecipeError(f"{where} imports: '{entry}' must read 'package.module:Class' or 'package.*'")
+        return cls(**{key: tuple(words) for key, words in table.items()})
+
+    def has_import(self, path: str) -> bool:
+        """Whether `package.module:Class` may be imported."""
+        module = path.partition(":")[0]
+        packages = [entry.removesuffix(".*") for entry in self.imports if entry.endswith(".*")]
+        return path in self.imports or any(f"{module}.".startswith(f"{package}.") for package in packages)
+
+
+_ALLOWANCE: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
+"""None where nobody but the user chooses what is run."""
+
+
+@contextmanager
+def only(allowance: Allowance) -> Iterator[None]:
+    """Recipes read, and models built, while the block runs may use nothing else of the user's."""
+    token = _ALLOWANCE.set(allowance)
+    try:
+        yield
+    finally:
+        _ALLOWANCE.reset(token)
+
+
+def check_import(path: str) -> None:
+    """Refuse a class that the owner of this device has not allowed; elsewhere, nothing.
 
     Raises:
-        RecipeError: with the nearest name, or what hindered the import.
+        NotAllowed: with the line that would allow it.
     """
-    if ":" in name:
-        return own(name)
-    if name not in registered:
-        raise RecipeError(f"'{name}' is unknown; {did_you_mean(name, registered)}; or your own, 'package.module:Class'")
-    return registered[name]
+    allowance = _ALLOWANCE.get()
+    if allowance is not None and not allowance.has_import(path):
+        raise NotAllowed(
+            f"'{path}' is code that this device has not been allowed to import. It would be allowed if the device's "
+            f'policy file said: [allow] imports = ["{path}"]'
+        )
 
 
-def own(path: str) -> Any:
-    """What `package.module:Class` leads to.
+def check_model(path: str) -> None:
+    """Refuse a saved model that the owner of this device has not allowed; elsewhere, nothing.
 
     Raises:
-        RecipeError: it cannot be imported.
+        NotAllowed: with the line that would allow it.
     """
-    module, _, name = path.partition(":")
+    allowance = _ALLOWANCE.get()
+    if allowance is not None and path not in allowance.models:
+        raise NotAllowed(
+            f"'{path}' is a saved model that this device has not been allowed to read. It would be allowed if the "
+            f'device\'s policy file said: [allow] models = ["{path}"]'
+        )
+
+
+def find(name: str, registered: Mapping[str, type], base: type) -> Any:
+    """The class of a registered name, or the user's own class of a path: a dataclass that extends `base`.
+
+    Raises:
+        RecipeError: with the nearest name, what hindered the import, or what the path leads to instead.
+    """
+    if ":" not in name:
+        if name not in registered:
+            hint = did_you_mean(name, registered)
+            raise RecipeError(f"'{name}' is unknown; {hint}; or your own, 'package.module:Class'")
+        return registered[name]
+    found = own(name, base)
+    if not is_dataclass(found):
+        raise RecipeError(
+            f"'{name}' must be a dataclass, since its fields are the keys of the section. Write "
+            f"@dataclass(frozen=True, kw_only=True) above class {found.__name__}"
+        )
+    _refuse_undeclared(name, found)
+    return found
+
+
+def own(path: str, base: type) -> Any:
+    """The class that `package.module:Class` leads to, which must extend `base`; nothing that it leads to is called.
+
+    Raises:
+        NotAllowed: the owner of this device has not allowed it; nothing was imported.
+        RecipeError: it cannot be imported, or leads to something else.
+    """
+    module, name = _parsed(path)
+    check_import(path)
     try:
         found = getattr(import_module(module), name)
     except (Exception, SystemExit) as error:  # the module's own code runs, and may do anything
         why = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         raise RecipeError(
-            f"'{path}' cannot be imported ({why}). It must read 'package.module:Class', and the folder of the "
-            "package must be on PYTHONPATH (PYTHONPATH=. for a module in this folder)"
+            f"'{path}' cannot be imported ({why}). {_READS}, and the folder of the package must be on PYTHONPATH "
+            "(PYTHONPATH=. for a module in this folder)"
         ) from error
-    _refuse_undeclared(path, found)
+    # asked of the type: an object may claim by its __class__ to be a class
+    if not (issubclass(type(found), type) and issubclass(found, base)):
+        raise RecipeError(f"'{path}' must be a class that extends {_public(base)}; it is {_described(found)}")
     return found
 
 
@@ -48,9 +156,45 @@ def name_of(part: Any, registered: Mapping[str, type]) -> str:
     return f"{type(part).__module__}:{type(part).__qualname__}"
 
 
+def _parsed(path: str) -> tuple[str, str]:
+    """Module and class of a path, before anything is imported.
+
+    Raises:
+        RecipeError: it is no such path, or its module cannot hold a part of a run.
+    """
+    match = _PATH.fullmatch(path)
+    if match is None:
+        raise RecipeError(f"'{path}' cannot be imported. {_READS}")
+    module, name = match.groups()
+    top, *inner = module.split(".")
+    if top in sys.stdlib_module_names:
+        raise RecipeError(
+            f"'{path}' is not imported: '{top}' is a module of Python's standard library, which holds no part of a "
+            "run. A module of your own needs another name"
+        )
+    if "__main__" in inner:
+        raise RecipeError(f"'{path}' is not imported: '{module}' is a command, which would be run. Name a module")
+    return module, name
+
+
+def _public(cls: type) -> str:
+    """The shortest path by which a class is imported, as in documentation."""
+    names = cls.__module__.split(".")
+    modules = [".".join(names[: depth + 1]) for depth in range(len(names))]
+    home = next((name for name in modules if vars(sys.modules[name]).get(cls.__name__) is cls), cls.__module__)
+    return f"{home}.{cls.__name__}"
+
+
+def _described(found: Any) -> str:
+    """What a path leads to, without calling anything of it."""
+    if issubclass(type(found), type):
+        return f"the class {found.__module__}.{found.__qualname__}"
+    return f"of type {type(found).__name__}"
+
+
 def _refuse_undeclared(path: str, found: Any) -> None:
     """Options that a class writes down are none without the decorator; it would run with those of its parent."""
-    if not isinstance(found, type) or not is_dataclass(found) or "__dataclass_fields__" in vars(found):
+    if "__dataclass_fields__" in vars(found):
         return
     inherited = {f.name for f in fields(found)}
     if options := [name for name in vars(found).get("__annotations__", {}) if name not in inherited]:

@@ -2,7 +2,8 @@
 
 from polyfed.data.clients import ClientsSpec
 from polyfed.data.columns import Column, Columns
-from polyfed.data.partitions.partition import PARTITIONS, Partition
+from polyfed.data.partitions.dealing import Partition
+from polyfed.data.partitions.partition import PARTITIONS
 from polyfed.data.partitions.shards import Shards
 from polyfed.data.population import Population, populate
 from polyfed.data.sources import SOURCES, Facts, Source

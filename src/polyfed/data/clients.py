@@ -8,7 +8,8 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.registry import find
 from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
 from polyfed.data.checks import need
-from polyfed.data.partitions.partition import PARTITIONS, Partition
+from polyfed.data.partitions.dealing import Partition
+from polyfed.data.partitions.partition import PARTITIONS
 
 _ASSIGNMENTS = ("missing", "keep_both", "only", "holdings")
 
@@ -22,8 +23,8 @@ class ClientsSpec:
 
     Attributes:
         partition: how training rows are dealt: "iid", "dirichlet", "by-client", "classes-per-client", "main-class",
-            "silos", or your own, "package.module:Class": a dataclass with `split`, whose fields of the same names as
-            keys of this section take their values. In Python also an object with `split`.
+            "silos", or your own, "package.module:Class": a dataclass that extends `polyfed.data.Partition`, whose
+            fields of the same names as keys of this section take their values. In Python also an object with `split`.
         num: clients; needed by all but "by-client" and "silos", which count for themselves.
         alpha: concentration of the Dirichlet partitions; also of the cut of natural clients.
         min_size: rows of the smallest client in a Dirichlet draw; 10 as in NIID-Bench (6.11).
@@ -74,7 +75,7 @@ class ClientsSpec:
         try:
             self._partition_class()
         except RecipeError as error:
-            raise RecipeError(f"clients.partition = {error}") from None
+            raise type(error)(f"clients.partition = {error}") from None
         check_ranges("[clients]", self)
         self._check_participation()
         self._check_personal_test()
@@ -94,13 +95,16 @@ class ClientsSpec:
                 f"clients.num = {self.num} has no meaning with partition '{self.partition}', which counts "
                 "its clients itself; remove it"
             )
-        partition: Partition = cls(**options)
+        try:
+            partition: Partition = cls(**options)
+        except TypeError as error:  # a field that is no key of this section, or a method that is missing
+            raise RecipeError(f"clients.partition = '{self.partition}': {error}") from None
         return partition
 
     def _partition_class(self) -> Any:
         """The class that `partition` names, or that it is an object of."""
         if isinstance(self.partition, str):
-            return find(self.partition, PARTITIONS)
+            return find(self.partition, PARTITIONS, Partition)
         if not hasattr(self.partition, "split"):
             raise RecipeError(f"{self.partition!r}: must be a name, or an object with split(columns, rows, key)")
         return type(self.partition)

@@ -12,7 +12,8 @@ from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.data.assignment import assign, devices_per_silo
 from polyfed.data.clients import ClientsSpec
 from polyfed.data.columns import GUARD, OWN_TEST, TEST, TRAIN, VALIDATION, Columns, check_finite
-from polyfed.data.partitions.partition import ByClient, Partition, natural_clients
+from polyfed.data.partitions.dealing import Partition
+from polyfed.data.partitions.partition import ByClient, natural_clients
 from polyfed.data.partitions.shards import Shards
 
 

@@ -3,6 +3,7 @@
 import re
 import tomllib
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import numpy as np
 import tomli_w
 
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.core.registry import own
 from polyfed.data import Columns, Population, stacked
 from polyfed.data.columns import OWN_TEST, TEST
+from polyfed.deploy.device import used_on
 from polyfed.experiment.assembly import model_of, population_of
 from polyfed.experiment.recipe import Recipe, load_recipe
+from polyfed.model import Custom
 from polyfed.privacy.policy import Policy
 
 APP, RECIPE, NODES = "polyfed_app.py", "recipe.toml", "nodes"
@@ -79,8 +81,8 @@ def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
     """Find here what would end the run on the server: an encoder that cannot be imported, a model that cannot be
     built."""
     for encoder in recipe.model.encoders.values():
-        if ":" in encoder.kind:
-            own(encoder.kind)
+        if isinstance(encoder, Custom):
+            encoder.encoder_class()
     try:
         columns: Columns = stacked(recipe.data.load(), recipe.stack)
     except DataError as error:
@@ -115,10 +117,17 @@ def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
         written.append(place)
         if (place / "policy.toml").exists():
             continue
-        rules = {block: {to: list(kinds) for to, kinds in row.items()} for block, row in recipe.egress.items()}
-        head = "# What may leave this client. Its own file: the server's recipe can only forbid more.\n"
-        (place / "policy.toml").write_text(head + tomli_w.dumps({"egress": rules}), encoding="utf-8")
+        (place / "policy.toml").write_text(_policy_for(recipe), encoding="utf-8")
     return written
+
+
+def _policy_for(recipe: Recipe) -> str:
+    """A client's own file under which this recipe runs as in a simulation."""
+    head = "# What may leave this client, and what a recipe may use on it ([allow]).\n"
+    head += "# Its own file: the server's recipe can only forbid more.\n"
+    rules = {block: {to: list(kinds) for to, kinds in row.items()} for block, row in recipe.egress.items()}
+    used = {key: list(names) for key, names in asdict(used_on(recipe)).items() if names}
+    return head + tomli_w.dumps({"egress": rules} | ({"allow": used} if used else {}))
 
 
 def node_config(place: Path, client: int, modalities: tuple[str, ...]) -> str:

@@ -2,20 +2,31 @@
 
 import re
 import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from polyfed.core.errors import DataError, RecipeError, did_you_mean
+from polyfed.algorithms import ALGORITHMS
+from polyfed.core.errors import DataError, NotAllowed, RecipeError, did_you_mean
+from polyfed.core.registry import Allowance, name_of
+from polyfed.core.tasks import parts
 from polyfed.data import Columns, Population, Shards
 from polyfed.data.columns import TEST, TRAIN, check_finite
 from polyfed.data.sources.npz import Npz
 from polyfed.engines.protocol import Facts
-from polyfed.experiment.recipe import Recipe, build
+from polyfed.experiment.overrides import called
+from polyfed.experiment.recipe import Recipe, build, parse_recipe, read_table
+from polyfed.model import HuggingFace
 from polyfed.privacy.policy import Policy
+from polyfed.selection import SELECTORS, Selector
 
 WHERE = "--node-config"
+
+ELSEWHERE = Npz(path="")
+"""The source of rows that a device does not have."""
 
 _PAIR = re.compile(r"""([\w-]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
 """A key and its value; values are TOML, and spaces stand between the pairs, as Flower reads it."""
@@ -31,7 +42,8 @@ class NodeConfig:
         client: its number in the federation, from 0; no two nodes may have the same.
         modalities: which arrays it takes part with, separated by commas.
         policy: its own policy, a TOML file with the [egress.*] tables; without one the default policy holds. What
-            a recipe forbids beyond that stays forbidden.
+            a recipe forbids beyond that stays forbidden. Its section [allow] lists the code and the saved models that
+            a recipe may use here; without it, none.
         state: folder for its local state and its ledger; by default `polyfed-state` beside the data.
         silo: number of its silo, or -1.
         relay: `server-sees` agrees that messages within the silo pass through the server.
@@ -88,16 +100,77 @@ def policy_on(node: NodeConfig, recipe: Recipe, modalities: tuple[str, ...]) -> 
     told = Policy.parse(recipe.egress, {**dict.fromkeys(modalities), **dict.fromkeys(recipe.egress)})
     if not node.policy:
         return Policy().stricter(told)
-    try:
-        table = tomllib.loads(Path(node.policy).read_text(encoding="utf-8-sig"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(f"policy {node.policy}: {error}. Give a TOML file with [egress.*] tables") from None
+    table = _policy_table(node)
     # one file may serve all sites: rows for modalities of the federation that this device lacks are no mistake
     rows = {**dict.fromkeys(recipe.model.encoders), **dict.fromkeys(modalities), **dict.fromkeys(node.held)}
     own = Policy.parse(table.get("egress", {}), rows, f"policy {node.policy}: [egress]")
-    if strange := [name for name in table if name != "egress"]:
-        raise RecipeError(f"policy {node.policy}: no section '{strange[0]}'; a policy has [egress.*] tables only")
     return own.stricter(told)
+
+
+def allowance_on(node: NodeConfig) -> Allowance:
+    """What a recipe may use on this device beyond polyfed itself: the [allow] section of the policy file, or nothing.
+
+    Raises:
+        RecipeError: the file is not there, or says what no policy says.
+    """
+    if not node.policy:
+        return Allowance()
+    return Allowance.parse(_policy_table(node).get("allow", {}), f"policy {node.policy}: [allow]")
+
+
+def _policy_table(node: NodeConfig) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(Path(node.policy).read_text(encoding="utf-8-sig"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"policy {node.policy}: {error}. Give a TOML file with [egress.*] and [allow]") from None
+    if strange := [name for name in table if name not in ("egress", "allow")]:
+        raise RecipeError(f"policy {node.policy}: no section '{strange[0]}'; a policy has [egress.*] and [allow] only")
+    return table
+
+
+def recipe_on(node: NodeConfig, path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe as this device reads it. What only the server uses is left out, with the code it names: trackers, the
+    source of the server's rows (this device's are in `node.data`), and a partition of the user's own.
+
+    Call it inside `registry.only(allowance_on(node))`.
+
+    Raises:
+        NotAllowed: it names code or a saved model that the device's owner has not allowed; no such code was imported.
+        RecipeError: it is wrong.
+    """
+    table = _of_a_client(read_table(path, overrides), has_data=bool(node.data))
+    try:
+        return parse_recipe(table, name=path.stem)
+    except NotAllowed:  # the server is told these words, which must not hold a path of this device
+        raise
+    except RecipeError as error:
+        raise type(error)(f"{called(path, overrides)}: {error}") from None
+
+
+def _of_a_client(table: Mapping[str, Any], has_data: bool) -> dict[str, Any]:
+    kept = {section: entry for section, entry in table.items() if section != "tracking"}
+    data, clients = kept.get("data"), kept.get("clients")
+    dealt_by_code = isinstance(clients, Mapping) and ":" in str(clients.get("partition", ""))
+    if isinstance(clients, Mapping) and dealt_by_code:
+        kept["clients"] = {key: value for key, value in clients.items() if key != "partition"}
+    if isinstance(data, Mapping):
+        name = str(data.get("name", ""))
+        if has_data and name == "npz":
+            kept["data"] = {**data, "path": ELSEWHERE.path}  # the names of its arrays are those in this device's file
+        elif has_data or dealt_by_code or ":" in name:
+            kept["data"] = {"name": "npz", "path": ELSEWHERE.path}
+    return kept
+
+
+def used_on(recipe: Recipe) -> Allowance:
+    """The least that devices must allow for this recipe to run on them."""
+    algorithm, encoders = recipe.algorithm, recipe.model.encoders.values()
+    named = [name_of(algorithm, ALGORITHMS)]
+    named += [name_of(part, SELECTORS) for _, part in parts(algorithm) if isinstance(part, Selector)]
+    named += [encoder.kind for encoder in encoders]
+    imports = [name for name in named if ":" in name]
+    models = [encoder.path for encoder in encoders if isinstance(encoder, HuggingFace)]
+    return Allowance(imports=tuple(dict.fromkeys(imports)), models=tuple(dict.fromkeys(models)))
 
 
 def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Population:
@@ -111,7 +184,7 @@ def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Popu
     Raises:
         DataError: the data is not there, is damaged, or does not fit the federation.
     """
-    base = recipe.data if isinstance(recipe.data, Npz) else Npz(path="")
+    base = recipe.data if isinstance(recipe.data, Npz) else ELSEWHERE
     source = replace(base, path=node.data, modalities=_in_order(node, facts), test_share=0.0)
     columns: Columns = source.load()
     check_finite(columns)

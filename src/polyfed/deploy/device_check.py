@@ -1,11 +1,23 @@
 """What a device would do with a recipe, found out on the device before anything is started."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.registry import check_import, check_model, only
 from polyfed.data import Population
-from polyfed.deploy.device import NodeConfig, check_held, node_from, policy_on, population_on
+from polyfed.deploy.device import (
+    ELSEWHERE,
+    NodeConfig,
+    allowance_on,
+    check_held,
+    node_from,
+    policy_on,
+    population_on,
+    recipe_on,
+    used_on,
+)
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import Planned, plan
 from polyfed.experiment.recipe import Recipe
@@ -38,17 +50,32 @@ class Inspection:
         return tuple(row for row in self.planned if not row.allowed)
 
 
-def inspect(recipe: Recipe, text: str) -> Inspection:
+def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()) -> Inspection:
     """Check a device's configuration, policy and data against a recipe, as the device itself would.
 
     Args:
-        recipe: of the run.
+        given: the recipe of the run; by its path, it is read as the device reads it.
         text: what `flower-supernode --node-config` gets, or the path of a policy file alone.
+        overrides: `section.key=value`, written into a recipe that is read.
 
     Raises:
+        NotAllowed: the recipe names what the device's owner has not allowed; no code that it names was imported.
         PolyfedError: what is wrong.
     """
-    node = node_from(text) if "=" in text else _of_policy(text, recipe)
+    node = node_from(text) if "=" in text else _of_policy(text)
+    with only(allowance_on(node)):
+        recipe = given if isinstance(given, Recipe) else recipe_on(node, Path(given), overrides)
+        used = used_on(recipe)
+        for path in used.imports:
+            check_import(path)
+        for path in used.models:
+            check_model(path)
+        return _inspected(recipe, node)
+
+
+def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
+    if not node.data:
+        node = replace(node, modalities=",".join(recipe.model.encoders))
     policy = policy_on(node, recipe, node.held)
     check_held(node, recipe)
     population = population_on(node, recipe, None) if node.data else None
@@ -61,11 +88,11 @@ def inspect(recipe: Recipe, text: str) -> Inspection:
     return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned)
 
 
-def _of_policy(path: str, recipe: Recipe) -> NodeConfig:
-    """A device of which only the policy is known: it has all modalities of the recipe."""
+def _of_policy(path: str) -> NodeConfig:
+    """A device of which only the policy is known: it has all modalities of whatever recipe."""
     if not Path(path).is_file():
         raise RecipeError(f"--node '{path}' is neither a policy file nor key=value pairs; see docs/deploy.md")
-    return NodeConfig(data="", client=0, modalities=",".join(recipe.model.encoders), policy=path)
+    return NodeConfig(data="", client=0, modalities="", policy=path)
 
 
 def _planned(recipe: Recipe, node: NodeConfig, policy: Policy, population: Population | None) -> list[Planned]:
@@ -75,6 +102,8 @@ def _planned(recipe: Recipe, node: NodeConfig, policy: Policy, population: Popul
     """
     encoders = {name: recipe.model.encoders[name] for name in node.held}
     mine = replace(recipe, model=replace(recipe.model, encoders=encoders), egress=policy.table(node.held), network=None)
+    if population is None and recipe.data == ELSEWHERE:
+        return []
     try:
         found = list(plan(assemble(mine, population=population)))
     except DataError:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from polyfed.core.errors import BadReply, PolyfedError
+from polyfed.core.errors import BadReply, NotAllowed, PolyfedError
 
 TELLING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 """Faults of a disk that the server may be told by name."""
@@ -20,10 +20,11 @@ class Fault(Exception):
 
 @contextmanager
 def blamed(what: str) -> Iterator[None]:
-    """Whatever goes wrong inside is this fault; what is wrong with the server's message (`BadReply`) is not."""
+    """Whatever goes wrong inside is this fault, except what is wrong in the message of the server (`BadReply`) and what
+    the device's owner has not allowed."""
     try:
         yield
-    except (BadReply, Fault):
+    except (BadReply, Fault, NotAllowed):
         raise
     except Exception as error:
         raise Fault(what) from error

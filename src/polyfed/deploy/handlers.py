@@ -9,16 +9,17 @@ from typing import Any
 import torch
 
 from polyfed.core import keys
-from polyfed.core.errors import BadReply
+from polyfed.core.errors import BadReply, NotAllowed
+from polyfed.core.registry import only
 from polyfed.data import Population
 from polyfed.deploy.client_runtime import ClientRuntime, enrolment
-from polyfed.deploy.device import WHERE, NodeConfig, check_held, policy_on, population_on
+from polyfed.deploy.device import WHERE, NodeConfig, allowance_on, check_held, policy_on, population_on, recipe_on
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault
 from polyfed.engines import Sequential
 from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, reason
 from polyfed.experiment.assembly import device_of, model_of, population_of
 from polyfed.experiment.events import Emitter
-from polyfed.experiment.recipe import Recipe, build, load_recipe
+from polyfed.experiment.recipe import Recipe, build
 from polyfed.federation.wire_format import Packet
 from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.policy import Policy
@@ -82,6 +83,8 @@ class Deployed:
             reply = self._answer(packet, config)
         except BadReply as error:
             reply = reason(FAILED, _request_id(packet), f"the message {error}")
+        except NotAllowed as error:
+            reply = reason(REFUSED, _request_id(packet), f"{who} refused the recipe: {error}")
         except Fault as fault:
             log_fault(who, fault)
             return reason(FAILED, _request_id(packet), f"{who}: {fault}; its own log says why")
@@ -90,11 +93,17 @@ class Deployed:
         return reply
 
     def _answer(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
-        with blamed("the recipe cannot be read there"):
-            # who looks on is the server's affair: a tracker of the user's own need not be installed here
-            recipe = load_recipe(self.recipe_path, leave_out=["tracking"])
         with blamed(f"its {WHERE} is not valid"):
             node: NodeConfig = build(WHERE, NodeConfig, config)
+        with blamed("its policy file is not valid"):
+            allowance = allowance_on(node)
+        with only(allowance):
+            return self._work(packet, node)
+
+    def _work(self, packet: Packet, node: NodeConfig) -> Packet:
+        """Answer as this device's owner allows: the recipe came from the server."""
+        with blamed("the recipe cannot be read there"):
+            recipe = recipe_on(node, self.recipe_path)
         with blamed("its policy file is not valid"):
             policy = policy_on(node, recipe, node.held)
         facts = None if packet.header.get("want") == ENROL else Facts.read(packet.header)

@@ -218,7 +218,9 @@ def run_locally(recipe_path: str | Path, folder: str | Path) -> Path:
             _show(federation)
     if (out / ERROR).exists():
         told = json.loads((out / ERROR).read_text())
-        raise getattr(errors, told["error"], PolyfedError)(told["text"])
+        classes = (found for found in vars(errors).values() if isinstance(found, type))
+        ours = {found.__name__: found for found in classes if issubclass(found, PolyfedError)}
+        raise ours.get(told["error"], PolyfedError)(told["text"])
     if not (out / RESULT).exists():
         raise PolyfedError(f"the run ended without a result; see the logs in {folder}")
     return out

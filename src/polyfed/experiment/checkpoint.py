@@ -7,12 +7,13 @@ the new checkpoint, whole.
 
 import dataclasses
 import hashlib
-import importlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Collection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -189,10 +190,12 @@ def _class(path: str, modules: Collection[str]) -> Any:
     module, _, name = path.partition(":")
     if not _known(module, modules):
         raise ValueError(f"it holds a {path}, which the algorithm of this recipe does not know")
-    found: Any = importlib.import_module(module)
+    found: Any = sys.modules.get(module)  # whoever wrote it had imported it, and so has who goes on: nothing is run
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if not dataclasses.is_dataclass(found):
+        found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
+    # a path may lead through a module into others that it has imported
+    home = f"{getattr(found, '__module__', '')}:{getattr(found, '__qualname__', '')}"
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and home == path):
         raise ValueError(f"it holds a {path}, which is not a dataclass")
     return found
 

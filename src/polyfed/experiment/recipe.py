@@ -18,7 +18,7 @@ from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
 from polyfed.core.messages import KINDS
 from polyfed.core.registry import find, name_of
 from polyfed.core.schema import checked
-from polyfed.data import PARTITIONS, SOURCES, ClientsSpec
+from polyfed.data import PARTITIONS, SOURCES, ClientsSpec, Source
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.overrides import apply, called, refuse_unknown
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
@@ -96,18 +96,30 @@ class Recipe:
         return table
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, leave_out: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe.
 
     Args:
         path: the TOML file.
         overrides: `section.key=value` as on the command line, the value in TOML (bare words are strings).
-        leave_out: sections that do not concern who reads it.
 
     Raises:
         RecipeError: with file, section, key, what is allowed and the nearest name.
     """
     path = Path(path)
+    table = read_table(path, overrides)
+    try:
+        return parse_recipe(table, name=path.stem)
+    except RecipeError as error:
+        raise type(error)(f"{called(path, overrides)}: {error}") from None
+
+
+def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The table of a recipe's file, overrides written into it; nothing that it names is looked up.
+
+    Raises:
+        RecipeError: the file cannot be read, or an override does not fit it.
+    """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors begin files with a mark
     except OSError as error:
@@ -116,11 +128,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, leave_out: S
         raise RecipeError(f"recipe {path} is not valid TOML: {error}") from None
     for override in overrides:
         apply(table, override)
-    table = {section: entry for section, entry in table.items() if section not in leave_out}
-    try:
-        return parse_recipe(table, name=path.stem)
-    except RecipeError as error:
-        raise type(error)(f"{called(path, overrides)}: {error}") from None
+    return table
 
 
 def recipe_of(given: Recipe | str | Path) -> Recipe:
@@ -156,7 +164,7 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
     stack = {"stack": data.pop("stack")} if "stack" in data else {}
     return Recipe(
         **checked("", Recipe, top),
-        data=build("[data]", *_class("[data]", SOURCES, object, data)),
+        data=build("[data]", *_class("[data]", SOURCES, Source, data)),
         **checked("[data]", Recipe, stack),
         clients=clients,
         model=build("[model]", ModelSpec, sections["model"]),
@@ -271,10 +279,6 @@ def _class(
     if name is None:
         raise RecipeError(f"{where} needs a name; {did_you_mean('', registry)}")
     try:
-        cls = find(str(name), registry)
+        return find(str(name), registry, base), rest
     except RecipeError as error:
-        raise RecipeError(f"{where} name = {error}") from error
-    if not (isinstance(cls, type) and issubclass(cls, base) and dataclasses.is_dataclass(cls)):
-        wanted = "a dataclass" if base is object else f"a subclass of {base.__name__} and a dataclass"
-        raise RecipeError(f"{where} name = '{name}' must be {wanted}; it is {cls!r}")
-    return cls, rest
+        raise type(error)(f"{where} name = {error}") from error

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from polyfed.core.errors import ModelError, RecipeError
-from polyfed.core.registry import own
+from polyfed.core.errors import ModelError, NotAllowed, RecipeError
+from polyfed.core.registry import check_import, own
 from polyfed.model.checks import known_fields, one_of
 from polyfed.model.encoder import EncoderSpec, Mlp, Shape
 from polyfed.model.hugging_face import HuggingFace
@@ -17,7 +17,7 @@ from polyfed.model.sequences import ConvGru, Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class Custom(EncoderSpec):
-    """A class of the user's, `kind = "my.module:MyEncoder"`, called with (shape, embedding, **options).
+    """A `torch.nn.Module` of the user's, `kind = "my.module:MyEncoder"`, called with (shape, embedding, **options).
 
     Attributes:
         options: keyword arguments; in a recipe, the other keys of the entry.
@@ -27,8 +27,9 @@ class Custom(EncoderSpec):
 
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
         """See `EncoderSpec.build`."""
+        make = self.encoder_class()
         try:
-            module = self._class()(shape, embedding, **self.options)
+            module = make(shape, embedding, **self.options)
         except ModelError:
             raise
         except Exception as error:
@@ -38,9 +39,17 @@ class Custom(EncoderSpec):
             raise ModelError(f"it gave a {type(module).__name__}; it must give a torch.nn.Module.")
         return module
 
-    def _class(self) -> Any:
+    def encoder_class(self) -> Any:
+        """The class, imported.
+
+        Raises:
+            NotAllowed: the owner of this device has not allowed it.
+            ModelError: it cannot be imported, or is no `torch.nn.Module`.
+        """
         try:
-            return own(self.kind)
+            return own(self.kind, nn.Module)
+        except NotAllowed:
+            raise
         except RecipeError as error:
             raise ModelError(f"kind = {error}") from error
 
@@ -64,6 +73,7 @@ def encoder_spec(where: str, entry: EncoderSpec | Mapping[str, Any]) -> EncoderS
         entry: a table of the recipe with `kind` and its options, or a specification, which is given back.
 
     Raises:
+        NotAllowed: it names code that the owner of this device has not allowed.
         ModelError: no kind, an unknown one, an unknown option or a value out of range.
     """
     if isinstance(entry, EncoderSpec):
@@ -72,11 +82,20 @@ def encoder_spec(where: str, entry: EncoderSpec | Mapping[str, Any]) -> EncoderS
         raise ModelError(f"{where} = {entry!r}: give a table with a kind, e.g. {{ kind = 'mlp', hidden = [128] }}.")
     options = {key: value for key, value in entry.items() if key != "kind"}
     if ":" in entry["kind"]:
+        _allowed(where, entry["kind"])
         return Custom(kind=entry["kind"], options=options)
     one_of(f"{where}.kind", entry["kind"], ENCODERS)
     spec = ENCODERS[entry["kind"]]
     known_fields(where, options, spec)
     try:
         return spec(**entry)
-    except ModelError as error:
-        raise ModelError(f"{where}: {error}") from None
+    except (ModelError, NotAllowed) as error:
+        raise type(error)(f"{where}: {error}") from None
+
+
+def _allowed(where: str, kind: str) -> None:
+    """Refuse on a device, before the model is built, what building it would refuse."""
+    try:
+        check_import(kind)
+    except NotAllowed as error:
+        raise NotAllowed(f"{where}.kind = {error}") from None

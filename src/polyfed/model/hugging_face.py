@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.errors import ModelError
+from polyfed.core.registry import check_model
 from polyfed.model import pretrained
 from polyfed.model.encoder import EncoderSpec, Shape
 
@@ -28,6 +29,10 @@ class HuggingFace(EncoderSpec):
     kind: Literal["hf"] = "hf"
     path: str
     frozen: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse, on a device, a model that its owner has not allowed."""
+        check_model(self.path)
 
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
         """See `EncoderSpec.build`; under attention fusion, one embedding a token: (B, T, embedding)."""

@@ -1,4 +1,7 @@
-"""Loading backbones of the `transformers` library from a folder or the hub's cache; nothing is downloaded."""
+"""Loading backbones of the `transformers` library from a folder or the hub's cache.
+
+Nothing is downloaded, no code that comes with a model is run, and weights are read from safetensors only.
+"""
 
 from importlib import import_module
 from typing import Any
@@ -6,6 +9,10 @@ from typing import Any
 from torch import nn
 
 from polyfed.core.errors import ModelError
+from polyfed.core.registry import check_model
+
+_SAFE = {"local_files_only": True, "trust_remote_code": False}
+"""Left out, `trust_remote_code` makes the library ask on the terminal whether to run a model's code."""
 
 _ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout")
 
@@ -20,9 +27,7 @@ def library() -> Any:
 
 def tokenizer(path: str) -> Any:
     """The tokenizer saved with a model."""
-    return _from(
-        path, "tokenizer", lambda transformers: transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    )
+    return _from(path, "tokenizer", lambda transformers: transformers.AutoTokenizer.from_pretrained(path, **_SAFE))
 
 
 def backbone(path: str) -> nn.Module:
@@ -31,18 +36,24 @@ def backbone(path: str) -> nn.Module:
     A pooling layer that the file has no weights for would be drawn at random: it is taken out.
 
     Raises:
+        NotAllowed: the owner of this device has not allowed it to be read.
         ModelError: no such model, a file that lacks weights, or the package is missing.
     """
     return _from(path, "model", lambda transformers: _backbone(transformers, path))  # type: ignore[no-any-return]
 
 
 def _backbone(transformers: Any, path: str) -> nn.Module:
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(path, **_SAFE)
     for name in _ATTENTION_DROPOUT:
         if hasattr(config, name):
             setattr(config, name, 0.0)
     found, report = transformers.AutoModel.from_pretrained(
-        path, config=config, local_files_only=True, attn_implementation="eager", output_loading_info=True
+        path,
+        config=config,
+        attn_implementation="eager",
+        use_safetensors=True,  # the other formats are pickles
+        output_loading_info=True,
+        **_SAFE,
     )
     missing = sorted(report["missing_keys"])
     if any(name.startswith("pooler.") for name in missing):
@@ -55,6 +66,7 @@ def _backbone(transformers: Any, path: str) -> nn.Module:
 
 
 def _from(path: str, what: str, load: Any) -> Any:
+    check_model(path)
     try:
         return load(library())
     except (OSError, ValueError, KeyError, ImportError) as error:

@@ -3,6 +3,9 @@
 Redrawing a table is cheap, and one shuffle per class serves 100,000 clients without a loop in Python.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +18,14 @@ MAX_REDRAWS = 1000
 """Draws before a partition gives up (6.11)."""
 
 Counts = NDArray[np.int64]
+
+
+class Partition(ABC):
+    """Deals rows to clients; your own is a subclass, a dataclass whose fields are keys of [clients]."""
+
+    @abstractmethod
+    def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
+        """One array of rows per client, in order of clients. `rows` is the partition's own: it may reorder it."""
 
 
 def labels(columns: Columns, rows: Rows) -> Rows:

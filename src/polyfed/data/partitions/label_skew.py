@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from polyfed.core import keys
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.data.columns import Columns
-from polyfed.data.partitions.dealing import MAX_REDRAWS, Counts, deal, enough, labels
+from polyfed.data.partitions.dealing import MAX_REDRAWS, Counts, Partition, deal, enough, labels
 from polyfed.data.partitions.shards import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassesPerClient:
+class ClassesPerClient(Partition):
     """non-IID-1 of 6.12: every client owns a random set of classes; a class is split evenly among its owners.
 
     The sets are all different while there are enough of them, and overlap at random.
@@ -66,7 +66,7 @@ class ClassesPerClient:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MainClass:
+class MainClass(Partition):
     """non-IID-2 and -3 of 6.12: equal clients of floor(N/K) rows, a share of each from its main class, k mod
     C.
 

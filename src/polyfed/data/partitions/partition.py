@@ -6,28 +6,19 @@ given rows out: disjoint, deterministic, one array per client.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
 from polyfed.data.columns import Columns
-from polyfed.data.partitions.dealing import MAX_REDRAWS, deal, dirichlet_counts, enough, labels
+from polyfed.data.partitions.dealing import MAX_REDRAWS, Partition, deal, dirichlet_counts, enough, labels
 from polyfed.data.partitions.label_skew import ClassesPerClient, MainClass
 from polyfed.data.partitions.shards import Rows, Stretches
 
 
-class Partition(Protocol):
-    """Deals rows to clients; users may bring their own."""
-
-    def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
-        """One array of rows per client, in order of clients. `rows` is the partition's own: it may reorder it."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class Iid:
+class Iid(Partition):
     """Shuffled equal shards; sizes differ by at most one.
 
     Attributes:
@@ -45,7 +36,7 @@ class Iid:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dirichlet:
+class Dirichlet(Partition):
     """Label skew by Dirichlet(alpha) per class, as in NIID-Bench (Li et al., ICDE 2022), 6.11.
 
     For each class, shares over the clients are drawn; clients that already hold N/K rows get none of it, the
@@ -67,7 +58,7 @@ class Dirichlet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DirichletAuthors:
+class DirichletAuthors(Partition):
     """The variant in CMSFed's released code (6.11): a client is full at 1.1 N/K rows, and there is no least
     size.
 
@@ -88,7 +79,7 @@ class DirichletAuthors:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByClient:
+class ByClient(Partition):
     """One client per natural client (speaker, subject, video), in order of their numbers.
 
     With `shards` above 1, each natural client is cut into that many by Dirichlet(alpha) over its labels: the
@@ -122,7 +113,7 @@ class ByClient:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Silos:
+class Silos(Partition):
     """HFM's setting (6.11): equal shuffled shards to `silos` silos. `populate` puts a silo's devices on its
     shard.
 
@@ -137,7 +128,7 @@ class Silos:
         return Iid(num=self.silos).split(columns, rows, key)
 
 
-PARTITIONS: dict[str, type] = {
+PARTITIONS: dict[str, type[Partition]] = {
     "iid": Iid,
     "dirichlet": Dirichlet,
     "dirichlet-authors": DirichletAuthors,

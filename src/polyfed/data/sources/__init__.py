@@ -1,8 +1,5 @@
 """Data sources: frozen dataclasses, each the schema of its `[data]`, with `load()` and `describe()`."""
 
-from typing import Protocol
-
-from polyfed.data.columns import Columns
 from polyfed.data.sources.av_mnist import AvMnist
 from polyfed.data.sources.ave import Ave
 from polyfed.data.sources.cg_digits import CgDigits
@@ -11,7 +8,7 @@ from polyfed.data.sources.cifar100 import Cifar100
 from polyfed.data.sources.cmu import Mosei, Mosi
 from polyfed.data.sources.crema_d import CremaD
 from polyfed.data.sources.crisismmd import CrisisMmd
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.facts import Facts, Source
 from polyfed.data.sources.food101 import Food101
 from polyfed.data.sources.hateful_memes import HatefulMemes
 from polyfed.data.sources.hugging_face import HuggingFace
@@ -26,16 +23,7 @@ from polyfed.data.sources.ptb_xl import PtbXl
 from polyfed.data.sources.toy import Toy
 from polyfed.data.sources.ucihar import UciHar
 
-
-class Source(Protocol):
-    """What a run needs of a source; users may bring their own."""
-
-    def load(self) -> Columns:
-        """The data set as a table; DataError if it cannot be read."""
-        ...
-
-
-SOURCES: dict[str, type] = {
+SOURCES: dict[str, type[Source]] = {
     "av-mnist": AvMnist,
     "ave": Ave,
     "crema-d": CremaD,

@@ -14,7 +14,7 @@ from polyfed.core.errors import DataError
 from polyfed.core.schema import FRACTION, check_ranges
 from polyfed.data.columns import TEST, TRAIN, Column, Columns, standardised
 from polyfed.data.files import Arrays, existing
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.facts import Facts, Source
 from polyfed.data.sources.mnist import LAYOUT, LICENCE, OBTAIN, read_mnist
 from polyfed.data.splits import subset
 
@@ -25,7 +25,7 @@ _FRAME, _HOP, _BANDS = 256, 128, 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class AvMnist:
+class AvMnist(Source):
     """Pairs `image` (1, 28, 28) and `audio` (1, 32, 64): log-mel, (band, frame), of the Free Spoken Digit
     Dataset.
 

@@ -7,12 +7,12 @@ import torch
 from polyfed.core import keys
 from polyfed.data.columns import Columns, standardised
 from polyfed.data.sources import colour
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.facts import Facts, Source
 from polyfed.data.splits import stratified
 
 
 @dataclass(frozen=True, kw_only=True)
-class CgDigits:
+class CgDigits(Source):
     """1,797 real 8x8 scans, each as `gray` (1, 8, 8) and `color` (3, 8, 8), coloured by the recipe of 6.6.
 
     The training colours give the label away, the test colours do not: a model that leans on colour fails the

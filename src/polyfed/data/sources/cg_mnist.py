@@ -12,7 +12,7 @@ from polyfed.core.schema import FRACTION, check_ranges
 from polyfed.data.columns import TEST, TRAIN, Columns
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources import colour, mnist
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.facts import Facts, Source
 from polyfed.data.splits import subset
 
 # Norms that the CMSFed and PMR releases use, on a scale of [0, 1] (6.6)
@@ -24,7 +24,7 @@ _COLOR = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class CgMnist:
+class CgMnist(Source):
     """60,000 / 10,000 digits, each as `gray` (1, 28, 28) and `color` (3, 28, 28) of the same image.
 
     Training colours follow the label with noise of variance 0.03 a channel, test colours are those of a digit

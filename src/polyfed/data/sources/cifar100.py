@@ -13,7 +13,7 @@ from polyfed.core.errors import DataError
 from polyfed.core.schema import FRACTION, check_ranges
 from polyfed.data.columns import TEST, TRAIN, Column, Columns, moments
 from polyfed.data.files import Arrays, existing, stored_name
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.facts import Facts, Source
 from polyfed.data.splits import subset
 
 LAYOUT = (
@@ -34,7 +34,7 @@ _ROWS_AT_ONCE = 4096  # turned gray in one go, so that 60,000 images never stand
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cifar100:
+class Cifar100(Source):
     """Images as `rgb` (3, 32, 32) and `gray` (1, 32, 32), row by row of the same picture; no augmentation.
 
     Images are kept as bytes (gray is rounded); the norms of 6.7 are applied when a batch is taken, those of gray are

@@ -1,6 +1,21 @@
-"""What `polyfed data NAME` tells of a source."""
+"""What a source is, and what `polyfed data NAME` tells of it."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+
+from polyfed.data.columns import Columns
+
+
+class Source(ABC):
+    """A data set; your own is a subclass, a dataclass whose fields are the keys of [data]."""
+
+    @abstractmethod
+    def load(self) -> Columns:
+        """The data set as a table.
+
+        Raises:
+            DataError: it cannot be read.
+        """
 
 
 @dataclass(frozen=True)

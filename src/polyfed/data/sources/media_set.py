@@ -19,10 +19,11 @@ from polyfed.data.features.listing import Listing
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.files import existing
 from polyfed.data.media import Extractor
+from polyfed.data.sources.facts import Source
 
 
 @dataclass(frozen=True, kw_only=True)
-class MediaSet:
+class MediaSet(Source):
     """A published data set on disk, or the folder that `polyfed data prepare` made of it.
 
     From the published folder, features are extracted at first use and kept in the cache; any unusable file stops

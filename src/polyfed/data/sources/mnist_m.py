@@ -13,7 +13,7 @@ from polyfed.core.schema import FRACTION, check_ranges
 from polyfed.data.columns import Column, Columns
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources import mnist
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.facts import Facts, Source
 from polyfed.data.sources.pictures import pictures, read_picture
 from polyfed.data.splits import subset
 
@@ -21,7 +21,7 @@ SIDE = 28
 
 
 @dataclass(frozen=True, kw_only=True)
-class MnistM:
+class MnistM(Source):
     """60,000 / 10,000 digits, each as `mnist` (1, 28, 28) and `mnist_m` (3, 28, 28).
 
     MNIST-M is |background - digit|, the digit binarised to 0 or 255, the background a random crop of a natural image

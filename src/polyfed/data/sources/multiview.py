@@ -14,7 +14,7 @@ from polyfed.core.schema import AT_LEAST_ONE, check_ranges
 from polyfed.data.checks import need
 from polyfed.data.columns import TEST, TRAIN, Column, Columns
 from polyfed.data.files import existing, stored_name
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.facts import Facts, Source
 from polyfed.data.sources.pictures import SUFFIXES, read_picture
 
 LAYOUT = (
@@ -27,7 +27,7 @@ _SPLITS = {"train": TRAIN, "test": TEST}
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiView:
+class MultiView(Source):
     """Every view, or group of views, of an object is a modality: pictures (C, size, size) scaled to [0, 1].
 
     Objects that lack one of the views are dropped. Classes are numbered by name, rows ordered by class, split, item.

@@ -15,14 +15,14 @@ from polyfed.core.schema import BELOW_ONE, check_ranges
 from polyfed.data.checks import need
 from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.files import Arrays, stored_name
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.facts import Facts, Source
 from polyfed.data.splits import stratified
 
 Layout = Literal["F", "TF", "FT", "HW", "HWC", "CHW"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Npz:
+class Npz(Source):
     """One's own data without code: an array per modality, plus `label` and, if there, the arrays named below.
 
     A folder of `<array>.npy` files is read in place of an `.npz` and memory mapped, for data larger than

@@ -11,12 +11,12 @@ from polyfed.core import keys
 from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, check_ranges
 from polyfed.data.checks import need
 from polyfed.data.columns import Column, Columns
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.facts import Facts, Source
 from polyfed.data.splits import stratified
 
 
 @dataclass(frozen=True, kw_only=True)
-class Toy:
+class Toy(Source):
     """Class-dependent Gaussians: a sample of class c in modality m is `snr_m * u_mc + noise`.
 
     `u_mc` is a random direction of expected length 1 per class, the noise is standard normal in every entry,

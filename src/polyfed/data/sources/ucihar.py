@@ -13,7 +13,7 @@ from polyfed.core.schema import check_ranges
 from polyfed.data.checks import need
 from polyfed.data.columns import TEST, TRAIN, Column, Columns, standardised
 from polyfed.data.files import Arrays, existing
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.facts import Facts, Source
 
 CLASSES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
 STEPS = 128  # 2.56 s at 50 Hz
@@ -22,7 +22,7 @@ _EPS = 1e-5  # FedMultimodal, peers.md 3.3 item 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class UciHar:
+class UciHar(Source):
     """10,299 windows of 128 steps x 3 axes; `acc` and `gyro` without gravity, `total_acc` with it.
 
     The natural clients are the subjects, 0..29. The official test set is that of 9 subjects who never train.
