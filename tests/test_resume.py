@@ -292,7 +292,7 @@ def test_a_checkpoint_names_no_class_outside_polyfed_and_the_algorithms_module(t
     (path,) = tmp_path.rglob("state.json")
     path.write_text(path.read_text().replace("polyfed.algorithms.base:State", "subprocess:Popen"))
     latest = json.loads((tmp_path / "checkpoint" / "latest.json").read_text())
-    latest["sha256"]["state.json"] = checkpoint._sha256(path)
+    latest["sha256"]["state.json"] = checkpoint.sha256_of(path)
     (tmp_path / "checkpoint" / "latest.json").write_text(json.dumps(latest))
     with pytest.raises(CheckpointError, match="subprocess:Popen"):
         polyfed.run(longer("fedavg", rounds=2), tmp_path, resume=True)

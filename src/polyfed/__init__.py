@@ -3,10 +3,23 @@
 from importlib.metadata import version
 
 from polyfed.experiment.check import Check, check
+from polyfed.experiment.export import Models, load_model
 from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
-from polyfed.experiment.run_result import Run
+from polyfed.experiment.run_result import Run, load_run
 from polyfed.run import run
 
 __version__ = version("polyfed")
 
-__all__ = ["Check", "Recipe", "Run", "__version__", "check", "load_recipe", "parse_recipe", "run"]
+__all__ = [
+    "Check",
+    "Models",
+    "Recipe",
+    "Run",
+    "__version__",
+    "check",
+    "load_model",
+    "load_recipe",
+    "load_run",
+    "parse_recipe",
+    "run",
+]

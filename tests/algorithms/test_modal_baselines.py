@@ -11,7 +11,7 @@ from oracles import baselines as oracle
 from polyfed.algorithms.fedmsplit import FedMSplit
 from polyfed.algorithms.fedogm import FedOgm, coefficient, sureness
 from polyfed.algorithms.fedpmr import balance
-from polyfed.algorithms.fedproto import nearest, squared_pull
+from polyfed.algorithms.fedproto import closeness, squared_pull
 from polyfed.core.batch import Batch
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import select
@@ -195,7 +195,12 @@ def test_nearest_prototype_adds_distances_of_modalities() -> None:
         "b": Prototypes(torch.tensor([[0.0], [9.0]]), torch.ones(2, dtype=torch.bool)),
     }
     z = {"a": torch.tensor([[1.0], [1.0]]), "b": torch.tensor([[1.0], [8.0]])}
-    assert nearest(near, z, batch([0, 0])).tolist() == [0, 1]
+    scores = closeness(near, z, batch([0, 0]))
+    assert scores.tolist() == [[-2.0, -10.0], [-9.0, -3.0]]
+    near["b"] = Prototypes(near["b"].mean, torch.tensor([True, False]))
+    scores = closeness(near, z, batch([0, 0]))
+    assert scores.argmax(1).tolist() == [0, 0], "a class without a prototype is never the nearest"
+    assert bool(scores.isfinite().all())
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -7,11 +7,11 @@ from polyfed.algorithms.creamfl import CreamFL
 from polyfed.algorithms.fedamp import FedAmp
 from polyfed.algorithms.fedavg import FedAvg
 from polyfed.algorithms.fedfomo import FedFomo
-from polyfed.algorithms.fedgkt import FedGKT
+from polyfed.algorithms.fedgkt import FedGKT, ServerOnTop
 from polyfed.algorithms.fedmsplit import FedMSplit
 from polyfed.algorithms.fedogm import FedOgm
 from polyfed.algorithms.fedpmr import FedPmr
-from polyfed.algorithms.fedproto import FedProto
+from polyfed.algorithms.fedproto import FedProto, NearestPrototype
 from polyfed.algorithms.fedprox import FedProx
 from polyfed.algorithms.hfl import Hfl
 from polyfed.algorithms.hfm.hfm import Hfm
@@ -23,6 +23,14 @@ from polyfed.algorithms.pfmml.pfmml import Pfmml
 from polyfed.algorithms.scaffold import Scaffold
 from polyfed.algorithms.split.split_learning import SplitLearning
 from polyfed.algorithms.split.splitfed import SplitFed
+from polyfed.evaluation.scores import Predictor
+
+PREDICTORS: dict[str, type[Predictor]] = {
+    "logits": Predictor,
+    "nearest-prototype": NearestPrototype,
+    "server-on-top": ServerOnTop,
+}
+"""How clients' own models predict, by the name in the description of a saved model."""
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,

@@ -6,7 +6,8 @@ is final; what two algorithms share is a function, not a parent.
 """
 
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar
@@ -18,7 +19,16 @@ from polyfed.core.schema import check_ranges
 from polyfed.core.tasks import is_task, task
 from polyfed.core.tree import Tree
 from polyfed.evaluation import metrics
-from polyfed.evaluation.scores import Evaluation, Measured, ModelToEvaluate, OwnScore, Scores, own_score, scores
+from polyfed.evaluation.scores import (
+    Evaluated,
+    Evaluation,
+    Measured,
+    ModelToEvaluate,
+    OwnScore,
+    Scores,
+    own_score,
+    scores,
+)
 from polyfed.federation.client_registry import TEST, VALIDATION
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -37,7 +47,7 @@ class Broadcast(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm(ABC):
+class Algorithm(Evaluated):
     """Hyper-parameters and both halves of a method.
 
     Attributes:
@@ -119,20 +129,23 @@ class Algorithm(ABC):
         return True
 
     def evaluate(self, state: Any, fed: Federation) -> Measured:
-        """Judge the state on the server's test and validation rows, and clients on their own test rows."""
-        measured = self.evaluate_globally(state, fed) if fed.evaluation_clients else {}
+        """Judge the global model, where there is one, on the server's rows, and clients on their own test rows."""
+        params = self.global_params(state) if fed.evaluation_clients else None
+        measured = {} if params is None else self.evaluate_globally(params, fed)
         if not (self.evaluation.personal and fed.clients.tested):
             return Measured(measured)
-        group, accuracies = self.evaluate_personally(fed, Broadcast(state.params))
+        group, accuracies = self.evaluate_personally(fed, self.to_judge(state, fed, fed.clients.tested))
         return Measured(measured | {"personal": group}, accuracies)
 
-    def evaluate_globally(self, state: Any, fed: Federation) -> dict[str, dict[str, float]]:
-        """The groups `global`, `validation` and `unimodal` for the global model `state.params`."""
+    def to_judge(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
+        """The global model; nothing where clients judge what they keep."""
+        return Broadcast({} if self.own_models == "clients" else state.params)
+
+    def evaluate_globally(self, params: Tree, fed: Federation) -> dict[str, dict[str, float]]:
+        """The groups `global`, `validation` and `unimodal` for a model, by the server's test and validation rows."""
         measured: dict[str, dict[str, float]] = {}
-        near = self.class_prototypes(state.params, fed) if TEST in fed.evaluation_clients else {}
-        send = ModelToEvaluate(
-            state.params, {m: p.mean for m, p in near.items()}, {m: p.active for m, p in near.items()}
-        )
+        near = self.class_prototypes(params, fed) if TEST in fed.evaluation_clients else {}
+        send = ModelToEvaluate(params, {m: p.mean for m, p in near.items()}, {m: p.active for m, p in near.items()})
         replies = fed.ask(self.score, fed.evaluation_clients, send)
         for evaluation_client, group in ((TEST, "global"), (VALIDATION, "validation")):
             if evaluation_client in replies:
@@ -153,10 +166,6 @@ class Algorithm(ABC):
         hits, rows = own.numbers("hits"), own.numbers("num_rows")
         return metrics.personal(hits, rows), {c: hits[c] / rows[c] for c in rows if rows[c] > 0}
 
-    def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """The model a client is judged with on its own test rows: the global one unless it keeps its own."""
-        return got.params
-
     @task()
     def score(self, context: ClientContext, data: ClientData, local: Tree, got: ModelToEvaluate) -> tuple[Scores, Tree]:
         """Judge a model on an examiner's rows."""
@@ -165,4 +174,4 @@ class Algorithm(ABC):
     @task()
     def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[OwnScore, Tree]:
         """Judge the client's model on its own test rows."""
-        return own_score(context.model, self.own_params(got, local), data.test), local
+        return own_score(context.model, self.own_params(got, local), data.test, self.predictor), local

@@ -28,7 +28,6 @@ from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
-from polyfed.evaluation.scores import Measured
 from polyfed.federation.client_registry import VALIDATION
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -231,13 +230,9 @@ class CreamFL(Algorithm):
         fit = fed.view(state.samples, state.labels).minimise(loss, state.params, train=train, after=after)
         return state.with_(params=fit.params, optimiser=fit.moments, steps=int(fit.num_steps))
 
-    def evaluate(self, state: CreamState, fed: Federation) -> Measured:
-        """The server's model on its rows, the clients' own models on theirs."""
-        measured = self.evaluate_globally(state, fed)
-        if not (self.evaluation.personal and fed.clients.tested):
-            return Measured(measured)
-        group, accuracies = self.evaluate_personally(fed, Broadcast({}))
-        return Measured(measured | {"personal": group}, accuracies)
+    def global_params(self, state: CreamState) -> Tree:
+        """The server's model."""
+        return state.params
 
 
 def ensemble(sent: list[Tensor], other_PE: Tensor) -> Tensor:

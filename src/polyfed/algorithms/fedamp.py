@@ -25,7 +25,6 @@ from polyfed.core.batch import Batch
 from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, keep_on_host, squared_distance
-from polyfed.evaluation.scores import Measured
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
@@ -155,13 +154,6 @@ class FedAmp(Algorithm):
         total = others.sum(1, keepdim=True)
         others = others / total.clamp(min=1.0)  # a client's own weight never falls below zero
         return others + eye * (1 - others.sum(1, keepdim=True)).clamp(min=0.0)
-
-    def evaluate(self, state: FedAmpState, fed: Federation) -> Measured:
-        """Clients judge their own models."""
-        if not (self.evaluation.personal and fed.clients.tested):
-            return Measured({})
-        group, accuracies = self.evaluate_personally(fed, Broadcast({}))
-        return Measured({"personal": group}, accuracies)
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
         """A client is judged with its own model."""

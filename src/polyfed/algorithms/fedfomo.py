@@ -27,7 +27,6 @@ from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import AT_LEAST_TWO, NOT_NEGATIVE, PROBABILITY
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, block_of, blocks, keep_on_host
-from polyfed.evaluation.scores import Measured
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
@@ -132,13 +131,6 @@ class FedFomo(Algorithm):
             for block, weights in weighed[client].weights.items():
                 preferences[block][client, offers[client].senders[block]] += weights.double().cpu()
         return FedFomoState(state.params, preferences, sorted(asked), mean_loss(trained, fed))
-
-    def evaluate(self, state: FedFomoState, fed: Federation) -> Measured:
-        """Clients judge their own models."""
-        if not (self.evaluation.personal and fed.clients.tested):
-            return Measured({})
-        group, accuracies = self.evaluate_personally(fed, Broadcast({}))
-        return Measured({"personal": group}, accuracies)
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
         """A client is judged with its own model."""

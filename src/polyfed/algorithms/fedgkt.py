@@ -10,7 +10,7 @@ Ours: rows are paired by their place among the client's rows, which never change
 features the server takes up with one tower each, summed in its first common layer, a missing one contributing nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
@@ -26,8 +26,7 @@ from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
-from polyfed.evaluation import metrics
-from polyfed.evaluation.scores import Measured, OwnScore
+from polyfed.evaluation.scores import Predictor
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -36,6 +35,9 @@ from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training import ClientData, TrainingResult
 from polyfed.training.losses import cross_entropy, distillation
 from polyfed.training.optimisers import Moments
+
+TOP = "top."
+"""Prefix of the server's network in the model that a client is judged with."""
 
 
 @message
@@ -65,6 +67,29 @@ class GktState(State):
     steps: int = 0
     logits: dict[int, Tensor] = field(default_factory=dict)
     server_loss: float = float("nan")
+
+
+@dataclass(frozen=True)
+class ServerOnTop(Predictor):
+    """A client's extractor and the server's network as one model; the Tree holds the latter under `top.`.
+
+    Attributes:
+        hidden: hidden sizes of the server's towers.
+        embedding: their width.
+    """
+
+    hidden: tuple[int, ...]
+    embedding: int
+
+    def top(self, model: Model) -> Model:
+        """The server's network for clients of this model."""
+        shapes = tuple((m, (model.feature_size(m),)) for m in model.modalities)
+        return mlps(shapes, self.hidden, self.embedding, model.num_classes)
+
+    def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
+        """See `Predictor.logits`."""
+        above = {name.removeprefix(TOP): value for name, value in w.items() if name.startswith(TOP)}
+        return self.top(model).logits(above, replace(batch, x=model.vectors(w, batch)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,27 +151,11 @@ class FedGKT(Algorithm):
         features = {m: told[m] for m in context.modalities}
         return Extract(features, told["logits"], told["labels"], fit.loss, data.num_rows), fit.params
 
-    @task()
-    def score_pair(
-        self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast
-    ) -> tuple[OwnScore, Tree]:
-        """Judge the client's extractor with the server's network on top, on the client's own test rows."""
-        top = self.top(context.model)
-
-        def step(hits: Tensor, batch: Batch) -> Tensor:
-            z = context.model.vectors(local, batch)
-            right = top.logits(got.params, replace(batch, x=z)).argmax(-1) == batch.y
-            return hits + batch.sum(right.to(torch.float32))
-
-        hits = data.test.fold(step, torch.zeros((), device=data.num_rows.device))
-        return OwnScore(hits, data.test.num_rows), local
-
     # the server's half
 
     def top(self, model: Model) -> Model:
         """The server's network: features of every modality to logits."""
-        shapes = tuple((m, (model.feature_size(m),)) for m in model.modalities)
-        return mlps(shapes, self.server_hidden, self.server_embedding, model.num_classes)
+        return self.predictor.top(model)
 
     def init(self, fed: Federation, params: Tree) -> GktState:
         """The server's network; the recipe's model is the clients'."""
@@ -193,13 +202,20 @@ class FedGKT(Algorithm):
             train_loss=mean_loss(replies, fed),
         )
 
-    def evaluate(self, state: GktState, fed: Federation) -> Measured:
-        """Pairs of a client's extractor and the server's network, on the clients' own test rows; no model is global."""
-        if not (self.evaluation.personal and fed.clients.tested):
-            return Measured({})
-        own = fed.ask(self.score_pair, fed.clients.tested, Broadcast(state.params))
-        hits, rows = own.numbers("hits"), own.numbers("num_rows")
-        return Measured({"personal": metrics.personal(hits, rows)}, {c: hits[c] / rows[c] for c in rows if rows[c]})
+    # judging: pairs of a client's extractor and the server's network, on the client's own test rows; none is global
+
+    @property
+    def predictor(self) -> ServerOnTop:
+        """The client's extractor, then the server's network."""
+        return ServerOnTop(self.server_hidden, self.server_embedding)
+
+    def to_judge(self, state: GktState, fed: Federation, clients: Sequence[int]) -> Broadcast:
+        """The server's network."""
+        return Broadcast(state.params)
+
+    def own_params(self, got: Broadcast, local: Tree) -> Tree:
+        """The client's model and the server's network, whose names begin with `top.`."""
+        return local | {TOP + name: value for name, value in got.params.items()}
 
     def observe(self, state: GktState) -> dict[str, float]:
         """The server's loss."""

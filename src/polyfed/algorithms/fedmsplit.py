@@ -10,7 +10,7 @@ blocks of all clients that took part are averaged by rows.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -20,10 +20,9 @@ from torch import Tensor
 from polyfed.algorithms.averaging import Averaging, State, mean_loss
 from polyfed.algorithms.base import Broadcast
 from polyfed.core.batch import Batch
-from polyfed.core.request import names_as_sent
+from polyfed.core.request import Send, names_as_sent
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.core.tree import SHARED, Tree, block_of, blocks, select, squared_distance, vector
-from polyfed.evaluation.scores import Measured
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 
@@ -78,16 +77,20 @@ class FedMSplit(Averaging):
             return loss
         return loss + self.lam * squared_distance(context.model.trainable(w), got.params)
 
-    def evaluate(self, state: SplitState, fed: Federation) -> Measured:
-        """The mean of the personal models; clients with their own on their own test rows."""
+    @property
+    def own_models(self) -> Literal["none", "server"]:
+        """In `personal` the server keeps the clients' models."""
+        return "server" if self.mode == "personal" else "none"
+
+    def global_params(self, state: SplitState) -> Tree:
+        """The mean of the personal models, or the global model of `block_mean`."""
+        return state.params
+
+    def to_judge(self, state: SplitState, fed: Federation, clients: Sequence[int]) -> Send:
+        """Clients are judged with their own models."""
         if self.mode == "block_mean":
-            return super().evaluate(state, fed)
-        measured = self.evaluate_globally(state, fed) if fed.evaluation_clients else {}
-        if not (self.evaluation.personal and fed.clients.tested):
-            return Measured(measured)
-        send = {client: Broadcast(self._own(state, client, fed)) for client in fed.clients.tested}
-        group, accuracies = self.evaluate_personally(fed, send)
-        return Measured(measured | {"personal": group}, accuracies)
+            return super().to_judge(state, fed, clients)
+        return {client: Broadcast(self._own(state, client, fed)) for client in clients}
 
     def mixed(self, trained: Mapping[int, Tree], fed: Federation) -> dict[int, Tree]:
         """Every client's blocks as means over the cohort, weighted by attention and by shared modalities."""

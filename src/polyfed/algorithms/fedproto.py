@@ -6,7 +6,7 @@ travel, to which features are pulled. `mm_fedavg`, the baseline of CMSFed's tabl
 FedAvg, and the prototypical cross-entropy of every modality against global prototypes joins the loss.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, ClassVar, Literal
@@ -20,15 +20,19 @@ from polyfed.core.messages import HISTOGRAM, Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
-from polyfed.evaluation.scores import Measured, OwnScore, own_score
+from polyfed.evaluation.scores import OwnScore, Predictor, own_score
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
+from polyfed.model import Model
 from polyfed.privacy.policy import Policy
 from polyfed.selection import must_be_uniform
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.losses import cross_entropy
 from polyfed.training.prototypes import Prototypes, masked_mean, there
+
+PROTOTYPE = ".prototype"
+"""Ends the name of a modality's global prototypes in the model that a client is judged with."""
 
 
 @message
@@ -55,6 +59,26 @@ class ProtoState(State):
     """Averaging's state and the global prototypes."""
 
     prototypes: dict[str, Prototypes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NearestPrototype(Predictor):
+    """By the nearest global prototype; the Tree holds them, (C, D) each, as `<modality>.prototype`.
+
+    Where it holds none of the modalities that are there, by the client's model.
+
+    Attributes:
+        feature_norm: length that features are given before; 0 leaves them raw.
+    """
+
+    feature_norm: float = 0.0
+
+    def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
+        """Scores (B, C), see `closeness`."""
+        near = {m: Prototypes.received(w[m + PROTOTYPE]) for m in batch.x if m + PROTOTYPE in w}
+        if not near:
+            return model.logits(w, batch)
+        return closeness(near, prototypes.at_length(model.vectors(w, batch), self.feature_norm), batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +142,26 @@ class FedProto(Averaging):
             train_loss=mean_loss(replies, fed),
         )
 
-    def evaluate(self, state: ProtoState, fed: Federation) -> Measured:
-        """The global model where there is one; clients on their own test rows."""
-        measured = self.evaluate_globally(state, fed) if fed.evaluation_clients and self.mode == "mm_fedavg" else {}
-        if not (self.evaluation.personal and fed.clients.tested):
-            return Measured(measured)
-        group, accuracies = self.evaluate_personally(fed, self._shared(state))
-        return Measured(measured | {"personal": group}, accuracies)
+    @property
+    def own_models(self) -> Literal["none", "clients"]:
+        """Under `original` every client keeps its own."""
+        return "clients" if self.mode == "original" else "none"
+
+    @property
+    def predictor(self) -> Predictor:
+        """The global prototypes under the client's model, or its logits."""
+        by_prototype = self.mode == "original" and self.require_quorum == "prototype"
+        return NearestPrototype(self.feature_norm) if by_prototype else Predictor()
+
+    def to_judge(self, state: ProtoState, fed: Federation, clients: Sequence[int]) -> Shared:
+        """What a cohort receives."""
+        return self._shared(state)
+
+    def own_params(self, got: Shared, local: Tree) -> Tree:
+        """The global model; under `original` the client's own and the global prototypes."""
+        if self.mode == "mm_fedavg":
+            return got.params
+        return local | {m + PROTOTYPE: mean for m, mean in got.prototypes.items()}
 
     def _shared(self, state: ProtoState) -> Shared:
         sent = {m: p.sent for m, p in state.prototypes.items()}
@@ -151,17 +188,7 @@ class FedProto(Averaging):
     @task()
     def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Shared) -> tuple[OwnScore, Tree]:  # type: ignore[override]
         """Judge the client's model, or the prototypes under it, on its own test rows."""
-        params = local if self.mode == "original" else got.params
-        if self.mode == "mm_fedavg" or self.require_quorum == "logits" or not got.prototypes:
-            return own_score(context.model, params, data.test), local
-        near = {m: Prototypes.received(mean) for m, mean in got.prototypes.items()}
-
-        def step(hits: Tensor, batch: Batch) -> Tensor:
-            found = nearest(near, self._vectors(context, params, batch), batch)
-            return hits + batch.sum((found == batch.y).to(torch.float32))
-
-        hits = data.test.fold(step, torch.zeros((), device=data.num_rows.device))
-        return OwnScore(hits, data.test.num_rows), local
+        return own_score(context.model, self.own_params(got, local), data.test, self.predictor), local
 
     def _vectors(self, context: ClientContext, params: Tree, batch: Batch) -> dict[str, Tensor]:
         """Features (B, D) by modality, as prototypes see them."""
@@ -190,10 +217,17 @@ def squared_pull(near: Prototypes, z_BD: Tensor, batch: Batch, modality: str) ->
     return masked_mean(torch.where(known, gaps, 0.0), there(batch, modality))
 
 
-def nearest(near: Mapping[str, Prototypes], z: Mapping[str, Tensor], batch: Batch) -> Tensor:
-    """Class of the nearest prototypes (B,): distances are summed over the modalities a row has."""
-    total = torch.zeros(())
-    for m in (name for name in z if name in near):
-        distances = near[m].distances(z[m]).masked_fill(~near[m].active, float("inf"))
-        total = total + torch.where(there(batch, m).unsqueeze(-1), distances, 0.0)
-    return total.argmin(-1)
+def closeness(near: Mapping[str, Prototypes], z: Mapping[str, Tensor], batch: Batch) -> Tensor:
+    """Minus the distances to the prototypes of each class (B, C), summed over the modalities that a row has.
+
+    A class without a prototype in one of them has the least number there is: it is never the nearest, and the row
+    still has finite scores.
+    """
+    least = torch.finfo(torch.float32).min
+    parts = [
+        torch.where(there(batch, m).unsqueeze(-1), near[m].distances(z[m]).masked_fill(~near[m].active, torch.inf), 0.0)
+        for m in z
+        if m in near
+    ]
+    total = torch.stack(parts).sum(0)
+    return torch.where(total == torch.inf, least, -total)

@@ -108,10 +108,8 @@ class Local(Algorithm):
         now = self.global_test == "always" or (self.global_test == "last" and fed.round == fed.rounds)
         possible = TEST in fed.evaluation_clients and fed.context.policy.allows_models("server")
         measured = self._judged_by_server(fed) if now and possible else {}
-        if not (self.evaluation.personal and fed.clients.tested):
-            return Measured(measured)
-        group, accuracies = self.evaluate_personally(fed, Broadcast({}))
-        return Measured(measured | {"personal": group}, accuracies)
+        own = super().evaluate(state, fed)
+        return Measured(measured | own.metrics, own.personal)
 
     def _judged_by_server(self, fed: Federation) -> dict[str, dict[str, float]]:
         """The mean over clients of every number, and the accuracy's mean by rows, least and spread.

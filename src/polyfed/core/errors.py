@@ -18,6 +18,12 @@ class RecipeError(PolyfedError):
     """The recipe or the call is wrong: unknown key, wrong type, value out of range."""
 
 
+class UnknownClient(RecipeError, KeyError):
+    """There is no such client, or it has no model of its own. A KeyError too, so that a mapping of clients is one."""
+
+    __str__ = Exception.__str__  # a KeyError would show the text in quotes
+
+
 class ModelError(RecipeError):
     """The model section cannot be built: unknown encoder, unsupported layer, wrong fusion."""
 

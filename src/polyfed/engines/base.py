@@ -3,7 +3,7 @@
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -66,6 +66,8 @@ class Engine(ABC):
     """
 
     name: str
+    keeps_locals: ClassVar[bool] = True
+    """Whether `locals` holds what clients keep; otherwise that is where they are."""
 
     def __init__(
         self,
@@ -136,9 +138,8 @@ class Engine(ABC):
     def local(self, request: Request, client: int) -> Tree:
         """The client's local state; made when it is first asked."""
         if client not in self.locals:
-            key = keys.key(request.seed, "local", client)
-            made = self.algorithm.local(self.context(client), key) if client >= 0 else {}
-            self.locals[client] = {name: value.to(self.device) for name, value in made.items()}
+            context = self.context(client)
+            self.locals[client] = first_local(self.algorithm, context, request.seed, client, self.device)
         return self.locals[client]
 
     def rows(self, client: int) -> Tensor:
@@ -222,6 +223,12 @@ def registry_of(population: Population) -> ClientRegistry:
         silo=population.silo,
         tested=tested,
     )
+
+
+def first_local(algorithm: Method, context: ClientContext, seed: int, client: int, device: torch.device | str) -> Tree:
+    """What a client keeps before it is first asked; nothing for an evaluation client."""
+    made = algorithm.local(context, keys.key(seed, "local", client)) if client >= 0 else {}
+    return {name: value.to(device) for name, value in made.items()}
 
 
 def client_key(request: Request, client: int) -> int:

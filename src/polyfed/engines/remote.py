@@ -53,6 +53,7 @@ class Remote(Engine):
     """
 
     name = "flower"
+    keeps_locals = False
 
     def __init__(self, *args: Any, transport: Transport, terms: ReplyTerms, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

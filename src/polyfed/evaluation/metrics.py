@@ -74,12 +74,14 @@ def personal(hits: Mapping[int, float], rows: Mapping[int, float]) -> dict[str, 
 
 
 def mean_groups(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """The mean of every number over several models' groups, which are alike; nothing of nothing."""
-    if not measured:
-        return {}
+    """The mean of every number over several models' groups, of those that have it; nothing of nothing."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for one in measured:
+        for group, numbers in one.items():
+            for name, value in numbers.items():
+                found.setdefault(group, {}).setdefault(name, []).append(value)
     return {
-        group: {name: sum(one[group][name] for one in measured) / len(measured) for name in numbers}
-        for group, numbers in measured[0].items()
+        group: {name: sum(values) / len(values) for name, values in numbers.items()} for group, numbers in found.items()
     }
 
 

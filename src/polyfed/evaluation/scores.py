@@ -1,20 +1,25 @@
-"""Judging models: what an examiner and a client report, and how the sums are made."""
+"""Judging models: which ones a method has trained, what an examiner and a client report, how the sums are made."""
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.core.messages import HISTOGRAM, Message, carries, message
+from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.messages import HISTOGRAM, Message, carries, cut, message
+from polyfed.core.request import Send
 from polyfed.core.schema import EVERY, NOT_NEGATIVE, check_ranges
 from polyfed.core.tree import Tree, blocks
 from polyfed.evaluation import metrics
+from polyfed.federation.federation import Federation
 from polyfed.model import Model
 from polyfed.model.fusion import masked
 from polyfed.training import ClientData
+from polyfed.training.client_data import FOLD_BATCH
 from polyfed.training.prototypes import Prototypes
 
 
@@ -91,6 +96,65 @@ class Measured:
     personal: dict[int, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Predictor:
+    """How a client's own model, a Tree, becomes logits: by the model itself. A subclass predicts in another way."""
+
+    def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
+        """Logits (B, C), or scores of which the largest is the predicted class; runs under vmap."""
+        return model.logits(w, batch)
+
+
+class Evaluated(ABC):
+    """Which models an algorithm trains. `evaluate` and `Run.predict` both ask these methods, so that they agree."""
+
+    model_for: ClassVar[str] = "client"
+    """Whose own model it is where clients have their own: a `client`'s, or a `silo`'s, whose devices share one."""
+
+    @property
+    def own_models(self) -> Literal["none", "server", "clients"]:
+        """Who keeps a model of each client's own: nobody, the server in its state, or the clients in their local state.
+
+        A method that overrides `own_params` judges clients with what they keep; others say otherwise here.
+        """
+        return "none" if type(self).own_params is Evaluated.own_params else "clients"
+
+    @property
+    def predictor(self) -> Predictor:
+        """How a client's own model predicts."""
+        return Predictor()
+
+    def global_params(self, state: Any) -> Tree | None:
+        """The trained model of all clients, which `evaluate` judges on the server's rows; None where there is none."""
+        return state.params if self.own_models == "none" else None
+
+    @abstractmethod
+    def to_judge(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
+        """What these clients receive to judge their model on their own test rows: one message, or one for each."""
+
+    def own_params(self, got: Any, local: Tree) -> Tree:
+        """The model a client is judged with on its own test rows: the global one unless it keeps its own."""
+        params: Tree = got.params
+        return params
+
+    def client_modalities(self, client: int, fed: Federation) -> tuple[str, ...]:
+        """The modalities that the model of a client can read: its own."""
+        return fed.clients.owned(client)
+
+    def client_model(self, client: int, state: Any, fed: Federation, local: Callable[[int], Tree]) -> Tree:
+        """The model that a client is judged with, made where all clients are at hand.
+
+        Args:
+            client: its number.
+            state: the server's state.
+            fed: facts about the clients; nobody is asked.
+            local: the local state of a client.
+        """
+        send = self.to_judge(state, fed, [client])
+        got = cut(send if isinstance(send, Message) else send[client], fed.clients[client].blocks)
+        return self.own_params(got, local(client))
+
+
 def scores(model: Model, got: ModelToEvaluate, modalities: Iterable[str], data: ClientData, unimodal: str) -> Scores:
     """Judge a model on all rows of a view, fused and one modality at a time.
 
@@ -147,11 +211,65 @@ def nearness(model: Model, features: Mapping[str, Tensor], modality: str, batch:
     return (-near.distances(z)).masked_fill(~near.active, float("-inf"))
 
 
-def own_score(model: Model, w: Tree, data: ClientData) -> OwnScore:
-    """Count how many rows of a view a model gets right."""
+def predict(
+    model: Model,
+    w: Tree,
+    x: Mapping[str, Any],
+    *,
+    reads: Collection[str] | None = None,
+    present: Mapping[str, Any] | None = None,
+    predictor: Predictor = Predictor(),
+) -> Tensor:
+    """Logits (n, C) of samples that lie in no table, batch by batch, as in an evaluation.
+
+    Args:
+        model: the model.
+        w: its parameters, which say the device.
+        x: modality -> samples (n, ...), tensors or arrays; one that is not read is ignored.
+        reads: the modalities that are read; None: all of the model's.
+        present: modality -> bool (n,), for one that some rows lack.
+        predictor: how `w` predicts.
+
+    Raises:
+        RecipeError: an unknown modality, samples of another shape, unequal numbers of rows, or nothing that is read.
+    """
+    read = [m for m in model.modalities if reads is None or m in reads]
+    given = {m: torch.as_tensor(value) for m, value in x.items()}
+    there = {m: torch.as_tensor(rows, dtype=torch.bool) for m, rows in (present or {}).items()}
+    n = _rows_of(model, given, there)
+    if not (used := [m for m in read if m in given]):
+        raise RecipeError(f"x has {', '.join(given) or 'no modality'}; the model reads {', '.join(read)}")
+    place, found = next(iter(w.values())).device, []
+    with torch.no_grad():
+        for rows in torch.split(torch.arange(n), FOLD_BATCH):
+            numbers = rows.to(place)
+            samples = {m: given[m][rows.to(given[m].device)].to(place, torch.float32) for m in used}
+            known = {m: there[m][rows.to(there[m].device)].to(place) for m in used if m in there}
+            batch = Batch(x=samples, y=torch.zeros_like(numbers), rows=numbers, present=known)
+            found.append(predictor.logits(model, w, batch))
+    return torch.cat(found)
+
+
+def _rows_of(model: Model, x: Tree, present: Tree) -> int:
+    """How many samples these are, all checked."""
+    for m in (*x, *present):
+        if m not in model.shapes:
+            raise RecipeError(f"x has '{m}', which is no modality of this model; {did_you_mean(m, model.shapes)}")
+    for m, value in x.items():
+        if not value.dim() or tuple(value.shape[1:]) != model.shapes[m]:
+            wanted = ", ".join(map(str, ("n", *model.shapes[m])))
+            raise RecipeError(f"x['{m}'] has the shape {tuple(value.shape)}; it must be ({wanted}), one sample a row")
+    counts = {m: len(value) for m, value in x.items()} | {f"present of {m}": len(rows) for m, rows in present.items()}
+    if len(set(counts.values())) > 1:
+        raise RecipeError(f"every modality needs as many rows as the others; there are {counts}")
+    return max(counts.values(), default=0)
+
+
+def own_score(model: Model, w: Tree, data: ClientData, predictor: Predictor = Predictor()) -> OwnScore:
+    """Count how many rows of a view a client's model gets right."""
 
     def step(hits: Tensor, batch: Batch) -> Tensor:
-        logits = model.logits(w, batch)
+        logits = predictor.logits(model, w, batch)
         right = (logits.argmax(-1) == batch.y).to(torch.float32)
         # a row without finite logits is no hit and no miss: the count tells it, and the reply is dropped as diverged
         return hits + batch.sum(torch.where(logits.isfinite().all(-1), right, torch.nan))

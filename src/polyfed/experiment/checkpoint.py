@@ -50,7 +50,7 @@ def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) 
         draft.mkdir(parents=True)
         save_file(tensors, draft / "state.safetensors")
         (draft / "state.json").write_text(json.dumps(skeleton))
-        sums = {file.name: _sha256(file) for file in sorted(draft.iterdir())}
+        sums = {file.name: sha256_of(file) for file in sorted(draft.iterdir())}
         for file in draft.iterdir():
             sync(file)
         sync(draft)
@@ -89,7 +89,7 @@ def load(folder: Path, modules: Collection[str] = (), device: torch.device | str
         facts = json.loads(latest.read_text())
         place = folder / str(Path(facts["folder"]).name)
         for name, wanted in facts["sha256"].items():
-            if _sha256(place / Path(name).name) != wanted:
+            if sha256_of(place / Path(name).name) != wanted:
                 raise CheckpointError(
                     f"checkpoint {place / name} is damaged (its SHA-256 differs from {latest}). "
                     "Restore it from a copy, or start again in another --out folder"
@@ -204,6 +204,7 @@ def _known(module: str, modules: Collection[str]) -> bool:
     return module in modules or module.split(".")[0] == "polyfed"
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -23,7 +23,7 @@ from polyfed.experiment.check import refuse_forbidden, warn_unmeasured
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.records import RESTORE, Records, facts_of_round, run_id
-from polyfed.experiment.run_result import Run, best_round
+from polyfed.experiment.run_result import Run, best_round, kept_facts, models_of
 from polyfed.report import write_report
 
 
@@ -83,7 +83,10 @@ class _Loop:
             folder = self.records.folder
             self._draw(folder)
         self.emit("run-finished", result=result)
-        return Run(result, self.rounds, state, self.assembly.model, folder)
+        engine, columns = self.assembly.engine, self.assembly.population.columns
+        locals = engine.locals if engine.keeps_locals else None
+        models = models_of(self.recipe, self.fed, state, locals, columns.class_names)
+        return Run(result, self.rounds, state, self.assembly.model, folder, models)
 
     def _draw(self, folder: Path) -> None:
         """The run has its result, and it stays one whatever is in the way of a picture of it."""
@@ -191,6 +194,7 @@ class _Loop:
                 "round": round,
                 "state": state,
                 "locals": self.assembly.engine.locals,
+                "federation": kept_facts(self.fed, self.assembly.population.columns.class_names),
                 "totals": self.totals,
                 "places": self.records.places(),
             }

@@ -25,6 +25,7 @@ from polyfed.experiment.settings import CheckpointSpec, EngineSpec
 from polyfed.experiment.tracking import TRACKERS, Tracker
 from polyfed.federation.network import Network
 from polyfed.model import ModelSpec
+from polyfed.model.encoders import entry_of
 from polyfed.selection import SELECTORS, Selector
 from polyfed.training.optimisers import ServerOptimiser, Train
 
@@ -76,7 +77,7 @@ class Recipe:
         table["clients"] = plain(self.clients)
         if not isinstance(self.clients.partition, str):
             table["clients"]["partition"] = name_of(self.clients.partition, PARTITIONS)
-        table["model"] = plain(self.model)
+        table["model"] = model_table(self.model)
         for part, section in PARTS.items():
             if part in algorithm:
                 table[section] = algorithm.pop(part)
@@ -228,6 +229,11 @@ def plain(part: Any) -> dict[str, Any]:
     if not dataclasses.is_dataclass(part):
         return {}
     return {f.name: _toml(value) for f in fields(part) if f.init and (value := getattr(part, f.name)) is not None}
+
+
+def model_table(spec: ModelSpec) -> dict[str, Any]:
+    """The [model] section that reads as this specification."""
+    return plain(spec) | {"encoders": {name: _toml(entry_of(entry)) for name, entry in spec.encoders.items()}}
 
 
 def _toml(value: Any) -> Any:

@@ -168,6 +168,10 @@ class Records:
         """Write the result."""
         replace_text(self.folder / RESULT, dumped(result))
 
+    def result(self) -> dict[str, Any]:
+        """What the finished run came to."""
+        return _table(self.folder / RESULT, json.loads)
+
     def _check_rounds(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         """More rounds are fine, unless the rounds played would have been others in the longer run."""
         done = newest(self.checkpoints)

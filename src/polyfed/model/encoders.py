@@ -1,7 +1,7 @@
 """The encoders a recipe can name, and how its tables become their specifications."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import nn
@@ -63,6 +63,16 @@ ENCODERS: dict[str, type[EncoderSpec]] = {
     "transformer": Transformer,
 }
 """The kinds a recipe can name; anything with a colon is a `Custom`."""
+
+
+def entry_of(spec: EncoderSpec) -> dict[str, Any]:
+    """The entry of `[model.encoders]` that `encoder_spec` reads as this specification; options that are None left out.
+
+    A class of the user's takes its options beside its kind, not in a table of their own.
+    """
+    written = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name != "kind"}
+    options = dict(spec.options) if isinstance(spec, Custom) else written
+    return {"kind": spec.kind} | {name: value for name, value in options.items() if value is not None}
 
 
 def encoder_spec(where: str, entry: EncoderSpec | Mapping[str, Any]) -> EncoderSpec:

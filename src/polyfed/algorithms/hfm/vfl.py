@@ -5,7 +5,9 @@ proximal term acts on the head alone, towards the one its edge last sent, as not
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,9 +19,10 @@ from polyfed.core.errors import PolyfedWarning
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
-from polyfed.core.tree import SHARED, Tree, like
+from polyfed.core.tree import SHARED, Tree
 from polyfed.evaluation import metrics
 from polyfed.evaluation.scores import Measured, OwnScore
+from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model.fusion import masked
@@ -39,6 +42,8 @@ class OwnTest(Message):
 @dataclass(frozen=True, kw_only=True)
 class Vfl(Vertical):
     """See the module; all switches are `Vertical`'s. A round is R exchanges, so that it compares with HFM's."""
+
+    model_for: ClassVar[str] = "silo"
 
     def init(self, fed: Federation, params: Tree) -> SiloState:
         """See `Vertical`; a policy under which the server cannot judge the models is told, not refused."""
@@ -81,10 +86,27 @@ class Vfl(Vertical):
         asked = {"upload": policy.allows_models("server"), "embed_own": own, "score_silo": own, "score_own": False}
         return asked.get(task, super().will_send(task, field, block, policy))
 
+    @property
+    def own_models(self) -> Literal["clients"]:
+        """Every silo has its own: encoders are with its devices, the head is at its edge."""
+        return "clients"
+
+    def client_modalities(self, client: int, fed: Federation) -> tuple[str, ...]:
+        """Those of all devices of the silo."""
+        held = fed.clients.holds[_members(fed.clients, client)].any(0).tolist()
+        return tuple(m for m, has in zip(fed.clients.modalities, held, strict=True) if has)
+
+    def client_model(self, client: int, state: SiloState, fed: Federation, local: Callable[[int], Tree]) -> Tree:
+        """The model of the client's silo, put together as `upload` does for the server."""
+        silo = fed.clients[client].silo
+        assert silo is not None, "there is no run of vfl without silos"
+        encoders = {name: v for member in _members(fed.clients, client) for name, v in local(member).items()}
+        return encoders | state.heads[silo]
+
     def _judged_by_server(self, state: SiloState, fed: Federation) -> dict[str, dict[str, float]]:
         """The mean over silos; encoders and heads are uploaded for this purpose alone.
 
-        A modality that a silo lacks counts as zero there; a silo of which a device does not answer is left out.
+        A silo's model is judged by the modalities that the silo has; one of which a device does not answer is left out.
         """
         silos, measured = devices_of_silos(fed.clients), []
         uploads, _ = self.upload_of(state, fed, silos)
@@ -92,8 +114,7 @@ class Vfl(Vertical):
             if not all(client in uploads for client in members):
                 continue
             own = {name: value for client in members for name, value in uploads[client].params.items()}
-            absent = {name: state.params[name] for name in fed.context.model.head() if name not in own}
-            measured.append(self.evaluate_globally(state.with_(params=state.params | own | like(absent)), fed))
+            measured.append(self.evaluate_globally(own, fed))
         return metrics.mean_groups(measured)
 
     def _judged_in_silos(self, state: SiloState, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
@@ -134,6 +155,13 @@ class Vfl(Vertical):
 
         test = data.test
         return OwnScore(test.fold(step, torch.zeros((), device=test.num_rows.device)), test.num_rows), local
+
+
+def _members(clients: ClientRegistry, client: int) -> list[int]:
+    """The devices with rows of a device's silo."""
+    assert clients.silo is not None, "there is no run of vfl without silos"
+    found: list[int] = ((clients.silo == clients.silo[client]) & (clients.num_rows > 0)).nonzero().flatten().tolist()
+    return found
 
 
 def may_tell(policy: Policy) -> bool:

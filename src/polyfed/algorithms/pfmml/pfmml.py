@@ -10,6 +10,7 @@ Order of a round: devices take in the copies made in the round before and train 
 collects, mixes and learns (steps 2 to 6). That downloads open a round is what the paper's latency counts (4.6).
 """
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -22,6 +23,7 @@ from polyfed.algorithms.base import Algorithm, Broadcast
 from polyfed.algorithms.blocks import Blocks, Installed, Layout, Wanted, layouts, owners
 from polyfed.algorithms.local import Done, Start
 from polyfed.algorithms.pfmml.coefficients import BlockState, Step, aggregate, learned, own_coefficients, scheduled
+from polyfed.core.request import Send
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, keep_on_host
@@ -136,13 +138,16 @@ class Pfmml(Algorithm):
 
     def evaluate(self, state: PfmmlState, fed: Federation) -> Measured:
         """Devices judge their own models: with the copies on their way taken in, and as trained (`trained`) (W12)."""
-        if not (self.evaluation.personal and fed.clients.tested):
-            return Measured({})
-        arriving = self._downloads(state, fed)
-        send = {client: arriving.get(client, Broadcast({})) for client in fed.clients.tested}
-        group, accuracies = self.evaluate_personally(fed, send)
+        own = super().evaluate(state, fed)
+        if "personal" not in own.metrics:
+            return own
         trained, _ = self.evaluate_personally(fed, Broadcast({}))
-        return Measured({"personal": group, "trained": trained}, accuracies)
+        return Measured(own.metrics | {"trained": trained}, own.personal)
+
+    def to_judge(self, state: PfmmlState, fed: Federation, clients: Sequence[int]) -> Send:
+        """The copies on their way."""
+        arriving = self._downloads(state, fed, clients)
+        return {client: arriving.get(client, Broadcast({})) for client in clients}
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
         """The device's model, with what arrives."""
@@ -187,12 +192,16 @@ class Pfmml(Algorithm):
         """Send the wanted blocks (step 3)."""
         return exchange.pick(local, got), local
 
-    def _downloads(self, state: PfmmlState, fed: Federation) -> dict[int, Broadcast]:
-        """The copies that are due, by device."""
+    def _downloads(
+        self, state: PfmmlState, fed: Federation, clients: Collection[int] | None = None
+    ) -> dict[int, Broadcast]:
+        """The copies that are due, by device; those of some devices, or of all."""
         trees: dict[int, Tree] = {}
         for block, layout in layouts(fed, state.params).items():
             entry = state.blocks[block]
             for client in state.due(block).nonzero().flatten().tolist():
+                if clients is not None and client not in clients:
+                    continue
                 copy = entry.copy_of(client)
                 assert copy is not None, "a copy is on its way that was never built"
                 trees.setdefault(client, {}).update(layout.tree(copy))

@@ -1,0 +1,313 @@
+"""`Run.predict`, `Run.personal` and `Run.export`: the models that a run has judged, and no others."""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import polyfed
+from laws.rows import ROWS
+from laws.test_laws import world
+from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.averaging import Averaging, Update
+from polyfed.algorithms.hfm import devices_of_silos
+from polyfed.core.errors import PolyfedWarning, RecipeError, UnknownClient
+from polyfed.core.tree import Tree
+from polyfed.data import ClientsSpec
+from polyfed.data.columns import Columns
+from polyfed.data.sources import Toy
+from polyfed.evaluation import metrics
+from polyfed.experiment.assembly import Assembly, assemble
+from polyfed.experiment.recipe import Recipe
+from polyfed.model import ModelSpec
+from polyfed.selection import Uniform
+from polyfed.training.optimisers import Train
+from world import AWKWARD, algorithm, recipe, same
+
+OWN_MODELS = {"local", "fedamp", "fedfomo", "pfmml", "fedgkt", "creamfl", "vfl", "fedmsplit", "fedproto original"}
+"""Methods that train one model a client."""
+
+NO_GLOBAL = OWN_MODELS - {"creamfl", "fedmsplit"}
+"""Those that train no other."""
+
+HEADED = ("partialfl all", "split-learning u-shaped", "splitfed u-shaped")
+"""Cases whose model needs a hidden layer."""
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ROWS} | {
+    "fedproto original": ("fedproto", {"mode": "original", "feature_norm": 2.0}),
+    "fedproto original logits": ("fedproto", {"mode": "original", "judge": "logits"}),
+    "fedmsplit block_mean": ("fedmsplit", {"mode": "block_mean"}),
+    "partialfl all": ("partialfl", {"global_model": "all"}),
+    "split-learning u-shaped": ("split-learning", {"u_shaped": True}),
+    "splitfed u-shaped": ("splitfed", {"version": 2, "u_shaped": True}),
+    "local always": ("local", {"global_test": "always"}),
+}
+
+
+def made(case: str, engine: str = "vectorised", encoders: Any = AWKWARD) -> Recipe:
+    name, options = CASES[case]
+    if "selector" in ALGORITHMS[name].__dataclass_fields__:
+        options = options | {"selector": Uniform()}
+    found = world(name, engine, encoders, **options)
+    if case in HEADED:
+        found = replace(found, model=replace(found.model, head=(8,)))
+    if options.get("u_shaped"):
+        kinds = ["parameters", "embeddings", "statistic"]
+        found = replace(found, egress={**found.egress, "shared": {"server": kinds}})
+    return replace(found, rounds=2, clients=replace(found.clients, personal_test=0.3))
+
+
+@functools.cache
+def ended(case: str, engine: str = "vectorised") -> tuple[polyfed.Run, Assembly]:
+    """A run, and its parts before the first round."""
+    recipe = made(case, engine)
+    return polyfed.run(recipe), assemble(recipe)
+
+
+def samples(columns: Columns, rows: Tensor) -> dict[str, Tensor]:
+    return {m: column.take(rows) for m, column in columns.modalities.items()}
+
+
+def present(columns: Columns, rows: Tensor) -> dict[str, Tensor]:
+    return {m: there[rows] for m, there in columns.present.items()}
+
+
+def summary(logits: Tensor, y: Tensor) -> dict[str, float]:
+    matrix = metrics.confusion(logits, y, None, logits.shape[1])
+    loss = torch.nn.functional.cross_entropy(logits, y, reduction="sum")
+    return metrics.summary(matrix, metrics.top_k_hits(logits, y, None), loss)
+
+
+def evaluated(run: polyfed.Run, parts: Assembly, client: int | None = None) -> dict[str, float]:
+    """The server's test rows, judged by predictions."""
+    columns, rows = parts.population.columns, parts.population.test_rows
+    logits = run.predict(samples(columns, rows), client=client, present=present(columns, rows))
+    return summary(logits, columns.label[rows])
+
+
+def check_personal(run: polyfed.Run, parts: Assembly) -> int:
+    """Hold the accuracies of clients on their own test rows against predictions; how many there are."""
+    columns, own = parts.population.columns, parts.population.test
+    assert own is not None
+    told = run.rounds[-1]["personal_accuracy"]
+    for client, accuracy in ((int(k), value) for k, value in told.items()):
+        x = samples(columns, own[client])
+        logits = run.predict(x, client=client, present=present(columns, own[client]))
+        right = (logits.argmax(1) == columns.label[own[client]]).double().mean()
+        assert float(right) == pytest.approx(accuracy, abs=1e-6), f"client {client}"
+        read = run.models.clients[client]
+        less = run.predict({m: x[m] for m in read}, client=client, present=present(columns, own[client]))
+        assert torch.equal(logits, less), "what the client lacks does not enter"
+    return len(told)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_metrics_are_those_of_the_predictions(case: str, engine: str) -> None:
+    run, parts = ended(case, engine)
+    assert check_personal(run, parts) >= 3
+    told = run.result["metrics"].get("global")
+    if not any(case.startswith(name) for name in NO_GLOBAL):
+        assert evaluated(run, parts) == pytest.approx(told, abs=1e-6)
+        return
+    with pytest.raises(RecipeError, match=rf"{CASES[case][0]} has no global model: it trains one model a .*client=k"):
+        evaluated(run, parts)
+    if told is not None:  # the mean over clients, or over silos
+        clients = list(run.personal)
+        if CASES[case][0] == "vfl":
+            clients = [members[0] for members in devices_of_silos(parts.fed.clients).values()]
+        each = [{"global": evaluated(run, parts, client)} for client in clients]
+        assert metrics.mean_groups(each)["global"] == pytest.approx(told, abs=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_predicts_has_been_trained(case: str) -> None:
+    run, parts = ended(case)
+    own = next((name for name in OWN_MODELS if case.startswith(name)), None)
+    if case == "fedmsplit block_mean":
+        own = None
+    assert len(run.personal) == (len(parts.fed.clients) if own else 0)
+    assert list(run.personal) == (list(parts.fed.clients) if own else [])
+    model = parts.model
+    for tree in run.personal.values():
+        assert moved(model.trainable(tree), parts.initial) > 0
+    if own not in NO_GLOBAL:
+        assert moved(model.trainable(run.params), parts.initial) > 0
+        return
+    with pytest.raises(RecipeError, match="no global model"):
+        run.params  # noqa: B018
+
+
+def moved(tree: Tree, start: Tree) -> int:
+    """How many tensors of the model differ from the start; all that are not only its head must."""
+    encoders = [name for name in tree if name in start and ".encoder." in name and name.endswith("weight")]
+    assert encoders
+    changed = [name for name in encoders if not torch.equal(tree[name], start[name])]
+    assert changed == encoders, "every encoder has been trained"
+    return len(changed)
+
+
+# who is asked
+
+
+def test_a_client_of_a_method_with_a_global_model_predicts_with_its_part_of_it() -> None:
+    run, parts = ended("fedavg")
+    x = samples(parts.population.columns, parts.population.test_rows)
+    both, lacking = 0, 1
+    assert parts.fed.clients.owned(lacking) == ("a",)
+    assert torch.equal(run.predict(x, client=both), run.predict(x))
+    assert torch.equal(run.predict(x, client=lacking), run.predict({"a": x["a"]}))
+    assert not torch.equal(run.predict(x, client=lacking), run.predict(x))
+    assert "fedavg trains one global model" in repr(run.personal)
+    assert both not in run.personal
+    with pytest.raises(UnknownClient, match=r"fedavg trains one global model.*Use params, or predict\(x, client=0\)"):
+        run.personal[both]
+
+
+def test_a_client_with_nothing_to_read_is_told() -> None:
+    run, parts = ended("fedavg")
+    x = samples(parts.population.columns, parts.population.test_rows)
+    with pytest.raises(RecipeError, match="x has b; the model reads a"):
+        run.predict({"b": x["b"]}, client=1)
+
+
+@pytest.mark.parametrize("client", [6, -1, True, 0.0, "0", [0]])
+@pytest.mark.parametrize("case", ["fedavg", "pfmml"])
+def test_an_unknown_client_is_refused(case: str, client: Any) -> None:
+    run, parts = ended(case)
+    x = samples(parts.population.columns, parts.population.test_rows)
+    with pytest.raises(RecipeError, match=r"there is no such client\. Clients are numbers from 0 to 5"):
+        run.predict(x, client=client)
+
+
+def test_personal_is_a_mapping() -> None:
+    run, _ = ended("pfmml")
+    assert dict(run.personal).keys() == set(range(6))
+    assert 5 in run.personal
+    assert 6 not in run.personal
+    assert run.personal.get(6) is None
+    with pytest.raises(KeyError):
+        run.personal[6]
+    tree = run.personal[0]
+    next(iter(tree.values())).fill_(7.0)
+    assert not same(run.personal[0], tree), "a copy"
+    assert repr(run.personal) == "Personal(6 models)"
+
+
+def test_a_client_that_was_never_asked_is_told() -> None:
+    made = recipe(algorithm("local", selector=Uniform(participation=1), global_test="never"), rounds=1)
+    run = polyfed.run(replace(made, clients=replace(made.clients, personal_test=0.3)))
+    (asked,) = run.rounds[0]["cohort"]
+    x = {"a": torch.zeros(2, 16), "b": torch.zeros(2, 24)}
+    run.predict(x, client=asked)
+    with pytest.warns(PolyfedWarning, match=r"was asked in none of the 1 rounds: its own model is the one"):
+        run.predict(x, client=(asked + 1) % 6)
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        ({"a": torch.zeros(3, 16), "bb": torch.zeros(3, 24)}, "x has 'bb', which is no modality.*did you mean 'b'"),
+        ({"a": torch.zeros(3, 15)}, r"x\['a'\] has the shape \(3, 15\); it must be \(n, 16\)"),
+        ({"a": torch.zeros(16)}, r"x\['a'\] has the shape \(16,\); it must be \(n, 16\)"),
+        ({"a": torch.zeros(3, 16), "b": torch.zeros(2, 24)}, "as many rows as the others; there are .*'a': 3, 'b': 2"),
+        ({}, "x has no modality; the model reads a, b"),
+    ],
+)
+def test_samples_that_do_not_fit_are_refused(x: Any, words: str) -> None:
+    run, _ = ended("fedavg")
+    with pytest.raises(RecipeError, match=words):
+        run.predict(x)
+
+
+def test_any_number_of_rows_and_arrays_of_numpy() -> None:
+    run, _ = ended("fedavg")
+    draws = torch.Generator().manual_seed(1)
+    x = {"a": torch.randn(600, 16, generator=draws), "b": torch.randn(600, 24, generator=draws)}
+    whole = run.predict(x)
+    assert whole.shape == (600, 4)
+    assert torch.equal(run.predict({m: value.numpy() for m, value in x.items()}), whole)
+    parts = [run.predict({m: value[i : i + 7] for m, value in x.items()}) for i in range(0, 600, 7)]
+    torch.testing.assert_close(torch.cat(parts), whole)
+    assert run.predict({m: value[:0] for m, value in x.items()}).shape == (0, 4)
+
+
+# data and models that the rows of the laws do not have
+
+
+@dataclass(frozen=True)
+class Gappy(Toy):
+    """Every third row lacks `b`."""
+
+    def load(self) -> Columns:
+        columns = super().load()
+        return replace(columns, present={"b": torch.arange(len(columns)) % 3 > 0}, class_names=("k", "l", "m", "n"))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "local", "pfmml"])
+def test_rows_that_lack_a_modality_are_predicted_as_they_were_judged(name: str) -> None:
+    made = recipe(algorithm(name, **({"selector": Uniform()} if name != "pfmml" else {})), "vectorised", AWKWARD)
+    made = replace(
+        made,
+        data=Gappy(rows=330, classes=4, seed=3),
+        rounds=2,
+        clients=ClientsSpec(partition="iid", num=4, personal_test=0.3),
+    )
+    run, parts = polyfed.run(made), assemble(made)
+    assert check_personal(run, parts) == 4
+    if name == "fedavg":
+        assert evaluated(run, parts) == pytest.approx(run.result["metrics"]["global"], abs=1e-6)
+        rows = parts.population.test_rows
+        x = samples(parts.population.columns, rows)
+        assert not torch.equal(run.predict(x), run.predict(x, present=present(parts.population.columns, rows)))
+
+
+@pytest.mark.parametrize("fusion", ["concat", "sum", "gated", "attention"])
+def test_silos_that_lack_a_modality_are_judged_and_predict_without_it(fusion: str) -> None:
+    row = ROWS["vfl"]
+    encoders = {m: {"kind": "conv-gru"} if fusion == "attention" else {"kind": "mlp"} for m in "abc"}
+    made = recipe(
+        algorithm("vfl", **row.options),
+        data=Toy(rows=330, classes=4, seed=3, shapes=dict.fromkeys("abc", (12, 8))),
+        model=ModelSpec(embedding=6, fusion=fusion, encoders=encoders),  # type: ignore[arg-type]
+        egress=row.egress | {"c": row.egress["b"]},
+        rounds=1,
+        clients=ClientsSpec(partition="silos", silos=3, personal_test=0.3, holdings=[["b"], ["c"]]),
+    )
+    run, parts = polyfed.run(made), assemble(made)
+    silos = devices_of_silos(parts.fed.clients)
+    assert set(run.models.clients.values()) == {("b", "c")}, "the first one, which is the gate, is nobody's"
+    each = [{"global": evaluated(run, parts, members[0])} for members in silos.values()]
+    assert metrics.mean_groups(each)["global"] == pytest.approx(run.result["metrics"]["global"], abs=1e-5)
+    assert check_personal(run, parts) == 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeps(Averaging):
+    """A method of one's own whose clients are judged with what they keep."""
+
+    def local(self, context: Any, key: int) -> Tree:
+        return dict(context.initial)
+
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Tree) -> Any:
+        return Update(fit.params, fit.loss, data.num_rows), fit.params
+
+    def own_params(self, got: Any, local: Tree) -> Tree:
+        return local
+
+    def global_params(self, state: Any) -> Tree:
+        params: Tree = state.params
+        return params
+
+
+def test_a_method_of_ones_own_with_models_at_its_clients() -> None:
+    made = recipe(Keeps(train=Train(lr=0.1, batch_size=16)), rounds=2)
+    made = replace(made, clients=replace(made.clients, personal_test=0.3))
+    run, parts = polyfed.run(made), assemble(made)
+    assert check_personal(run, parts) == 6
+    assert evaluated(run, parts) == pytest.approx(run.result["metrics"]["global"], abs=1e-6)
+    assert len(run.personal) == 6
+    assert not torch.equal(run.personal[0]["shared.bias"], run.params["shared.bias"])
