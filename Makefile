@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT ?= runs/demo
 
-.PHONY: demo test check check-all federation bench docs format clean
+.PHONY: demo test check check-all federation bench docs notebooks format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -36,8 +36,12 @@ federation: .venv/installed ## a server and three devices on this machine; see d
 bench: .venv/installed ## speed beside a bare loop and other frameworks; see docs/performance.md
 	$(BIN)/python benchmarks/speed.py
 
-docs: .venv/installed ## docs/recipes.md from the docstrings
+docs: .venv/installed ## docs/recipes.md from the docstrings, then the site in build/site; a broken link fails
 	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_site.py
+
+notebooks: .venv/installed ## run the notebooks of docs/tutorials and keep what they print
+	$(BIN)/python docs/notebooks.py
 
 format: .venv/installed
 	$(BIN)/ruff format .

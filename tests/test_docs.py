@@ -1,0 +1,105 @@
+"""The site of the documentation builds strictly and opens without the internet; what is broken in a page fails it."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+HOME = """# Home
+
+See [a page](docs/page.md#a-part), [the package][own.double] and [the code](src/own/__init__.py).
+
+The mean is $\\frac{1}{n}\\sum_i x_i$.
+
+![A picture](docs/picture.svg)
+"""
+PACKAGE = '''"""A package."""
+
+
+def double(x: int) -> int:
+    """Twice a number.
+
+    >>> double(2)
+    4
+
+    Args:
+        x: the number.
+    """
+    return 2 * x
+'''
+
+
+def build(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(ROOT / "docs" / "make_site.py"), "--root", str(root), "--build", str(folder)]
+    return subprocess.run(words, capture_output=True, text=True)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A checkout with two pages and a package of its own, and polyfed's settings."""
+    for name, text in {
+        "README.md": HOME,
+        "docs/page.md": "# Page\n\n## A part\n\n[Home](../README.md)\n",
+        "docs/picture.svg": "<svg/>",
+        "docs/.nav.yml": "nav: [index.md, page.md, api]\n",
+        "src/own/__init__.py": PACKAGE,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    settings = (ROOT / "mkdocs.yml").read_text()
+    (tmp_path / "mkdocs.yml").write_text(settings.replace("src/polyfed", "src/own"))
+    shutil.copytree(ROOT / "docs" / "assets", tmp_path / "docs" / "assets")
+    shutil.copy(ROOT / "docs" / "doctests.py", tmp_path / "docs")
+    return tmp_path
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    done = build(ROOT, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in ("index", "glossary", "algorithms/fedavg", "tutorials/first_run", "files/examples/study.py"):
+        assert (tmp_path / "site" / f"{page}.html").exists()
+    assert len(list((tmp_path / "site" / "api").rglob("*.html"))) > 100
+
+
+def test_pages_link_to_pages_to_code_and_to_the_api(small: Path) -> None:
+    done = build(small, small / "build")
+    assert done.returncode == 0, done.stdout + done.stderr
+    home = (small / "build" / "site" / "index.html").read_text()
+    for target in ("page.html#a-part", "api/own/index.html#own.double", "files/src/own/__init__.py.html"):
+        assert f'href="{target}"' in home
+    assert re.search(r"<math>.*<mfrac>.*</math>", home, re.DOTALL), "a formula is MathML"
+    code = re.sub(r"<[^>]*>", "", (small / "build" / "site" / "api" / "own" / "index.html").read_text())
+    assert re.search(r"&gt;&gt;&gt; double\(2\)\s*4", code), "a doctest keeps its lines"
+
+
+@pytest.mark.parametrize(
+    ("added", "words"),
+    [
+        ("[gone](gone.md)", "page does not exist"),
+        ("[gone](../gone.py)", r"page.html: links to ../gone.py, which does not exist"),
+        ("[gone](page.md#gone)", "anchor does not exist"),
+        ("[gone][own.gone]", "unresolved autoref"),
+        ("::: own.gone", "own.gone"),
+        ("![gone](gone.png)", r"page.html: links to gone.png, which does not exist"),
+        ('<img src="https://example.org/a.png">', r"page.html: loads https://example.org/a.png"),
+        (r"$\frack{1}{2}$", "page.html: a formula cannot be read: .*frack"),
+    ],
+)
+def test_what_is_broken_fails_the_build(small: Path, added: str, words: str) -> None:
+    with (small / "docs" / "page.md").open("a") as page:
+        page.write(f"\n{added}\n")
+    done = build(small, small / "build")
+    assert done.returncode == 1
+    assert re.search(words, done.stdout), done.stdout + done.stderr
+
+
+def test_a_page_that_the_navigation_lacks_fails_the_build(small: Path) -> None:
+    (small / "docs" / "lost.md").write_text("# Lost\n")
+    done = build(small, small / "build")
+    assert done.returncode == 1
+    assert "lost.md: stands nowhere in the navigation" in done.stdout
