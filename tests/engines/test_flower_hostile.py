@@ -31,6 +31,7 @@ from polyfed.experiment.loop import execute
 from polyfed.experiment.recipe import load_recipe
 from polyfed.experiment.records import Records
 from polyfed.experiment.run_result import Run
+from polyfed.federation.replies import Answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -73,12 +74,11 @@ class Deaf(Sequential):
         super().__init__(*args, **more)
         self.unheard, self.unstarted = unheard, unstarted
 
-    def _run(self, request: Any, clients: Any, send: Any, missing: dict[int, str]) -> Any:
+    def answer(self, request: Any, clients: Any, send: Any) -> Answer:
         asked = [client for client in clients if (request.round, client) not in self.unstarted]
-        for part in super()._run(request, asked, send, missing):
-            if (request.round, part.clients[0]) not in self.unheard:
-                yield part
-        missing.update({client: "unheard" for client in clients if (request.round, client) in self.unheard})
+        answer = super().answer(request, asked, send)
+        lost = {client: "unheard" for client in clients if (request.round, client) in self.unheard}
+        return Answer([part for part in answer.parts if part.clients[0] not in lost], answer.missing | lost)
 
 
 @dataclass(frozen=True)

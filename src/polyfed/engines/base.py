@@ -3,6 +3,7 @@
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from polyfed.engines.metered import MeteredClientData
 from polyfed.federation.client_registry import TEST, VALIDATION, ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
-from polyfed.federation.replies import Answer, ReplyStack
+from polyfed.federation.replies import Answer
 from polyfed.model import Model
 from polyfed.privacy.gate import EgressGate
 from polyfed.privacy.ledger import Ledger
@@ -100,19 +101,12 @@ class Engine(ABC):
         rows = {TEST: self.population.test_rows, VALIDATION: self.population.validation_rows}
         return tuple(evaluation_client for evaluation_client, index in rows.items() if len(index))
 
-    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
-        """Run the task on these clients; each reply has passed its client's gate."""
-        parts: list[ReplyStack] = []
-        missing: dict[int, str] = {}
-        for part in self._run(request, clients, send, missing):
-            parts.append(part)
-        return Answer(sorted(parts, key=lambda part: part.clients[0]), missing)
-
     @abstractmethod
-    def _run(
-        self, request: Request, clients: Sequence[int], send: Send, missing: dict[int, str]
-    ) -> Iterator[ReplyStack]:
-        """Yield parts; a client that fails goes to `missing` with a reason."""
+    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
+        """Run the task on these clients; each reply has passed its client's egress gate.
+
+        A client that fails is missing from the answer, with a reason.
+        """
 
     def context(self, client: int) -> ClientContext:
         """The client's site; alike clients share one."""
@@ -180,9 +174,10 @@ class Engine(ABC):
             test_index=self.test_rows(client),
         )
         try:
-            reply, local = perform(
-                request, context, self.metered(request, (client,), view), self.local(request, client), got
-            )
+            counted = self.metered(request, (client,), view)
+            with only_the_gate_refuses(request):
+                returned = request.task(context, counted, self.local(request, client), got)
+            reply, local = reply_and_local(request, returned)
             released = node.release(request, reply, stacked=False)
             if any(tensor.requires_grad for _, _, tensor in tensors(released)):
                 released = map_tensors(released, Tensor.detach)  # or its graph would live as long as the reply
@@ -236,23 +231,30 @@ def client_key(request: Request, client: int) -> int:
     return keys.key(request.seed, "client", client, request.round, *((request.turn,) if request.turn else ()))
 
 
-def perform(request: Request, context: ClientContext, view: ClientData, local: Tree, got: Any) -> tuple[Message, Tree]:
-    """Run a task: its reply and the client's local state. A task's own `EgressError` is a failure like any other: the
-    words of a refusal leave a device, so the gate's have to be the only ones.
+@contextmanager
+def only_the_gate_refuses(request: Request) -> Iterator[None]:
+    """A task runs while the block runs. Its own `EgressError` is a failure like any other: the words of a refusal leave
+    a device, so those of the egress gate have to be the only ones.
+    """
+    try:
+        yield
+    except EgressError as error:
+        raise RuntimeError(f"task {request.name} raised EgressError, which only the gate may") from error
+
+
+def reply_and_local(request: Request, returned: Any) -> tuple[Message, Tree]:
+    """What a task returned: its reply and the client's local state.
 
     Raises:
         RecipeError: it returned something else; a `return` without the local state is easily written.
     """
-    try:
-        returned = request.task(context, view, local, got)
-    except EgressError as error:
-        raise RuntimeError(f"task {request.name} raised EgressError, which only the gate may") from error
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Message)):
         raise RecipeError(
             f"task {request.name} must return a message and the client's local state, as in `return Update(...), local`; "
             f"it returned {type(returned).__name__}"
         )
-    reply, kept = returned
+    reply: Message = returned[0]
+    kept: Any = returned[1]
     if not (isinstance(kept, Mapping) and all(isinstance(value, Tensor) for value in kept.values())):
         what = type(kept).__name__
         if isinstance(kept, Mapping):

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.core.tree import SHARED, block_of
+from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.federation.network import TRAINING_PASSES, Count
 from polyfed.model import Model
-from polyfed.training.client_data import FOLD_BATCH, ClientData, Job, Step, TrainingResult, rows_trained
+from polyfed.training.client_data import FOLD_BATCH, ClientData, Job, Loss, Step, TrainingResult, rows_trained
 from polyfed.training.optimisers import Train
 
 
@@ -35,8 +35,9 @@ class MeteredClientData(ClientData):
         self._model, self._count = model, count
         self.num_rows, self.key, self.round, self.rounds = view.num_rows, view.key, view.round, view.rounds
 
-    def fit(self, job: Job) -> TrainingResult:
-        """See `ClientData.fit`."""
+    def minimise(self, loss: Loss, params: Tree, **options: Any) -> TrainingResult:
+        """Count the work, then train; see `ClientData.minimise`."""
+        job = Job(loss=loss, params=params, **options)
         train, model = job.train, job.model or self._model
         if job.on is not None:
             train = replace(train, steps=1)
@@ -45,7 +46,7 @@ class MeteredClientData(ClientData):
         owned = self._modalities if job.model is None else model.modalities
         trained = {block_of(name) for name in job.trained(model)} & {*owned, SHARED}
         self._count(TRAINING_PASSES * sum(model.flops(block) for block in trained), rows)
-        return self._view.fit(job)
+        return self._view.minimise(loss, params, **options)
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
         """See `ClientData.batch`."""

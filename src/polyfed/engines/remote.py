@@ -5,7 +5,7 @@ whenever they arrive, so parameters do not depend on who was fast. Its ledger bo
 took; each client keeps a ledger of its own, which also knows what was refused there.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from polyfed.core.request import Request, Send
 from polyfed.core.tasks import info_of, tasks_of
 from polyfed.engines.base import Engine
 from polyfed.engines.protocol import FAILED, MAX_REASON, REFUSED, REPLY, Facts, RequestId, Transport, request_packet
-from polyfed.federation.replies import ReplyStack, stacked
+from polyfed.federation.replies import Answer, stacked
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.ledger import TO_CLIENT, Entry
 
@@ -75,17 +75,17 @@ class Remote(Engine):
                 "configuration); otherwise use the sequential or vectorised engine"
             )
 
-    def _run(
-        self, request: Request, clients: Sequence[int], send: Send, missing: dict[int, str]
-    ) -> Iterator[ReplyStack]:
+    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
+        """Send the request to these clients and wait for their replies; see `Engine.answer`."""
         replies: dict[int, Message] = {}
-        for evaluation_client in (client for client in clients if client < 0):
-            if (evaluated := self.alone(request, evaluation_client, send, missing)) is not None:
-                replies[evaluation_client] = evaluated
+        missing: dict[int, str] = {}
+        for client in clients:
+            if client < 0 and (evaluated := self.alone(request, client, send, missing)) is not None:
+                replies[client] = evaluated
         asked = [client for client in clients if client >= 0]
         if asked:
             replies |= self._exchanged(request, asked, send, missing)
-        yield from stacked(replies)
+        return Answer.of(stacked(replies), missing)
 
     def _exchanged(
         self, request: Request, asked: Sequence[int], send: Send, missing: dict[int, str]

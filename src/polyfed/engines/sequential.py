@@ -1,11 +1,11 @@
 """One client after another: the reference, for debugging and for models too big to stack."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from polyfed.core.messages import Message
 from polyfed.core.request import Request, Send
 from polyfed.engines.in_process import InProcess
-from polyfed.federation.replies import ReplyStack, stacked
+from polyfed.federation.replies import Answer, stacked
 
 
 class Sequential(InProcess):
@@ -13,12 +13,12 @@ class Sequential(InProcess):
 
     name = "sequential"
 
-    def _run(
-        self, request: Request, clients: Sequence[int], send: Send, missing: dict[int, str]
-    ) -> Iterator[ReplyStack]:
+    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
+        """Run the task on these clients; see `Engine.answer`."""
         replies: dict[int, Message] = {}
+        missing: dict[int, str] = {}
         for client, got in self.received(request, clients, send).items():
             reply = self.run_received(request, client, got, missing)
             if reply is not None:
                 replies[client] = reply
-        yield from stacked(replies)
+        return Answer.of(stacked(replies), missing)

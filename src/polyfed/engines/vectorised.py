@@ -19,9 +19,9 @@ from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import Tree, size_bytes
-from polyfed.engines.base import client_key, describe_failure, perform
+from polyfed.engines.base import client_key, describe_failure, only_the_gate_refuses, reply_and_local
 from polyfed.engines.in_process import InProcess
-from polyfed.federation.replies import ReplyStack, stacked
+from polyfed.federation.replies import Answer, ReplyStack, stacked
 from polyfed.training import StackedClientData
 from polyfed.training.step_plan import Rows
 
@@ -49,21 +49,21 @@ class Vectorised(InProcess):
         self.stack, self.replay = stack, replay
         self._noted: set[str] = set()
 
-    def _run(
-        self, request: Request, clients: Sequence[int], send: Send, missing: dict[int, str]
-    ) -> Iterator[ReplyStack]:
+    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
+        """Run the task on these clients; see `Engine.answer`."""
+        parts: list[ReplyStack] = []
         singles: dict[int, Message] = {}
+        missing: dict[int, str] = {}
         for group in self._groups(request, clients, send):
-            if len(group) > 1:
-                part = self._stacked(request, group, send)
-                if part is not None:
-                    yield part
-                    continue
+            part = self._stacked(request, group, send) if len(group) > 1 else None
+            if part is not None:
+                parts.append(part)
+                continue
             for client in group:
                 single = self.alone(request, client, send, missing)
                 if single is not None:
                     singles[client] = single
-        yield from stacked(singles)
+        return Answer.of([*parts, *stacked(singles)], missing)
 
     def _groups(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[list[int]]:
         loop_because = request.loop_because
@@ -122,7 +122,9 @@ class Vectorised(InProcess):
                 test_stack=tests,
                 replays=self.replay,
             )
-            reply, after = perform(request, context, self.metered(request, group, view), local, kind(**got))
+            with only_the_gate_refuses(request):
+                returned = request.task(context, self.metered(request, group, view), local, kind(**got))
+            reply, after = reply_and_local(request, returned)
             reply_type.append(type(reply))
             return {name: getattr(reply, name) for name in reply.kinds}, after
 

@@ -6,7 +6,7 @@ anyway (devices of silos all play). Two passes with different numbers of rows te
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.events import Emitter, Listener
 from polyfed.experiment.recipe import Recipe
 from polyfed.federation.context import ClientContext
-from polyfed.federation.replies import ReplyStack, stacked
+from polyfed.federation.replies import Answer, stacked
 from polyfed.privacy.gate import EgressGate
 
 PASSES = (10, 20)
@@ -107,9 +107,9 @@ class DryRunEngine(Sequential):
             self._num_rows(clients[0]),
         )
 
-    def _run(
-        self, request: Request, clients: Sequence[int], send: Send, missing: dict[int, str]
-    ) -> Iterator[ReplyStack]:
+    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
+        """Run the task on the few of these clients that stand for the others."""
+        missing: dict[int, str] = {}
         chosen: dict[int, Kind] = {}
         replies: dict[int, Message] = {}
         for kind, alike in itertools.groupby(sorted(clients, key=self._order), key=self._kind):
@@ -123,7 +123,7 @@ class DryRunEngine(Sequential):
                 self.left_by[kind] = self.locals[client]
             if reply is not None:
                 replies[client] = reply
-        yield from stacked(replies)
+        return Answer.of(stacked(replies), missing)
 
     def _order(self, client: int) -> tuple[Kind, int, int]:
         return self._kind(client), -self._num_rows(client), client

@@ -3,7 +3,8 @@
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -35,17 +36,42 @@ def execute(
     population: Population | None = None,
     engine: Callable[..., Engine] | None = None,
 ) -> Run:
-    """Assemble a run and bring it to its end; `population` and `engine` as in `assemble`."""
+    """Run a recipe from its first round, or from a checkpoint, to its last.
+
+    Args:
+        recipe: what to run.
+        records: the run's folder, or None to write no files.
+        emit: takes every event.
+        population: as in `assemble`.
+        engine: as in `assemble`.
+
+    Raises:
+        PolyfedError: see `polyfed.core.errors`; its text says what to do.
+    """
     if recipe.tracking is not None:
-        folder = None if records is None else records.folder
-        emit.listeners.append(recipe.tracking.follow(recipe.table(), folder))
-    before = torch.get_num_threads()
-    torch.set_num_threads(recipe.engine.threads or before)
-    try:
+        emit.listeners.append(recipe.tracking.follow(recipe.table(), None if records is None else records.folder))
+    with _threads(recipe.engine.threads):
         assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
         refuse_forbidden(assembly)
         warn_unmeasured(assembly)
-        return _Loop(assembly, records, emit).run()
+        loop = _Loop(assembly, records, emit)
+        first, state = loop.start()
+        for round in range(first, recipe.rounds + 1):
+            with loop.interruptible(round):
+                state, row = loop.train(round, state)
+                loop.summarise(row, state)
+                loop.evaluate(row, state)
+                loop.save(row, state)
+        return loop.finish(state)
+
+
+@contextmanager
+def _threads(num: int) -> Iterator[None]:
+    """PyTorch's threads inside one operation, while the block runs; 0 leaves them as they are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num or before)
+    try:
+        yield
     finally:
         torch.set_num_threads(before)
 
@@ -60,22 +86,24 @@ class _Loop:
         self.missing: dict[str, str] = {}
         self.confusion: torch.Tensor | None = None
         emit.listeners.append(self._note)
+        self._started = 0.0
         self.totals = {"bytes_up": 0, "bytes_down": 0, "seconds": 0.0, "simulated_seconds": 0.0}
 
-    def run(self) -> Run:
-        """Set up or resume, run the rounds, write the result."""
-        first, state = self._start()
-        rounds = self.recipe.rounds
-        self.emit("run-started", **self._headline(), first_round=first)
-        for round in range(first, rounds + 1):
-            self.emit("round-started", round=round)
-            try:
-                state = self._round(round, state)
-            except BaseException as error:
-                self._settle(round)  # whatever ended the round: what has crossed is in the ledger
-                if isinstance(error, KeyboardInterrupt):
-                    self.emit("run-stopped", round=round, reason="interrupted")
-                raise
+    @contextmanager
+    def interruptible(self, round: int) -> Iterator[None]:
+        """A round; whatever ends it, the ledger then holds all that crossed in it."""
+        self.emit("round-started", round=round)
+        self._started = time.perf_counter()
+        try:
+            yield
+        except BaseException as error:
+            self._settle(round)
+            if isinstance(error, KeyboardInterrupt):
+                self.emit("run-stopped", round=round, reason="interrupted")
+            raise
+
+    def finish(self, state: Any) -> Run:
+        """Write the result and the report."""
         result = self._result(state)
         folder = None
         if self.records is not None:
@@ -96,7 +124,7 @@ class _Loop:
             again = f"the numbers are in {folder}; `polyfed report {folder}` tries again"
             self.emit("note", text=f"no report could be drawn ({type(error).__name__}: {error}): {again}")
 
-    def _start(self) -> tuple[int, Any]:
+    def start(self) -> tuple[int, Any]:
         """The first round to play and the state before it. A folder is changed only once all of it has been checked."""
         algorithm, engine, records = self.recipe.algorithm, self.assembly.engine, self.records
         table, facts = self.recipe.table() | {"versions": versions()}, self._facts()
@@ -115,6 +143,7 @@ class _Loop:
                 records.note(table, facts)
                 records.rewind({})
             self._settle(0)
+            self._announce(1)
             return 1, state
         round, content = found
         self.rounds, self.totals = records.rewind(content["places"], round), content["totals"]
@@ -123,7 +152,11 @@ class _Loop:
         engine.kept = round
         self.fed.template = getattr(state, "params", self.assembly.initial)
         self.emit("note", text=f"resumed after round {round}")
+        self._announce(round + 1)
         return round + 1, state
+
+    def _announce(self, first: int) -> None:
+        self.emit("run-started", **self._headline(), first_round=first)
 
     def _found(self) -> tuple[int, Any] | None:
         """The newest checkpoint of this very run.
@@ -139,36 +172,47 @@ class _Loop:
             raise CheckpointError(f"the checkpoint in {self.records.checkpoints} is not of this run. {RESTORE}")
         return found
 
-    def _round(self, round: int, state: Any) -> Any:
-        algorithm: Algorithm = self.recipe.algorithm
+    def train(self, round: int, state: Any) -> tuple[Any, dict[str, Any]]:
+        """Let the algorithm play the round: the state after it, and the round's row of `rounds.jsonl` so far."""
         self.fed.begin(round)
         started = time.perf_counter()
-        state = algorithm.round(state, self.fed)
-        trained = time.perf_counter()
+        state = self.recipe.algorithm.round(state, self.fed)
+        seconds = time.perf_counter() - started
         times = self.fed.clock.finish() if self.fed.clock is not None else None
-        row = self._settle(round)
+        row = self._settle(round) | {"seconds": {"train": seconds}}
+        if times is not None:
+            row["simulated_seconds"] = self.recipe.algorithm.simulated_seconds(state, times)
+            self.totals["simulated_seconds"] += row["simulated_seconds"]
+        return state, row
+
+    def summarise(self, row: dict[str, Any], state: Any) -> None:
+        """Note what the algorithm says about its state."""
+        algorithm = self.recipe.algorithm
         row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
-        row["seconds"] = {"train": trained - started}
         if tables := algorithm.observe_tables(state):
             row["tables"] = _matrices(tables)
-        if times is not None:
-            row["simulated_seconds"] = algorithm.simulated_seconds(state, times)
-            self.totals["simulated_seconds"] += row["simulated_seconds"]
-        if algorithm.evaluation.due(round, self.recipe.rounds):
-            self.confusion = None
-            measured = algorithm.evaluate(state, self.fed)
-            row["metrics"] = measured.metrics
-            # of the last round only: for figures over folds, and C x C numbers every round would be the largest part
-            if self.confusion is not None and round == self.recipe.rounds:
-                row["confusion"] = self.confusion.to(torch.int64).tolist()
-            if measured.personal:
-                row["personal_accuracy"] = {str(c): a for c, a in sorted(measured.personal.items())}
-            row["seconds"]["evaluate"] = time.perf_counter() - trained
-            self._settle(round, counted=False)
-        self.totals["seconds"] += time.perf_counter() - started
-        self._keep(round, state, row)
+
+    def evaluate(self, row: dict[str, Any], state: Any) -> None:
+        """Evaluate the state, if this round is one of those in which the recipe asks for it."""
+        algorithm: Algorithm = self.recipe.algorithm
+        if not algorithm.evaluation.due(row["round"], self.recipe.rounds):
+            return
+        started, self.confusion = time.perf_counter(), None
+        measured = algorithm.evaluate(state, self.fed)
+        row["metrics"] = measured.metrics
+        # of the last round only: for figures over folds, and C x C numbers every round would be the largest part
+        if self.confusion is not None and row["round"] == self.recipe.rounds:
+            row["confusion"] = self.confusion.to(torch.int64).tolist()
+        if measured.personal:
+            row["personal_accuracy"] = {str(c): a for c, a in sorted(measured.personal.items())}
+        row["seconds"]["evaluate"] = time.perf_counter() - started
+        self._settle(row["round"], counted=False)
+
+    def save(self, row: dict[str, Any], state: Any) -> None:
+        """Write the round down, and a checkpoint where one is due."""
+        self.totals["seconds"] += time.perf_counter() - self._started
+        self._keep(row["round"], state, row)
         self.emit("round-finished", row=row)
-        return state
 
     def _settle(self, round: int, *, counted: bool = True) -> dict[str, Any]:
         """Write out the ledger since the last time; the facts of a round that it tells."""

@@ -82,6 +82,11 @@ class Answer:
     parts: list[ReplyStack]
     missing: dict[int, str]
 
+    @classmethod
+    def of(cls, parts: Iterable[ReplyStack], missing: dict[int, str]) -> "Answer":
+        """The answer with these parts, put into order; `missing` may still be filled while they come."""
+        return cls(sorted(parts, key=lambda part: part.clients[0]), missing)
+
 
 @dataclass(frozen=True)
 class Replies(Mapping[int, Any]):

@@ -72,6 +72,10 @@ class Job:
     after: TrainingResult | None = None
     on: Batch | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse to split into legs what has no epochs."""
+        assert self.after is None or self.train.steps is None, "a training counted in steps has no legs"
+
     def trained(self, model: Model) -> list[str]:
         """The names that it moves: trainable, and chosen by name or block where `only` is given."""
         names = list(model.trainable(self.params))
@@ -95,6 +99,7 @@ class ClientData(ABC):
     round: int
     rounds: int
 
+    @abstractmethod
     def minimise(
         self,
         loss: Loss,
@@ -128,26 +133,6 @@ class ClientData(ABC):
                 speak of all legs. For methods that look at their data between epochs. Not with `train.steps`.
             on: take one step, on this batch, in place of all those of `train`; with `after`, the next one.
         """
-        assert after is None or train.steps is None, "a training counted in steps has no legs"
-        return self.fit(
-            Job(
-                loss=loss,
-                params=params,
-                train=train,
-                model=model,
-                direction=direction,
-                carry=carry,
-                only=only,
-                stream=stream,
-                split=split,
-                after=after,
-                on=on,
-            )
-        )
-
-    @abstractmethod
-    def fit(self, job: Job) -> TrainingResult:
-        """Do what `minimise` was asked for."""
 
     @abstractmethod
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:

@@ -18,6 +18,7 @@ from polyfed.training.client_data import (
     ORDER,
     ClientData,
     Job,
+    Loss,
     Step,
     TrainingResult,
     split_loss,
@@ -68,8 +69,9 @@ class SingleClientData(ClientData):
         index = self.index[:0] if self.test_index is None else self.test_index
         return SingleClientData(self.columns, index, self.modalities, self.model, self.key, self.round, self.rounds)
 
-    def fit(self, job: Job) -> TrainingResult:
-        """See `ClientData.fit`."""
+    def minimise(self, loss: Loss, params: Tree, **options: Any) -> TrainingResult:
+        """Train `params` on the client's rows; see `ClientData.minimise`."""
+        job = Job(loss=loss, params=params, **options)
         train, model, after, direction = job.train, job.model or self.model, job.after, job.direction
         names = job.trained(model)
         kept: Tree = dict(job.carry or {})

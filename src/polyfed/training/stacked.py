@@ -106,8 +106,9 @@ class StackedClientData(ClientData):
         stack = self.test_stack or Rows(self.stack.index[:, :0], (0,) * len(self.keys))
         return replace(self, stack=stack, test_stack=None, chosen=None)
 
-    def fit(self, job: Job) -> TrainingResult:
-        """See `ClientData.fit`."""
+    def minimise(self, loss: Loss, params: Tree, **options: Any) -> TrainingResult:
+        """Train `params` on the client's rows; see `ClientData.minimise`."""
+        job = Job(loss=loss, params=params, **options)
         train, model, after = job.train, job.model or self.model, job.after
         names = job.trained(model)
         w = {name: self._own(value) for name, value in job.params.items()}
