@@ -25,7 +25,7 @@ from polyfed.run import run
 from polyfed.selection import DivFl, PowD
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import ServerOptimiser, Train
-from world import AWKWARD, losing
+from world import AWKWARD, FROZEN, WHOLE, losing
 
 THREE = torch.tensor([1.0, 2.0, 3.0])
 INDEX = torch.tensor([0, 2])
@@ -120,6 +120,8 @@ EXTRAS: dict[str, Callable[[], Recipe]] = {
     "attention": lambda: shaped(small("fedavg", SEQUENCES), "attention", a=(8, 3), b=(12, 4)),
     "network": lambda: replace(small("pfmml", rule="linear", scale="per-step"), network=Network(stragglers=0.3)),
     "candidates": lambda: replace(small("fedfomo", candidates=2), network=Network(deadline_s=1.0)),
+    "frozen in part": lambda: small("fedavg", FROZEN),
+    "frozen as a whole": lambda: small("split-learning", WHOLE),
     "server's head": lambda: small("vfl", resample=False, head_update="server"),
 }
 

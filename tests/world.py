@@ -40,6 +40,39 @@ class NormAndDropout(nn.Module):
 AWKWARD = {"a": {"kind": "world:NormAndDropout"}, "b": {"kind": "world:NormAndDropout"}}
 
 
+class FrozenBackbone(NormAndDropout):
+    """All but the last layer is frozen; BatchNorm and dropout follow training, as in PyTorch."""
+
+    def __init__(self, shape: tuple[int, ...], embedding: int) -> None:
+        super().__init__(shape, embedding)
+        self.layers[:-1].requires_grad_(False)
+
+
+class KeptBackbone(FrozenBackbone):
+    """The same, and the frozen part stays in evaluation mode."""
+
+    def train(self, mode: bool = True) -> "KeptBackbone":
+        super().train(mode)
+        self.layers[:-1].eval()
+        return self
+
+
+class FrozenWhole(nn.Module):
+    """An encoder with nothing to train."""
+
+    def __init__(self, shape: tuple[int, ...], embedding: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(shape[0], embedding).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+FROZEN = {"a": {"kind": "world:FrozenBackbone"}, "b": {"kind": "world:KeptBackbone"}}
+WHOLE = {"a": {"kind": "world:FrozenWhole"}, "b": {"kind": "world:FrozenBackbone"}}
+
+
 def algorithm(name: str, **options: Any) -> Algorithm:
     """An algorithm by name; `selector` defaults to 4 clients a round, `train` to two epochs of SGD."""
     cls = ALGORITHMS[name]

@@ -73,6 +73,8 @@ def test_a_frozen_backbone_is_in_no_tree_and_a_trained_one_in_the_block_of_its_m
     frozen, trained = model("text", (6,)), model("text", (6,), frozen=False)
     assert [name for name in frozen.names(["x"]) if "backbone" in name] == []
     saved = AutoModel.from_pretrained(folders["text"])
+    kept = {n.split("backbone.")[1]: v for n, v in frozen.frozen.items()}
+    assert all(torch.equal(p, kept[n]) for n, p in saved.named_parameters() if not n.startswith("pooler"))
     inner = {n.split("backbone.")[1]: v for n, v in trained.init(5).items() if "backbone" in n}
     expected = {n: p for n, p in saved.named_parameters() if not n.startswith("pooler")}
     assert inner.keys() == expected.keys()

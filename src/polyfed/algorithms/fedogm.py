@@ -56,9 +56,11 @@ class FedOgm(Averaging):
         model = fed.context.model
         plain = [m for m in model.modalities if not self._scaled(model, params, m)]
         if plain:
+            what, fix = "convolution weights", "set [algorithm] scale_params = 'all_weights'"
+            if self.scale_params == "all_weights":
+                what, fix = "weight matrices", "let some of them train, or use fedavg"
             raise RecipeError(
-                f"fedogm scales gradients of convolution weights, and the encoder of {', '.join(plain)} has none; "
-                "set [algorithm] scale_params = 'all_weights'"
+                f"fedogm scales gradients of {what}, and the encoder of {', '.join(plain)} has none that trains; {fix}"
             )
         return super().init(fed, params)
 

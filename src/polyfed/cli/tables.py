@@ -87,9 +87,10 @@ def _clients(facts: dict[str, Any]) -> Group:
 
 
 def _blocks(facts: dict[str, Any]) -> Group:
-    table = plain_table("block", "bytes")
+    frozen = facts["frozen"].get("parameters", {})
+    table = plain_table("block", "bytes", *(["frozen parameters"] if frozen else []))
     for block, size in facts["blocks"].items():
-        table.add_row(Text(block), bytes_of(size))
+        table.add_row(Text(block), bytes_of(size), *([f"{frozen.get(block, 0):,}"] if frozen else []))
     return titled("Blocks of the model", table)
 
 

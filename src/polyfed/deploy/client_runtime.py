@@ -3,6 +3,7 @@ local state and its own ledger."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
@@ -10,13 +11,13 @@ from polyfed.core.errors import BadReply, EgressError, PolyfedError
 from polyfed.core.messages import Message
 from polyfed.core.request import Request
 from polyfed.core.tasks import tasks_of
-from polyfed.core.tree import SHARED, Tree
+from polyfed.core.tree import SHARED, Tree, digest
 from polyfed.data import Population
 from polyfed.deploy.faults import Fault, in_short
 from polyfed.deploy.state_store import Store
 from polyfed.engines import Sequential
 from polyfed.engines.base import registry_of
-from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Enrolment, RequestId, reason
+from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Enrolment, Facts, RequestId, reason
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.ledger import Ledger, lines
 from polyfed.privacy.policy import Policy
@@ -67,6 +68,7 @@ class ClientRuntime:
     def _work(self, packet: Packet, request_id: RequestId) -> Packet:
         engine = self.engine
         request = self._ask(packet, request_id)
+        self._check_frozen(packet, request_id.client)
         got: Message = decode(packet, request.got, limit=self.limit, finite=True)
         folder = self.folder / request_id.run / f"client-{request_id.client}"
         store = Store(folder)
@@ -111,6 +113,22 @@ class ClientRuntime:
         now, then = list(self.engine.registry.owned(client)), packet.header.get("modalities")
         if now != then:
             raise BadReply(f"is for modalities {then}, client {client} has {now} now; start the server again")
+
+    @cached_property
+    def _frozen(self) -> str:
+        return digest(self.engine.model.frozen)
+
+    def _check_frozen(self, packet: Packet, client: int) -> None:
+        """Refuse an ask of a server whose model has other frozen parameters: none of them ever crosses.
+
+        Raises:
+            BadReply: their values differ.
+        """
+        if Facts.read(packet.header).frozen != self._frozen:
+            raise BadReply(
+                f"is for a model whose frozen parameters differ from those of client {client}; give both the same file "
+                "of weights (what is drawn at random may differ between kinds of machines: save it to a file)"
+            )
 
     def _ask(self, packet: Packet, request_id: RequestId) -> Request:
         """The ask of a header.

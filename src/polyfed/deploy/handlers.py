@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from polyfed.core import keys
 from polyfed.core.errors import BadReply, NotAllowed
 from polyfed.core.registry import only
 from polyfed.data import Population
@@ -17,7 +16,7 @@ from polyfed.deploy.device import WHERE, NodeConfig, allowance_on, check_held, p
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault
 from polyfed.engines import Sequential
 from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, reason
-from polyfed.experiment.assembly import device_of, model_of, population_of
+from polyfed.experiment.assembly import device_of, initial_of, model_of, population_of
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe, build
 from polyfed.federation.wire_format import Packet
@@ -133,11 +132,9 @@ def runtime_of(
     """A station for clients of a population; `relay` is theirs to say, and the recipe's in a simulation."""
     told = Policy.parse(recipe.egress, facts.shapes)  # builds the model as the server does
     model = model_of(recipe, facts.shapes, facts.num_classes, told)
-    device = device_of(recipe)
-    initial = {name: value.to(device) for name, value in model.init(keys.key(recipe.seed, "init")).items()}
     own = relay is not None
     emit = Emitter([log_event] if own else [])
-    parts = (population, model, recipe.algorithm, initial)
-    engine = Sequential(*parts, policy=policy, ledger=Ledger("none"), device=device, emit=emit)
+    parts = (population, model, recipe.algorithm, initial_of(recipe, model))
+    engine = Sequential(*parts, policy=policy, ledger=Ledger("none"), device=device_of(recipe), emit=emit)
     relay = relay if relay is not None else recipe.engine.relay == "server-sees"
     return ClientRuntime(engine, folder, relay, recipe.engine.message_megabytes * MEGABYTE, discreet=own)

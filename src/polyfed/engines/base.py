@@ -4,7 +4,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -263,7 +263,7 @@ def reply_and_local(request: Request, returned: Any) -> tuple[Message, Tree]:
             f"task {request.name}: a client's local state is a dict of tensors by name, so that it can be saved; this one "
             f"has {what}. A number becomes a tensor by torch.tensor(...)"
         )
-    return reply, kept
+    return reply, cast(Tree, kept)
 
 
 def describe_failure(request: Request, clients: Sequence[int], got: Message) -> str:

@@ -17,8 +17,9 @@ from polyfed.training.optimisers import Train
 class MeteredClientData(ClientData):
     """Hands everything to another view and counts rows, on the host, before it does.
 
-    Training costs `TRAINING_PASSES` forward passes through the blocks trained, of the model that is trained; a `fold`
-    counts as one through all of the client's blocks, whatever its step does with the rows.
+    Training costs `TRAINING_PASSES` forward passes through the blocks trained, even in part, of the model that is
+    trained, and one through those that are wholly frozen; a `fold` counts as one through all of the client's blocks,
+    whatever its step does with the rows.
 
     Args:
         view: of one client, or of a stack.
@@ -45,7 +46,11 @@ class MeteredClientData(ClientData):
         # a device of a silo also trains the parts of the head that read others' embeddings; their encoders rest
         owned = self._modalities if job.model is None else model.modalities
         trained = {block_of(name) for name in job.trained(model)} & {*owned, SHARED}
-        self._count(TRAINING_PASSES * sum(model.flops(block) for block in trained), rows)
+        passes = TRAINING_PASSES * sum(model.flops(block) for block in trained)
+        if job.only is None:  # a block that is wholly frozen is passed through forward, and no gradient comes back
+            frozen = {*owned}.intersection(model.modalities) - {block_of(name) for name in model.template}
+            passes += sum(model.flops(block) for block in frozen)
+        self._count(passes, rows)
         return self._view.minimise(loss, params, **options)
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:

@@ -72,10 +72,12 @@ class Facts:
     Attributes:
         shapes: of a sample, by modality, in the federation's order.
         num_classes: classes of the label.
+        frozen: digest of the model's frozen parameters, which every client loads or draws by itself.
     """
 
     shapes: dict[str, tuple[int, ...]]
     num_classes: int
+    frozen: str = ""
 
     @classmethod
     def read(cls, header: Header) -> "Facts":
@@ -85,9 +87,9 @@ class Facts:
             BadReply: there are none that can be read.
         """
         match header.get("facts"):
-            case {"shapes": dict(shapes), "num_classes": int(num_classes)} if num_classes > 0:
+            case {"shapes": dict(shapes), "num_classes": int(num_classes), "frozen": str(frozen)} if num_classes > 0:
                 if all(type(n) is int and n > 0 for shape in shapes.values() for n in shape):
-                    return cls({str(name): tuple(shape) for name, shape in shapes.items()}, num_classes)
+                    return cls({str(name): tuple(shape) for name, shape in shapes.items()}, num_classes, frozen)
         raise BadReply("carries no facts about the federation that can be read")
 
 

@@ -13,6 +13,7 @@ from polyfed.core.errors import BadReply, EgressError, RecipeError
 from polyfed.core.messages import Message, crossings, cut
 from polyfed.core.request import Request, Send
 from polyfed.core.tasks import info_of, tasks_of
+from polyfed.core.tree import digest
 from polyfed.engines.base import Engine
 from polyfed.engines.protocol import FAILED, MAX_REASON, REFUSED, REPLY, Facts, RequestId, Transport, request_packet
 from polyfed.federation.replies import Answer, stacked
@@ -60,7 +61,7 @@ class Remote(Engine):
         self.transport, self.terms = transport, terms
         columns = self.population.columns
         shapes = {name: column.shape for name, column in columns.modalities.items()}
-        self.facts = Facts(shapes, columns.num_classes)
+        self.facts = Facts(shapes, columns.num_classes, digest(self.model.frozen))
         if self.clock is not None:
             raise RecipeError("[network] is simulated time; the flower engine runs in real time. Remove the section")
         self._refuse_silos()

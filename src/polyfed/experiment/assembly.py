@@ -9,7 +9,7 @@ import torch
 from polyfed.algorithms.base import Algorithm
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
-from polyfed.core.tree import Tree, blocks, select, size_bytes
+from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
 from polyfed.engines import Sequential, Vectorised
 from polyfed.engines.base import Engine
@@ -67,7 +67,18 @@ def population_of(recipe: Recipe) -> Population:
 def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes: int, policy: Policy) -> Model:
     """Build the model that the algorithm wants for samples of these shapes; the policy may decide what it reads."""
     spec, read = recipe.algorithm.modelled(recipe.model, tuple(shapes), policy)
-    return build_model(spec, shapes, num_classes, read)
+    return build_model(spec, shapes, num_classes, read, _init_key(recipe))
+
+
+def initial_of(recipe: Recipe, model: Model) -> Tree:
+    """The initial parameters, drawn from the run's seed, on the run's device."""
+    device = device_of(recipe)
+    return {name: value.to(device) for name, value in model.init(_init_key(recipe)).items()}
+
+
+def _init_key(recipe: Recipe) -> int:
+    """One draw for the initial and the frozen parameters: some fit only each other."""
+    return keys.key(recipe.seed, "init")
 
 
 def assemble(
@@ -101,8 +112,7 @@ def assemble(
             "[evaluate] unimodal = 'head' splits the logits into a term for each modality, which only linear fusion "
             "allows (concat or sum without a head). Allowed here: 'auto', 'zero', 'prototype'"
         )
-    device = device_of(recipe)
-    initial = {name: value.to(device) for name, value in model.init(keys.key(recipe.seed, "init")).items()}
+    initial = initial_of(recipe, model)
     ledger = Ledger(run)
     clock = clock_of(recipe, population.num_clients, ledger)
     held = (engine or engine_of(recipe))(
@@ -112,7 +122,7 @@ def assemble(
         initial,
         policy=policy,
         ledger=ledger,
-        device=device,
+        device=device_of(recipe),
         emit=emit,
         debug=recipe.engine.debug,
         clock=clock,
@@ -183,13 +193,24 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
             {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)} | _dealt(assembly, c.id) for c in shown
         ],
         "blocks": block_sizes(assembly),
+        "frozen": frozen_facts(assembly.model),
         "egress": assembly.policy.table(modalities),
     }
 
 
 def block_sizes(assembly: Assembly) -> dict[str, int]:
-    """Bytes of each block of the model."""
-    return {block: size_bytes(select(assembly.initial, [block])) for block in blocks(assembly.initial)}
+    """Bytes of each block of the model, constants left out."""
+    names = (*assembly.model.modalities, SHARED)
+    return {block: size_bytes(select(assembly.initial, [block])) for block in names}
+
+
+def frozen_facts(model: Model) -> dict[str, Any]:
+    """How many frozen parameters each block has, and the digest of their values; empty where nothing is frozen."""
+    frozen = model.frozen
+    if not frozen:
+        return {}
+    counts = {block: sum(v.numel() for v in select(frozen, [block]).values()) for block in blocks(frozen)}
+    return {"parameters": counts, "sha256": digest(frozen)}
 
 
 def _dealt(assembly: Assembly, client: int) -> dict[str, Any]:

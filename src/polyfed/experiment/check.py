@@ -215,6 +215,8 @@ def plan(assembly: Assembly, in_dry_run: Mapping[Place, Size] | None = None) -> 
                 allowed = assembly.policy.allows(kind, block, scope)
                 size = seen.get((name, field, block))
                 known = sizes.get(block) if kind in OF_THE_MODEL else None
+                if size is None and known == 0:
+                    continue  # all of the block is frozen
                 yield Planned(
                     task=name,
                     message=reply.__name__,

@@ -32,7 +32,7 @@ FEW = 6
 """Clients of a kind that play, so that a reply with an entry for every other client shows more than one."""
 
 LARGE = 2_000_000
-"""Parameters from which on one client of a kind must do: each costs seconds."""
+"""Parameters, frozen or not, from which on one client of a kind must do: each costs seconds."""
 
 Place = tuple[str, str, str]
 """(task, field, block)"""
@@ -93,7 +93,8 @@ class DryRunEngine(Sequential):
         super().__init__(*args, **kwargs)
         self.seen: dict[tuple[Place, int], list[ObservedPart]] = {}
         self.left_by: dict[Kind, Tree] = {}
-        self.few = FEW if self.model.num_parameters() < LARGE else 1
+        frozen = sum(value.numel() for value in self.model.frozen.values())
+        self.few = FEW if self.model.num_parameters() + frozen < LARGE else 1
 
     def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
         """A node that notes and refuses nothing."""

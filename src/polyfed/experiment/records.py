@@ -202,13 +202,15 @@ class Records:
         self._check_rounds(before, now)
 
     def _check_data(self, before: dict[str, Any], now: dict[str, Any]) -> None:
-        """The recipe names the data; that it is still the same data, its fingerprint says."""
-        old, new = (facts.get("data", {}).get("sha256") for facts in (before, now))
-        if old and new and old != new:
-            raise DataError(
-                f"--resume: the data is not what the run in {self.folder} began with: its labels, splits or features "
-                "have changed. Restore it, or begin in another --out folder"
-            )
+        """The recipe names data and weights; that they are still the same, their fingerprints say."""
+        for part, what in (
+            ("data", "the data is not what the run in {} began with: its labels, splits or features have changed"),
+            ("frozen", "the model's frozen parameters are not those that the run in {} began with: their file changed"),
+        ):
+            old, new = (facts.get(part, {}).get("sha256") for facts in (before, now))
+            if old and new and old != new:
+                told = what.format(self.folder)
+                raise DataError(f"--resume: {told}. Restore it, or begin in another --out folder")
 
     def _check_engine(self, before: str | None, now: str) -> None:
         """In-process engines can take over from each other; between them and Flower, what clients keep is elsewhere."""

@@ -41,6 +41,8 @@ def adopt(module: nn.Module, rows: Rows, path: str) -> nn.Module:
     if ours is not None:
         return ours
     _refuse(module, path)
+    if isinstance(module, nn.TransformerEncoderLayer):
+        module.activation_relu_or_gelu = 0  # in evaluation mode, 1 and 2 choose a fused kernel without a rule for vmap
     for name, child in module.named_children():
         setattr(module, name, adopt(child, rows, f"{path}.{name}"))
     return module

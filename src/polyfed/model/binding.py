@@ -13,13 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polyfed.core.errors import ModelError
+from polyfed.core.tree import Tree
+
 _Holder = dict[str, Any]  # a module's own dictionary of parameters or buffers
+_Place = tuple[_Holder, str]
 
 
 class Slots:
     """The places of the parameters and float buffers of some blocks.
 
-    Buffers that are not saved with a module, or not floating point, are its constants: they are in no Tree.
+    Constants are in no Tree: frozen parameters (`requires_grad=False`), and buffers that are not saved with a module,
+    not floating point, or of a module that its encoder keeps in evaluation mode.
 
     Args:
         blocks: block name -> module; the names of the Tree are `block.path`.
@@ -28,29 +33,54 @@ class Slots:
         parameters: names of the parameters, block by block.
         buffers: names of the buffers.
         device: where the modules are.
+
+    Raises:
+        ModelError: a frozen parameter shares its memory with one that trains.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         self._modules = tuple(blocks.values())
-        self._places: dict[str, list[tuple[_Holder, str]]] = {}
+        self._places: dict[str, list[_Place]] = {}
+        self._frozen: dict[str, _Place] = {}
         self._names: dict[int, str] = {}
         self.parameters: set[str] = set()
         self.buffers: set[str] = set()
         for block, module in blocks.items():
             for path, sub in module.named_modules(prefix=block):
                 self._enter(path, sub)
+        self._refuse_shared()
         self.device = torch.device("cpu")
 
     def _enter(self, path: str, module: nn.Module) -> None:
-        keep = {n for n in module._buffers if n not in module._non_persistent_buffers_set}
-        for holder, group in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
-            for key, tensor in holder.items():
-                if tensor is None or (group is self.buffers and not (key in keep and tensor.is_floating_point())):
-                    continue
-                # a tensor that two modules share has one name and two places
-                name = self._names.setdefault(id(tensor), f"{path}.{key}")
-                self._places.setdefault(name, []).append((holder, key))
-                group.add(name)
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name, place = self._named(parameter, f"{path}.{key}"), (module._parameters, key)
+            if parameter.requires_grad:
+                self._places.setdefault(name, []).append(place)
+                self.parameters.add(name)
+            else:
+                self._frozen[name] = place
+        saved = module._buffers.keys() - module._non_persistent_buffers_set if module.training else ()
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key in saved and buffer.is_floating_point():
+                name = self._named(buffer, f"{path}.{key}")
+                self._places.setdefault(name, []).append((module._buffers, key))
+                self.buffers.add(name)
+
+    def _named(self, tensor: Tensor, name: str) -> str:
+        """The name of a tensor: one that two modules share has one name and two places."""
+        return self._names.setdefault(id(tensor), name)
+
+    def _refuse_shared(self) -> None:
+        """In-place training would move such a frozen parameter, training on a Tree would not."""
+        trained = {self.own(name).untyped_storage().data_ptr() for name in self.parameters}
+        for name, value in self.frozen.items():
+            if value.numel() and value.untyped_storage().data_ptr() in trained:
+                raise ModelError(
+                    f"{name} is frozen and shares its memory with a parameter that trains. To tie the two, assign the "
+                    "same nn.Parameter to both places; to keep this one as it is, give it a copy: `.detach().clone()`."
+                )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,6 +96,11 @@ class Slots:
         holder, key = self._places[name][0]
         tensor: Tensor = holder[key]
         return tensor
+
+    @property
+    def frozen(self) -> Tree:
+        """The frozen parameters, by name."""
+        return {name: holder[key].detach() for name, (holder, key) in self._frozen.items()}
 
     def place(self, device: torch.device) -> None:
         """Moves the modules, and with them their constants, to the device of the trees they run on."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 
 from polyfed.core.errors import ModelError, did_you_mean
-from polyfed.core.tree import SHARED
+from polyfed.core.tree import SHARED, block_of
 from polyfed.model.adopt import adopt
 from polyfed.model.encoder import EncoderSpec, Shape
 from polyfed.model.fusion import FUSIONS, Attention, Concat, Fusion, Gated, Sum
@@ -17,7 +17,7 @@ _RESERVED = (SHARED, "labels")  # the block of no single modality, and a row of 
 
 
 def build_model(
-    spec: ModelSpec, inputs: Mapping[str, Shape], num_classes: int, only: Collection[str] | None = None
+    spec: ModelSpec, inputs: Mapping[str, Shape], num_classes: int, only: Collection[str] | None = None, key: int = 0
 ) -> Model:
     """The model of a recipe.
 
@@ -26,6 +26,7 @@ def build_model(
         inputs: modality -> sample shape as the data gives it, in the order the model keeps.
         num_classes: number of classes C.
         only: modalities that the model reads; default all of `inputs`.
+        key: what frozen parameters that are drawn at random are drawn from; see `Model`.
 
     Raises:
         ModelError: a modality without an encoder or an encoder without its modality, an encoder that cannot
@@ -38,7 +39,7 @@ def build_model(
     read = [name for name in inputs if only is None or name in only]
     factories = {name: _block_factory(name, shapes[name], spec, width, rows) for name in read}
     shared = _shared_factory(spec, num_classes, read[0], rows)
-    model = Model(factories, shared, rows, shapes, num_classes)
+    model = Model(factories, shared, rows, shapes, num_classes, key)
     _check_outputs(model, spec)
     return model
 
@@ -96,6 +97,7 @@ def _shared_factory(spec: ModelSpec, num_classes: int, first: str, rows: Rows) -
 def _check_outputs(model: Model, spec: ModelSpec) -> None:
     """Runs every encoder once on two rows of zeros: a wrong shape would surface on a client otherwise."""
     w = model.init(0)
+    trained = {name: value.requires_grad_() for name, value in model.trainable(w).items()}
     for name in model.modalities:
         where = f"[model.encoders] {name} ({spec.encoders[name].kind})"
         try:
@@ -110,3 +112,9 @@ def _check_outputs(model: Model, spec: ModelSpec) -> None:
             )
         if not model.sequential and tuple(z.shape) != (2, spec.embedding):
             raise ModelError(f"{where} gives {tuple(z.shape)} for two rows; it must give (2, {spec.embedding}).")
+    for name, value in trained.items():
+        if not value.requires_grad:
+            raise ModelError(
+                f"[model.encoders] {block_of(name)}: forward() freezes {name}. Freeze it in the constructor: what "
+                "trains and what crosses is settled before the first round."
+            )

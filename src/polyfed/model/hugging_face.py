@@ -10,6 +10,7 @@ from polyfed.core.errors import ModelError
 from polyfed.core.registry import check_model
 from polyfed.model import pretrained
 from polyfed.model.encoder import EncoderSpec, Shape
+from polyfed.model.layers import BatchNorm, Dropout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class HuggingFace(EncoderSpec):
         if is_text:
             backbone.pooler = None  # not used here: it would cross the wire for nothing
         if self.frozen:
-            _freeze(backbone)
+            backbone.requires_grad_(False)
         reader = _Text(backbone, shape[0], sequence) if is_text else _Picture(backbone)
         try:
             with torch.no_grad():
@@ -57,10 +58,17 @@ class HuggingFace(EncoderSpec):
 
 
 class _Reader(nn.Module):
-    """Stays in evaluation mode: what its layers do in training, the batch says (see `polyfed.model.layers`)."""
+    """Keeps the library's code in evaluation mode; of a backbone that trains, our own layers follow the batch."""
+
+    backbone: nn.Module
 
     def train(self, mode: bool = True) -> Self:
-        return super().train(False)
+        super().train(False)
+        trains = any(parameter.requires_grad for parameter in self.backbone.parameters())
+        for layer in self.modules():
+            if isinstance(layer, BatchNorm | Dropout):
+                layer.train(mode and trains)
+        return self
 
 
 class _Text(_Reader):
@@ -97,44 +105,3 @@ class _Picture(_Reader):
             states = output.last_hidden_state
             pooled = states.mean((2, 3)) if states.dim() == 4 else states.mean(1)
         return pooled.flatten(1)  # type: ignore[no-any-return]
-
-
-class _FixedNorm(nn.Module):
-    """Batch normalisation by its running statistics, whatever the batch: part of a frozen backbone."""
-
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-    def __init__(self, like: nn.modules.batchnorm._BatchNorm) -> None:
-        super().__init__()
-        self.eps = like.eps
-        for name in ("running_mean", "running_var", "weight", "bias"):
-            value = getattr(like, name)
-            self.register_buffer(name, None if value is None else value.detach(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.batch_norm(
-            x,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            eps=self.eps,
-        )
-
-
-def _freeze(module: nn.Module) -> None:
-    """Turns parameters and buffers into constants, which no Tree holds, and takes out what depends on the batch."""
-    for name, child in module.named_children():
-        if isinstance(child, nn.modules.batchnorm._BatchNorm):
-            setattr(module, name, _FixedNorm(child))
-        elif isinstance(child, nn.Dropout):
-            child.p = 0.0  # its own code may read the probability, so the layer stays
-        else:
-            _freeze(child)
-    constants = {**module._parameters, **module._buffers}
-    module._parameters.clear()
-    for name, value in constants.items():
-        module.register_buffer(name, None if value is None else value.detach(), persistent=False)

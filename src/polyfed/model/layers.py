@@ -3,10 +3,11 @@
 PyTorch keeps "training or evaluation" in the module, counts padding as data and draws dropout from a global
 generator. Here all three come from the batch, through one object: every aware layer of a model holds the same
 `Rows`, the model fills it in before a call (`see`) and empties it in a `finally` (`clear`). Outside a call
-the layers behave as in evaluation.
+the layers behave as in evaluation, and so does, in every call, a layer that its encoder keeps in evaluation
+mode: one whose `training` is off after `train()`.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ class BatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalised `x`, same shape."""
         mean, var, ok = self.running_mean, self.running_var, self.rows.ok
-        if self.rows.key is None:
+        if self.rows.key is None or not self.training:
             return nn.functional.batch_norm(x, mean, var, self.weight, self.bias, eps=self.eps)
         if ok is None and x.numel() >= 2 * x.shape[1]:
             return nn.functional.batch_norm(x, mean, var, self.weight, self.bias, True, self.momentum, self.eps)
@@ -123,7 +124,7 @@ class Dropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` with dropped entries at zero and the others scaled by 1 / (1 - p); `x` itself in evaluation."""
-        if self.rows.key is None or self.p == 0.0:
+        if self.rows.key is None or self.p == 0.0 or not self.training:
             return x
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.whole_channels else tuple(x.shape)
         bits = keys.bits(self.rows.dropout_key(self.stream), shape, x.device)
@@ -166,11 +167,19 @@ class GRU(nn.Module):
 
 
 class Attention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` on plain matrix products: the fused CPU kernel has no rule for vmap."""
+    """`torch.nn.MultiheadAttention` on plain matrix products: the fused kernels have no rule for vmap.
+
+    In evaluation mode PyTorch takes another fused kernel. As `adopt` allows no dropout in it, nothing else depends on
+    the mode, so this layer is always in training mode.
+    """
 
     def __init__(self, like: nn.MultiheadAttention) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(like.__dict__)
+
+    def train(self, mode: bool = True) -> Self:
+        """Stays in training mode."""
+        return super().train(True)
 
     def forward(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """As in `torch.nn.MultiheadAttention`."""

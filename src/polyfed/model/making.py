@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from polyfed.core import keys
+
 M = TypeVar("M", bound=nn.Module)
 
 Factory = Callable[[], nn.Module]
@@ -18,10 +20,10 @@ def leaf(value: Tensor) -> Tensor:
     return value.detach().clone().requires_grad_()
 
 
-def made(make: Callable[[], M], seed: int) -> M:
-    """Runs a constructor on its own stream and leaves PyTorch's global generator as it was."""
+def made(make: Callable[[], M], key: int, block: str) -> M:
+    """Runs a block's constructor on the block's own stream and leaves PyTorch's global generator as it was."""
     state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(keys.key(key, "init", block))
     try:
         return make().train()
     finally:

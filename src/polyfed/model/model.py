@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.core.tree import SHARED, Tree, block_of
@@ -45,6 +44,7 @@ class Model:
         rows: the object through which the layers that these functions make learn of the batch.
         shapes: modality -> sample shape; may speak of modalities that the model does not read.
         num_classes: C.
+        key: the draw of the frozen parameters, with which `init(key)` goes together.
 
     Attributes:
         modalities: all modalities, in order.
@@ -61,12 +61,13 @@ class Model:
         rows: Rows,
         shapes: Mapping[str, tuple[int, ...]],
         num_classes: int,
+        key: int,
     ) -> None:
         self.modalities = tuple(factories)
         self.num_classes, self.shapes = num_classes, dict(shapes)
         self._factories: dict[str, Callable[[], nn.Module]] = {**factories, SHARED: shared}
-        blocks = {name: made(make, 0) for name, make in factories.items()}
-        self._fusion = made(shared, 0)
+        blocks = {name: made(make, key, name) for name, make in factories.items()}
+        self._fusion = made(shared, key, SHARED)
         self._modules: dict[str, nn.Module] = {**blocks, SHARED: self._fusion}
         # looked up here once: attributes of an nn.Module are slow to read, and this is the inner loop
         self._encoders = {name: block.encoder for name, block in blocks.items()}
@@ -79,7 +80,7 @@ class Model:
         self._flops: dict[str, int] = {}
         self._encoded: dict[str, tuple[int, ...]] = {}
         layers = [layer for module in self._modules.values() for layer in module.modules()]
-        self.has_batchnorm = any(isinstance(layer, BatchNorm) for layer in layers)
+        self.has_batchnorm = any(isinstance(layer, BatchNorm) and layer.training for layer in layers)
         self.convolves = any(isinstance(layer, nn.Conv2d | nn.Conv3d) for layer in layers)
         self.sequential = self._fusion.sequential
 
@@ -113,9 +114,14 @@ class Model:
         return {name: value for name, value in w.items() if name not in self._slots.buffers}
 
     def num_parameters(self, modalities: Iterable[str] | None = None) -> int:
-        """Number of parameters (no buffers) of a client that owns these modalities (default: all)."""
+        """Number of parameters that train (not frozen, no buffers), of a client of these modalities (default: all)."""
         names = self.names(self.modalities if modalities is None else modalities)
         return sum(self._slots.own(name).numel() for name in names if not self.is_buffer(name))
+
+    @property
+    def frozen(self) -> Tree:
+        """The frozen parameters (`requires_grad=False`): constants, in no other Tree, whatever `init` draws."""
+        return self._slots.frozen
 
     def flops(self, block: str) -> int:
         """Floating-point operations of one sample's forward pass through a block, two per multiply-add.
@@ -167,7 +173,7 @@ class Model:
 
     def init_block(self, block: str, key: int) -> Tree:
         """Initial numbers of one block, a function of (key, block) alone."""
-        slots = Slots({block: made(self._factories[block], keys.key(key, "init", block))})
+        slots = Slots({block: made(self._factories[block], key, block)})
         return {name: slots.own(name).detach() for name in slots.names}
 
     @contextmanager
@@ -179,7 +185,7 @@ class Model:
         gradients. The next `live` overwrites the tensors: clone what is to be kept.
         """
         assert self._live is None, "the model's own tensors are lent out already"
-        self._place(w)
+        self._slots.place(next(iter(w.values())).device)
         tree = {name: self._slots.own(name) if self._slots.has(name) else leaf(w[name]) for name in w}
         with torch.no_grad():
             torch._foreach_copy_(list(tree.values()), list(w.values()))
@@ -199,30 +205,30 @@ class Model:
         Rows that lack a modality (`batch.present`) get a feature here that only `fuse` replaces by zero.
         """
         self._check_owned(w, batch.x, "encoder")
-        with self._using(w):
+        with self._using(w, batch):
             return self._features(batch)
 
     def fuse(self, w: Mapping[str, Tensor], features: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Logits (B, C) of features; a modality that is absent, or absent in a row, is a zero feature."""
         self._check_owned(w, features, "fusion")
-        with self._using(w):
+        with self._using(w, batch):
             return self._fuse(features, batch)
 
     def joint(self, w: Mapping[str, Tensor], features: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """What the head reads, (B, J): the first fusion layer's output, the fused features or the weighted sums."""
         self._check_owned(w, features, "fusion")
-        with self._using(w):
+        with self._using(w, batch):
             return self._over(lambda z: self._fusion.joint(self._parts, z, batch.present), features, batch)
 
     def classify(self, w: Mapping[str, Tensor], joint: Tensor, batch: Batch) -> Tensor:
         """Logits (B, C) of a joint representation (B, J): `fuse` is `classify` of `joint`."""
-        with self._using(w):
+        with self._using(w, batch):
             return self._over(lambda _: self._fusion.head(joint), {self.modalities[0]: joint}, batch)
 
     def logits(self, w: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Logits (B, C) of a batch: `fuse` of its `features`."""
         self._check_owned(w, batch.x, "encoder")
-        with self._using(w):
+        with self._using(w, batch):
             return self._fuse(self._features(batch), batch)
 
     def unimodal_logits(
@@ -247,7 +253,7 @@ class Model:
             ModelError: `head` where the logits are not linear in the features.
         """
         own = {modality: features[modality]}
-        with self._using(w):
+        with self._using(w, batch):
             if mode == "zero":
                 return self._fuse(own, batch)
             if not self._fusion.linear:
@@ -268,10 +274,11 @@ class Model:
 
     # inside
 
-    def _using(self, w: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    def _using(self, w: Mapping[str, Tensor], batch: Batch) -> AbstractContextManager[None]:
         if w is self._live:
             return _NOTHING
-        self._place(w)
+        # of an encoder that is wholly frozen the Tree holds nothing: the batch tells the device
+        self._slots.place(next(iter(w.values()), batch.y).device)
         return self._slots.bound(w)
 
     def _check_owned(self, w: Mapping[str, Tensor], modalities: Iterable[str], kind: str) -> None:
@@ -279,9 +286,6 @@ class Model:
         for modality in modalities:
             name = self._first[kind].get(modality)
             assert name is None or name in w, f"the Tree lacks the block of {modality!r}, which the batch has"
-
-    def _place(self, w: Mapping[str, Tensor]) -> None:
-        self._slots.place(next(iter(w.values())).device)
 
     def _features(self, batch: Batch) -> dict[str, Tensor]:
         z = {}

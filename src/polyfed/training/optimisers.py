@@ -119,6 +119,8 @@ class Train:
 
         Under vmap `params` and `moments` must be batched clones, and `count` a tensor, one number per client.
         """
+        if not grads:  # all that was to train is frozen
+            return
         if self.clip_norm:
             grads = _clipped(grads, self.clip_norm)
         if self.plain and isinstance(count, int):  # vmap has no rule for the operation that takes all at once

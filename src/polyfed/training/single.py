@@ -1,6 +1,7 @@
 """One client alone: plain autograd with in-place optimiser steps on one live module."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +79,8 @@ class SingleClientData(ClientData):
         lr = train.lr_at(self.round, self.rounds)
         values: list[Tensor] = []
         count, epochs = (0, 0) if after is None else (int(after.num_steps), after.num_epochs)
-        with model.live(job.params) as w:
+        # of an encoder that is wholly frozen there is nothing to lend
+        with model.live(job.params) if job.params else nullcontext(Tree()) as w:
             leaves = {name: w[name] for name in names}
             moments = train.moments(leaves)
             if after is not None:
@@ -191,7 +193,7 @@ def _collected(value: Tensor, leaves: Tree) -> Tree:
 
 def _gradient(value: Tensor, leaves: Tree, retain: bool = False) -> Tree:
     # zeros for what the loss does not touch are filled in here: `materialize_grads` costs a sixth of a small step
-    if not value.requires_grad:
+    if not (leaves and value.requires_grad):
         return like(leaves)
     found = torch.autograd.grad(value, tuple(leaves.values()), retain_graph=retain, allow_unused=True)
     pairs = zip(leaves.items(), found, strict=True)
