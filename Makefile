@@ -19,7 +19,7 @@ demo: .venv/installed ## FedAvg and CMSFed side by side on the embedded digits, 
 test: .venv/installed ## all tests and doctests
 	$(BIN)/pytest -n 2
 
-check: .venv/installed ## what CI runs: format, lint, strict types, layer rule, tests, doctests
+check: .venv/installed ## what CI runs: format, lint, strict types, layer rule, tests, doctests, notebooks, the site of the documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

@@ -22,7 +22,7 @@ from polyfed.algorithms.local import Done
 from polyfed.algorithms.pfmml.pfmml import Pfmml
 from polyfed.core.tree import block_of
 from polyfed.federation.client_registry import ClientRegistry
-from polyfed.federation.federation import Answer, Request, Federation, ReplyStack, Send
+from polyfed.federation.federation import Answer, Federation, ReplyStack, Request, Send
 from polyfed.federation.network import Clock, Network
 from polyfed.privacy.ledger import Ledger
 

@@ -168,10 +168,11 @@ def built(root: Path, build: Path) -> list[str]:
         str(configured(root, build)),
     ]
     done = subprocess.run(words, capture_output=True, text=True)
+    said = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
     if done.returncode:
-        said = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
         return [said.split("Traceback")[0].strip() or said]
-    return problems(build / "pages", build / "site")
+    docstrings = [line for line in said.splitlines() if line.startswith("griffe:")]
+    return docstrings + problems(build / "pages", build / "site")
 
 
 def main() -> int:

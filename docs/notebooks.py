@@ -29,9 +29,8 @@ def executed(path: Path) -> nbformat.NotebookNode:
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"IPYTHONDIR": folder, "JUPYTER_RUNTIME_DIR": folder}
         client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": folder}})
-        client.extra_arguments = [
-            "--IPKernelApp.log_level=ERROR"
-        ]  # no word on its ports, which are on this machine only
+        # the kernel warns of its ports, which are on the loopback interface only
+        client.extra_arguments = ["--IPKernelApp.log_level=ERROR"]
         client.execute()
     for cell in notebook.cells:
         cell.metadata = {}

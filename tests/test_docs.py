@@ -4,9 +4,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,6 +68,12 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert len(list((tmp_path / "site" / "api").rglob("*.html"))) > 100
 
 
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {citation[name] == project[name] for name in ("version", "license")} == {True}
+
+
 def test_pages_link_to_pages_to_code_and_to_the_api(small: Path) -> None:
     done = build(small, small / "build")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -96,6 +104,13 @@ def test_what_is_broken_fails_the_build(small: Path, added: str, words: str) -> 
     done = build(small, small / "build")
     assert done.returncode == 1
     assert re.search(words, done.stdout), done.stdout + done.stderr
+
+
+def test_a_docstring_that_names_no_argument_of_its_function_fails_the_build(small: Path) -> None:
+    (small / "src" / "own" / "__init__.py").write_text(PACKAGE.replace("x: the number", "gone: the number"))
+    done = build(small, small / "build")
+    assert done.returncode == 1
+    assert "'gone' does not appear in the function signature" in done.stdout
 
 
 def test_a_page_that_the_navigation_lacks_fails_the_build(small: Path) -> None:

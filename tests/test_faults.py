@@ -14,9 +14,9 @@ import polyfed
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.base import Broadcast
-from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning, RecipeError, TooFewReplies
+from polyfed.core.errors import DataError, EgressError, PolyfedError, PolyfedWarning, RecipeError, TooFewReplies
 from polyfed.core.schema import ranges, simple_types
-from polyfed.core.tree import Tree
+from polyfed.core.tree import Tree, block_of
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Npz, Toy
 from polyfed.experiment.assembly import assemble
@@ -50,6 +50,8 @@ class Faulty(Averaging):
         if self.fault == "nan":
             params[first] = torch.where(bad, torch.nan, params[first])
         elif self.fault == "names":
+            params[f"{block_of(first)}.zoo"] = params.pop(first)
+        elif self.fault == "block":
             params["zoo.weight"] = params.pop(first)
         elif self.fault == "shape":
             params[first] = params[first].flatten()
@@ -89,15 +91,27 @@ def test_a_bad_reply_is_dropped_and_the_round_goes_on(engine: str, fault: str, w
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("names", "'zoo.weight', which the model does not have"),
+        ("names", ".zoo', which the model does not have"),
         ("shape", "expected torch.float32"),
-        ("type", "expected Update"),
     ],
 )
 def test_replies_of_the_wrong_form_are_refused_with_the_reason(engine: str, fault: str, words: str) -> None:
     with pytest.raises(TooFewReplies, match="0 of 6 clients answered") as error:
         played(faulty(fault, engine))
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("block", "Update.params: it holds parameters of a block that it does not declare"),
+        ("type", "the task declares the message Update"),
+    ],
+)
+def test_replies_that_check_does_not_announce_do_not_leave(engine: str, fault: str, words: str) -> None:
+    with pytest.raises(EgressError, match=words):
+        played(faulty(fault, engine))
 
 
 def test_debug_lets_a_clients_exception_through_with_its_circumstances() -> None:

@@ -34,4 +34,6 @@ def test_a_field_is_judged_by_its_own_message_whatever_another_calls_so() -> Non
     validator.check(Numbers(names), Numbers)
     with pytest.raises(BadReply, match="told holds 'a', which the model does not have"):
         validator.check(Weights(names), Weights)
+    with pytest.raises(BadReply, match="sent Weights, expected Numbers"):
+        validator.check(Weights({}), Numbers)
     validator.check(Weights({name: value.unsqueeze(0) for name, value in FIRST.items()}), Weights)

@@ -1,5 +1,6 @@
 """Algorithms by their name in `[algorithm] name`; each is one file, both halves in it."""
 
+from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.centralized import Centralized
 from polyfed.algorithms.cmsfed.cmsfed import CmsFed

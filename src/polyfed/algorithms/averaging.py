@@ -76,6 +76,11 @@ class Averaging(Algorithm):
     replies: ClassVar[type[Message]] = Update
     sends_class_means: ClassVar[bool] = True
 
+    def will_ask(self, task: str, *, tested: bool) -> bool:
+        """Clients are asked for class means only where one modality alone is judged by them."""
+        wanted = task != Averaging.class_means.__name__ or self.evaluation.unimodal == "prototype"
+        return wanted and super().will_ask(task, tested=tested)
+
     def init(self, fed: Federation, params: Tree) -> Any:
         """Initial parameters, fresh server moments, the selector's first memory."""
         return State(params, self.server.moments(fed.context.model.trainable(params)), self.selector.start(params))

@@ -121,10 +121,17 @@ class Algorithm(Evaluated):
         """Matrices of the state worth logging every round, by name: coefficients, similarities. Keep them small."""
         return {}
 
-    def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Whether, with these hyper-parameters, a field of a task's reply can hold anything of this block.
+    def will_ask(self, task: str, *, tested: bool) -> bool:
+        """Whether, with these hyper-parameters, clients can be asked for a task at all. Where it says no,
+        `polyfed check` announces nothing and the gate lets nothing out. `tested`: some have test rows of their own.
+        """
+        if task == Algorithm.score_own.__name__:
+            return tested and self.evaluation.personal
+        return task != Algorithm.score.__name__  # asked of the server's own rows, whose replies cross no border
 
-        Narrows what `polyfed check` announces; the gate does not ask it.
+    def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
+        """Whether, with these hyper-parameters, a field of a task's reply can hold anything of this block. Where it
+        says no, `polyfed check` announces nothing and the gate lets nothing out. `policy` is the client's.
         """
         return True
 

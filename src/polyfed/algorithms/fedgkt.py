@@ -25,7 +25,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
-from polyfed.core.tree import Tree
+from polyfed.core.tree import SHARED, Tree
 from polyfed.evaluation.scores import Predictor
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -44,7 +44,7 @@ TOP = "top."
 class LocalTraining(Message):
     """The server's logits (n, C) of the client's rows, under `shared`; nothing in a client's first round."""
 
-    logits: Tree = carries("predictions", rows="num_rows", shape=("classes",))
+    logits: Tree = carries("predictions", rows="num_rows", shape=("classes",), blocks=(SHARED,))
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 

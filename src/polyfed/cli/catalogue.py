@@ -22,15 +22,15 @@ from polyfed.core.tasks import info_of, tasks_of, types_of
 from polyfed.core.tree import SHARED
 from polyfed.data import SOURCES
 from polyfed.data.sources import Facts
-from polyfed.experiment.check import asked, blocks_of
 from polyfed.experiment.recipe import PARTS
+from polyfed.privacy.announcement import Holder
 from polyfed.privacy.policy import Policy
 
 ANY = "any"
 """Stands for a modality while there is no data to name one."""
 
-MODALITIES = ("modalities",)
-"""Stands for all of them."""
+ALL = Holder(("modalities",), ("modalities",), ("modalities",))
+"""Has modalities, whichever they are."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def crossings(cls: type[Algorithm]) -> Iterator[Carried]:
     for name, task in tasks_of(algorithm).items():
         got, reply = types_of(task)
         answers = [field for field in reply.kinds if _can_send(algorithm, name, field)]
-        if not asked(name, algorithm, tested=True) or (reply.kinds and not answers):
+        if not algorithm.will_ask(name, tested=True) or (reply.kinds and not answers):
             continue  # never asked of a client
         for way, kind, fields in (("down", got, got.kinds), (info_of(task).scope, reply, answers)):
             for field in fields:
@@ -150,7 +150,7 @@ def crossings(cls: type[Algorithm]) -> Iterator[Carried]:
                     way,
                     f"{kind.__name__}.{field}",
                     kind.kinds[field],
-                    ", ".join(blocks_of(kind, field, MODALITIES)),
+                    ", ".join(ALL.blocks(kind.declared[field])),
                 )
 
 

@@ -35,7 +35,7 @@ class NotAllowed(RecipeError):
 
 
 class EgressError(PolyfedError):
-    """Something would leave a client, or did ask to, that its policy forbids."""
+    """Something would leave a client, or did ask to, that its policy forbids or `polyfed check` did not announce."""
 
     exit_code = 3
 

@@ -8,8 +8,9 @@ A message is a frozen dataclass whose fields are tensors or trees:
 ...     num_rows: Tensor = carries("statistic")
 
 A tree is split by block when it crosses, so that policy and ledger speak of modality x kind x destination. Trees that
-are not parameters (prototypes, embeddings, ...) are keyed by modality, so the same rule splits them. An empty tree
-is "nothing sent". A field with an entry per row names the field that counts them, `carries("embeddings",
+are not parameters (prototypes, embeddings, ...) are keyed by modality, so the same rule splits them; `blocks=` says
+which blocks a tree may hold, and what it does not say neither leaves nor is announced. An empty tree is "nothing sent".
+A field with an entry per row names the field that counts them, `carries("embeddings",
 rows="num_rows")`: a stack of clients of unequal length pads such a field, and the padding never crosses. Kinds are
 declared by the author of a message: a control, not a proof (docs/egress.md).
 """
@@ -19,7 +20,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform, get_type_hints
 
 import torch
 from torch import Tensor
@@ -48,7 +49,15 @@ LABELS = "labels"
 """The policy row of kind `labels`: labels belong to no modality, whichever field carries them."""
 
 OF_THE_MODEL = ("parameters", "gradients")
-"""Kinds whose trees are keyed by the names of the model; others are keyed by modality, or by `shared`."""
+"""Kinds whose trees are keyed by the names of the model; others are keyed by block."""
+
+MODALITIES, READ = "modalities", "read"
+"""Among the `blocks` of a tree: the modalities of the client, and those of them that the model reads; see `Holder`."""
+
+HELD_BY_DEFAULT = dict.fromkeys((*OF_THE_MODEL, "statistic"), (MODALITIES, SHARED)) | {
+    "labels": (MODALITIES, SHARED, LABELS)
+}
+"""The `blocks` of a tree that does not say them, by kind; `modalities` for every other kind."""
 
 DESTINATIONS = ("server", "silo")
 """Where a client's reply may go. What a client receives is booked under `client` and is never refused."""
@@ -72,7 +81,11 @@ of which may be several; None for any."""
 
 @dataclass(frozen=True)
 class Declared:
-    """What a field says of itself; `carries` has the words."""
+    """What a field says of itself; `carries` has the words.
+
+    Attributes:
+        bare: whether it is annotated as a tensor, not as a tree.
+    """
 
     kind: str
     of: str | None
@@ -82,6 +95,8 @@ class Declared:
     partial: bool
     within: Within | None
     tells: str
+    blocks: tuple[str, ...] | None
+    bare: bool = False
 
 
 def carries(
@@ -94,8 +109,10 @@ def carries(
     partial: bool = False,
     within: Within | None = None,
     tells: str = "",
+    blocks: tuple[str, ...] | None = None,
 ) -> Any:
-    """Declare a field. A reply that is not as declared is dropped.
+    """Declare a field. A reply with names that are not declared does not leave; one that is otherwise not as declared
+    is dropped.
 
     Args:
         kind: one of `KINDS`.
@@ -109,10 +126,13 @@ def carries(
         partial: for parameters and gradients, whether a part of a block may come without the rest of it.
         within: the range of every entry.
         tells: what a reader of the kind alone would not expect it to give away; `polyfed check` says it.
+        blocks: for a tree, which blocks it may hold: any of `modalities` (those of the client, or with `whole` of the
+            federation), `read` (those of them that the model reads), `shared` and `labels`. Default: `HELD_BY_DEFAULT`.
     """
     assert kind in KINDS, f"kind {kind!r} is not one of {KINDS}"
     shape = () if shape is None and kind == "statistic" else shape
-    return dataclasses.field(metadata={"carries": Declared(kind, of, rows, whole, shape, partial, within, tells)})
+    said = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks)
+    return dataclasses.field(metadata={"carries": said})
 
 
 _M = TypeVar("_M", bound=type[Message])
@@ -120,12 +140,19 @@ _M = TypeVar("_M", bound=type[Message])
 
 @dataclass_transform(frozen_default=True, field_specifiers=(carries,))
 def message(cls: _M) -> _M:
-    """Make a class a frozen message; every field must declare a kind."""
+    """Make a class a frozen message; every field must declare a kind.
+
+    Raises:
+        RecipeError: a field is neither a tensor nor a tree, or declares what such a field does not have.
+    """
     dataclass(frozen=True)(cls)  # in place: it gives back the class it was given
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    fields, hints = dataclasses.fields(cls), get_type_hints(cls)  # type: ignore[arg-type]
     for field in fields:
         assert "carries" in field.metadata, f"{cls.__name__}.{field.name} does not say what it carries"
-    cls.declared = declared = {field.name: field.metadata["carries"] for field in fields}
+    cls.declared = declared = {
+        field.name: _completed(f"{cls.__name__}.{field.name}", field.metadata["carries"], hints[field.name])
+        for field in fields
+    }
     cls.kinds = {name: said.kind for name, said in declared.items()}
     cls.owners = {name: said.of for name, said in declared.items()}
     cls.counts = {name: said.rows for name, said in declared.items() if said.rows is not None}
@@ -135,9 +162,32 @@ def message(cls: _M) -> _M:
     return cls
 
 
+def _completed(where: str, said: Declared, hint: Any) -> Declared:
+    """What a field says of itself, with what follows from its annotation."""
+    if hint is not Tensor and hint != Tree:
+        raise RecipeError(f"{where} is annotated {hint}; a field of a message is a Tensor or a Tree")
+    if hint is Tensor:
+        if said.kind in OF_THE_MODEL:
+            raise RecipeError(f"{where}: {said.kind} come in a Tree, by the names of the model, not in a Tensor")
+        if said.blocks is not None:
+            raise RecipeError(f"{where}: blocks= is for a Tree; a Tensor belongs to one block, which of= names")
+        return dataclasses.replace(said, bare=True)
+    if said.of is not None:
+        raise RecipeError(f"{where}: of= is for a Tensor; the names in a Tree say whose it is, and blocks= which may")
+    blocks = HELD_BY_DEFAULT.get(said.kind, (MODALITIES,)) if said.blocks is None else said.blocks
+    allowed = (MODALITIES, READ, SHARED, *(() if said.kind in OF_THE_MODEL else (LABELS,)))
+    if isinstance(blocks, str) or not {*blocks} <= {*allowed}:
+        raise RecipeError(f"{where}: blocks = {blocks!r}; it is a tuple of any of {', '.join(allowed)}")
+    return dataclasses.replace(said, blocks=tuple(blocks))
+
+
 @dataclass(frozen=True)
 class Crossing:
-    """One part of a message, as policy and ledger see it: a field, or the part of a tree that lies in one block."""
+    """One part of a message, as policy and ledger see it: a field, or the part of a tree that lies in one block.
+
+    Attributes:
+        names: of its tensors in a tree, for parameters and gradients the block alone; none for a bare tensor.
+    """
 
     field: str
     kind: str
@@ -145,6 +195,7 @@ class Crossing:
     dtype: str
     shape: tuple[int, ...]
     bytes: int
+    names: frozenset[str] = frozenset()
 
 
 def crossings(msg: Message, *, stacked: bool = False, rows: Mapping[str, int] | None = None) -> tuple[Crossing, ...]:
@@ -162,6 +213,22 @@ def crossings(msg: Message, *, stacked: bool = False, rows: Mapping[str, int] | 
         named = ((None, value),) if isinstance(value, Tensor) else value.items()
         form.append(tuple((key, _shape(tensor, stacked, real), tensor.dtype) for key, tensor in named))
     return _crossings(type(msg), tuple(form))  # type: ignore[arg-type]  # a class is hashable
+
+
+def malformed(msg: Message) -> str:
+    """The first field that is not the tensor or the tree it is annotated as, and what it is; empty if there is none."""
+    for name, said in msg.declared.items():
+        value = getattr(msg, name)
+        if said.bare:
+            fine = isinstance(value, Tensor)
+        else:
+            fine = isinstance(value, Mapping) and all(
+                isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in value.items()
+            )
+        if not fine:
+            wanted = "a Tensor" if said.bare else "a Tree, a dict of tensors by name"
+            return f"{type(msg).__name__}.{name} is declared as {wanted}; it is a {type(value).__name__}"
+    return ""
 
 
 def tensors(msg: Message) -> Iterator[tuple[str, str | None, Tensor]]:
@@ -224,12 +291,10 @@ def _crossings(kind_of_message: type[Message], form: tuple[_Field, ...]) -> tupl
         groups: dict[str, _Field] = {}
         for entry in tensors_:
             key = entry[0]
-            if key is not None and kind not in OF_THE_MODEL and key != block_of(key):
-                raise RecipeError(
-                    f"{kind_of_message.__name__}.{name} holds '{key}'; trees of kind '{kind}' are keyed by modality, "
-                    f"or by '{SHARED}' for what belongs to none"
-                )
-            owner = kind_of_message.owners[name] or SHARED if key is None else block_of(key)
+            if key is None:
+                owner = kind_of_message.owners[name] or SHARED
+            else:
+                owner = block_of(key) if kind in OF_THE_MODEL else key
             block = LABELS if kind == "labels" else owner
             groups[block] = (*groups.get(block, ()), entry)
         parts.extend(_crossing(name, kind, block, group) for block, group in groups.items())
@@ -239,6 +304,7 @@ def _crossings(kind_of_message: type[Message], form: tuple[_Field, ...]) -> tupl
 def _crossing(field: str, kind: str, block: str, parts: _Field) -> Crossing:
     counts = [math.prod(shape) for _, shape, _ in parts]
     dtypes = {str(dtype).removeprefix("torch.") for _, _, dtype in parts}
+    keys = {key for key, _, _ in parts if key is not None}
     return Crossing(
         field=field,
         kind=kind,
@@ -246,4 +312,5 @@ def _crossing(field: str, kind: str, block: str, parts: _Field) -> Crossing:
         dtype=dtypes.pop() if len(dtypes) == 1 else "mixed",
         shape=tuple(parts[0][1]) if len(parts) == 1 else (sum(counts),),
         bytes=sum(count * dtype.itemsize for count, (_, _, dtype) in zip(counts, parts, strict=True)),
+        names=frozenset(map(block_of, keys) if kind in OF_THE_MODEL else keys),
     )

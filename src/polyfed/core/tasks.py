@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -79,17 +80,46 @@ def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
 
     They are read off the annotations; a template's task, annotated with bare `Message`, leaves them to its owner's
     class attributes `sends` and `replies`.
+
+    Raises:
+        RecipeError: they name no message, or more than one: nobody could tell then what the task can send.
     """
     hints = get_type_hints(task)
-    got, reply = hints["got"], get_args(hints["return"])[0]
+    answer = get_args(hints.get("return")) or (None,)
     owner = task.__self__  # type: ignore[attr-defined]
-    return (owner.sends if got is Message else got, owner.replies if reply is Message else reply)
+    found: list[type[Message]] = []
+    for kind, attribute in ((hints.get("got"), "sends"), (answer[0], "replies")):
+        if kind is Message:
+            kind = getattr(owner, attribute, None)
+        if not (isinstance(kind, type) and issubclass(kind, Message) and kind is not Message):
+            raise RecipeError(
+                f"task {task.__qualname__} does not say which message it receives and which one it answers with. "
+                "Annotate it with one message for each: (..., got: Question) -> tuple[Answer, Tree]"
+            )
+        found.append(kind)
+    return found[0], found[1]
+
+
+def answers_of(algorithm: Any) -> dict[str, tuple[type[Message], str]]:
+    """The message that each task of an algorithm answers with, and where that may go, by the task's name."""
+    return {name: (types_of(task)[1], info_of(task).scope) for name, task in tasks_of(algorithm).items()}
 
 
 def path_of(task: Callable[..., Any], algorithm: Any) -> str:
-    """The name of a bound task as seen from the algorithm: `update`, or `selector.score`."""
-    owner = task.__self__  # type: ignore[attr-defined]
+    """The name of a bound task as seen from the algorithm: `update`, or `selector.score`.
+
+    Raises:
+        RecipeError: it is none of the algorithm's tasks, so `polyfed check` knew nothing of what it sends.
+    """
+    owner, function = getattr(task, "__self__", None), getattr(task, "__func__", None)
     for prefix, part in parts(algorithm):
         if part is owner:
-            return f"{prefix}{task.__name__}"
-    raise AssertionError(f"{task.__qualname__} belongs neither to the algorithm nor to a part of it")
+            if getattr(type(part), task.__name__, None) is function and is_task(function):
+                return f"{prefix}{task.__name__}"
+            for name in dir(type(part)):  # a task may have another name than its function
+                if getattr(type(part), name) is function and is_task(function):
+                    return f"{prefix}{name}"
+    raise RecipeError(
+        f"{getattr(task, '__qualname__', task)} is no task of {type(algorithm).__name__}. Clients are asked for methods"
+        " marked @task(), of the algorithm or of a dataclass in one of its fields"
+    )

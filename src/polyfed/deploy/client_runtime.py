@@ -1,5 +1,6 @@
-"""A client's workplace: takes a packet, does the task in a `EgressGate`, lets the reply out through the gate, keeps its own
-local state and its own ledger."""
+"""A client's runtime: it takes a packet, runs the task, lets the reply out through the egress gate, and keeps the
+client's local state and ledger.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -147,8 +148,8 @@ class ClientRuntime:
         request = Request(task, name, request_id.round, rounds, request_id.request, seed, turn)
         if request.scope == "silo" and not self.relay:
             raise EgressError(
-                f"client {request_id.client} refused task {name}: its reply is for the silo, but would pass through the "
-                'server, which sees it. It would run if the client\'s configuration said: relay="server-sees"'
+                f"client {request_id.client} refused task {name}: its reply is for the silo, but would pass through "
+                'the server, which sees it. It would run if the client\'s configuration said: relay="server-sees"'
             )
         return request
 

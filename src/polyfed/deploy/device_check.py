@@ -21,6 +21,7 @@ from polyfed.deploy.device import (
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import Planned, plan
 from polyfed.experiment.recipe import Recipe
+from polyfed.privacy.announcement import Holder
 from polyfed.privacy.policy import Policy
 
 
@@ -98,18 +99,22 @@ def _of_policy(path: str) -> NodeConfig:
 def _planned(recipe: Recipe, node: NodeConfig, policy: Policy, population: Population | None) -> list[Planned]:
     """What would be sent: by the device's own rows, or else by the recipe's, where they can be read here.
 
-    A device that lacks modalities is asked as if the federation had only its own.
+    Sizes are those of a federation that has only the modalities of this device.
     """
-    encoders = {name: recipe.model.encoders[name] for name in node.held}
-    mine = replace(recipe, model=replace(recipe.model, encoders=encoders), egress=policy.table(node.held), network=None)
+    encoders, everyone = {name: recipe.model.encoders[name] for name in node.held}, tuple(recipe.model.encoders)
+    told = Policy.parse(recipe.egress, {**recipe.model.encoders, **recipe.egress})  # by it the device builds its model
+    mine = replace(recipe, model=replace(recipe.model, encoders=encoders), egress=told.table(node.held), network=None)
     if population is None and recipe.data == ELSEWHERE:
         return []
     try:
-        found = list(plan(assemble(mine, population=population)))
+        assembly = assemble(mine, population=population)
     except DataError:
         if population is not None:
             raise
         return []
+    holder = Holder(node.held, everyone, recipe.algorithm.modelled(recipe.model, everyone, told)[1])
+    listed = replace(assembly.engine.announcement(node.held), holder=holder, policy=policy)
+    found = list(plan(assembly, announcement=listed))
     relay = node.relay == "server-sees" or not node.data
     fix = 'relay="server-sees" in --node-config'
     return [row if relay or row.destination != "silo" else replace(row, allowed=False, fix=fix) for row in found]

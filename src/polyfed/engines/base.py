@@ -11,8 +11,9 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.errors import EgressError, PolyfedError, RecipeError
-from polyfed.core.messages import Message, map_tensors, tensors
+from polyfed.core.messages import Message, malformed, map_tensors, tensors
 from polyfed.core.request import Request, Send
+from polyfed.core.tasks import answers_of
 from polyfed.core.tree import SHARED, Tree, clone, select
 from polyfed.data import Population
 from polyfed.engines.heap import keep_freed_memory
@@ -22,6 +23,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
 from polyfed.federation.replies import Answer
 from polyfed.model import Model
+from polyfed.privacy.announcement import Announcement, Asking, Holder
 from polyfed.privacy.gate import EgressGate
 from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.policy import Policy
@@ -32,7 +34,7 @@ from polyfed.training.optimisers import Train
 Emit = Callable[..., None]
 
 
-class Method(Protocol):
+class Method(Asking, Protocol):
     """What an engine needs to know of the algorithm that it runs."""
 
     @property
@@ -90,6 +92,8 @@ class Engine(ABC):
         self.device = torch.device(device)
         self.columns = population.columns.to(self.device)
         self.registry = registry_of(population)
+        self.answers = answers_of(algorithm)  # once: a task that comes to the class later is announced by nobody
+        self._announcements: dict[tuple[str, ...], Announcement] = {}
         self.locals: dict[int, Tree] = {}
         self.kept = 0  # the newest round that will never be asked again; clients in other processes may forget older
         self._contexts: dict[tuple[str, ...], ClientContext] = {}
@@ -151,7 +155,16 @@ class Engine(ABC):
 
     def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
         """The gate of these alike clients."""
-        return EgressGate(clients, context.blocks, context.policy, self.ledger, on_server=context.evaluation_client)
+        announcement = self.announcement(context.modalities)
+        return EgressGate(clients, context.blocks, self.ledger, announcement, context.evaluation_client)
+
+    def announcement(self, modalities: tuple[str, ...]) -> Announcement:
+        """All that replies of clients with these modalities can hold, and what the policy says of it."""
+        if modalities not in self._announcements:
+            holder = Holder(modalities, tuple(self.model.shapes), self.model.modalities)
+            tested = bool(self.registry.tested)
+            self._announcements[modalities] = Announcement(self.algorithm, self.answers, holder, self.policy, tested)
+        return self._announcements[modalities]
 
     def alone(self, request: Request, client: int, send: Send, missing: dict[int, str]) -> Message | None:
         """Run one client by itself, from what is sent to it; None where it failed, and the reason in `missing`."""
@@ -246,22 +259,25 @@ def reply_and_local(request: Request, returned: Any) -> tuple[Message, Tree]:
     """What a task returned: its reply and the client's local state.
 
     Raises:
-        RecipeError: it returned something else; a `return` without the local state is easily written.
+        RecipeError: it returned something else; a `return` without the local state is easily written. Or a field of
+            its message is neither the tensor nor the tree that it is declared as.
     """
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Message)):
         raise RecipeError(
-            f"task {request.name} must return a message and the client's local state, as in `return Update(...), local`; "
-            f"it returned {type(returned).__name__}"
+            f"task {request.name} must return a message and the local state of the client, as in "
+            f"`return Update(...), local`; it returned {type(returned).__name__}"
         )
     reply: Message = returned[0]
     kept: Any = returned[1]
+    if flaw := malformed(reply):
+        raise RecipeError(f"task {request.name} returned a message that is not as declared: {flaw}")
     if not (isinstance(kept, Mapping) and all(isinstance(value, Tensor) for value in kept.values())):
         what = type(kept).__name__
         if isinstance(kept, Mapping):
             what = ", ".join(f"'{k}': {type(v).__name__}" for k, v in kept.items() if not isinstance(v, Tensor))
         raise RecipeError(
-            f"task {request.name}: a client's local state is a dict of tensors by name, so that it can be saved; this one "
-            f"has {what}. A number becomes a tensor by torch.tensor(...)"
+            f"task {request.name}: a client's local state is a dict of tensors by name, so that it can be saved; this "
+            f"one has {what}. A number becomes a tensor by torch.tensor(...)"
         )
     return reply, cast(Tree, kept)
 

@@ -1,7 +1,7 @@
 """What server and client write on the outside of a packet when they are in different processes.
 
-Every ask has a request id: run, session, round, ask, client. The client answers with the same request id, so that a reply to
-another question (late, doubled, replayed) is told from the one that is waited for. A *session* is one life of the
+Every request has an id: run, session, round, number of the request, client. The client answers with the same id, so
+that the server tells the reply it waits for from one that is late, doubled or replayed. A *session* is one life of the
 server: a resumed server begins a new one and may ask again what it had asked before it died; a client does the work
 again from the local state it had then, and the answer is the same bit for bit.
 """

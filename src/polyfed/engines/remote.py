@@ -166,6 +166,10 @@ class Remote(Engine):
         if verdict != REPLY:
             raise BadReply(f"answered with {str(verdict)[:40]!r}, which is no verdict")
         reply: Message = decode(answer, request.reply, limit=self.terms.limit)
+        announcement = self.announcement(self.registry.owned(client))
+        for part in crossings(reply):  # before it is booked: the ledger has no name that no message declares
+            if announcement.strange(request.name, part):
+                raise BadReply(f"sent names in {part.field} that {type(reply).__name__} does not declare")
         return reply
 
     def _book(self, request: Request, client: int, msg: Message, destination: str) -> None:

@@ -237,9 +237,9 @@ def _refuse_kept_padding(request: Request, after: Tree, before: Tree, counts: Se
         is_new = name not in before or before[name].shape != value.shape
         if is_new and _may_be_padded(value, counts):
             raise RecipeError(
-                f"task {request.name} keeps '{name}' with an entry for each of a client's rows. Clients of unequal length "
-                "cannot be stacked then: make it in Algorithm.local with the length each client needs, or mark the "
-                "task with loop_because"
+                f"task {request.name} keeps '{name}' with an entry for each of a client's rows. Clients of unequal "
+                "length cannot be stacked then: make it in Algorithm.local with the length each client needs, or mark "
+                "the task with loop_because"
             )
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError, did_you_mean
-from polyfed.core.messages import HISTOGRAM, Message, carries, cut, message
+from polyfed.core.messages import HISTOGRAM, READ, Message, carries, cut, message
 from polyfed.core.request import Send
 from polyfed.core.schema import EVERY, NOT_NEGATIVE, check_ranges
-from polyfed.core.tree import Tree, blocks
+from polyfed.core.tree import SHARED, Tree, blocks
 from polyfed.evaluation import metrics
 from polyfed.federation.federation import Federation
 from polyfed.model import Model
@@ -40,8 +40,10 @@ class ClassMeans(Message):
     rows per class (C,), under `shared` and under each modality that rows lack.
     """
 
-    prototypes: Tree = carries("prototypes", shape=("classes", "features"))
-    rows_per_class: Tree = carries("statistic", shape=("classes",), within=NOT_NEGATIVE, tells=HISTOGRAM)
+    prototypes: Tree = carries("prototypes", shape=("classes", "features"), blocks=(READ,))
+    rows_per_class: Tree = carries(
+        "statistic", shape=("classes",), within=NOT_NEGATIVE, tells=HISTOGRAM, blocks=(READ, SHARED)
+    )
 
 
 @message

@@ -6,44 +6,31 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_type_hints
-
-from torch import Tensor
+from typing import Any
 
 from polyfed.algorithms import ALGORITHMS
-from polyfed.algorithms.averaging import Averaging
-from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import EgressError, PolyfedWarning, RecipeError
-from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL, Message
+from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL
 from polyfed.core.registry import name_of
 from polyfed.core.request import Request, Send
-from polyfed.core.tasks import info_of, tasks_of, types_of
 from polyfed.core.tree import SHARED
 from polyfed.experiment.assembly import Assembly, assemble, block_sizes, facts_of
 from polyfed.experiment.dry_run import Place, Size, run_dry
 from polyfed.experiment.recipe import Recipe, recipe_of
 from polyfed.federation.replies import Answer
+from polyfed.privacy.announcement import Announced, Announcement
 from polyfed.privacy.policy import Policy
-
-SERVER_TASKS = (Algorithm.score.__name__,)
-"""Tasks that run on the server's own rows: nothing of theirs crosses a client's border."""
-
-SCORE_OWN = Algorithm.score_own.__name__
-"""The task by which clients judge on test rows of their own."""
-
-CLASS_MEANS = Averaging.class_means.__name__
-"""The averaging methods' task for `[evaluate] unimodal = "prototype"`."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Something a task of the algorithm can send.
+    """Something a task of the algorithm can send: what is `Announced`, and its size.
 
     Attributes:
         bytes: of one reply: as rehearsed, or what the block takes (parameters, gradients); None if neither tells.
         bytes_per_row: more, for each row that the reply speaks of.
-        rehearsed: whether a rehearsed first round sent it (`polyfed.experiment.dry_run`); what depends on the state of the
-            run or on the data may come later, or never.
+        in_dry_run: whether the dry run sent it (`polyfed.experiment.dry_run`); what depends on the state of the run or
+            on the data may come later, or never.
         fix: the line that would allow it, empty when it is allowed.
         tells: what it gives away beyond what its kind says; empty for most.
     """
@@ -91,7 +78,7 @@ def check(recipe: Recipe | str | Path) -> Check:
     """Validate a recipe, or the one at a path, against its data, run_dry a round, and list what can cross.
 
     Raises:
-        PolyfedError: what a run would refuse before its first round.
+        PolyfedError: what a run would refuse before its first round; a reply that is not as its task declares.
     """
     recipe = recipe_of(recipe)
     assembly = assemble(recipe)
@@ -124,7 +111,7 @@ def _rehearsed(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
 
     try:
         sizes = run_dry(assembly.recipe, assembly.population, listen)
-    except RecipeError:
+    except (RecipeError, EgressError):  # a reply that is not as its task declares is refused in every run
         raise
     except Exception as error:
         sizes = {}
@@ -196,57 +183,29 @@ def fixes_of(refused: Iterable[Planned], policy: Policy) -> list[str]:
     return [policy.fix(wanted, *place) for place, wanted in kinds.items()]
 
 
-def plan(assembly: Assembly, in_dry_run: Mapping[Place, Size] | None = None) -> Iterator[Planned]:
-    """Everything the algorithm's tasks can send, block by block; `in_dry_run` are the sizes that were seen."""
-    algorithm = assembly.algorithm
-    modalities = assembly.fed.clients.modalities
-    sizes = block_sizes(assembly)
-    seen = in_dry_run or {}
-    for name, task in tasks_of(algorithm).items():
-        if not asked(name, algorithm, bool(assembly.fed.clients.tested)):
-            continue
-        reply, scope = types_of(task)[1], info_of(task).scope
-        for field, kind in reply.kinds.items():
-            for block in blocks_of(reply, field, modalities):
-                if not algorithm.will_send(name, field, block, assembly.policy):
-                    continue
-                if name == CLASS_MEANS and block not in (*assembly.model.modalities, SHARED):
-                    continue  # a modality that the global model does not read has no features there
-                allowed = assembly.policy.allows(kind, block, scope)
-                size = seen.get((name, field, block))
-                known = sizes.get(block) if kind in OF_THE_MODEL else None
-                if size is None and known == 0:
-                    continue  # all of the block is frozen
-                yield Planned(
-                    task=name,
-                    message=reply.__name__,
-                    field=field,
-                    kind=kind,
-                    block=block,
-                    destination=scope,
-                    bytes=known if size is None else size.fixed,
-                    allowed=allowed,
-                    fix="" if allowed else assembly.policy.fix((kind,), block, scope),
-                    bytes_per_row=0.0 if size is None else size.per_row,
-                    in_dry_run=size is not None,
-                    tells=reply.tells.get(field, ""),
-                )
+def plan(
+    assembly: Assembly, in_dry_run: Mapping[Place, Size] | None = None, announcement: Announcement | None = None
+) -> Iterator[Planned]:
+    """Everything the algorithm's tasks can send, block by block.
+
+    Args:
+        assembly: the parts of a run.
+        in_dry_run: the sizes that were seen.
+        announcement: of one client; by default of one that has all modalities, so what any client can send.
+    """
+    listed = announcement or assembly.engine.announcement(assembly.fed.clients.modalities)
+    sizes, seen = block_sizes(assembly), in_dry_run or {}
+    planned = (_sized(row, sizes, seen) for row in listed.rows.values())
+    return (row for row in planned if row.bytes != 0 or row.in_dry_run)  # of a block that is wholly frozen nothing can
 
 
-def asked(task: str, algorithm: Algorithm, tested: bool) -> bool:
-    """Whether a run can ask clients for this task at all; `tested` is whether any has test rows of its own."""
-    if task == CLASS_MEANS:
-        return algorithm.evaluation.unimodal == "prototype"
-    if task == SCORE_OWN:
-        return tested and algorithm.evaluation.personal
-    return task not in SERVER_TASKS  # evaluation_clients are the server's own rows
-
-
-def blocks_of(reply: type[Message], field: str, modalities: tuple[str, ...]) -> tuple[str, ...]:
-    """The blocks that a field of a message can hold something of."""
-    kind = reply.kinds[field]
-    if kind == "labels":
-        return (LABELS,)
-    if get_type_hints(reply)[field] is Tensor:
-        return (reply.owners[field] or SHARED,)
-    return (*modalities, SHARED) if kind in ("parameters", "gradients", "statistic") else modalities
+def _sized(row: Announced, blocks: Mapping[str, int], seen: Mapping[Place, Size]) -> Planned:
+    """With the size that a dry run saw, or else that of the model's block."""
+    size = seen.get((row.task, row.field, row.block))
+    known = blocks.get(row.block) if row.kind in OF_THE_MODEL else None
+    return Planned(
+        **vars(row),
+        bytes=known if size is None else size.fixed,
+        bytes_per_row=0.0 if size is None else size.per_row,
+        in_dry_run=size is not None,
+    )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from polyfed.core.errors import EgressError
 from polyfed.core.messages import Message, crossings
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import Tree
@@ -65,16 +66,23 @@ class ObservedPart:
 
 @dataclass(frozen=True)
 class RecordingGate(EgressGate):
-    """A node whose gate notes what would leave, and to which nothing is forbidden."""
+    """A node whose gate notes what would leave: what the policy forbids too, but nothing that is not announced."""
 
     seen: dict[tuple[Place, int], list[ObservedPart]] = field(default_factory=dict)
     owned: int = 0
 
     def release(self, request: Request, reply: Message, *, stacked: bool) -> Message:
-        """Note the parts of a reply of one client."""
+        """Note the parts of a reply of one client.
+
+        Raises:
+            EgressError: one is not announced, so that no policy would let it out.
+        """
         if self.on_server:
             return reply
+        self._refuse_another(request, reply, stacked)
         for part in crossings(reply):
+            if not self.announcement.announces(request.name, part):
+                raise EgressError(self.announcement.refusal(request.name, part, self.clients[0]))
             count = reply.counts.get(part.field)
             counted = None if count is None else int(getattr(reply, count))
             place = (request.name, part.field, part.block)
@@ -97,16 +105,11 @@ class DryRunEngine(Sequential):
         self.few = FEW if self.model.num_parameters() + frozen < LARGE else 1
 
     def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
-        """A node that notes and refuses nothing."""
-        return RecordingGate(
-            clients,
-            context.blocks,
-            context.policy,
-            self.ledger,
-            context.evaluation_client,
-            self.seen,
-            self._num_rows(clients[0]),
-        )
+        """A gate that notes what leaves."""
+        announcement = self.announcement(context.modalities)
+        owned = self._num_rows(clients[0])
+        blocks, on_server = context.blocks, context.evaluation_client
+        return RecordingGate(clients, blocks, self.ledger, announcement, on_server, seen=self.seen, owned=owned)
 
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
         """Run the task on the few of these clients that stand for the others."""

@@ -200,8 +200,9 @@ def save(models: Models, folder: str | Path) -> Path:
         os.replace(draft, target)
         sync(target.parent)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(draft, ignore_errors=True)
         raise DataError(f"no model could be written to {target}: {error}. Make room, or choose another") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     return target
 
 

@@ -13,7 +13,7 @@ try:
 except ImportError:  # Windows has no such lock: there nobody is kept out
     fcntl = None  # type: ignore[assignment]
 
-LOCK = ".polyfed.experiment.lock"
+LOCK = ".polyfed.lock"
 """Holds the number of the process that has the folder."""
 
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import BadReply
-from polyfed.core.messages import LABELS, OF_THE_MODEL, Declared, Message, tensors
-from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.core.messages import OF_THE_MODEL, Declared, Message, tensors
+from polyfed.core.tree import Tree, block_of
 from polyfed.federation.replies import ReplyStack
 from polyfed.model import Model
+from polyfed.privacy.announcement import Holder
 
 NOT_FINITE = "is not finite"
 """How the reason ends when a reply holds NaN or infinity."""
@@ -56,7 +57,7 @@ class ReplyValidator:
         Raises:
             BadReply: with the field and what is wrong with it.
         """
-        if not isinstance(msg, expected):
+        if type(msg) is not expected:
             raise BadReply(f"sent {type(msg).__name__}, expected {expected.__name__}")
         for name, said in expected.declared.items():
             value = getattr(msg, name)
@@ -151,12 +152,10 @@ class ReplyValidator:
 
     def _unlike_federation(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
         sizes = {*(said.shape or ())}
-        if "encoded" in sizes:
-            blocks = self.model.modalities
-        elif OF_A_MODALITY & sizes:
-            blocks = tuple(self.model.shapes)
-        else:
-            blocks = (*self.modalities, SHARED, LABELS)
+        blocks = Holder(self.modalities, self.modalities, self.model.modalities).names(said)
+        if OF_A_MODALITY & sizes:
+            has_one = self.model.modalities if "encoded" in sizes else self.model.shapes
+            blocks = tuple(block for block in blocks if block in has_one)
         strange = [name for name in names if name not in blocks]
         return f"{field} holds '{strange[0]}', expected are {', '.join(blocks)}" if strange else ""
 

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,8 +109,7 @@ _Entry = tuple[str, str | None, torch.dtype, tuple[int, ...]]
 
 def _empty(expected: type[Message]) -> dict[str, Tensor | Tree | None]:
     """A place for each field: a tree to fill, or None for a tensor to come."""
-    hints = get_type_hints(expected)
-    return {field: None if hints[field] is Tensor else {} for field in expected.kinds}
+    return {field: None if said.bare else {} for field, said in expected.declared.items()}
 
 
 def _entries(header: Header) -> list[_Entry]:

@@ -7,11 +7,12 @@ stacked; gate and ledger look at fields, not at values, so the same code serves 
 from dataclasses import dataclass
 from typing import Any
 
-from polyfed.core.errors import EgressError
-from polyfed.core.messages import Crossing, Message, crossings, cut
+from polyfed.core.errors import EgressError, RecipeError
+from polyfed.core.messages import OF_THE_MODEL, Crossing, Message, crossings, cut
 from polyfed.core.request import Request
+from polyfed.core.tree import SHARED
+from polyfed.privacy.announcement import Announcement
 from polyfed.privacy.ledger import TO_CLIENT, Entry, Ledger
-from polyfed.privacy.policy import Policy, refusal
 
 
 @dataclass(frozen=True)
@@ -21,15 +22,15 @@ class EgressGate:
     Attributes:
         clients: their numbers.
         blocks: the blocks of their model.
-        policy: what may leave them.
         ledger: where every crossing is booked.
+        announcement: all that their replies can hold, and what their policy says of it.
         on_server: whether these are evaluation clients: their rows are the server's own, so nothing leaves anybody.
     """
 
     clients: tuple[int, ...]
     blocks: frozenset[str]
-    policy: Policy
     ledger: Ledger
+    announcement: Announcement
     on_server: bool = False
 
     def receive(self, request: Request, msg: Message) -> Any:
@@ -37,6 +38,7 @@ class EgressGate:
         own = cut(msg, self.blocks)
         if not self.on_server:
             parts = crossings(own)
+            _refuse_dotted(own, parts)
             self._book(request, own, parts, TO_CLIENT, (True,) * len(parts), self.clients)
         return own
 
@@ -44,22 +46,29 @@ class EgressGate:
         """The gate: let a reply out, or refuse it whole.
 
         Raises:
-            EgressError: naming client, field, kind, block, destination and the line that would allow it.
+            EgressError: the policy forbids a part of it, or `polyfed check` did not announce one; naming client, field,
+                kind, block, destination and the line that would allow it.
         """
         assert isinstance(reply, Message), f"task {request.name} answered with {type(reply).__name__}, not a message"
         if self.on_server:
             return reply
+        self._refuse_another(request, reply, stacked)
         for clients, rows in self._alike(reply) if stacked else [(self.clients, None)]:
             self._pass(request, reply, clients, crossings(reply, stacked=stacked, rows=rows))
         return reply
 
+    def _refuse_another(self, request: Request, reply: Message, stacked: bool) -> None:
+        """Refuse what is not the reply that the task declares."""
+        if why := self.announcement.answer_refusal(request.name, type(reply), request.scope, self.clients[0]):
+            parts = crossings(reply, stacked=stacked)
+            self._book(request, reply, parts, request.scope, (False,) * len(parts), self.clients)
+            raise EgressError(why)
+
     def _pass(self, request: Request, reply: Message, clients: tuple[int, ...], parts: tuple[Crossing, ...]) -> None:
-        policy = self.policy
-        allowed = tuple(policy.allows(part.kind, part.block, request.scope) for part in parts)
-        self._book(request, reply, parts, request.scope, allowed, clients)
-        for part, ok in zip(parts, allowed, strict=True):
-            if not ok:
-                raise EgressError(refusal(part, request.scope, policy, clients[0], type(reply).__name__))
+        refusals = [self.announcement.refusal(request.name, part, clients[0]) for part in parts]
+        self._book(request, reply, parts, request.scope, tuple(not why for why in refusals), clients)
+        if first := next(filter(None, refusals), ""):
+            raise EgressError(first)
 
     def _alike(self, reply: Message) -> list[tuple[tuple[int, ...], dict[str, int] | None]]:
         """The clients of a stack by how many rows they send, which is all in which their messages differ."""
@@ -84,3 +93,13 @@ class EgressGate:
             allowed = (False,) * len(allowed)
         name = type(msg).__name__
         self.ledger.book(Entry(request.round, request.number, clients, name, parts, destination, allowed))
+
+
+def _refuse_dotted(msg: Message, parts: tuple[Crossing, ...]) -> None:
+    """Refuse what the server's half sends if a tree that is no model's has names like a model's."""
+    for part in parts:
+        if part.kind not in OF_THE_MODEL and (dotted := [name for name in part.names if "." in name]):
+            raise RecipeError(
+                f"{type(msg).__name__}.{part.field} holds '{dotted[0]}'; trees of kind '{part.kind}' are keyed by "
+                f"modality, or by '{SHARED}' for what belongs to none"
+            )

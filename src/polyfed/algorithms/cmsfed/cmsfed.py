@@ -28,7 +28,7 @@ from polyfed.algorithms.cmsfed.memory import Ratios, gradients_of, whole_gradien
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.core.messages import HISTOGRAM, Message, carries, message
+from polyfed.core.messages import HISTOGRAM, MODALITIES, Message, carries, message
 from polyfed.core.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, select, vector
@@ -65,10 +65,10 @@ class Report(Message):
     prototype_loss: Tensor = carries("statistic")
     params: Tree = carries("parameters")
     gradient: Tree = carries("gradients")
-    encoder_gradient: Tree = carries("gradients", partial=True)
+    encoder_gradient: Tree = carries("gradients", partial=True, blocks=(MODALITIES,))
     prototypes: Tree = carries("prototypes", shape=("classes", "features"))
     rows_per_class: Tree = carries("statistic", shape=("classes",), within=NOT_NEGATIVE, tells=HISTOGRAM)
-    ratio: Tree = carries("statistic", within=POSITIVE)
+    ratio: Tree = carries("statistic", within=POSITIVE, blocks=(MODALITIES,))
     loss: Tensor = carries("statistic")
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
@@ -152,13 +152,13 @@ class CmsFed(Averaging):
         """The template's own task is never asked, and the first look at everyone only where modalities are chosen."""
         if task == "update" or (task == "explore" and not self.modality_selection):
             return False
+        if task not in ("explore", "train_all", "train_alone"):
+            return True  # of the selector, or for an evaluation
         if field in ("gradient", "encoder_gradient") and not self.sends_gradients:
             return False
         if field in ("prototypes", "rows_per_class") and self.prototypes == "local":
             return False
-        if task == "explore" and field == "params":
-            return self.gradient_split != "exact"
-        return block != SHARED or field not in ("encoder_gradient", "ratio")
+        return task != "explore" or field != "params" or self.gradient_split != "exact"
 
     # the server's half
 

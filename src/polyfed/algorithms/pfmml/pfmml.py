@@ -146,7 +146,7 @@ class Pfmml(Algorithm):
 
     def to_judge(self, state: PfmmlState, fed: Federation, clients: Sequence[int]) -> Send:
         """The copies on their way."""
-        arriving = self._downloads(state, fed, clients)
+        arriving = self._downloads(state, fed, {*clients})
         return {client: arriving.get(client, Broadcast({})) for client in clients}
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from polyfed.core.messages import Message, carries, message
+from polyfed.core.messages import LABELS, Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree
 
@@ -33,7 +33,7 @@ class Smashed(Message):
     """Activations at the cut (B, ...) by modality, and the labels (B,) where they may go along."""
 
     activations: Tree = carries("embeddings", rows="num_rows", shape=("encoded",))
-    labels: Tree = carries("labels", rows="num_rows", shape=())
+    labels: Tree = carries("labels", rows="num_rows", shape=(), blocks=(LABELS,))
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 

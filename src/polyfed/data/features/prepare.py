@@ -34,8 +34,8 @@ def prepare(
         target_dir: is created; a second data set in it is an error.
         workers: threads that extract at the same time.
         on_corrupt: "skip" leaves out and reports samples with an unusable file; "fail" stops at the first.
-        listener: called as `listener(event, **facts)`, see `polyfed.data.features.extraction`; "prepare-unchanged" when there
-            is nothing to do.
+        listener: called as `listener(event, **facts)`, see `polyfed.data.features.extraction`;
+            "prepare-unchanged" when there is nothing to do.
         options: further options of the source, as in `[data]`.
 
     Raises:

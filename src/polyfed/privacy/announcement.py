@@ -1,0 +1,205 @@
+"""What a client's replies can hold, and what its policy says of it: one list for `polyfed check` and for the gate.
+
+The list follows from what each task's message declares, the blocks that the client has, and the algorithm's options.
+`polyfed check` prints it; `EgressGate.release` lets a part of a reply out only if the list has it and the policy
+allows it. So nothing leaves that `check` did not announce.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.messages import LABELS, MODALITIES, OF_THE_MODEL, READ, Crossing, Declared, Message
+from polyfed.core.tree import SHARED
+from polyfed.privacy.policy import Policy, refusal
+
+
+class Asking(Protocol):
+    """What an announcement wants to know of an algorithm; `Algorithm` explains both."""
+
+    def will_ask(self, task: str, *, tested: bool) -> bool:
+        """Whether clients can be asked for a task."""
+
+    def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
+        """Whether a field of a task's reply can hold anything of a block."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Whose blocks the words in a tree's `blocks` mean.
+
+    Attributes:
+        own: the modalities of the client.
+        everyone: the modalities of the federation.
+        read: those that the model reads.
+    """
+
+    own: tuple[str, ...]
+    everyone: tuple[str, ...]
+    read: tuple[str, ...]
+
+    def names(self, said: Declared) -> tuple[str, ...]:
+        """What the names of a tree's tensors may be; for parameters and gradients, which blocks they may belong to.
+
+        None for a bare tensor, which has no name.
+        """
+        held = self.everyone if said.whole else self.own
+        words = {MODALITIES: held, READ: tuple(m for m in held if m in self.read)}
+        return tuple(dict.fromkeys(name for word in said.blocks or () for name in words.get(word, (word,))))
+
+    def blocks(self, said: Declared) -> tuple[str, ...]:
+        """The blocks under which policy and ledger can meet something of a field."""
+        if said.kind == "labels":
+            return (LABELS,)
+        return (said.of or SHARED,) if said.bare else self.names(said)
+
+
+@dataclass(frozen=True)
+class Announced:
+    """Something that replies to a task can hold.
+
+    Attributes:
+        allowed: whether the policy lets it go to its destination.
+        fix: the line of a policy that would allow it, empty when it is allowed.
+        tells: what it gives away beyond what its kind says; empty for most.
+    """
+
+    task: str
+    message: str
+    field: str
+    kind: str
+    block: str
+    destination: str
+    allowed: bool
+    fix: str
+    tells: str
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """All that the replies of one client, or of several alike ones, can hold.
+
+    Attributes:
+        algorithm: whose options decide what is asked and sent.
+        answers: the message that each task answers with, and its destination, by the task's name.
+        holder: whose blocks these are.
+        policy: what may leave.
+        tested: whether there are clients with test rows of their own.
+    """
+
+    algorithm: Asking
+    answers: Mapping[str, tuple[type[Message], str]]
+    holder: Holder
+    policy: Policy
+    tested: bool
+
+    @cached_property
+    def rows(self) -> dict[tuple[str, str, str], Announced]:
+        """By (task, field, block).
+
+        Raises:
+            RecipeError: a field speaks of a modality that the federation does not have.
+        """
+        found: dict[tuple[str, str, str], Announced] = {}
+        for task, (reply, destination) in self.answers.items():
+            for field, said in reply.declared.items():
+                self._check_owner(f"{reply.__name__}.{field}", said)
+                for block in self.holder.blocks(said):
+                    if self._will_leave(task, field, block):
+                        found[task, field, block] = self._row(task, reply, field, block, destination)
+        return found
+
+    @cached_property
+    def names(self) -> dict[tuple[str, str], frozenset[str]]:
+        """The names that a field's tree may have, by (task, field)."""
+        return {
+            (task, field): frozenset(self.holder.names(said))
+            for task, (reply, _) in self.answers.items()
+            for field, said in reply.declared.items()
+        }
+
+    def answer_refusal(self, task: str, reply: type[Message], destination: str, client: int) -> str:
+        """Why a reply of this type may not leave whatever it holds; empty when it is the one that the task declares.
+
+        The words leave a device, so they do not repeat the name of another type: a task could write rows into it.
+        """
+        if task not in self.answers:
+            return (
+                f"client {client} refused to answer task {task}, which the algorithm did not have when the run began: "
+                "`polyfed check` announces nothing of it. Write the task into the class"
+            )
+        declared, announced = self.answers[task]
+        if reply is declared and destination == announced:
+            return ""
+        return (
+            f"client {client} refused to send its reply to task {task}: the task declares the message "
+            f"{declared.__name__} to the {announced}, `polyfed check` announces nothing else, and this is another "
+            f"(a subclass is another one). Return {declared.__name__}, or declare what is returned: in the task's "
+            "annotation, or in `replies` of the class where the annotation is Message"
+        )
+
+    def announces(self, task: str, part: Crossing) -> bool:
+        """Whether the list has a part of a task's declared reply, allowed or not."""
+        return not self.strange(task, part) and (task, part.field, part.block) in self.rows
+
+    def strange(self, task: str, part: Crossing) -> frozenset[str]:
+        """Names in a part of a task's declared reply that its message does not declare."""
+        return part.names - self.names[task, part.field]
+
+    def refusal(self, task: str, part: Crossing, client: int) -> str:
+        """Why a part of a task's declared reply may not leave; empty when it may.
+
+        The words leave a device, so they repeat no name that is not declared: a task could write rows into it.
+        """
+        reply, destination = self.answers[task]
+        where = f"client {client} refused to send {reply.__name__}.{part.field}"
+        if strange := self.strange(task, part):
+            return f"{where}: {self._undeclared(task, part, strange)}"
+        if not self.policy.allows(part.kind, part.block, destination):
+            return refusal(part, destination, self.policy, client, reply.__name__)
+        if (task, part.field, part.block) in self.rows:
+            return ""
+        hook = "will_send" if self.algorithm.will_ask(task, tested=self.tested) else "will_ask"
+        return (
+            f"{where}: `polyfed check` does not announce {part.kind} of {part.block} in a reply to task {task}, as "
+            f"{type(self.algorithm).__name__}.{hook} says that it is not sent. Correct that method, or do not send it"
+        )
+
+    def _undeclared(self, task: str, part: Crossing, strange: frozenset[str]) -> str:
+        """What is wrong with names that a message does not declare, and how to declare them."""
+        reply, destination = self.answers[task]
+        said = reply.declared[part.field]
+        of_the_model = part.kind in OF_THE_MODEL
+        known = sorted(strange & ({SHARED} if of_the_model else {SHARED, LABELS}))
+        if not known:
+            allowed = ", ".join(self.holder.names(said)) or "(none)"
+            own = not said.whole and {MODALITIES, READ} & {*(said.blocks or ())}
+            more = "; with whole=True those of the whole federation" if own else ""
+            what = "parameters of a block" if of_the_model else "a name"
+            return f"it holds {what} that it does not declare. Allowed for this client: {allowed}{more}"
+        words = ", ".join(f'"{word}"' for word in (*(said.blocks or ()), *known))
+        block = LABELS if part.kind == "labels" else known[0]
+        also = ""
+        if not self.policy.allows(part.kind, block, destination):
+            also = f", and the client's policy: {self.policy.fix((part.kind,), block, destination)}"
+        return (
+            f"it holds '{known[0]}', which it does not declare. It would leave if the field said: "
+            f'carries("{part.kind}", blocks=({words})){also}'
+        )
+
+    def _will_leave(self, task: str, field: str, block: str) -> bool:
+        asked = self.algorithm.will_ask(task, tested=self.tested)
+        return asked and self.algorithm.will_send(task, field, block, self.policy)
+
+    def _row(self, task: str, reply: type[Message], field: str, block: str, destination: str) -> Announced:
+        said = reply.declared[field]
+        allowed = self.policy.allows(said.kind, block, destination)
+        fix = "" if allowed else self.policy.fix((said.kind,), block, destination)
+        return Announced(task, reply.__name__, field, said.kind, block, destination, allowed, fix, said.tells)
+
+    def _check_owner(self, where: str, said: Declared) -> None:
+        known = (*self.holder.everyone, SHARED, LABELS)
+        if said.of is not None and said.of not in known:
+            raise RecipeError(f"{where}: of = '{said.of}' is no modality here; {did_you_mean(said.of, known)}")
