@@ -20,12 +20,12 @@ from polyfed.core.tasks import is_task, task
 from polyfed.core.tree import Tree
 from polyfed.evaluation import metrics
 from polyfed.evaluation.scores import (
-    Evaluated,
     Evaluation,
     Measured,
     ModelToEvaluate,
     OwnScore,
     Scores,
+    TrainedModels,
     own_score,
     scores,
 )
@@ -47,7 +47,7 @@ class Broadcast(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm(Evaluated):
+class Algorithm(TrainedModels):
     """Hyper-parameters and both halves of a method.
 
     Attributes:
@@ -58,7 +58,7 @@ class Algorithm(Evaluated):
     train: Train = Train()
     evaluation: Evaluation = Evaluation()
 
-    sees_missing_rows: ClassVar[bool] = True
+    handles_missing_rows: ClassVar[bool] = True
     """Whether rows that lack a modality which others of the same client have are told apart; else they are refused."""
     sends_class_means: ClassVar[bool] = False
     """Whether clients can send class means of the global model's features, for one modality judged by `prototype`."""
@@ -99,7 +99,7 @@ class Algorithm(Evaluated):
     def round(self, state: Any, fed: Federation) -> Any:
         """The server state after one round."""
 
-    def modelled(
+    def model_spec(
         self, spec: ModelSpec, modalities: tuple[str, ...], policy: Policy
     ) -> tuple[ModelSpec, tuple[str, ...]]:
         """The model to build, and the modalities it reads, given the [model] section and those of the data."""

@@ -81,7 +81,7 @@ class Centralized(Algorithm):
                 "centralized counts in epochs, as its training goes on over rounds: leave out train.steps"
             )
 
-    def modelled(
+    def model_spec(
         self, spec: ModelSpec, modalities: tuple[str, ...], policy: Policy
     ) -> tuple[ModelSpec, tuple[str, ...]]:
         """The recipe's model, `width` times as wide."""
@@ -104,7 +104,7 @@ class Centralized(Algorithm):
         leg = None
         if state.num_steps:
             leg = TrainingResult({}, torch.zeros(()), torch.tensor(state.num_steps), moments=state.optimiser)
-        view = fed.view(state.samples, state.labels, present=state.present)
+        view = fed.server_data(state.samples, state.labels, present=state.present)
         fit = view.minimise(loss, state.params, train=self.train, after=leg)
         steps = int(fit.num_steps)
         mean = float(fit.loss) * steps / max(steps - state.num_steps, 1)

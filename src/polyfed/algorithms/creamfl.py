@@ -119,7 +119,7 @@ class CreamFL(Algorithm):
     server_epochs: Annotated[int, NOT_NEGATIVE] = 1
     selector: Selector = Uniform()
 
-    sees_missing_rows: ClassVar[bool] = False
+    handles_missing_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse selectors that need a global model."""
@@ -227,7 +227,7 @@ class CreamFL(Algorithm):
         if state.steps:
             after = TrainingResult({}, torch.zeros(()), torch.tensor(state.steps), moments=state.optimiser)
         train = replace(self.train, epochs=self.server_epochs, steps=None)
-        fit = fed.view(state.samples, state.labels).minimise(loss, state.params, train=train, after=after)
+        fit = fed.server_data(state.samples, state.labels).minimise(loss, state.params, train=train, after=after)
         return state.with_(params=fit.params, optimiser=fit.moments, steps=int(fit.num_steps))
 
     def global_params(self, state: CreamState) -> Tree:

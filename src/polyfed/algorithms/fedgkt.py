@@ -113,7 +113,7 @@ class FedGKT(Algorithm):
     server_embedding: Annotated[int, AT_LEAST_ONE] = 128
     selector: Selector = Uniform()
 
-    sees_missing_rows: ClassVar[bool] = False
+    handles_missing_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse selectors that need a global model."""
@@ -183,7 +183,7 @@ class FedGKT(Algorithm):
             taught = distillation(logits, told[batch.rows], batch, self.temperature)
             return taught + self.alpha * cross_entropy(logits, batch)
 
-        view = fed.view(x, y, present=present)
+        view = fed.server_data(x, y, present=present)
         after = None
         if state.steps:
             after = TrainingResult({}, torch.zeros(()), torch.tensor(state.steps), moments=state.optimiser)

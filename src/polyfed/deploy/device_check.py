@@ -112,7 +112,7 @@ def _planned(recipe: Recipe, node: NodeConfig, policy: Policy, population: Popul
         if population is not None:
             raise
         return []
-    holder = Holder(node.held, everyone, recipe.algorithm.modelled(recipe.model, everyone, told)[1])
+    holder = Holder(node.held, everyone, recipe.algorithm.model_spec(recipe.model, everyone, told)[1])
     listed = replace(assembly.engine.announcement(node.held), holder=holder, policy=policy)
     found = list(plan(assembly, announcement=listed))
     relay = node.relay == "server-sees" or not node.data

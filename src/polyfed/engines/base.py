@@ -43,7 +43,7 @@ class Method(Asking, Protocol):
         ...
 
     @property
-    def sees_missing_rows(self) -> bool:
+    def handles_missing_rows(self) -> bool:
         """Whether the algorithm handles rows that lack a modality which others of the same client have."""
         ...
 

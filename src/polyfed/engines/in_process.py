@@ -39,7 +39,7 @@ class InProcess(Engine):
 
 
 def _refuse_missing_rows(population: Population, algorithm: Method) -> None:
-    if algorithm.sees_missing_rows:
+    if algorithm.handles_missing_rows:
         return
     train, lacking = population.train, []
     for place, name in enumerate(population.columns.modalities):

@@ -107,7 +107,7 @@ class Predictor:
         return model.logits(w, batch)
 
 
-class Evaluated(ABC):
+class TrainedModels(ABC):
     """Which models an algorithm trains. `evaluate` and `Run.predict` both ask these methods, so that they agree."""
 
     model_for: ClassVar[str] = "client"
@@ -119,7 +119,7 @@ class Evaluated(ABC):
 
         A method that overrides `own_params` judges clients with what they keep; others say otherwise here.
         """
-        return "none" if type(self).own_params is Evaluated.own_params else "clients"
+        return "none" if type(self).own_params is TrainedModels.own_params else "clients"
 
     @property
     def predictor(self) -> Predictor:

@@ -66,7 +66,7 @@ def population_of(recipe: Recipe) -> Population:
 
 def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes: int, policy: Policy) -> Model:
     """Build the model that the algorithm wants for samples of these shapes; the policy may decide what it reads."""
-    spec, read = recipe.algorithm.modelled(recipe.model, tuple(shapes), policy)
+    spec, read = recipe.algorithm.model_spec(recipe.model, tuple(shapes), policy)
     return build_model(spec, shapes, num_classes, read, _init_key(recipe))
 
 

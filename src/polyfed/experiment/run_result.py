@@ -184,7 +184,7 @@ def models_of(
         )
     return Models(
         algorithm=name,
-        spec=algorithm.modelled(recipe.model, registry.modalities, context.policy)[0],
+        spec=algorithm.model_spec(recipe.model, registry.modalities, context.policy)[0],
         model=context.model,
         predictor=algorithm.predictor,
         shared=algorithm.global_params(state),

@@ -152,7 +152,7 @@ class Federation:
                 f"[engine] min_replies = {self.min_replies}. {_listed(missing)}"
             )
 
-    def view(
+    def server_data(
         self,
         x: Mapping[str, Tensor],
         y: Tensor | None = None,

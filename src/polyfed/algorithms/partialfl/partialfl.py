@@ -91,7 +91,7 @@ class PartialFL(Averaging):
 
     sends: ClassVar[type[Message]] = Guided
     replies: ClassVar[type[Message]] = GuidedUpdate
-    sees_missing_rows: ClassVar[bool] = False
+    handles_missing_rows: ClassVar[bool] = False
 
     # what is shared
 
@@ -100,7 +100,7 @@ class PartialFL(Averaging):
         needed = {"embeddings", self.inputs}
         return tuple(m for m in modalities if needed <= policy.kinds(m, "server"))
 
-    def modelled(
+    def model_spec(
         self, spec: ModelSpec, modalities: tuple[str, ...], policy: Policy
     ) -> tuple[ModelSpec, tuple[str, ...]]:
         """The global model reads the private modalities, or all.
@@ -245,7 +245,7 @@ class PartialFL(Averaging):
         sent = {}
         for k in cohort:
             rows = state.deposits.get(k, {})
-            view = fed.view(rows, number=k) if rows else None
+            view = fed.server_data(rows, number=k) if rows else None
             teacher = view.collect(lambda batch: model.features(state.tower, batch)) if view else {}
             count = torch.tensor(0) if view is None else view.num_rows
             sent[k] = Guided(state.params, teacher, count)
@@ -266,7 +266,9 @@ class PartialFL(Averaging):
             if after.tower_steps:
                 steps = torch.tensor(after.tower_steps)
                 leg = TrainingResult({}, torch.zeros(()), steps, moments=after.tower_moments)
-            fit = fed.view(state.deposits[k], number=k).minimise(loss, after.tower, train=once, model=model, after=leg)
+            fit = fed.server_data(state.deposits[k], number=k).minimise(
+                loss, after.tower, train=once, model=model, after=leg
+            )
             taken = int(fit.num_steps)
             losses.append(float(fit.loss) * taken / max(taken - after.tower_steps, 1))
             after = after.with_(tower=fit.params, tower_moments=fit.moments, tower_steps=taken)

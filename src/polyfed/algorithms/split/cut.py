@@ -176,7 +176,7 @@ class Cut:
         def apart(grads: Tree, w: Tree, aux: Tree, carry: Tree) -> tuple[Tree, Tree]:
             return {n: g for n, g in grads.items() if n not in cuts}, {n: grads[n] for n in cuts}
 
-        view = fed.view(sent.activations, number=k)
+        view = fed.server_data(sent.activations, number=k)
         after = TrainingResult({}, torch.zeros(()), torch.tensor(upper.steps), moments=upper.moments)
         fit = view.minimise(loss, upper.params | cuts, train=self.train, direction=apart, after=after, on=batch)
         params = {n: v for n, v in fit.params.items() if n not in cuts}
