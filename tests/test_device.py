@@ -61,7 +61,7 @@ def there(made: Recipe) -> Recipe:
 @pytest.fixture(autouse=True)
 def no_reports() -> Iterator[None]:
     """Charts cost more time than these runs."""
-    with patch("polyfed.run.write_report"):
+    with patch("polyfed.experiment.loop.write_report"):
         yield
 
 
@@ -150,7 +150,7 @@ def test_what_is_kept_for_those_who_are_not_heard_is_met_elsewhere(
 
     def outcome_of(made: Recipe, folder: Path) -> str:
         run(replace(made, rounds=1), folder)
-        with patch("polyfed.run.assemble", deaf):
+        with patch("polyfed.experiment.loop.assemble", deaf):
             return outcome(run(replace(made, rounds=2), folder, resume=True))
 
     here = outcome_of(small(name, **options), tmp_path / "here")
