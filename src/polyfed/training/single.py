@@ -23,12 +23,11 @@ from polyfed.training.client_data import (
     Step,
     TrainingResult,
     split_loss,
-    steps_trained,
     stream_key,
     summed,
-    usable_rows,
 )
 from polyfed.training.optimisers import Train
+from polyfed.training.step_counts import steps_trained, usable_rows
 
 
 @dataclass

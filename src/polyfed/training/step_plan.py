@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.training.client_data import ORDER, stream_key, usable_rows
+from polyfed.training.client_data import ORDER, stream_key
 from polyfed.training.optimisers import Train
+from polyfed.training.step_counts import usable_rows
 
 
 @dataclass(frozen=True)
