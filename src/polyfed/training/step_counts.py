@@ -1,4 +1,4 @@
-"""How many rows and optimiser steps a local training takes, from numbers alone."""
+"""How many rows and optimiser steps a local training takes, computed without any data."""
 
 from polyfed.training.optimisers import Train
 
