@@ -66,7 +66,7 @@ class Prototypes:
         return torch.log_softmax(scores, -1)
 
     def own(self, z_BD: Tensor, y_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Log probability of each row's own class, (B,), zero if that class is not active; and whether it is, bool (B,)."""
+        """Log probability of each row's own class, (B,), zero if it is not active; and whether it is, bool (B,)."""
         there = self.active[y_B]
         log_p = self.log_probabilities(z_BD).gather(-1, y_B.unsqueeze(-1)).squeeze(-1)
         return torch.where(there, log_p, 0.0), there
@@ -93,7 +93,7 @@ def masked_mean(values_B: Tensor, rows_B: Tensor) -> Tensor:
 
 
 def cross_entropy(prototypes: Prototypes, z_BD: Tensor, batch: Batch, modality: str) -> Tensor:
-    """Prototypical cross-entropy (PCE; CMSFed, Eq. 10 and 12): mean of -log p of each row's own class, a 0-dim tensor."""
+    """Prototypical cross-entropy (PCE; CMSFed, Eq. 10 and 12): mean of -log p of the own class, a 0-dim tensor."""
     log_p, active = prototypes.own(z_BD, batch.y)
     return -masked_mean(log_p, active & there(batch, modality))
 

@@ -160,7 +160,7 @@ class StackedClientData(ClientData):
         return self._batch(rows_B, where_B, None if full else ok_B, key)
 
     def _source(self, job: Job) -> tuple[Any, ...] | None:
-        """Besides the kind of a step, everything that decides which operations it performs; None forbids to replay steps."""
+        """What decides, besides the kind of a step, which operations it performs; None forbids to replay steps."""
         if not self.replays:
             return None
         code = (getattr(part, "__code__", type(part)) for part in (job.loss, job.direction))

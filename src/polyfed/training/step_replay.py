@@ -67,7 +67,7 @@ class Profile:
         return (left - 1) * (self.plain - self.replayed) > MARGIN * (self.traced - self.plain)
 
     def program(self, step: "Step", before: Trace | None) -> Program | None:
-        """The program that may replay this step; None if its trace has occurred only once.
+        """The program that may replay this step; None if its trace has occurred only once or cannot be repeated.
 
         Args:
             step: the step that was just traced.

@@ -87,7 +87,7 @@ class Trace:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the same step could follow: the layout of the state is the same again, and nothing else has changed."""
+        """Whether the same step could follow: the layout of the state is as before, and nothing else has changed."""
         return self.before == self.after[:-1] and not self.tampers
 
     def repeats(self, other: "Trace") -> bool:
@@ -222,7 +222,7 @@ def _integer(value: int) -> Constant:
 
 
 def _same(mine: Tensor, its: Tensor) -> bool:
-    """Whether two outside tensors are the same tensor, or equal 0-dim CPU tensors (a loss may make `torch.tensor(7)`)."""
+    """Whether two outside tensors are the same; equal 0-dim CPU tensors are (a loss may make `torch.tensor(7)`)."""
     if mine is its or mine.dim() or its.dim() or mine.device.type != "cpu":
         return mine is its
     return mine.dtype == its.dtype and bool(mine == its)
