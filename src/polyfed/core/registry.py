@@ -82,7 +82,7 @@ def only(allowance: Allowance) -> Iterator[None]:
 
 
 def check_import(path: str) -> None:
-    """Check that a class may be imported; always true outside of `only`.
+    """Check that a class may be imported; outside of `only`, every class may.
 
     Raises:
         NotAllowed: the allowance does not list the class. The text gives the line that would allow it.
@@ -96,7 +96,7 @@ def check_import(path: str) -> None:
 
 
 def check_model(path: str) -> None:
-    """Check that a saved model may be read; always true outside of `only`.
+    """Check that a saved model may be read; outside of `only`, every model may.
 
     Raises:
         NotAllowed: the allowance does not list the model. The text gives the line that would allow it.
