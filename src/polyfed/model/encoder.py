@@ -47,7 +47,7 @@ class EncoderSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp(EncoderSpec):
-    """Multilayer perceptron on the flattened sample: Linear and ReLU for each hidden size, then Linear to the embedding.
+    """Multilayer perceptron on the flattened sample: Linear-ReLU for each hidden size, then Linear to the embedding.
 
     Attributes:
         hidden: sizes of the hidden layers.
