@@ -47,7 +47,7 @@ class ModelSpec:
         object.__setattr__(self, "encoders", specs)
 
     def widened(self, factor: float) -> "ModelSpec":
-        """The same model with the embedding and all hidden sizes and channels multiplied by `factor`, at least 1 each."""
+        """The same model with its embedding, hidden sizes and channels multiplied by `factor`, at least 1 each."""
         if factor == 1:
             return self
         encoders = {name: _widened(spec, factor, ENCODER_WIDTHS) for name, spec in self.encoders.items()}
