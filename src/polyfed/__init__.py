@@ -1,7 +1,12 @@
-"""polyfed: multimodal federated learning, one text of an algorithm for simulation and for real devices."""
+"""polyfed: multimodal federated learning. One implementation of a method runs in simulation and on real devices.
+
+The names below are the public front door: load or parse a recipe, `check` what it lets leave the clients, `run` it, and
+read what the run wrote. Methods of your own import from `polyfed.algorithms`, `polyfed.core` and `polyfed.training`.
+"""
 
 from importlib.metadata import version
 
+from polyfed.core import moved
 from polyfed.experiment.check import Check, check
 from polyfed.experiment.export import Models, load_model
 from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
@@ -23,3 +28,5 @@ __all__ = [
     "parse_recipe",
     "run",
 ]
+
+moved.install()

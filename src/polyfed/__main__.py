@@ -1,4 +1,4 @@
-"""`python -m polyfed`: the command line, where the script is not on the path."""
+"""`python -m polyfed` runs the command line, for when the `polyfed` script is not on the PATH."""
 
 from polyfed.cli import main
 

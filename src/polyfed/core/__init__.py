@@ -1,1 +1,16 @@
-"""TODO."""
+"""Which words do all parts of polyfed share? Trees, keys, messages, tasks, requests, errors; no other room is imported.
+
+- `tree.py`: Trees, flat dictionaries from names to tensors, and their blocks.
+- `batch.py`: `Batch`, the rows that a loss receives.
+- `keys.py`: random numbers as functions of a key.
+- `messages.py`: messages, their parts as policy and ledger see them, and functions over all their tensors.
+- `fields.py`: what a field of a message declares.
+- `tasks.py`: `@task`, which marks the methods that run on clients.
+- `request.py`: `Request`, one question of the server to some clients.
+- `schema.py`: checks the values of a recipe's section against the types of a dataclass.
+- `registry.py`: finds parts of a run by name, or by `package.module:Class`.
+- `errors.py`: the exceptions for faults of the user and for failures of a run.
+- `files.py`: names of the files of a run, and writing them safely.
+- `signals.py`: handling the signals that stop a process.
+- `moved.py`: where modules of earlier versions are now.
+"""

@@ -1,4 +1,4 @@
-"""A batch: what a loss sees of a client's rows.
+"""`Batch`: some rows of a client, as a loss receives them.
 
 Shape letters: `B` rows of the batch.
 """
@@ -12,15 +12,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one client. Whether a model trains or evaluates on them is said here, not in the model.
+    """Some rows of one client. The batch, not the model, says whether the model is in training or evaluation mode.
 
     Attributes:
-        x: per modality the client owns, float32 (B, ...).
-        y: labels, int64 (B,).
+        x: the inputs by modality, float32 (B, ...); only modalities that the client owns.
+        y: the labels, int64 (B,).
         rows: position of each row among the client's own rows, int64 (B,).
-        ok: bool (B,), False for padding, which must never count; None when every row is real.
-        present: bool (B,) for a modality that some of these rows lack.
-        key: dropout key of (run, round, client, step); None means evaluation: no dropout, frozen statistics.
+        ok: False for padding, which must not count, bool (B,); None when every row is real.
+        present: by modality that some rows of the data lack, whether each row has it, bool (B,).
+        key: dropout key of (run, round, client, step). None means evaluation mode: no dropout, and BatchNorm uses its
+            running statistics.
     """
 
     x: Mapping[str, Tensor]
@@ -32,11 +33,11 @@ class Batch:
 
     @property
     def training(self) -> bool:
-        """Whether dropout is drawn and batch statistics are used."""
+        """Whether the batch is in training mode: dropout is drawn, and BatchNorm uses the statistics of the batch."""
         return self.key is not None
 
     def evaluation(self) -> "Batch":
-        """The same rows, to be looked at without dropout and with frozen statistics."""
+        """The same rows in evaluation mode: no dropout, and BatchNorm uses its running statistics."""
         return replace(self, key=None)
 
     @property
@@ -51,11 +52,11 @@ class Batch:
         if self.ok is None:
             return values.sum(0)
         ok = self.ok.view(-1, *(1,) * (values.dim() - 1))
-        # where, not a product: padding may hold infinities, and 0 * inf is not a number
+        # not a product with the mask: padding may hold infinities, and 0 * inf is NaN
         return torch.where(ok, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(0)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean of `values` (B, ...) over the real rows; zero when there is none."""
+        """Mean of `values` (B, ...) over the real rows: shape (...), zero when there are none."""
         if self.ok is None:
             return values.mean(0)
         return self.sum(values) / self.num_real.clamp(min=1.0)

@@ -1,7 +1,7 @@
-"""What a user can have done wrong, and what a run can meet.
+"""The exceptions of polyfed: faults of the user, and failures of a run.
 
-A user's fault raises one of these; the text says where, what, what is allowed and what to do next, and the command
-line prints it without a traceback. Our own faults are `assert`s. Every class carries the exit code of the command.
+The text of each says where the fault is, what is wrong, what is allowed and what to do next. The command line prints
+it without a traceback, and exits with the `exit_code` of the class. Faults of polyfed itself are failed `assert`s.
 """
 
 from collections.abc import Iterable
@@ -9,71 +9,71 @@ from difflib import get_close_matches
 
 
 class PolyfedError(Exception):
-    """Base of all errors whose text is meant for the user."""
+    """Base of all exceptions whose text is written for the user."""
 
     exit_code = 2
 
 
 class RecipeError(PolyfedError):
-    """The recipe or the call is wrong: unknown key, wrong type, value out of range."""
+    """A recipe or a call is wrong: an unknown key, a wrong type, a value out of range."""
 
 
 class UnknownClient(RecipeError, KeyError):
-    """There is no such client, or it has no model of its own. A KeyError too, so that a mapping of clients is one."""
+    """The client does not exist, or has no personal model. Also a KeyError, because a mapping of clients raises it."""
 
-    __str__ = Exception.__str__  # a KeyError would show the text in quotes
+    __str__ = Exception.__str__  # KeyError would print the text in quotes
 
 
 class ModelError(RecipeError):
-    """The model section cannot be built: unknown encoder, unsupported layer, wrong fusion."""
+    """The model cannot be built: an unknown encoder, a layer that is not supported, a wrong fusion."""
 
 
 class NotAllowed(RecipeError):
-    """A recipe names code or a file that the owner of this device has not allowed it to use."""
+    """A recipe names code or a model file that the owner of this device has not allowed."""
 
     exit_code = 3
 
 
 class EgressError(PolyfedError):
-    """Something would leave a client, or did ask to, that its policy forbids or `polyfed check` did not announce."""
+    """A message would carry data out of a client that its policy forbids or that `polyfed check` did not announce."""
 
     exit_code = 3
 
 
 class TooFewReplies(PolyfedError):
-    """Fewer clients answered than the recipe's `min_replies` asks for."""
+    """Fewer clients answered than `min_replies` of the recipe requires."""
 
     exit_code = 4
 
 
 class DataError(PolyfedError):
-    """Data on disk is missing, damaged or contradicts itself."""
+    """Data on disk is missing, damaged or inconsistent."""
 
     exit_code = 5
 
 
 class CheckpointError(PolyfedError):
-    """A checkpoint is damaged, or belongs to another run."""
+    """A checkpoint is damaged or belongs to another run."""
 
     exit_code = 5
 
 
 class PolyfedWarning(UserWarning):
-    """Something in a recipe has no effect or is not what it says; the run goes on."""
+    """An entry of a recipe has no effect or another effect than its name suggests; the run goes on."""
 
 
 class Diverged(PolyfedError):
-    """Training left the finite numbers; names the client and the term where it is known."""
+    """Training produced NaN or infinity. The text names the client and the term of the loss where they are known."""
 
     exit_code = 4
 
 
 class BadReply(Exception):
-    """A reply that the server must not use; the client is dropped from the ask with this reason."""
+    """The server must not use a client's reply; it drops the client from the request and records this reason."""
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
-    """The part of a message that helps after a misspelt name.
+    """The part of an error text that suggests a similar name and lists the allowed ones.
 
     >>> did_you_mean("fedavgg", ["fedavg", "moon"])
     "did you mean 'fedavg'? Allowed: fedavg, moon"

@@ -1,4 +1,4 @@
-"""The files of a run: their names, and writing them whole."""
+"""The names of the files of a run, and writing files safely."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new text, never a part, also after a power cut."""
+    """Write a file so that readers see either the old or the whole new text, even after a power failure."""
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text, encoding="utf-8")
     sync(draft)
@@ -22,7 +22,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -1,11 +1,12 @@
-"""Random numbers as a pure function of a key: nothing random is ever stored.
+"""Random numbers as a pure function of a key; no generator state is stored.
 
-A key stands for (run seed, purpose, round, client, ...). The numbers behind it come from hashing the key together
-with a position (a counter-based generator, Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011,
-which names the idea; the mixing function here is the 32-bit finaliser "triple32" of C. Wellons' hash-prospector,
-public domain, chosen because its worst bias is near the noise floor and 32-bit products vectorise on every CPU).
-So a stream never shifts because another model, client or round drew before it, a resumed run draws the same numbers,
-CPU and GPU agree, and the functions run under `torch.func.vmap` with a key per client.
+A key stands for (run seed, purpose, round, client, ...). Its numbers are hashes of the key and a position: a
+counter-based generator as described by Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. The hash
+is the 32-bit function "triple32" of C. Wellons' hash-prospector (public domain), chosen because its bias is near the
+noise floor and 32-bit products vectorise on every CPU.
+
+The numbers of a key therefore do not depend on what was drawn before. A resumed run draws the same numbers, CPU and GPU
+agree, and the functions run under `torch.func.vmap` with one key for each client.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ _MASK = 0xFFFFFFFF
 
 
 def key(*parts: int | str) -> int:
-    """A 31-bit key for these parts, in this order; `key(seed, "cohort", 3)` never equals `key(seed, 3, "cohort")`.
+    """A 31-bit key of some parts; their order and types matter.
 
     >>> key(1, "cohort", 3) == key(1, "cohort", 3), key(1, "cohort", 3) == key(1, "cohort", 4)
     (True, False)
@@ -42,7 +43,7 @@ def fold_in(base: int, number: int) -> int: ...
 @overload
 def fold_in(base: int | Tensor, number: int | Tensor) -> int | Tensor: ...
 def fold_in(base: int | Tensor, number: int | Tensor) -> int | Tensor:
-    """The key that follows `base` at `number`; either may be a 0-dim integer tensor (one per client under vmap)."""
+    """Derive a key from a key and a number, like `jax.random.fold_in`; either may be a 0-dim integer tensor."""
     if isinstance(base, int) and isinstance(number, int):
         return _mix_int((base ^ _mix_int(number * _GOLDEN & _MASK)) & _MASK) >> 1
     device = base.device if isinstance(base, Tensor) else number.device  # type: ignore[union-attr]
@@ -51,38 +52,39 @@ def fold_in(base: int | Tensor, number: int | Tensor) -> int | Tensor:
 
 
 def bits(base: int | Tensor, shape: int | tuple[int, ...], device: torch.device | str | None = None) -> Tensor:
-    """Uniform 32-bit integers (int32, `shape`): element i hashes (key, i) in row-major order."""
+    """Uniform 32-bit integers, int32 of this shape; element i in row-major order is a hash of (key, i)."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if isinstance(base, Tensor):
         device = base.device
     counter = torch.arange(math.prod(shape), dtype=torch.int32, device=device) * _signed(_GOLDEN)
     offset = base.to(torch.int32) if isinstance(base, Tensor) else _signed(base & _MASK)
-    # Two rounds: the key enters between them, so that streams of neighbouring keys share no run of values.
+    # The key enters between two rounds of mixing, so that streams of neighbouring keys do not overlap.
     return _mix(_mix(counter ^ _SALT) + offset).view(shape)
 
 
 def uniform(base: int | Tensor, shape: int | tuple[int, ...], device: torch.device | str | None = None) -> Tensor:
-    """Uniform float32 in [0, 1), `shape`, on a grid of 2**-24."""
+    """Uniform float32 numbers in [0, 1) of this shape, multiples of 2**-24."""
     return _shift(bits(base, shape, device), 8).to(torch.float32) * 2.0**-24
 
 
 def normal(base: int | Tensor, shape: int | tuple[int, ...], device: torch.device | str | None = None) -> Tensor:
-    """Standard normal float32, `shape`, by the Box-Muller transform."""
+    """Standard normal float32 numbers of this shape, by the Box-Muller transform."""
     radius = torch.sqrt(-2.0 * torch.log1p(-uniform(fold_in(base, 0), shape, device)))
     return radius * torch.cos(2.0 * math.pi * uniform(fold_in(base, 1), shape, device))
 
 
 def permutation(base: int | Tensor, n: int, device: torch.device | str | None = None) -> Tensor:
-    """A random order of range(n), int64 (n,)."""
+    """A random permutation of range(n), int64 (n,)."""
     if isinstance(base, int):
         return torch.from_numpy(_noise(np.uint32(base), n).argsort(kind="stable")).to(device)
     return torch.argsort(bits(base, n, device), stable=True)
 
 
 def permutations(bases: Sequence[int], counts: Sequence[int], device: torch.device | str | None = None) -> Tensor:
-    """Row k begins with `permutation(bases[k], counts[k])`, the numbers from counts[k] on follow: int64 (K, max n).
+    """Several permutations at once, int64 (K, max(counts)).
 
-    Worked out on the host: on rows this short, twenty tensor operations cost more than the numbers.
+    Row k begins with `permutation(bases[k], counts[k])`; the remaining numbers follow in ascending order. Computed with
+    NumPy on the CPU, because for short rows the overhead of tensor operations dominates.
     """
     longest = max(counts, default=0)
     noise = _noise(np.array(bases, dtype=np.uint32)[:, None], longest)
@@ -93,7 +95,7 @@ def permutations(bases: Sequence[int], counts: Sequence[int], device: torch.devi
 
 
 def choice(base: int, n: int, k: int) -> list[int]:
-    """`k` distinct members of range(n), ascending, in O(k) whatever n is (R. Floyd, CACM 30(9), 1987)."""
+    """`k` distinct members of range(n), ascending, in O(k) time for any n (R. Floyd, CACM 30(9), 1987)."""
     assert 0 <= k <= n, f"cannot draw {k} of {n}"
     chosen: set[int] = set()
     for step, top in enumerate(range(n - k, n)):
@@ -103,7 +105,7 @@ def choice(base: int, n: int, k: int) -> list[int]:
 
 
 def generator(base: int) -> np.random.Generator:
-    """A NumPy generator for set-up work on the host: partitions, synthetic data."""
+    """A NumPy generator, for set-up work on the CPU such as partitions and synthetic data."""
     return np.random.Generator(np.random.Philox(key=base))
 
 
@@ -114,13 +116,13 @@ def _below(base: int, step: int, limit: int) -> int:
 
 @lru_cache(maxsize=4)
 def _positions(count: int) -> np.ndarray:
-    """The first round of `bits` at positions 0 to `count`: it knows no key, so that all clients share it."""
+    """The first round of mixing of `bits` at positions 0 to `count` - 1; it does not depend on the key."""
     counter = np.arange(count, dtype=np.uint32) * np.uint32(_GOLDEN)
     return _mix_array(counter ^ np.uint32(_SALT))
 
 
 def _noise(base: np.uint32 | np.ndarray, count: int) -> np.ndarray:
-    """`bits` of a key, or of keys (K, 1), at the first `count` positions: int32 (count,) or (K, count)."""
+    """`bits` of a key, or of keys (K, 1), at the first `count` positions, int32 (count,) or (K, count)."""
     return _mix_array(_positions(count) + base).view(np.int32)
 
 
@@ -132,7 +134,7 @@ def _mix_int(value: int) -> int:
 
 
 def _mix_array(value: np.ndarray) -> np.ndarray:
-    """Overwrites and returns `value`, uint32."""
+    """Mix `value`, uint32, in place, and return it."""
     for shift, factor in zip(_SHIFTS_32, _MULTIPLIERS_32, strict=True):
         value ^= value >> shift
         value *= factor
@@ -149,7 +151,7 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def _shift(value: Tensor, by: int) -> Tensor:
-    """Logical right shift: PyTorch's shift of a signed integer copies the sign bit."""
+    """Logical right shift, because PyTorch's shift of signed integers copies the sign bit."""
     return (value >> by) & (_MASK >> by)
 
 

@@ -1,24 +1,27 @@
-"""Messages: the only things that cross between a client and the outside, each field with its declared kind.
+"""Messages: the only data that crosses between clients and the server.
 
-A message is a frozen dataclass whose fields are tensors or trees:
+A message is a frozen dataclass. Each field is a tensor or a Tree, and declares the kind of data that it carries:
 
 >>> @message
 ... class Update(Message):
 ...     params: Tree = carries("parameters")
 ...     num_rows: Tensor = carries("statistic")
 
-A tree is split by block when it crosses, so that policy and ledger speak of modality x kind x destination. Trees that
-are not parameters (prototypes, embeddings, ...) are keyed by modality, so the same rule splits them; `blocks=` says
-which blocks a tree may hold, and what it does not say neither leaves nor is announced. An empty tree is "nothing sent".
-A field with an entry per row names the field that counts them, `carries("embeddings",
-rows="num_rows")`: a stack of clients of unequal length pads such a field, and the padding never crosses. Kinds are
-declared by the author of a message: a control, not a proof (docs/egress.md).
+Policy and ledger treat every block of a tree separately, so that a rule speaks of a modality, a kind and a destination.
+Trees of parameters are split into blocks by the names of the model; other trees (prototypes, embeddings) have the
+block as their key. `blocks=` says which blocks a tree may hold; no other block may leave the client. An empty tree
+means that nothing was sent.
+
+A field with one entry per row names the field that counts the rows, `carries("embeddings", rows="num_rows")`. When
+clients of unequal length are stacked, such a field is padded, and the padding is removed before the message crosses.
+
+The author of a message declares the kinds; nothing proves that they are true (docs/egress.md).
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, dataclass_transform, get_type_hints
 
@@ -26,113 +29,62 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.schema import Within
-from polyfed.core.tree import SHARED, Tree, block_of
-
-KINDS = (
-    "parameters",
-    "gradients",
-    "embeddings",
-    "prototypes",
-    "predictions",
-    "labels",
-    "raw",
-    "ids",
-    "statistic",
+from polyfed.core.fields import (
+    DESTINATIONS,
+    HELD_BY_DEFAULT,
+    HISTOGRAM,
+    KINDS,
+    LABELS,
+    MODALITIES,
+    OF_THE_MODEL,
+    READ,
+    Declared,
+    carries,
 )
-"""What a field can be. `gradients` are gradients of parameters; a gradient of an embedding is `embeddings`."""
+from polyfed.core.tree import SHARED, Tree, block_of, select
 
-HISTOGRAM = "how many rows of each class a client has"
-"""What counts of rows per class tell."""
-
-LABELS = "labels"
-"""The policy row of kind `labels`: labels belong to no modality, whichever field carries them."""
-
-OF_THE_MODEL = ("parameters", "gradients")
-"""Kinds whose trees are keyed by the names of the model; others are keyed by block."""
-
-MODALITIES, READ = "modalities", "read"
-"""Among the `blocks` of a tree: the modalities of the client, and those of them that the model reads; see `Holder`."""
-
-HELD_BY_DEFAULT = dict.fromkeys((*OF_THE_MODEL, "statistic"), (MODALITIES, SHARED)) | {
-    "labels": (MODALITIES, SHARED, LABELS)
-}
-"""The `blocks` of a tree that does not say them, by kind; `modalities` for every other kind."""
-
-DESTINATIONS = ("server", "silo")
-"""Where a client's reply may go. What a client receives is booked under `client` and is never refused."""
+__all__ = [
+    "DESTINATIONS",
+    "HISTOGRAM",
+    "KINDS",
+    "LABELS",
+    "MODALITIES",
+    "OF_THE_MODEL",
+    "READ",
+    "Crossing",
+    "Declared",
+    "Message",
+    "carries",
+    "crossings",
+    "cut",
+    "malformed",
+    "map_fields",
+    "map_tensors",
+    "map_value",
+    "message",
+    "tensors",
+    "trimmed",
+]
 
 
 class Message:
-    """Base of all messages; `@message` fills in `declared` by field, and from it the rest."""
+    """Base of all messages. `@message` fills in `declared`, and derives the other class attributes from it.
 
-    declared: ClassVar[Mapping[str, "Declared"]] = {}
+    Attributes:
+        declared: what each field declares, by field name.
+        kinds: the kind of each field.
+        owners: the modality of each tensor field, None for trees and for tensors of no modality.
+        counts: for each field with one entry per row, the field that holds the number of rows.
+        tells: for some fields, what they reveal beyond their kind.
+        whole: the fields that cross with all their blocks.
+    """
+
+    declared: ClassVar[Mapping[str, Declared]] = {}
     kinds: ClassVar[Mapping[str, str]] = {}
     owners: ClassVar[Mapping[str, str | None]] = {}
     counts: ClassVar[Mapping[str, str]] = {}
     tells: ClassVar[Mapping[str, str]] = {}
     whole: ClassVar[frozenset[str]] = frozenset()
-
-
-Sizes = tuple[str | None, ...]
-"""Sizes of a tensor: `classes`; `features`, a modality's embedding; `encoded`, its encoder's output, and `sample`, both
-of which may be several; None for any."""
-
-
-@dataclass(frozen=True)
-class Declared:
-    """What a field says of itself; `carries` has the words.
-
-    Attributes:
-        bare: whether it is annotated as a tensor, not as a tree.
-    """
-
-    kind: str
-    of: str | None
-    rows: str | None
-    whole: bool
-    shape: Sizes | None
-    partial: bool
-    within: Within | None
-    tells: str
-    blocks: tuple[str, ...] | None
-    bare: bool = False
-
-
-def carries(
-    kind: str,
-    *,
-    of: str | None = None,
-    rows: str | None = None,
-    whole: bool = False,
-    shape: Sizes | None = None,
-    partial: bool = False,
-    within: Within | None = None,
-    tells: str = "",
-    blocks: tuple[str, ...] | None = None,
-) -> Any:
-    """Declare a field. A reply with names that are not declared does not leave; one that is otherwise not as declared
-    is dropped.
-
-    Args:
-        kind: one of `KINDS`.
-        of: for a bare tensor, the modality it speaks of (default: none in particular).
-        rows: for a field whose tensors have an entry per row, the 0-dim field that says how many rows are real.
-        whole: for a tree that clients receive whole, or may send so. Otherwise what belongs to modalities a client
-            does not own is left out on its way there, and refused on its way back; a head over the embeddings of
-            several parties is of use only with all of its parts.
-        shape: of each tensor, without the axis of `rows`, see `Sizes`. None: one number for a `statistic`; what the
-            model says for parameters and gradients; anything for the rest. Labels of shape () are class numbers.
-        partial: for parameters and gradients, whether a part of a block may come without the rest of it.
-        within: the range of every entry.
-        tells: what a reader of the kind alone would not expect it to give away; `polyfed check` says it.
-        blocks: for a tree, which blocks it may hold: any of `modalities` (those of the client, or with `whole` of the
-            federation), `read` (those of them that the model reads), `shared` and `labels`. Default: `HELD_BY_DEFAULT`.
-    """
-    assert kind in KINDS, f"kind {kind!r} is not one of {KINDS}"
-    shape = () if shape is None and kind == "statistic" else shape
-    said = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks)
-    return dataclasses.field(metadata={"carries": said})
 
 
 _M = TypeVar("_M", bound=type[Message])
@@ -143,9 +95,9 @@ def message(cls: _M) -> _M:
     """Make a class a frozen message; every field must declare a kind.
 
     Raises:
-        RecipeError: a field is neither a tensor nor a tree, or declares what such a field does not have.
+        RecipeError: a field is neither a tensor nor a tree, or declares an option that such a field cannot have.
     """
-    dataclass(frozen=True)(cls)  # in place: it gives back the class it was given
+    dataclass(frozen=True)(cls)  # changes the class in place
     fields, hints = dataclasses.fields(cls), get_type_hints(cls)  # type: ignore[arg-type]
     for field in fields:
         assert "carries" in field.metadata, f"{cls.__name__}.{field.name} does not say what it carries"
@@ -153,40 +105,150 @@ def message(cls: _M) -> _M:
         field.name: _completed(f"{cls.__name__}.{field.name}", field.metadata["carries"], hints[field.name])
         for field in fields
     }
-    cls.kinds = {name: said.kind for name, said in declared.items()}
-    cls.owners = {name: said.of for name, said in declared.items()}
-    cls.counts = {name: said.rows for name, said in declared.items() if said.rows is not None}
+    cls.kinds = {name: field.kind for name, field in declared.items()}
+    cls.owners = {name: field.of for name, field in declared.items()}
+    cls.counts = {name: field.rows for name, field in declared.items() if field.rows is not None}
     assert set(cls.counts.values()) <= set(cls.kinds), f"{cls.__name__} counts rows with a field it does not have"
-    cls.tells = {name: said.tells for name, said in declared.items() if said.tells}
-    cls.whole = frozenset(name for name, said in declared.items() if said.whole)
+    cls.tells = {name: field.tells for name, field in declared.items() if field.tells}
+    cls.whole = frozenset(name for name, field in declared.items() if field.whole)
     return cls
 
 
-def _completed(where: str, said: Declared, hint: Any) -> Declared:
-    """What a field says of itself, with what follows from its annotation."""
+def _completed(where: str, declared: Declared, hint: Any) -> Declared:
+    """A field's declaration, completed with what follows from its annotation."""
     if hint is not Tensor and hint != Tree:
         raise RecipeError(f"{where} is annotated {hint}; a field of a message is a Tensor or a Tree")
     if hint is Tensor:
-        if said.kind in OF_THE_MODEL:
-            raise RecipeError(f"{where}: {said.kind} come in a Tree, by the names of the model, not in a Tensor")
-        if said.blocks is not None:
+        if declared.kind in OF_THE_MODEL:
+            raise RecipeError(f"{where}: {declared.kind} come in a Tree, by the names of the model, not in a Tensor")
+        if declared.blocks is not None:
             raise RecipeError(f"{where}: blocks= is for a Tree; a Tensor belongs to one block, which of= names")
-        return dataclasses.replace(said, bare=True)
-    if said.of is not None:
-        raise RecipeError(f"{where}: of= is for a Tensor; the names in a Tree say whose it is, and blocks= which may")
-    blocks = HELD_BY_DEFAULT.get(said.kind, (MODALITIES,)) if said.blocks is None else said.blocks
-    allowed = (MODALITIES, READ, SHARED, *(() if said.kind in OF_THE_MODEL else (LABELS,)))
+        return dataclasses.replace(declared, bare=True)
+    if declared.of is not None:
+        raise RecipeError(
+            f"{where}: of= is for a Tensor; the names in a Tree say which modality each tensor belongs to, and blocks= "
+            "which of them are allowed"
+        )
+    blocks = HELD_BY_DEFAULT.get(declared.kind, (MODALITIES,)) if declared.blocks is None else declared.blocks
+    allowed = (MODALITIES, READ, SHARED, *(() if declared.kind in OF_THE_MODEL else (LABELS,)))
     if isinstance(blocks, str) or not {*blocks} <= {*allowed}:
         raise RecipeError(f"{where}: blocks = {blocks!r}; it is a tuple of any of {', '.join(allowed)}")
-    return dataclasses.replace(said, blocks=tuple(blocks))
+    return dataclasses.replace(declared, blocks=tuple(blocks))
+
+
+def map_fields(msg: Message, change: Callable[..., Any], *others: Message) -> Any:
+    """Apply a function to every field of a message.
+
+    Args:
+        msg: the message; it is not changed.
+        change: `change(name, value, *values)` returns the field's new value. `name` is the field's name, `value` its
+            Tensor or Tree, and `values` are those of the same field in `others`.
+        others: further messages of the same type.
+
+    Returns:
+        A message of the same type; `msg` itself when `change` returned every value as it was.
+    """
+    values: dict[str, Any] = {}
+    changed = False
+    for name in msg.kinds:
+        value = getattr(msg, name)
+        new = change(name, value, *(getattr(other, name) for other in others)) if others else change(name, value)
+        values[name] = new
+        changed |= new is not value
+    return type(msg)(**values) if changed else msg
+
+
+def map_value(value: Tensor | Tree, change: Callable[..., Any], *others: Any) -> Any:
+    """Apply a function to a Tensor, or to every tensor of a Tree.
+
+    Args:
+        value: the Tensor or Tree.
+        change: `change(tensor, *tensors)`, where `tensors` are those of the same name in `others`.
+        others: values laid out like `value`.
+    """
+    if isinstance(value, Tensor):
+        return change(value, *others)
+    if others:
+        return {key: change(tensor, *(other[key] for other in others)) for key, tensor in value.items()}
+    return {key: change(tensor) for key, tensor in value.items()}
+
+
+def map_tensors(msg: Message, change: Callable[..., Any], *others: Message) -> Any:
+    """Apply a function to every tensor of a message.
+
+    Args:
+        msg: the message; it is not changed.
+        change: `change(tensor, *tensors)`, where `tensors` are the same ones of `others`.
+        others: further messages of the same type, whose trees have the same names.
+    """
+    return map_fields(msg, lambda _, value, *values: map_value(value, change, *values), *others)
+
+
+def tensors(msg: Message) -> Iterator[tuple[str, str | None, Tensor]]:
+    """Every tensor of a message as (field, name in its tree or None, tensor)."""
+    for name in msg.kinds:
+        for key, tensor in _named(getattr(msg, name)):
+            yield name, key, tensor
+
+
+def _named(value: Tensor | Tree) -> Iterable[tuple[str | None, Tensor]]:
+    """The tensors of a field with their names in its tree; None for a field that is a tensor."""
+    return ((None, value),) if isinstance(value, Tensor) else value.items()
+
+
+def malformed(msg: Message) -> str:
+    """Describe the first field that is not the Tensor or Tree it is annotated as; empty when all are right."""
+    for name, declared in msg.declared.items():
+        value = getattr(msg, name)
+        if declared.bare:
+            fine = isinstance(value, Tensor)
+        else:
+            fine = isinstance(value, Mapping) and all(
+                isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in value.items()
+            )
+        if not fine:
+            wanted = "a Tensor" if declared.bare else "a Tree, a dict of tensors by name"
+            return f"{type(msg).__name__}.{name} is declared as {wanted}; it is a {type(value).__name__}"
+    return ""
+
+
+def cut(msg: Message, blocks: frozenset[str]) -> Any:
+    """The message for a client that owns these blocks; trees lose all other blocks, unless declared `whole`."""
+
+    def own(name: str, value: Tensor | Tree) -> Tensor | Tree:
+        if name in msg.whole or isinstance(value, Tensor) or all(block_of(key) in blocks for key in value):
+            return value
+        return select(value, blocks)
+
+    return map_fields(msg, own)
+
+
+def trimmed(msg: Message) -> Any:
+    """The message of one client without the padding of its fields that have one entry per row."""
+    if not msg.counts:
+        return msg
+
+    def without_padding(name: str, value: Tensor | Tree) -> Any:
+        if name not in msg.counts:
+            return value
+        num_rows = int(getattr(msg, msg.counts[name]))
+        return map_value(value, lambda tensor: tensor[:num_rows])
+
+    return map_fields(msg, without_padding)
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """One part of a message, as policy and ledger see it: a field, or the part of a tree that lies in one block.
+    """One part of a message as policy and ledger see it: a tensor field, or one block of a tree.
 
     Attributes:
-        names: of its tensors in a tree, for parameters and gradients the block alone; none for a bare tensor.
+        field: name of the field.
+        kind: its kind.
+        block: the modality that the part belongs to, or `shared` or `labels`.
+        dtype: data type of its tensors, `mixed` when they differ.
+        shape: shape of its tensor; for several tensors, their total number of entries.
+        bytes: bytes of its tensors.
+        names: names of its tensors in the tree; for parameters and gradients the block alone; empty for a tensor field.
     """
 
     field: str
@@ -199,83 +261,23 @@ class Crossing:
 
 
 def crossings(msg: Message, *, stacked: bool = False, rows: Mapping[str, int] | None = None) -> tuple[Crossing, ...]:
-    """The parts of a message.
+    """The parts of a message, as policy and ledger see them.
 
     Args:
-        msg: of one client, or of a stack.
-        stacked: every tensor has a leading client axis, which is left out.
-        rows: real rows of fields that are padded.
+        msg: the message of one client, or a stack of messages.
+        stacked: whether every tensor has a leading client axis; the parts are then those of one client.
+        rows: for fields that are padded, the real number of rows.
     """
-    form: list[_Field] = []
+    form: list[_Form] = []
     for name in msg.kinds:
-        value: Tensor | Tree = getattr(msg, name)
         real = None if rows is None else rows.get(name)
-        named = ((None, value),) if isinstance(value, Tensor) else value.items()
+        named = _named(getattr(msg, name))
         form.append(tuple((key, _shape(tensor, stacked, real), tensor.dtype) for key, tensor in named))
     return _crossings(type(msg), tuple(form))  # type: ignore[arg-type]  # a class is hashable
 
 
-def malformed(msg: Message) -> str:
-    """The first field that is not the tensor or the tree it is annotated as, and what it is; empty if there is none."""
-    for name, said in msg.declared.items():
-        value = getattr(msg, name)
-        if said.bare:
-            fine = isinstance(value, Tensor)
-        else:
-            fine = isinstance(value, Mapping) and all(
-                isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in value.items()
-            )
-        if not fine:
-            wanted = "a Tensor" if said.bare else "a Tree, a dict of tensors by name"
-            return f"{type(msg).__name__}.{name} is declared as {wanted}; it is a {type(value).__name__}"
-    return ""
-
-
-def tensors(msg: Message) -> Iterator[tuple[str, str | None, Tensor]]:
-    """Every tensor of a message as (field, name in its tree or None, tensor)."""
-    for name in msg.kinds:
-        value = getattr(msg, name)
-        if isinstance(value, Tensor):
-            yield name, None, value
-        else:
-            for key, tensor in value.items():
-                yield name, key, tensor
-
-
-def map_tensors(msg: Message, change: Any) -> Any:
-    """The same message with `change(tensor)` in place of every tensor."""
-    values: dict[str, Any] = {}
-    for name in msg.kinds:
-        value = getattr(msg, name)
-        if isinstance(value, Tensor):
-            values[name] = change(value)
-        else:
-            values[name] = {key: change(tensor) for key, tensor in value.items()}
-    return type(msg)(**values)
-
-
-def cut(msg: Message, blocks: frozenset[str]) -> Any:
-    """The message a client of these blocks receives: what belongs to modalities it does not own is left out, unless
-    the field is declared whole."""
-    changed = {}
-    for name in msg.kinds.keys() - msg.whole:
-        value = getattr(msg, name)
-        if not isinstance(value, Tensor) and any(block_of(key) not in blocks for key in value):
-            changed[name] = {key: tensor for key, tensor in value.items() if block_of(key) in blocks}
-    return dataclasses.replace(msg, **changed) if changed else msg  # type: ignore[type-var]
-
-
-def trimmed(msg: Message) -> Any:
-    """The message of one client without the padding of its fields with an entry per row."""
-    changed: dict[str, Any] = {}
-    for name, count in msg.counts.items():
-        value, real = getattr(msg, name), int(getattr(msg, count))
-        changed[name] = value[:real] if isinstance(value, Tensor) else {key: t[:real] for key, t in value.items()}
-    return dataclasses.replace(msg, **changed) if changed else msg  # type: ignore[type-var]
-
-
-_Field = tuple[tuple[str | None, tuple[int, ...], torch.dtype], ...]
-"""Name in its tree (None for a bare tensor), shape and type of each tensor of a field."""
+_Form = tuple[tuple[str | None, tuple[int, ...], torch.dtype], ...]
+"""Of each tensor of a field: its name in the tree (None for a tensor field), shape and data type."""
 
 
 def _shape(tensor: Tensor, stacked: bool, rows: int | None) -> tuple[int, ...]:
@@ -284,11 +286,11 @@ def _shape(tensor: Tensor, stacked: bool, rows: int | None) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _crossings(kind_of_message: type[Message], form: tuple[_Field, ...]) -> tuple[Crossing, ...]:
-    """The parts of every message of this form: a round's messages have one form or a few, so they are kept."""
+def _crossings(kind_of_message: type[Message], form: tuple[_Form, ...]) -> tuple[Crossing, ...]:
+    """The parts of all messages of one form; cached, because the messages of a round have only a few forms."""
     parts: list[Crossing] = []
     for (name, kind), tensors_ in zip(kind_of_message.kinds.items(), form, strict=True):
-        groups: dict[str, _Field] = {}
+        groups: dict[str, _Form] = {}
         for entry in tensors_:
             key = entry[0]
             if key is None:
@@ -301,7 +303,7 @@ def _crossings(kind_of_message: type[Message], form: tuple[_Field, ...]) -> tupl
     return tuple(parts)
 
 
-def _crossing(field: str, kind: str, block: str, parts: _Field) -> Crossing:
+def _crossing(field: str, kind: str, block: str, parts: _Form) -> Crossing:
     counts = [math.prod(shape) for _, shape, _ in parts]
     dtypes = {str(dtype).removeprefix("torch.") for _, _, dtype in parts}
     keys = {key for key, _, _ in parts if key is not None}

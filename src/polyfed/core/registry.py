@@ -1,8 +1,8 @@
-"""Parts of a run by name: those that polyfed brings, and the user's own as `package.module:Class`.
+"""Finds the parts of a run by name: those of polyfed, and the user's own as `package.module:Class`.
 
-Importing a module runs its code. Who runs a recipe of his own accepts that, as with `python module.py`. On a device the
-recipe comes from a server, so its owner decides: inside `only(allowance)` nothing is imported and no model is read that
-the allowance does not list.
+Importing a module runs its code. Users who run their own recipes accept that, as they do with `python module.py`. On a
+device, the recipe comes from a server, and the device's owner decides: inside `only(allowance)`, no module is imported
+and no model is read that the allowance does not list.
 """
 
 import re
@@ -25,11 +25,11 @@ _READS = "It must read 'package.module:Class'"
 
 @dataclass(frozen=True, kw_only=True)
 class Allowance:
-    """What a recipe from elsewhere may use: the [allow] section of a device's policy file.
+    """What a recipe from a server may use on this device: the [allow] section of the device's policy file.
 
     Attributes:
-        imports: classes that may be imported, `package.module:Class`, or `package.*` for all that a package holds.
-        models: saved models that the encoder `hf` may read: its `path`, word for word.
+        imports: classes that may be imported, as `package.module:Class`, or `package.*` for everything in a package.
+        models: saved models that the encoder `hf` may read, spelt exactly like its `path`.
     """
 
     imports: tuple[str, ...] = ()
@@ -39,8 +39,13 @@ class Allowance:
     def parse(cls, table: Any, where: str) -> "Allowance":
         """Read the section.
 
+        Args:
+            table: the section as read from TOML.
+            where: its place, for error texts.
+
         Raises:
-            RecipeError: an unknown key, something else than a list of words, or a word that no recipe could match.
+            RecipeError: it is no table, has an unknown key or a value that is no list of strings, or an entry of
+                `imports` is not of the form `package.module:Class` or `package.*`.
         """
         if not isinstance(table, Mapping):
             raise RecipeError(f"{where} is a section: write [allow] and its keys below it")
@@ -63,12 +68,12 @@ class Allowance:
 
 
 _ALLOWANCE: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
-"""None where nobody but the user chooses what is run."""
+"""The allowance in force; None where users run their own recipes, which may use anything."""
 
 
 @contextmanager
 def only(allowance: Allowance) -> Iterator[None]:
-    """Recipes read, and models built, while the block runs may use nothing else of the user's."""
+    """Inside the `with` block, recipes may import only classes and read only models that the allowance lists."""
     token = _ALLOWANCE.set(allowance)
     try:
         yield
@@ -77,10 +82,10 @@ def only(allowance: Allowance) -> Iterator[None]:
 
 
 def check_import(path: str) -> None:
-    """Refuse a class that the owner of this device has not allowed; elsewhere, nothing.
+    """Check that a class may be imported; outside of `only`, every class may.
 
     Raises:
-        NotAllowed: with the line that would allow it.
+        NotAllowed: the allowance does not list the class. The text gives the line that would allow it.
     """
     allowance = _ALLOWANCE.get()
     if allowance is not None and not allowance.has_import(path):
@@ -91,10 +96,10 @@ def check_import(path: str) -> None:
 
 
 def check_model(path: str) -> None:
-    """Refuse a saved model that the owner of this device has not allowed; elsewhere, nothing.
+    """Check that a saved model may be read; outside of `only`, every model may.
 
     Raises:
-        NotAllowed: with the line that would allow it.
+        NotAllowed: the allowance does not list the model. The text gives the line that would allow it.
     """
     allowance = _ALLOWANCE.get()
     if allowance is not None and path not in allowance.models:
@@ -105,10 +110,16 @@ def check_model(path: str) -> None:
 
 
 def find(name: str, registered: Mapping[str, type], base: type) -> Any:
-    """The class of a registered name, or the user's own class of a path: a dataclass that extends `base`.
+    """Find a class by its registered name or by its path.
+
+    Args:
+        name: a registered name, or the path `package.module:Class` of a class of the user's own.
+        registered: polyfed's classes by name.
+        base: the class that the user's class must extend; it must also be a dataclass.
 
     Raises:
-        RecipeError: with the nearest name, what hindered the import, or what the path leads to instead.
+        NotAllowed: the owner of this device has not allowed the class; nothing was imported.
+        RecipeError: the name is unknown, the class cannot be imported, or it is not such a dataclass.
     """
     if ":" not in name:
         if name not in registered:
@@ -126,30 +137,34 @@ def find(name: str, registered: Mapping[str, type], base: type) -> Any:
 
 
 def own(path: str, base: type) -> Any:
-    """The class that `package.module:Class` leads to, which must extend `base`; nothing that it leads to is called.
+    """Import a class of the user's own, without creating an object of it.
+
+    Args:
+        path: `package.module:Class`.
+        base: the class that it must extend.
 
     Raises:
-        NotAllowed: the owner of this device has not allowed it; nothing was imported.
-        RecipeError: it cannot be imported, or leads to something else.
+        NotAllowed: the owner of this device has not allowed the class; nothing was imported.
+        RecipeError: it cannot be imported, or does not extend `base`.
     """
     module, name = _parsed(path)
     check_import(path)
     try:
         found = getattr(import_module(module), name)
-    except (Exception, SystemExit) as error:  # the module's own code runs, and may do anything
+    except (Exception, SystemExit) as error:  # the module's own code runs and may raise anything
         why = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         raise RecipeError(
             f"'{path}' cannot be imported ({why}). {_READS}, and the folder of the package must be on PYTHONPATH "
             "(PYTHONPATH=. for a module in this folder)"
         ) from error
-    # asked of the type: an object may claim by its __class__ to be a class
+    # `type`, not `isinstance`: an object can pretend to be a class by its __class__
     if not (issubclass(type(found), type) and issubclass(found, base)):
         raise RecipeError(f"'{path}' must be a class that extends {_public(base)}; it is {_described(found)}")
     return found
 
 
 def name_of(part: Any, registered: Mapping[str, type]) -> str:
-    """The name under which a part's class is registered, or the path of the user's own."""
+    """The registered name of the class of an object, or the path of a class of the user's own."""
     for name, cls in registered.items():
         if type(part) is cls:
             return name
@@ -157,10 +172,10 @@ def name_of(part: Any, registered: Mapping[str, type]) -> str:
 
 
 def _parsed(path: str) -> tuple[str, str]:
-    """Module and class of a path, before anything is imported.
+    """Split a path into its module and class; nothing is imported.
 
     Raises:
-        RecipeError: it is no such path, or its module cannot hold a part of a run.
+        RecipeError: the path is not of this form, or names a standard module or a command.
     """
     match = _PATH.fullmatch(path)
     if match is None:
@@ -178,7 +193,7 @@ def _parsed(path: str) -> tuple[str, str]:
 
 
 def _public(cls: type) -> str:
-    """The shortest path by which a class is imported, as in documentation."""
+    """The shortest path from which a class can be imported, as documentation names it."""
     names = cls.__module__.split(".")
     modules = [".".join(names[: depth + 1]) for depth in range(len(names))]
     home = next((name for name in modules if vars(sys.modules[name]).get(cls.__name__) is cls), cls.__module__)
@@ -186,14 +201,18 @@ def _public(cls: type) -> str:
 
 
 def _described(found: Any) -> str:
-    """What a path leads to, without calling anything of it."""
+    """Describe what a path leads to, without calling any of its methods."""
     if issubclass(type(found), type):
         return f"the class {found.__module__}.{found.__qualname__}"
     return f"of type {type(found).__name__}"
 
 
 def _refuse_undeclared(path: str, found: Any) -> None:
-    """Options that a class writes down are none without the decorator; it would run with those of its parent."""
+    """Refuse a class that lists options but lacks @dataclass: it would silently run with the options of its parent.
+
+    Raises:
+        RecipeError: with the names of the options.
+    """
     if "__dataclass_fields__" in vars(found):
         return
     inherited = {f.name for f in fields(found)}

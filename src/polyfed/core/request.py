@@ -1,4 +1,4 @@
-"""One question of the server to some clients: what engines answer and gates judge by."""
+"""`Request`: one question of the server to some clients. Engines answer it, and egress gates check replies with it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ from polyfed.core.tasks import info_of, types_of
 from polyfed.core.tree import Tree
 
 Task = Callable[..., tuple[Message, Tree]]
-"""A method marked `@task`, bound to its algorithm or part of it."""
+"""A method marked with `@task`, bound to its algorithm or to a part of it."""
 
 Accept = Callable[[int, Any], str]
-"""`accept(client, reply)` -> what is wrong with it; empty when nothing is."""
+"""`accept(client, reply)` returns what is wrong with a reply; empty if nothing is."""
 
 Send = Message | Mapping[int, Message]
-"""One message for all, or one for each client."""
+"""One message for all clients, or one for each."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,17 @@ class Request:
     """One question of the server to some clients.
 
     Attributes:
-        task: the bound method that answers.
-        name: its name as seen from the algorithm, as `update` or `selector.score`.
-        round: the round, from 1; 0 is set-up.
-        rounds: rounds of the run.
-        number: of the ask in its round, from 0.
-        seed: of the run.
-        turn: asks of one round and one turn give a client the same random numbers, those of another turn others.
-        got: the message type that the task receives.
-        reply: the message type it is declared to answer with.
-        scope: how far the reply may travel, as the task itself says.
-        loop_because: why the task cannot be vectorised; empty when it can.
+        task: the bound method that clients run.
+        name: name of the task as seen from the algorithm, such as `update` or `selector.score`.
+        round: the round, from 1; 0 is the set-up.
+        rounds: number of rounds of the run.
+        number: number of the request in its round, from 0.
+        seed: seed of the run.
+        turn: requests of one round with the same turn give a client the same random numbers.
+        got: the type of message that the task receives.
+        reply: the type of message that the task declares to answer with.
+        scope: how far replies may travel, as the task declares: `server` or `silo`.
+        loop_because: why the task cannot run under vmap; empty if it can.
     """
 
     task: Task
@@ -49,7 +49,7 @@ class Request:
     loop_because: str = field(init=False)
 
     def __post_init__(self) -> None:
-        """Read what the task declares; nobody who asks may say otherwise."""
+        """Take `got`, `reply`, `scope` and `loop_because` from the task; callers cannot override them."""
         (got, reply), info = types_of(self.task), info_of(self.task)
         known = {"got": got, "reply": reply, "scope": info.scope, "loop_because": info.loop_because}
         for name, value in known.items():
@@ -57,7 +57,12 @@ class Request:
 
 
 def names_as_sent(field: str, sent: Mapping[int, Message]) -> Accept:
-    """Accepts replies whose tree has the names of the one that the client was sent in a field of that name."""
+    """Make an `Accept` for replies that must hold a Tree with the names of the one that the client was sent.
+
+    Args:
+        field: name of the field in the message sent and in the reply.
+        sent: the message that each client was sent.
+    """
 
     def flaw(client: int, reply: Message) -> str:
         same = getattr(reply, field).keys() == getattr(sent[client], field).keys()

@@ -1,4 +1,4 @@
-"""Values of a recipe's section against the types of the dataclass it configures, by pydantic in strict mode."""
+"""Checks the values in a section of a recipe against the types of its dataclass, with pydantic in strict mode."""
 
 import json
 import math
@@ -20,8 +20,8 @@ class Within:
     """The range of an option, as metadata of its type: `mu: Annotated[float, NOT_NEGATIVE] = 0.0`.
 
     Attributes:
-        words: what a value must be, after "must be".
-        holds: whether a finite value lies inside; of a tensor, entry by entry.
+        words: what a value must be; continues the words "must be".
+        holds: whether a finite value is in the range; for a tensor, entry by entry.
     """
 
     words: str
@@ -40,17 +40,21 @@ BELOW_ONE = Within("from 0 up to, not including, 1", lambda value: (value >= 0) 
 
 
 def between(low: int, high: int) -> Within:
-    """From `low` to `high`, both allowed."""
+    """The range from `low` to `high`, both included."""
     return Within(f"from {low} to {high}", lambda value: (low <= value) & (value <= high))
 
 
 def check_ranges(section: str, spec: object) -> None:
-    """Refuse options of another type, or outside the ranges and words that their types name.
+    """Check the options of a dataclass against their types: simple types, allowed words and ranges.
 
-    For objects made in Python; `checked` has looked at those of a recipe. None is outside of no range.
+    For objects made in Python; `checked` does the same for recipes. None is inside every range.
+
+    Args:
+        section: the section of the recipe, for error texts.
+        spec: an object of the dataclass.
 
     Raises:
-        RecipeError: with section, key, value and what is allowed.
+        RecipeError: an option is wrong. The text gives section, name, value and what is allowed.
     """
     for name, kinds in simple_types(type(spec)).items():  # type: ignore[arg-type]
         value = getattr(spec, name)
@@ -69,7 +73,7 @@ def check_ranges(section: str, spec: object) -> None:
 
 @cache
 def simple_types(cls: type) -> dict[str, tuple[type, ...]]:
-    """The options of a dataclass that are a simple type or one of several."""
+    """The options of a dataclass whose type is a simple type or a union of simple types, and these types."""
     hints, found = get_type_hints(cls), {}
     for name in (f.name for f in fields(cls)):
         several = get_origin(hints[name]) in (Union, UnionType)
@@ -78,14 +82,14 @@ def simple_types(cls: type) -> dict[str, tuple[type, ...]]:
 
 
 def _is_a(value: Any, kind: type) -> bool:
-    if kind in (int, float):  # numbers of NumPy too, but no bool
+    if kind in (int, float):  # NumPy numbers count, bool does not
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     return isinstance(value, (str, PathLike) if kind is str else kind)
 
 
 @cache
 def ranges(cls: type) -> dict[str, Within]:
-    """The options of a dataclass whose type names a range."""
+    """The options of a dataclass whose type has a range, and their ranges."""
     hints = get_type_hints(cls, include_extras=True)
     found = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(cls)}
     return {name: entry for name, extras in found.items() for entry in extras if isinstance(entry, Within)}
@@ -93,22 +97,25 @@ def ranges(cls: type) -> dict[str, Within]:
 
 @cache
 def choices(cls: type) -> dict[str, tuple[Any, ...]]:
-    """The options of a dataclass that are one of some words, and the words."""
+    """The options of a dataclass whose type is a `Literal`, and the allowed words."""
     hints = get_type_hints(cls)
     return {f.name: get_args(hints[f.name]) for f in fields(cls) if get_origin(hints[f.name]) is Literal}
 
 
 def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """The values of a section, each checked against its field's type.
+    """Check the values of a section against the types of a dataclass.
 
     Args:
-        where: the section, as `[train]`; empty before the first one.
-        cls: its dataclass.
-        table: keys and values as written.
-        elsewhere: fields that are written in another section.
+        where: the section, such as `[train]`; empty for keys above the first section.
+        cls: the dataclass.
+        table: keys and values as the recipe has them.
+        elsewhere: fields of the dataclass that a recipe has in another section.
+
+    Returns:
+        The values by key, converted to their types.
 
     Raises:
-        RecipeError: with section, key, value, and what is allowed or the nearest name.
+        RecipeError: a key is unknown or a value is wrong. The text gives section, key, value and what is allowed.
     """
     hints = get_type_hints(cls)
     allowed = [f.name for f in fields(cls) if f.init and f.name not in elsewhere]
@@ -117,7 +124,7 @@ def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozense
         if key not in allowed:
             raise RecipeError(f"{where} has no option '{key}'; {did_you_mean(key, allowed)}")
         try:
-            # through JSON: strict mode then takes an array for a tuple, but still no "5" for 5
+            # through JSON, so that strict mode accepts an array for a tuple, but still refuses "5" for 5
             values[key] = TypeAdapter(hints[key]).validate_json(json.dumps(value, default=str), strict=True)
         except ValidationError as error:
             inside = value if isinstance(value, Mapping) else ()
@@ -141,7 +148,7 @@ WANTED = {
     "dict_type": "a table",
     "model_type": "a table",
 }
-"""What pydantic's errors say, in the words of who writes TOML."""
+"""Pydantic's types of error, in words for people who write TOML."""
 
 SIMPLE = {
     bool: WANTED["bool_type"],
@@ -150,15 +157,15 @@ SIMPLE = {
     str: WANTED["string_type"],
     type(None): "None",
 }
-"""The types that are looked at in objects made in Python, in the same words."""
+"""The types that `check_ranges` checks, in the same words."""
 
 
 def _wanted(error: ValidationError) -> str:
-    """What a value may be: one wish for each type that its field allows."""
+    """What a value must be: an alternative for each type that its field allows."""
     wishes = (WANTED.get(e["type"], e["msg"].removeprefix("Input should be ")) for e in error.errors())
     return " or ".join(dict.fromkeys(wishes))
 
 
 def _shown(value: Any) -> str:
-    """A value as TOML writes it, where that differs from Python."""
+    """A value as an error text shows it; booleans as TOML writes them."""
     return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,4 +1,4 @@
-"""What asks a process to stop."""
+"""Handling the signals that ask a process to stop."""
 
 import signal
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def handling(handler: Any, *kinds: signal.Signals) -> Iterator[None]:
-    """Handle these signals so; only a process's first thread can."""
+    """Handle these signals with `handler` inside the `with` block; does nothing outside of the main thread."""
     if current_thread() is not main_thread():
         yield
         return
@@ -22,5 +22,5 @@ def handling(handler: Any, *kinds: signal.Signals) -> Iterator[None]:
 
 
 def interrupt(*_: object) -> None:
-    """A handler: as Ctrl-C."""
+    """A signal handler that acts like Ctrl-C."""
     raise KeyboardInterrupt

@@ -1,8 +1,8 @@
-"""Marking the methods that run on clients.
+"""`@task`: marks the methods that run on clients.
 
-A task is pure: `(context, data, local, got) -> (reply, local)`, with no input but these and the frozen hyper-parameters
-of the object it belongs to. That is what lets the same text run in a loop, under `vmap`, in another process and on a
-real device. The mark also declares what the task sends, so that `polyfed check` can say what a recipe will let leave
+A task is a pure function `(context, data, local, got) -> (reply, local)`. It depends only on these arguments and on the
+frozen hyper-parameters of its object. So the same code runs in a loop, under `vmap`, in another process and on a real
+device. The annotations of a task declare what it sends, so that `polyfed check` can list what will leave the clients
 before anything runs.
 """
 
@@ -19,11 +19,11 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """What `@task` knows.
+    """The options given to `@task`.
 
     Attributes:
-        scope: how far its replies may travel: `server` or `silo`.
-        loop_because: why it cannot run under vmap; empty when it can.
+        scope: how far replies may travel: `server` or `silo`.
+        loop_because: why the task cannot run under vmap; empty if it can.
     """
 
     scope: str = "server"
@@ -34,8 +34,9 @@ def task(*, scope: str = "server", loop_because: str = "") -> Callable[[_F], _F]
     """Mark a method as a client task.
 
     Args:
-        scope: `silo` lets replies reach the silo's edge but not the server.
-        loop_because: a reason why the vectorised engine must run clients one by one; it says so in an event.
+        scope: how far replies may travel: to the `server`, or only to the edge of the client's `silo`.
+        loop_because: why the task cannot run under vmap. The vectorised engine then runs clients one after another,
+            and reports this reason in an event.
     """
 
     def mark(method: _F) -> _F:
@@ -46,7 +47,7 @@ def task(*, scope: str = "server", loop_because: str = "") -> Callable[[_F], _F]
 
 
 def parts(algorithm: Any) -> Iterator[tuple[str, Any]]:
-    """The algorithm and its parts that may own tasks (a selector), with the prefix of their tasks' names."""
+    """The algorithm and its parts that may have tasks, such as a selector, each with the prefix of its tasks' names."""
     yield "", algorithm
     for field in dataclasses.fields(algorithm):
         value = getattr(algorithm, field.name)
@@ -55,7 +56,7 @@ def parts(algorithm: Any) -> Iterator[tuple[str, Any]]:
 
 
 def tasks_of(algorithm: Any) -> dict[str, Callable[..., Any]]:
-    """All tasks of an algorithm by name, its parts' included."""
+    """All tasks of an algorithm and of its parts, as bound methods by name."""
     found: dict[str, Callable[..., Any]] = {}
     for prefix, owner in parts(algorithm):
         for name in dir(type(owner)):
@@ -65,24 +66,24 @@ def tasks_of(algorithm: Any) -> dict[str, Callable[..., Any]]:
 
 
 def is_task(method: Any) -> bool:
-    """Whether a method is marked."""
+    """Whether a method is marked with `@task`."""
     return hasattr(method, "__polyfed_task__")
 
 
 def info_of(task: Callable[..., Any]) -> TaskInfo:
-    """What its mark says of a task."""
+    """The options of a task."""
     info: TaskInfo = task.__polyfed_task__  # type: ignore[attr-defined]
     return info
 
 
 def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
-    """The message types a bound task receives and answers with.
+    """The types of message that a bound task receives and answers with.
 
-    They are read off the annotations; a template's task, annotated with bare `Message`, leaves them to its owner's
-    class attributes `sends` and `replies`.
+    They are taken from the task's annotations. Where a task is annotated with plain `Message`, as in a base class, the
+    class attributes `sends` and `replies` of its object give the types.
 
     Raises:
-        RecipeError: they name no message, or more than one: nobody could tell then what the task can send.
+        RecipeError: a type is missing or is not a single message type, so that it is unknown what the task sends.
     """
     hints = get_type_hints(task)
     answer = get_args(hints.get("return")) or (None,)
@@ -101,22 +102,22 @@ def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
 
 
 def answers_of(algorithm: Any) -> dict[str, tuple[type[Message], str]]:
-    """The message that each task of an algorithm answers with, and where that may go, by the task's name."""
+    """By name of each task of an algorithm, the type of its reply and how far that may travel."""
     return {name: (types_of(task)[1], info_of(task).scope) for name, task in tasks_of(algorithm).items()}
 
 
 def path_of(task: Callable[..., Any], algorithm: Any) -> str:
-    """The name of a bound task as seen from the algorithm: `update`, or `selector.score`.
+    """The name of a bound task as seen from the algorithm, such as `update` or `selector.score`.
 
     Raises:
-        RecipeError: it is none of the algorithm's tasks, so `polyfed check` knew nothing of what it sends.
+        RecipeError: the algorithm has no such task, so `polyfed check` has not announced what it sends.
     """
     owner, function = getattr(task, "__self__", None), getattr(task, "__func__", None)
     for prefix, part in parts(algorithm):
         if part is owner:
             if getattr(type(part), task.__name__, None) is function and is_task(function):
                 return f"{prefix}{task.__name__}"
-            for name in dir(type(part)):  # a task may have another name than its function
+            for name in dir(type(part)):  # the attribute may have another name than the function
                 if getattr(type(part), name) is function and is_task(function):
                     return f"{prefix}{name}"
     raise RecipeError(

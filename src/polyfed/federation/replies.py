@@ -61,18 +61,12 @@ def stacked(replies: dict[int, Message]) -> Iterator[ReplyStack]:
             yield ReplyStack(clients, _stack([replies.pop(client) for client in clients]))
 
 
-def _stack(messages: Sequence[Any]) -> Any:
-    """One message with a leading axis for messages of one form."""
-    first, fields = messages[0], dict[str, Any]()
-    if len(messages) == 1:
+def _stack(messages: Sequence[Message]) -> Any:
+    """Stack messages of one form into one message whose tensors have a leading client axis."""
+    first, *others = messages
+    if not others:
         return map_tensors(first, lambda tensor: tensor.unsqueeze(0))
-    for name in first.kinds:
-        values = [getattr(msg, name) for msg in messages]
-        if isinstance(values[0], Tensor):
-            fields[name] = torch.stack(values)
-        else:
-            fields[name] = {key: torch.stack([tree[key] for tree in values]) for key in values[0]}
-    return type(first)(**fields)
+    return map_tensors(first, lambda *values: torch.stack(values), *others)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,19 @@
-"""Models: encoders, fusion, and the function of a Tree that they make together."""
+"""What is trained? A model: an encoder for each modality, and a fusion of their embeddings into logits.
+
+- `model.py`: `Model`, a pure function of a Tree and a batch.
+- `spec.py`: `ModelSpec`, the `[model]` section of a recipe.
+- `build.py`: makes a model from that section and the shapes of the data.
+- `encoder.py`: `EncoderSpec`, the base of all encoders, and the multilayer perceptron.
+- `images.py`, `sequences.py`, `hugging_face.py`: encoders of images and clips, of time series, and pre-trained ones.
+- `encoders.py`: the encoders that a recipe can name, and encoders of the user's own.
+- `fusion.py`: the fusions that a recipe can name.
+- `adopt.py`: replaces layers of a PyTorch module that depend on the batch.
+- `layers.py`: their replacements: BatchNorm, dropout, GRU and attention.
+- `binding.py`: runs modules on the tensors of a Tree.
+- `making.py`: makes modules from a random key, and counts their operations.
+- `pretrained.py`: loads models with the `transformers` library.
+- `checks.py`: checks of the values in `[model]`.
+"""
 
 from polyfed.model.build import build_model
 from polyfed.model.encoder import EncoderSpec, Mlp

@@ -1,8 +1,8 @@
-"""Makes an ordinary PyTorch module fit for federated use: swaps the layers that must learn of the batch.
+"""Prepares an ordinary PyTorch module for federated training by replacing layers that depend on the batch.
 
-`torch.nn` batch normalisation, dropout, GRU and attention become ours (same parameters, same values); a layer
-that cannot run under `torch.func.vmap`, or that draws from a global generator, is refused with what to write
-instead.
+Batch normalisation, dropout, GRU and attention of `torch.nn` are replaced by those of `layers.py`, with the same
+parameters and the same results. Layers that cannot run under `torch.func.vmap`, or that draw from a global random
+generator, are refused, and the error says what to use instead.
 """
 
 from torch import nn
@@ -27,22 +27,25 @@ _REFUSED: dict[type[nn.Module], str] = {
 
 
 def adopt(module: nn.Module, rows: Rows, path: str) -> nn.Module:
-    """The module with its batch-dependent layers swapped, at any depth.
+    """Replace the layers of a module that depend on the batch, at any depth.
 
     Args:
-        module: what an encoder's constructor gave; it is changed.
-        rows: the model's view of the current batch, shared by all its layers.
-        path: full name of the module; it numbers the dropout streams, so they move with no other layer.
+        module: a new module of an encoder or a fusion; it is changed.
+        rows: the rows of the current batch, shared by all layers of the model.
+        path: full name of the module. The random stream of a dropout layer depends on it, and so on no other layer.
+
+    Returns:
+        The module, or its replacement.
 
     Raises:
-        ModelError: a layer, or an option of it, that cannot be supported; with the cure.
+        ModelError: a layer, or an option of a layer, is not supported. The text says what to use instead.
     """
     ours = _swapped(module, rows, path)
     if ours is not None:
         return ours
     _refuse(module, path)
     if isinstance(module, nn.TransformerEncoderLayer):
-        module.activation_relu_or_gelu = 0  # in evaluation mode, 1 and 2 choose a fused kernel without a rule for vmap
+        module.activation_relu_or_gelu = 0  # 1 and 2 select a fused kernel in evaluation mode, which vmap cannot batch
     for name, child in module.named_children():
         setattr(module, name, adopt(child, rows, f"{path}.{name}"))
     return module

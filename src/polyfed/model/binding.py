@@ -1,9 +1,9 @@
-"""Running modules on the tensors of a Tree.
+"""Runs modules on the tensors of a Tree.
 
-`Slots` knows, for every name of a model, which dictionary entries of which modules hold its tensor, and puts
-others there for the duration of a call. `torch.func.functional_call` does the same for one module; doing it
-here serves any set of blocks in one pass, costs a dictionary write per tensor, and needs no root module whose
-attributes a modality name could collide with.
+`Slots` knows for every name of a model which entries of which modules hold its tensor, and replaces these entries for
+the duration of a call. `torch.func.functional_call` does that for one module. `Slots` does it for several blocks at
+once at the cost of one dictionary write per tensor, and needs no root module, whose attributes could have the name of a
+modality.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,19 +23,19 @@ _Place = tuple[_Holder, str]
 class Slots:
     """The places of the parameters and float buffers of some blocks.
 
-    Constants are in no Tree: frozen parameters (`requires_grad=False`), and buffers that are not saved with a module,
-    not floating point, or of a module that its encoder keeps in evaluation mode.
+    A Tree does not hold constants. Constants are frozen parameters (`requires_grad=False`), and buffers that are not
+    saved with the module, are not floating point, or belong to a module that its encoder keeps in evaluation mode.
 
     Args:
-        blocks: block name -> module; the names of the Tree are `block.path`.
+        blocks: the module of each block; names in the Tree are `block.path`.
 
     Attributes:
-        parameters: names of the parameters, block by block.
+        parameters: names of the parameters.
         buffers: names of the buffers.
-        device: where the modules are.
+        device: device of the modules.
 
     Raises:
-        ModelError: a frozen parameter shares its memory with one that trains.
+        ModelError: a frozen parameter shares its memory with a parameter that trains.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
@@ -69,11 +69,14 @@ class Slots:
                 self.buffers.add(name)
 
     def _named(self, tensor: Tensor, name: str) -> str:
-        """The name of a tensor: one that two modules share has one name and two places."""
+        """The name of a tensor. A tensor that two modules share has one name and two places."""
         return self._names.setdefault(id(tensor), name)
 
     def _refuse_shared(self) -> None:
-        """In-place training would move such a frozen parameter, training on a Tree would not."""
+        """Refuse a frozen parameter that shares its memory with one that trains.
+
+        Training in place would change it, training on a Tree would not.
+        """
         trained = {self.own(name).untyped_storage().data_ptr() for name in self.parameters}
         for name, value in self.frozen.items():
             if value.numel() and value.untyped_storage().data_ptr() in trained:
@@ -92,7 +95,7 @@ class Slots:
         return name in self._places
 
     def own(self, name: str) -> Tensor:
-        """The tensor that the module itself holds."""
+        """The module's own tensor of this name."""
         holder, key = self._places[name][0]
         tensor: Tensor = holder[key]
         return tensor
@@ -103,9 +106,9 @@ class Slots:
         return {name: holder[key].detach() for name, (holder, key) in self._frozen.items()}
 
     def place(self, device: torch.device) -> None:
-        """Moves the modules, and with them their constants, to the device of the trees they run on."""
+        """Move the modules, with their constants, to the device of the Trees that they run on."""
         if device != self.device:
-            # the first call may come from inside `grad`, which would leave its own wrappers in the modules
+            # a call inside `grad` would otherwise leave wrapped tensors in the modules
             with torch._C._DisableFuncTorch():
                 for module in self._modules:
                     module.to(device)
@@ -113,11 +116,11 @@ class Slots:
 
     @contextmanager
     def bound(self, w: Mapping[str, Tensor]) -> Iterator[None]:
-        """The modules run on the tensors of `w` while the block runs, and on their own again afterwards."""
+        """Inside the `with` block, the modules run on the tensors of `w` instead of their own."""
         saved: list[tuple[_Holder, str, Tensor]] = []
         try:
             for name, value in w.items():
-                # a name that no module knows is an algorithm's own: it reads it from the Tree itself
+                # names that no module has belong to the method, which reads them from the Tree itself
                 for holder, key in self._places.get(name, ()):
                     saved.append((holder, key, holder[key]))
                     holder[key] = value

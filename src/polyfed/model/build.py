@@ -1,4 +1,4 @@
-"""From the `[model]` section and the shapes of the data to a model."""
+"""Builds a model from the `[model]` section of a recipe and the shapes of the data."""
 
 from collections.abc import Callable, Collection, Mapping
 
@@ -13,24 +13,24 @@ from polyfed.model.layers import Rows
 from polyfed.model.model import Block, Model
 from polyfed.model.spec import ModelSpec
 
-_RESERVED = (SHARED, "labels")  # the block of no single modality, and a row of the egress policy
+_RESERVED = (SHARED, "labels")  # the block of no single modality, and a row of the policy
 
 
 def build_model(
     spec: ModelSpec, inputs: Mapping[str, Shape], num_classes: int, only: Collection[str] | None = None, key: int = 0
 ) -> Model:
-    """The model of a recipe.
+    """Build the model of a recipe.
 
     Args:
         spec: the `[model]` section.
-        inputs: modality -> sample shape as the data gives it, in the order the model keeps.
+        inputs: sample shape of each modality of the data; the model keeps their order.
         num_classes: number of classes C.
-        only: modalities that the model reads; default all of `inputs`.
-        key: what frozen parameters that are drawn at random are drawn from; see `Model`.
+        only: the modalities that the model reads. Default: all of `inputs`.
+        key: random key of the initial values of frozen parameters; see `Model`.
 
     Raises:
-        ModelError: a modality without an encoder or an encoder without its modality, an encoder that cannot
-            read its samples, gives the wrong shape or holds a layer that cannot be supported.
+        ModelError: a modality has no encoder, or an encoder no modality; or an encoder cannot read the samples, returns
+            the wrong shape, or has a layer that is not supported.
     """
     _check_names(spec, inputs)
     rows = Rows()
@@ -95,7 +95,7 @@ def _shared_factory(spec: ModelSpec, num_classes: int, first: str, rows: Rows) -
 
 
 def _check_outputs(model: Model, spec: ModelSpec) -> None:
-    """Runs every encoder once on two rows of zeros: a wrong shape would surface on a client otherwise."""
+    """Run every encoder once on two rows of zeros, so that a wrong shape is found before any client runs it."""
     w = model.init(0)
     trained = {name: value.requires_grad_() for name, value in model.trainable(w).items()}
     for name in model.modalities:
@@ -115,6 +115,6 @@ def _check_outputs(model: Model, spec: ModelSpec) -> None:
     for name, value in trained.items():
         if not value.requires_grad:
             raise ModelError(
-                f"[model.encoders] {block_of(name)}: forward() freezes {name}. Freeze it in the constructor: what "
-                "trains and what crosses is settled before the first round."
+                f"[model.encoders] {block_of(name)}: forward() freezes {name}. Freeze it in the constructor, "
+                "because polyfed decides before the first round what trains and what crosses."
             )

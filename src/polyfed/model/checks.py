@@ -1,4 +1,4 @@
-"""Checks of the values in `[model]`, with one wording for all of them."""
+"""Checks of the values in `[model]`, with the same wording of errors for all of them."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -8,13 +8,13 @@ from polyfed.core.errors import ModelError, did_you_mean
 
 
 def whole(where: str, value: Any) -> None:
-    """Refuses what is not a whole number of at least one."""
+    """Raise ModelError unless the value is a whole number of at least one."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelError(f"{where} = {value!r}: give a whole number of at least 1.")
 
 
 def sizes(where: str, values: Any) -> tuple[int, ...]:
-    """The sizes as a tuple, each a whole number of at least one."""
+    """The sizes as a tuple; ModelError unless each is a whole number of at least one."""
     if not isinstance(values, (list, tuple)):
         raise ModelError(f"{where} = {values!r}: give a list of sizes, e.g. [64].")
     for value in values:
@@ -23,20 +23,20 @@ def sizes(where: str, values: Any) -> tuple[int, ...]:
 
 
 def probability(where: str, value: Any) -> None:
-    """Refuses what is not a number in [0, 1)."""
+    """Raise ModelError unless the value is a number in [0, 1)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < 1.0:
         raise ModelError(f"{where} = {value!r}: give a probability, 0 <= p < 1.")
 
 
 def one_of(where: str, value: Any, allowed: Iterable[str]) -> None:
-    """Refuses a word that is not among the allowed ones."""
+    """Raise ModelError unless the value is one of the allowed words."""
     allowed = tuple(allowed)
     if value not in allowed:
         raise ModelError(f"{where} = {value!r}: {did_you_mean(str(value), allowed)}.")
 
 
 def known_fields(where: str, given: Iterable[str], spec: type) -> None:
-    """Refuses a key that the specification does not have."""
+    """Raise ModelError for a key that the dataclass `spec` does not have."""
     allowed = [f.name for f in fields(spec)]
     for name in given:
         if name not in allowed:

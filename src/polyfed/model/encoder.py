@@ -1,8 +1,8 @@
-"""What an encoder is: the base of their specifications, and the plainest one.
+"""`EncoderSpec`, the base of all encoders, and the multilayer perceptron.
 
-An encoder maps one modality's samples, in the shape the data gives, to an embedding. Each kind is a frozen
-dataclass, which is the schema of one entry of `[model.encoders]`. `build` gives an ordinary PyTorch module;
-the model swaps its batch-dependent layers afterwards (see `adopt`).
+An encoder maps the samples of one modality, in the shape that the data gives them, to an embedding. Each kind of
+encoder is a frozen dataclass, whose fields are the options of an entry of `[model.encoders]`. Its `build` makes an
+ordinary PyTorch module; the model then replaces layers that depend on the batch (`adopt.py`).
 """
 
 import math
@@ -15,31 +15,39 @@ from torch import Tensor, nn
 from polyfed.model.checks import sizes
 
 Shape = tuple[int, ...]
+"""Shape of one sample, without the axis of rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSpec:
-    """Base of the encoder specifications; `kind` is the word of the recipe."""
+    """Base of all encoders.
+
+    Attributes:
+        kind: name of the encoder in a recipe.
+    """
 
     kind: str
 
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """A new module for samples of this shape, drawn from PyTorch's global generator.
+        """Make a new module for samples of this shape, with parameters drawn from PyTorch's global generator.
 
         Args:
-            shape: sample shape, without the rows.
-            embedding: width of the output.
-            sequence: keep the time axis where the kind has one: (B, T, embedding).
+            shape: shape of one sample.
+            embedding: width E of the output.
+            sequence: whether the module should keep the time axis, if this kind has one.
+
+        Returns:
+            A module from (B, *shape) to (B, E), or to (B, T, E) with `sequence`.
 
         Raises:
-            ModelError: this kind cannot read samples of this shape.
+            ModelError: this kind of encoder cannot read samples of this shape.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp(EncoderSpec):
-    """Flattens the sample; Linear-ReLU for each hidden size, then Linear to the embedding.
+    """Multilayer perceptron on the flattened sample: Linear-ReLU for each hidden size, then Linear to the embedding.
 
     Attributes:
         hidden: sizes of the hidden layers.
@@ -52,7 +60,7 @@ class Mlp(EncoderSpec):
         object.__setattr__(self, "hidden", sizes("hidden", self.hidden))
 
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """See `EncoderSpec.build`."""
+        """Make the module; see `EncoderSpec.build`. Reads samples of any shape."""
         widths = (math.prod(shape), *self.hidden)
         layers: list[nn.Module] = []
         for before, after in pairwise(widths):

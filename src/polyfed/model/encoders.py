@@ -1,4 +1,4 @@
-"""The encoders a recipe can name, and how its tables become their specifications."""
+"""The encoders that a recipe can name, and reading the entries of `[model.encoders]`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -17,16 +17,21 @@ from polyfed.model.sequences import ConvGru, Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class Custom(EncoderSpec):
-    """A `torch.nn.Module` of the user's, `kind = "my.module:MyEncoder"`, called with (shape, embedding, **options).
+    """A `torch.nn.Module` of the user's own: `kind = "my.module:MyEncoder"`, called with (shape, embedding, **options).
 
     Attributes:
-        options: keyword arguments; in a recipe, the other keys of the entry.
+        options: further arguments of the constructor; in a recipe, the other keys of the entry.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """See `EncoderSpec.build`."""
+        """Make the module; see `EncoderSpec.build`.
+
+        Raises:
+            NotAllowed: the owner of this device has not allowed the class.
+            ModelError: the class cannot be imported, or its constructor fails.
+        """
         make = self.encoder_class()
         try:
             module = make(shape, embedding, **self.options)
@@ -40,11 +45,11 @@ class Custom(EncoderSpec):
         return module
 
     def encoder_class(self) -> Any:
-        """The class, imported.
+        """Import the class.
 
         Raises:
-            NotAllowed: the owner of this device has not allowed it.
-            ModelError: it cannot be imported, or is no `torch.nn.Module`.
+            NotAllowed: the owner of this device has not allowed the class.
+            ModelError: it cannot be imported, or is no subclass of `torch.nn.Module`.
         """
         try:
             return own(self.kind, nn.Module)
@@ -62,13 +67,13 @@ ENCODERS: dict[str, type[EncoderSpec]] = {
     "resnet18": ResNet18,
     "transformer": Transformer,
 }
-"""The kinds a recipe can name; anything with a colon is a `Custom`."""
+"""The kinds of encoder that a recipe can name; a kind with a colon is a `Custom` encoder."""
 
 
 def entry_of(spec: EncoderSpec) -> dict[str, Any]:
-    """The entry of `[model.encoders]` that `encoder_spec` reads as this specification; options that are None left out.
+    """The inverse of `encoder_spec`: the entry of `[model.encoders]` that gives this encoder.
 
-    A class of the user's takes its options beside its kind, not in a table of their own.
+    Options that are None are left out. The options of a `Custom` encoder are written next to its kind.
     """
     written = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name != "kind"}
     options = dict(spec.options) if isinstance(spec, Custom) else written
@@ -76,15 +81,15 @@ def entry_of(spec: EncoderSpec) -> dict[str, Any]:
 
 
 def encoder_spec(where: str, entry: EncoderSpec | Mapping[str, Any]) -> EncoderSpec:
-    """The specification that an entry of `[model.encoders]` writes down.
+    """Read an entry of `[model.encoders]`.
 
     Args:
-        where: name of the entry, for messages.
-        entry: a table of the recipe with `kind` and its options, or a specification, which is given back.
+        where: name of the entry, for error texts.
+        entry: a table with `kind` and its options, or an encoder, which is returned as it is.
 
     Raises:
-        NotAllowed: it names code that the owner of this device has not allowed.
-        ModelError: no kind, an unknown one, an unknown option or a value out of range.
+        NotAllowed: it names a class or model that the owner of this device has not allowed.
+        ModelError: the kind is missing or unknown, an option is unknown, or a value is out of range.
     """
     if isinstance(entry, EncoderSpec):
         return entry
@@ -104,7 +109,7 @@ def encoder_spec(where: str, entry: EncoderSpec | Mapping[str, Any]) -> EncoderS
 
 
 def _allowed(where: str, kind: str) -> None:
-    """Refuse on a device, before the model is built, what building it would refuse."""
+    """Check on a device that the class may be imported, before the model is built."""
     try:
         check_import(kind)
     except NotAllowed as error:

@@ -1,9 +1,10 @@
-"""Fusion: from the features of the modalities that are there to logits.
+"""Fusions: they compute logits from the embeddings of the modalities that a client has.
 
-Shape letters: `B` rows, `E` embedding, `T` steps, `C` classes. A fusion owns the block `shared`; the part of
-it that belongs to one modality is a module of that modality's block, made by `part`. Features of absent
-modalities never enter: a modality that is not in `z` is left out, a row whose modality is absent (`present`)
-contributes zero.
+A fusion is the block `shared`. A part of it that belongs to a single modality is a module of that modality's block,
+made by `part`. A fusion leaves out modalities that are not in `z`, and treats the embedding of a row that lacks the
+modality (`present`) as zero.
+
+Shape letters: `B` rows, `E` width of the embedding, `T` time steps, `C` classes, `J` width of the joint representation.
 """
 
 from collections.abc import Mapping
@@ -13,23 +14,26 @@ import torch
 from torch import Tensor, nn
 
 Parts = Mapping[str, nn.Module | None]
+"""The part of the fusion that belongs to each modality; None if there is none."""
+
 Features = Mapping[str, Tensor]
+"""A tensor for each modality: embeddings (B, E) or (B, T, E), or as `present` bool (B,), True where a row has it."""
 
 
 class Fusion(nn.Module):
-    """Base of the fusions.
+    """Base of all fusions.
 
     Args:
         embedding: E.
-        head: hidden sizes before the logits.
+        head: sizes of the hidden layers before the logits.
         classes: C.
-        dropout: probability after each hidden layer of the head.
+        dropout: dropout probability after each hidden layer of the head.
 
     Attributes:
-        linear: the logits are linear in the features, so they split into one term per modality.
-        sequential: the encoders must give sequences (B, T, E).
-        joint_size: J, width of the joint representation, which the head reads; 0 where there is none but the logits.
-        head: from the joint representation to the logits; empty where those are the same.
+        linear: whether the logits are linear in the embeddings, so that they are a sum of one term per modality.
+        sequential: whether the encoders must return sequences (B, T, E).
+        joint_size: J, the width of the joint representation that the head receives; 0 if it is the logits themselves.
+        head: layers from the joint representation to the logits; empty if these are the same.
     """
 
     head: nn.Sequential
@@ -43,30 +47,36 @@ class Fusion(nn.Module):
 
     @staticmethod
     def part(embedding: int, width: int) -> nn.Module | None:
-        """A new module for one modality's own part of the first fusion layer, E -> width.
+        """Make the part of the first fusion layer that belongs to one modality, from E to `width`.
 
-        None when nothing of the fusion belongs to one modality.
+        Returns None for a fusion without such parts.
         """
         raise NotImplementedError
 
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
-        """The one representation (B, J) of features `z`, given in the model's order of modalities."""
+        """The joint representation (B, J) of all modalities.
+
+        Args:
+            parts: the modalities' parts of the fusion.
+            z: the embeddings, in the model's order of modalities.
+            present: for modalities that some rows lack, which rows have them.
+        """
         raise NotImplementedError
 
     def forward(self, parts: Parts, z: Features, present: Features) -> Tensor:
-        """Logits (B, C): the head on the joint representation."""
+        """Logits (B, C): the head applied to the joint representation."""
         return self.head(self.joint(parts, z, present))  # type: ignore[no-any-return]
 
     def term(self, part: nn.Module | None, z: Tensor, share: float) -> Tensor:
-        """One modality's term (B, C) of linear logits, with `share` of the bias."""
+        """The term (B, C) of one modality in linear logits, including `share` times the bias."""
         raise NotImplementedError
 
 
 class Concat(Fusion):
-    """One linear layer over the concatenation, kept as one map per modality, summed, plus a shared bias.
+    """A linear layer on the concatenated embeddings, stored as one linear map per modality and a shared bias.
 
-    With a head, ReLU and the remaining layers follow. An absent modality is a zero feature: its map gives
-    nothing, the bias stays whole (algorithms.md 0.2).
+    With a head, ReLU and the remaining layers follow. The embedding of an absent modality is zero, so its map adds
+    nothing; the bias is always added (docs/algorithms/conventions.md, Blocks).
     """
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float) -> None:
@@ -78,11 +88,11 @@ class Concat(Fusion):
 
     @staticmethod
     def part(embedding: int, width: int) -> nn.Module:
-        """The modality's own columns of the first layer."""
+        """The modality's columns of the first layer."""
         return nn.Linear(embedding, width, bias=False)
 
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
-        """See `Fusion.joint`."""
+        """The output of the first layer, (B, J); see `Fusion.joint`."""
         total: Tensor = self.bias
         for name, value in masked(z, present).items():
             part = parts[name]
@@ -91,13 +101,13 @@ class Concat(Fusion):
         return total
 
     def term(self, part: nn.Module | None, z: Tensor, share: float) -> Tensor:
-        """W_m z + share * b."""
+        """W_m z + share * b, (B, C)."""
         assert part is not None
         return nn.functional.linear(z, part.weight, self.bias * share)  # type: ignore[arg-type]
 
 
 class Sum(Fusion):
-    """Features added up, then the head. Nothing in it belongs to one modality."""
+    """The sum of the embeddings, then the head. No part of it belongs to a single modality."""
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float) -> None:
         super().__init__(embedding, head, classes, dropout)
@@ -106,25 +116,25 @@ class Sum(Fusion):
 
     @staticmethod
     def part(embedding: int, width: int) -> None:
-        """None."""
+        """No part belongs to a single modality."""
 
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
-        """See `Fusion.joint`."""
+        """The sum of the embeddings, (B, E); see `Fusion.joint`."""
         return _added(masked(z, present))
 
     def term(self, part: nn.Module | None, z: Tensor, share: float) -> Tensor:
-        """W z + share * b."""
+        """W z + share * b, (B, C)."""
         last = self.head[0]
         assert isinstance(last, nn.Linear)
         return nn.functional.linear(z, last.weight, last.bias * share)
 
 
 class Gated(Fusion):
-    """Gated fusion (Kiela et al. 2018; the one PMR and OGM-GE compare with): head(sigmoid(W1 z1) * W2 z2).
+    """Gated fusion: head(sigmoid(W1 z1) * W2 z2).
 
-    The first modality of the model is the gate; with more than two, it gates the sum of the others. Where the
-    gate or all of the others are absent there is nothing to gate, and what is there passes through its own
-    map ungated.
+    Source: Kiela et al., "Efficient Large-Scale Multi-Modal Classification", AAAI 2018; PMR and OGM-GE compare with it.
+    The first modality of the model is the gate; with more than two modalities, it gates the sum of the others. In rows
+    where the gate or all other modalities are absent, the linear maps of the present modalities are not gated.
     """
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float, gate: str) -> None:
@@ -138,7 +148,7 @@ class Gated(Fusion):
         return nn.Linear(embedding, embedding)
 
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
-        """See `Fusion.joint`."""
+        """The gated sum, (B, E); see `Fusion.joint`."""
         mapped: dict[str, Tensor] = {}
         for name, value in z.items():
             part = parts[name]
@@ -159,11 +169,13 @@ class Gated(Fusion):
 
 
 class Attention(Fusion):
-    """Attention over the time steps of all modalities (FedMultimodal's `fuse_base`, peers.md 3.3 item 6).
+    """Attention over the time steps of all modalities.
 
-    The sequences are laid end to end; a two-layer tanh network scores each step once per head, a softmax over
-    time turns the scores into weights, and the weighted sums of all heads, flattened, go through the head.
-    The scores of absent steps are set to -1e5, which the softmax turns into exactly zero.
+    Source: `fuse_base` in the code of Feng et al., "FedMultimodal: A Benchmark For Multimodal Federated Learning", KDD
+    2023. The sequences of all modalities are concatenated in time. A two-layer network with tanh gives each step a
+    score for each attention head, a softmax over time makes weights of the scores, and the weighted sums of all
+    attention heads, flattened, are the joint representation. Steps of absent modalities get the score -1e5, which the
+    softmax turns into exactly zero.
 
     Args:
         hidden: width of the scoring network.
@@ -182,10 +194,10 @@ class Attention(Fusion):
 
     @staticmethod
     def part(embedding: int, width: int) -> None:
-        """None: every step is scored alike."""
+        """No part belongs to a single modality: the same network scores all steps."""
 
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
-        """See `Fusion.joint`; features are (B, T, E)."""
+        """The weighted sums of the steps, (B, J), from sequences (B, T, E); see `Fusion.joint`."""
         steps = torch.cat(list(masked(z, present).values()), 1)
         scores = self.score(steps)
         if present:
@@ -195,11 +207,11 @@ class Attention(Fusion):
 
 
 FUSIONS: dict[str, type[Fusion]] = {"concat": Concat, "sum": Sum, "gated": Gated, "attention": Attention}
-"""The fusions a recipe can name."""
+"""The fusions that a recipe can name."""
 
 
 def mlp(widths: tuple[int, ...], dropout: float) -> list[nn.Module]:
-    """Linear layers between these widths, ReLU (and dropout) between them."""
+    """Linear layers of these widths, with ReLU and dropout between them."""
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
         layers += [*(_relu(dropout) if layers else []), nn.Linear(before, after)]
@@ -207,7 +219,7 @@ def mlp(widths: tuple[int, ...], dropout: float) -> list[nn.Module]:
 
 
 def masked(z: Features, present: Features) -> dict[str, Tensor]:
-    """The features with zero in the rows that lack the modality, whatever the encoder gave there."""
+    """The embeddings, set to zero in rows that lack the modality."""
     if not present:
         return dict(z)
     return {name: _where(present[name], value) if name in present else value for name, value in z.items()}

@@ -1,4 +1,4 @@
-"""The encoder `hf`: a backbone of the `transformers` library, from a folder or the hub's cache."""
+"""The encoder `hf`: a pre-trained model of the `transformers` library, from a folder or the hub's local cache."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -15,16 +15,17 @@ from polyfed.model.layers import BatchNorm, Dropout
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(EncoderSpec):
-    """A pre-trained backbone, pooled, then a linear map to the embedding.
+    """A pre-trained backbone, whose pooled output a linear map turns into the embedding.
 
-    Reads token ids (T,) as the data kind "tokens" gives them, or images (3, H, W). Text is the mean of the last
-    hidden layer over real tokens, images are the pooled output, or the mean over patches if there is none. Nothing is
-    downloaded. Dropout of the backbone's attention weights is off; its other dropout follows the batch.
+    Reads token ids (T,), which the data kind "tokens" gives, or images (3, H, W). The pooled output is the mean of the
+    last hidden layer over real tokens for text; for images, the backbone's own pooled output, or the mean over patches
+    if it has none. Nothing is downloaded. Dropout of the backbone's attention weights is off; its other dropout layers
+    are active in training, unless the backbone is frozen.
 
     Attributes:
-        path: folder of a saved model, or its name in the hub's cache.
-        frozen: the backbone stays as it is: it is in no Tree, so that it neither trains nor crosses; only the linear
-            map does. Otherwise all of it trains.
+        path: folder of a saved model, or its name in the hub's local cache.
+        frozen: whether the backbone keeps its weights. It is then in no Tree, so that it neither trains nor crosses,
+            and only the linear map trains.
     """
 
     kind: Literal["hf"] = "hf"
@@ -32,11 +33,15 @@ class HuggingFace(EncoderSpec):
     frozen: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse, on a device, a model that its owner has not allowed."""
+        """Check on a device that the model may be read.
+
+        Raises:
+            NotAllowed: the owner of this device has not allowed the model.
+        """
         check_model(self.path)
 
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """See `EncoderSpec.build`; under attention fusion, one embedding a token: (B, T, embedding)."""
+        """Make the module; see `EncoderSpec.build`. With `sequence`, text has one embedding for each token."""
         is_text = len(shape) == 1
         if not is_text and not (len(shape) == 3 and shape[0] == 3):
             raise ModelError(f"it reads token ids (T,) or images (3, H, W); the samples have shape {shape}.")
@@ -44,21 +49,24 @@ class HuggingFace(EncoderSpec):
             raise ModelError("attention fusion needs a sequence, and it gives one vector an image.")
         backbone: Any = pretrained.backbone(self.path)
         if is_text:
-            backbone.pooler = None  # not used here: it would cross the wire for nothing
+            backbone.pooler = None  # unused, but it would train and cross
         if self.frozen:
             backbone.requires_grad_(False)
         reader = _Text(backbone, shape[0], sequence) if is_text else _Picture(backbone)
         try:
             with torch.no_grad():
                 width = reader(torch.zeros(1, *shape)).shape[-1]
-        except Exception as error:  # whatever a backbone of the user's choice says of an input it does not read
+        except Exception as error:  # backbones raise any exception for inputs that they cannot read
             what = "token ids" if is_text else "images"
             raise ModelError(f"{type(backbone).__name__} cannot read {what} of shape {shape}: {error}.") from error
         return nn.Sequential(reader, nn.Linear(width, embedding))
 
 
 class _Reader(nn.Module):
-    """Keeps the library's code in evaluation mode; of a backbone that trains, our own layers follow the batch."""
+    """Base of both readers. Keeps the library's layers in evaluation mode.
+
+    Where the backbone trains, the layers that `adopt` has replaced follow the mode of the batch.
+    """
 
     backbone: nn.Module
 
@@ -84,7 +92,7 @@ class _Text(_Reader):
     def forward(self, x: Tensor) -> Tensor:
         ids = x.to(torch.int64)
         real = ids != self.padding
-        # the mask is written out, to be added: the library's own way branches on its values, which vmap cannot
+        # an additive mask: the library would branch on the values of a boolean one, which vmap cannot
         bias = torch.zeros_like(x).masked_fill(~real, torch.finfo(x.dtype).min)[:, None, None, :]
         states: Tensor = self.backbone(input_ids=ids, attention_mask=bias).last_hidden_state
         if self.sequence:

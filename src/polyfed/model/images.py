@@ -1,4 +1,4 @@
-"""Encoders of images and clips: the small convolutional net of CG-MNIST, and ResNet-18."""
+"""Encoders of images and clips: the small convolutional network for CG-MNIST, and ResNet-18."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from polyfed.core.errors import ModelError
 from polyfed.model.checks import one_of, sizes
 from polyfed.model.encoder import EncoderSpec, Shape
 
-_FEW = 4  # gray, gray + alpha, RGB, RGB + alpha (or + gray): an axis of more entries is not taken for channels
+_FEW = 4  # RGB + alpha; an axis with more entries is not taken for channels
 
 
 def channels_of(shape: Shape) -> int:
-    """Channels of images (H, W), (C, H, W) or (H, W, C), or of clips (C, T, H, W).
+    """Number of channels of images (H, W), (C, H, W) or (H, W, C), or of clips (C, T, H, W).
 
-    Three axes are channel-last only when the last has at most four entries and the first has more.
+    Images with three axes are channel-last only if the last axis has at most four entries and the first has more.
 
     Raises:
-        ModelError: neither two, three nor four axes.
+        ModelError: the shape has not two, three or four axes.
 
     >>> channels_of((28, 28)), channels_of((3, 28, 28)), channels_of((28, 28, 3))
     (1, 3, 3)
@@ -36,12 +36,12 @@ def _channel_last(shape: Shape) -> bool:
 
 
 class Images(nn.Module):
-    """Layers over images of any layout, a global average over height and width, and an optional linear map.
+    """Applies layers to images of any layout, averages over height and width, and maps the result to the embedding.
 
     Args:
-        shape: sample shape, see `channels_of`.
-        layers: (N, C, H, W) -> (N, D, h, w).
-        project: (N, D) -> (N, E), or None.
+        shape: shape of one sample, see `channels_of`.
+        layers: the layers, from (N, C, H, W) to (N, D, h, w).
+        project: the map from (N, D) to (N, E); None if there is none.
     """
 
     def __init__(self, shape: Shape, layers: nn.Module, project: nn.Module | None) -> None:
@@ -50,7 +50,7 @@ class Images(nn.Module):
         self.layers, self.project = layers, project
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features (B, E) of (B, *shape); frames of a clip go through one by one and are averaged."""
+        """From (B, *shape) to embeddings (B, E); the frames of a clip are encoded one by one and averaged."""
         if self.rank == 2:
             x = x.unsqueeze(1)
         if self.last:
@@ -65,7 +65,7 @@ class Images(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions and a shortcut, projected where the shape changes (He et al. 2016, fig. 5)."""
+    """Two 3 x 3 convolutions with a shortcut, which is projected where the shape changes (He et al. 2016, Fig. 5)."""
 
     def __init__(self, before: int, after: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -84,15 +84,16 @@ class BasicBlock(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Cnn4(EncoderSpec):
-    """Four convolutions over small images, batch normalisation on the input (CG-MNIST, algorithms.md 2.6).
+    """Four convolutions for small images, with batch normalisation of the input.
 
-    The average pool covers what the convolutions leave: 7 x 7 for the 28 x 28 images of the source.
+    The encoder for CG-MNIST in CMSFed's released code (docs/algorithms/cmsfed.md). The average pool at its end covers
+    the whole remaining image, 7 x 7 for images of 28 x 28 as in the source.
     """
 
     kind: Literal["cnn4"] = "cnn4"
 
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """See `EncoderSpec.build`; images (H, W), (C, H, W) or (H, W, C)."""
+        """Make the module; see `EncoderSpec.build`. Reads images (H, W), (C, H, W) or (H, W, C)."""
         layers = nn.Sequential(
             nn.BatchNorm2d(channels_of(shape)),
             nn.Conv2d(channels_of(shape), 32, 5, padding=2),
@@ -117,15 +118,16 @@ class Cnn4(EncoderSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class ResNet18(EncoderSpec):
-    """ResNet-18 without its classifier (He et al., CVPR 2016, table 1), any number of channels.
+    """ResNet-18 without its classifier (He et al., CVPR 2016, Table 1), for any number of channels.
 
-    Images (H, W), (C, H, W) or (H, W, C); clips (C, T, H, W) frame by frame, averaged over time
-    (algorithms.md 2.6). A linear map follows when the last width is not the embedding.
+    For images (H, W), (C, H, W) or (H, W, C), and clips (C, T, H, W), whose frames are encoded one by one and averaged.
+    A linear map follows if the last width differs from the embedding.
 
     Attributes:
-        stem: `imagenet` 7 x 7 stride 2 and max-pool, `cifar` 3 x 3 stride 1 without (algorithms.md 3.5).
-        widths: channels of the four stages; 16-32-64-64 is HFM's cut.
-        norm: `batch`, or `group` with two groups (our choice: it divides every even width).
+        stem: first layers: `imagenet` is a 7 x 7 convolution with stride 2 and a max-pool, `cifar` a 3 x 3 convolution
+            with stride 1 (docs/algorithms/hfm.md).
+        widths: channels of the four stages; HFM uses [16, 32, 64, 64].
+        norm: `batch`, or `group` with two groups, which divides every even width.
     """
 
     kind: Literal["resnet18"] = "resnet18"
@@ -143,7 +145,7 @@ class ResNet18(EncoderSpec):
             )
 
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """See `EncoderSpec.build`."""
+        """Make the module; see `EncoderSpec.build`. Reads images and clips."""
         norm = self._norm
         width = self.widths[0]
         kernel, stride = (7, 2) if self.stem == "imagenet" else (3, 1)

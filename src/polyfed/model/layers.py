@@ -1,10 +1,10 @@
-"""Layers that depend on which rows a batch really has: BatchNorm and dropout; and GRU and attention.
+"""Replacements for layers of PyTorch: BatchNorm and dropout that follow the batch, and GRU and attention for `vmap`.
 
-PyTorch keeps "training or evaluation" in the module, counts padding as data and draws dropout from a global
-generator. Here all three come from the batch, through one object: every aware layer of a model holds the same
-`Rows`, the model fills it in before a call (`see`) and empties it in a `finally` (`clear`). Outside a call
-the layers behave as in evaluation, and so does, in every call, a layer that its encoder keeps in evaluation
-mode: one whose `training` is off after `train()`.
+In PyTorch, the mode (training or evaluation) belongs to the module, padding counts as data, and dropout draws from a
+global generator. Here the batch decides all three. Every BatchNorm and dropout layer of a model holds the same `Rows`
+object, which the model fills before a call (`see`) and empties in a `finally` (`clear`). Outside of a call, these
+layers are in evaluation mode. So is always a layer that its encoder keeps in evaluation mode, that is, whose `training`
+is False after `train()`.
 """
 
 from typing import Any, Self
@@ -18,11 +18,11 @@ from polyfed.core.batch import Batch
 
 
 class Rows:
-    """What the aware layers know of the current batch.
+    """The current batch, as BatchNorm and dropout layers see it.
 
     Attributes:
-        key: dropout key, None in evaluation.
-        ok: bool (B,), False for rows that must not enter batch statistics; None when all count.
+        key: dropout key; None in evaluation mode.
+        ok: False for rows that must not enter batch statistics, bool (B,); None when all rows count.
     """
 
     def __init__(self) -> None:
@@ -31,18 +31,18 @@ class Rows:
         self._draws: dict[int, int] = {}
 
     def see(self, batch: Batch, present: Tensor | None = None) -> None:
-        """Lets the layers see `batch`; rows that lack the modality (`present`) do not count either."""
+        """Set the current batch; rows that lack the modality (`present`, bool (B,)) do not count either."""
         both = batch.ok is not None and present is not None
         self.key = batch.key
         self.ok = batch.ok & present if both else (batch.ok if present is None else present)  # type: ignore[operator]
         self._draws = {}
 
     def clear(self) -> None:
-        """Back to evaluation; always called in the `finally` of the call that called `see`."""
+        """Return to evaluation mode; called in the `finally` of the call that called `see`."""
         self.key = self.ok = None
 
     def dropout_key(self, stream: int) -> Tensor | int:
-        """Key of a layer's next mask: a module that is applied twice in one call draws two masks."""
+        """Key of the next mask of a layer; a layer that is applied twice in one call draws two masks."""
         assert self.key is not None
         draw = self._draws.get(stream, 0)
         self._draws[stream] = draw + 1
@@ -52,10 +52,10 @@ class Rows:
 class BatchNorm(nn.Module):
     """Batch normalisation (Ioffe & Szegedy 2015) of (B, C, ...) that leaves out padded rows.
 
-    Equal to `torch.nn.BatchNorm1d/2d/3d` when every row is real. Running statistics are updated in place, in
-    the tensors bound at that moment, and only by a training batch with at least two values a channel (one has
-    no variance). Nothing counts batches: an integer has no place in an average over clients. A leading
-    dimension of B * r is read as r consecutive entries of each row (frames of a clip).
+    Equal to `torch.nn.BatchNorm1d/2d/3d` when every row is real. Running statistics are updated in place, in the
+    tensors that are bound to the module, by training batches with at least two values per channel; a single value has
+    no variance. There is no `num_batches_tracked`, because clients cannot average an integer. A first axis of B * r
+    entries is taken as r consecutive entries of each row (the frames of a clip).
     """
 
     running_mean: Tensor
@@ -70,7 +70,7 @@ class BatchNorm(nn.Module):
         self.register_buffer("running_var", like.running_var)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalised `x`, same shape."""
+        """The normalised `x`, of the same shape."""
         mean, var, ok = self.running_mean, self.running_var, self.rows.ok
         if self.rows.key is None or not self.training:
             return nn.functional.batch_norm(x, mean, var, self.weight, self.bias, eps=self.eps)
@@ -108,14 +108,14 @@ class BatchNorm(nn.Module):
 class Dropout(nn.Module):
     """Inverted dropout whose mask is a hash of (batch key, layer, position).
 
-    Both engines therefore draw the same mask, and as the position is row * size of a row + offset, padding a
-    batch leaves the masks of its first rows as they are. Dimension 0 must be the rows.
+    All engines therefore draw the same mask. The position is row * size of a row + offset, so padding at the end of a
+    batch does not change the masks of its real rows. The first axis must be the rows.
 
     Args:
-        p: probability of dropping, in [0, 1).
-        stream: number that tells this layer from the others of the model.
-        rows: the model's view of the current batch.
-        whole_channels: drop (row, channel) pairs, as `torch.nn.Dropout1d/2d/3d` do.
+        p: probability of dropping an entry, in [0, 1).
+        stream: number that distinguishes this layer from the others of the model.
+        rows: the current batch.
+        whole_channels: whether to drop whole channels of a row, like `torch.nn.Dropout1d/2d/3d`.
     """
 
     def __init__(self, p: float, stream: int, rows: Rows, whole_channels: bool = False) -> None:
@@ -123,21 +123,22 @@ class Dropout(nn.Module):
         self.p, self.stream, self.rows, self.whole_channels = p, stream, rows, whole_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` with dropped entries at zero and the others scaled by 1 / (1 - p); `x` itself in evaluation."""
+        """`x` with dropped entries set to zero and the others divided by 1 - p; `x` itself in evaluation mode."""
         if self.rows.key is None or self.p == 0.0 or not self.training:
             return x
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.whole_channels else tuple(x.shape)
         bits = keys.bits(self.rows.dropout_key(self.stream), shape, x.device)
-        # bits are uniform over the int32 range: compare there instead of converting to float
+        # bits are uniform over the int32 range; comparing integers saves a conversion to float
         keep = bits >= round(self.p * 2.0**32) - 2**31
         return x * (keep.to(x.dtype) / (1.0 - self.p))
 
 
 class GRU(nn.Module):
-    """Gated recurrent unit over (B, T, F), one layer, one direction, started at zero.
+    """Gated recurrent unit (Cho et al. 2014) over (B, T, F): one layer, one direction, initial state zero.
 
-    Same parameters, names and function as `torch.nn.GRU(batch_first=True)` (Cho et al. 2014), written out
-    because cuDNN's kernel takes no weights per client. The input's part of all steps is one product.
+    It has the same parameters, names and results as `torch.nn.GRU(batch_first=True)`. It is written out because the
+    cuDNN kernel cannot use different weights for each client of a stack. One matrix product handles the inputs of all
+    time steps.
     """
 
     weight_ih_l0: Tensor
@@ -151,7 +152,7 @@ class GRU(nn.Module):
             self.register_parameter(name, parameter)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """All hidden states (B, T, H) and the last (1, B, H) of the input (B, T, F)."""
+        """From (B, T, F) to all hidden states (B, T, H) and the last one (1, B, H)."""
         size = self.weight_hh_l0.shape[1]
         steps = nn.functional.linear(x, self.weight_ih_l0, self.bias_ih_l0).unbind(1)
         h = x.new_zeros(x.shape[0], size)
@@ -167,10 +168,10 @@ class GRU(nn.Module):
 
 
 class Attention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` on plain matrix products: the fused kernels have no rule for vmap.
+    """`torch.nn.MultiheadAttention` with plain matrix products, because `vmap` cannot batch the fused kernels.
 
-    In evaluation mode PyTorch takes another fused kernel. As `adopt` allows no dropout in it, nothing else depends on
-    the mode, so this layer is always in training mode.
+    The layer is always in training mode, because PyTorch uses another fused kernel in evaluation mode. The mode has no
+    other effect, as `adopt` refuses dropout in attention.
     """
 
     def __init__(self, like: nn.MultiheadAttention) -> None:
@@ -178,10 +179,10 @@ class Attention(nn.MultiheadAttention):
         self.__dict__.update(like.__dict__)
 
     def train(self, mode: bool = True) -> Self:
-        """Stays in training mode."""
+        """Ignore `mode` and stay in training mode."""
         return super().train(True)
 
     def forward(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """As in `torch.nn.MultiheadAttention`."""
+        """The same as `torch.nn.MultiheadAttention.forward`."""
         with sdpa_kernel(SDPBackend.MATH):
             return super().forward(*args, **options)

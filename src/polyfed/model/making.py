@@ -1,4 +1,4 @@
-"""Making modules and leaves, and counting what they compute."""
+"""Makes modules from a random key, and counts floating-point operations."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,16 +12,19 @@ from polyfed.core import keys
 M = TypeVar("M", bound=nn.Module)
 
 Factory = Callable[[], nn.Module]
-"""Makes a module; drawn from PyTorch's global generator, which `made` sets and puts back."""
+"""Makes a module with PyTorch's global generator, which `made` seeds and restores."""
 
 
 def leaf(value: Tensor) -> Tensor:
-    """A tensor for a name that is an algorithm's own (a projection head), not the model's."""
+    """A trainable copy of a tensor of the method's own, such as a projection head, which no module holds."""
     return value.detach().clone().requires_grad_()
 
 
 def made(make: Callable[[], M], key: int, block: str) -> M:
-    """Runs a block's constructor on the block's own stream and leaves PyTorch's global generator as it was."""
+    """Make the module of a block; its parameters depend only on the key and the block.
+
+    PyTorch's global generator is restored afterwards.
+    """
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(keys.key(key, "init", block))
     try:
@@ -31,7 +34,7 @@ def made(make: Callable[[], M], key: int, block: str) -> M:
 
 
 def flops_of(call: Callable[[], object]) -> int:
-    """Floating-point operations of matrix products and convolutions in a call, two per multiply-add."""
+    """Number of floating-point operations in a call, two per multiply-add; only matrix products and convolutions."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         call()
     return int(counter.get_total_flops())

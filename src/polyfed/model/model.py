@@ -1,6 +1,6 @@
-"""The model: a pure function of a Tree.
+"""`Model`: encoders and a fusion as a pure function of a Tree and a batch.
 
-Shape letters: `B` rows of a batch, `E` embedding, `T` steps, `C` classes.
+Shape letters: `B` rows, `E` width of the embedding, `T` time steps, `C` classes, `J` width of the joint representation.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Block(nn.Module):
-    """What one modality owns: its encoder, and its part of the first fusion layer (or None)."""
+    """The block of one modality: its encoder, and its part of the first fusion layer (None if there is none)."""
 
     def __init__(self, encoder: nn.Module, fusion: nn.Module | None) -> None:
         super().__init__()
@@ -30,28 +30,28 @@ class Block(nn.Module):
 
 
 class Model:
-    """Encoders and a fusion as a function of a Tree; made by `build_model`.
+    """Encoders and a fusion as a function of a Tree and a batch; made by `build_model`.
 
-    Names of the Tree: `<modality>.encoder...`, `<modality>.fusion...` and `shared...`. Every call takes the
-    Tree and a batch; the batch says whether it trains. A Tree may hold only the blocks of the modalities a
-    client owns, and a batch only those modalities. All calls but `init` and `live` run under
-    `torch.func.vmap` and `grad`; a training batch updates the BatchNorm statistics in place, in the tensors
-    of the Tree that was passed.
+    Names in the Tree are `<modality>.encoder...`, `<modality>.fusion...` and `shared...`. The batch decides whether the
+    model is in training or evaluation mode. A client's Tree may hold only the blocks of its own modalities; its batches
+    then hold only these modalities. All methods but `init` and `live` run under `torch.func.vmap` and `grad`. A batch
+    in training mode updates the BatchNorm statistics in place, in the tensors of the given Tree.
 
     Args:
-        factories: modality -> a function that makes its `Block`; drawn from PyTorch's global generator.
-        shared: the same for the fusion.
-        rows: the object through which the layers that these functions make learn of the batch.
-        shapes: modality -> sample shape; may speak of modalities that the model does not read.
+        factories: for each modality, a function that makes its `Block` with PyTorch's global generator.
+        shared: a function that makes the fusion.
+        rows: the `Rows` object of the layers that these functions make.
+        shapes: sample shape of each modality; may include modalities that the model does not read.
         num_classes: C.
-        key: the draw of the frozen parameters, with which `init(key)` goes together.
+        key: random key of the initial values of frozen parameters; give the same key to `init`.
 
     Attributes:
-        modalities: all modalities, in order.
+        modalities: the modalities that the model reads, in order.
         num_classes: C.
-        has_batchnorm: some layer uses batch statistics, so a training batch of one row is of no use.
-        convolves: some layer is a convolution over two or more dimensions.
-        sequential: features are sequences (B, T, E) rather than (B, E).
+        shapes: sample shape of each modality.
+        has_batchnorm: whether a layer uses batch statistics, so that a training batch needs at least two rows.
+        convolves: whether a layer is a convolution over two or more dimensions.
+        sequential: whether embeddings are sequences (B, T, E) rather than vectors (B, E).
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Model:
         blocks = {name: made(make, key, name) for name, make in factories.items()}
         self._fusion = made(shared, key, SHARED)
         self._modules: dict[str, nn.Module] = {**blocks, SHARED: self._fusion}
-        # looked up here once: attributes of an nn.Module are slow to read, and this is the inner loop
+        # looked up once, because reading attributes of an nn.Module is slow in the inner loop
         self._encoders = {name: block.encoder for name, block in blocks.items()}
         self._parts = {name: block.fusion for name, block in blocks.items()}
         self._rows = rows
@@ -88,46 +88,46 @@ class Model:
 
     @property
     def template(self) -> Tree:
-        """A Tree of all names with shapes and types but no numbers (device `meta`)."""
+        """A Tree of all names, with shapes and types but without values (device `meta`)."""
         return {name: torch.empty_like(self._slots.own(name), device="meta") for name in self._slots.names}
 
     def names(self, modalities: Iterable[str]) -> tuple[str, ...]:
-        """Names of a client that owns these modalities: their blocks and the shared one, in model order."""
+        """Names in the blocks of these modalities and in the shared block, in model order."""
         wanted = {*modalities, SHARED}
         return tuple(name for name in self._slots.names if block_of(name) in wanted)
 
     def head_slice(self, modality: str) -> tuple[str, ...]:
-        """Names of the modality's own part of the first fusion layer; none under `sum` and `attention`."""
+        """Names of the modality's part of the first fusion layer; none under `sum` and `attention`."""
         return tuple(name for name in self._slots.names if name.startswith(f"{modality}.fusion."))
 
     def head(self, modalities: Iterable[str] | None = None) -> tuple[str, ...]:
-        """Names of all that follows the encoders, with the parts of these modalities (default: all)."""
+        """Names of everything after the encoders, with the parts of these modalities (default: all)."""
         parts = {n for m in (self.modalities if modalities is None else modalities) for n in self.head_slice(m)}
         return tuple(name for name in self._slots.names if name in parts or block_of(name) == SHARED)
 
     def is_buffer(self, name: str) -> bool:
-        """Whether the name is a BatchNorm statistic (or another buffer) rather than a parameter."""
+        """Whether a name is a buffer, such as a BatchNorm statistic, and not a parameter."""
         return name in self._slots.buffers
 
     def trainable(self, w: Mapping[str, Tensor]) -> Tree:
-        """The parameters of a Tree, without its buffers."""
+        """The parameters in a Tree, without its buffers."""
         return {name: value for name, value in w.items() if name not in self._slots.buffers}
 
     def num_parameters(self, modalities: Iterable[str] | None = None) -> int:
-        """Number of parameters that train (not frozen, no buffers), of a client of these modalities (default: all)."""
+        """Number of trainable parameters of a client with these modalities (default: all)."""
         names = self.names(self.modalities if modalities is None else modalities)
         return sum(self._slots.own(name).numel() for name in names if not self.is_buffer(name))
 
     @property
     def frozen(self) -> Tree:
-        """The frozen parameters (`requires_grad=False`): constants, in no other Tree, whatever `init` draws."""
+        """The frozen parameters (`requires_grad=False`), which are constants and in no other Tree."""
         return self._slots.frozen
 
     def flops(self, block: str) -> int:
-        """Floating-point operations of one sample's forward pass through a block, two per multiply-add.
+        """Number of floating-point operations of a block in the forward pass of one sample, two per multiply-add.
 
-        Counted by running the block on a zero sample: matrix products and convolutions count, elementwise
-        work and pooling do not. `shared` is what fusing all modalities takes beyond their own parts.
+        Counted by running the block on a sample of zeros. Matrix products and convolutions count, elementwise
+        operations and pooling do not. For `shared`, it is the number for fusing all modalities, without their parts.
         """
         if block not in self._flops:
             self._flops[block] = self._count(block)
@@ -146,15 +146,15 @@ class Model:
 
     @property
     def linear_head(self) -> bool:
-        """Whether the logits are a sum of one linear term per modality (concat or sum without a head)."""
+        """Whether the logits are a sum of one linear term per modality (`concat` or `sum` without a head)."""
         return self._fusion.linear
 
     def feature_size(self, modality: str) -> int:
-        """Entries E of a modality's feature as `vector` gives it: the same for all, `build_model` checks it."""
+        """Width E of a modality's embedding as `vector` returns it; the same for all modalities."""
         return self._fusion.embedding
 
     def encoded_shape(self, modality: str) -> tuple[int, ...]:
-        """Shape of one row of `features`: (E,), or (T, E) under attention fusion."""
+        """Shape of one row of `features` of a modality: (E,), or (T, E) under attention fusion."""
         if modality not in self._encoded:
             with torch.no_grad():
                 self._encoded[modality] = tuple(self._features(self.zero_batch(1, (modality,)))[modality].shape[1:])
@@ -162,27 +162,27 @@ class Model:
 
     @property
     def joint_size(self) -> int:
-        """Width J of the joint representation; 0 where `concat` without a head goes straight to the logits."""
+        """Width J of the joint representation; 0 for `concat` without a head, where it is the logits themselves."""
         return self._fusion.joint_size
 
     # numbers
 
     def init(self, key: int) -> Tree:
-        """Initial Tree. Every block has its own stream: a modality more changes no other."""
+        """The initial Tree. Each block has its own random stream, so a further modality does not change the others."""
         return {name: value for block in self._modules for name, value in self.init_block(block, key).items()}
 
     def init_block(self, block: str, key: int) -> Tree:
-        """Initial numbers of one block, a function of (key, block) alone."""
+        """The initial values of one block; they depend only on the key and the block."""
         slots = Slots({block: made(self._factories[block], key, block)})
         return {name: slots.own(name).detach() for name in slots.names}
 
     @contextmanager
     def live(self, w: Mapping[str, Tensor]) -> Iterator[Tree]:
-        """Copies `w` into the model's own tensors and lends them out, for training in place.
+        """Copy `w` into the model's own tensors and lend them out for training in place.
 
-        While the block runs, calls whose Tree is the very object that was lent run the modules as they are,
-        at the cost of a bare PyTorch loop; calls with any other Tree work as ever. Parameters require
-        gradients. The next `live` overwrites the tensors: clone what is to be kept.
+        Inside the `with` block, calls with the lent Tree itself run as fast as a plain PyTorch training loop; calls
+        with any other Tree also work. The lent parameters require gradients. The next `live` overwrites the lent
+        tensors, so clone those to keep.
         """
         assert self._live is None, "the model's own tensors are lent out already"
         self._slots.place(next(iter(w.values())).device)
@@ -200,33 +200,33 @@ class Model:
     # calls
 
     def features(self, w: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """Encoder outputs (B, E) per modality of the batch; (B, T, E) under attention fusion, see `vector`.
+        """Embeddings (B, E) of each modality in the batch; (B, T, E) under attention fusion, see `vector`.
 
-        Rows that lack a modality (`batch.present`) get a feature here that only `fuse` replaces by zero.
+        Embeddings of rows that lack the modality (`batch.present`) are meaningless; `fuse` replaces them by zero.
         """
         self._check_owned(w, batch.x, "encoder")
         with self._using(w, batch):
             return self._features(batch)
 
     def fuse(self, w: Mapping[str, Tensor], features: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """Logits (B, C) of features; a modality that is absent, or absent in a row, is a zero feature."""
+        """Logits (B, C) of embeddings. A modality that is absent, or absent in a row, counts as zero."""
         self._check_owned(w, features, "fusion")
         with self._using(w, batch):
             return self._fuse(features, batch)
 
     def joint(self, w: Mapping[str, Tensor], features: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """What the head reads, (B, J): the first fusion layer's output, the fused features or the weighted sums."""
+        """The joint representation (B, J) of all modalities, which the head receives; see `Fusion.joint`."""
         self._check_owned(w, features, "fusion")
         with self._using(w, batch):
             return self._over(lambda z: self._fusion.joint(self._parts, z, batch.present), features, batch)
 
     def classify(self, w: Mapping[str, Tensor], joint: Tensor, batch: Batch) -> Tensor:
-        """Logits (B, C) of a joint representation (B, J): `fuse` is `classify` of `joint`."""
+        """Logits (B, C) of a joint representation (B, J); `fuse` is `joint` followed by `classify`."""
         with self._using(w, batch):
             return self._over(lambda _: self._fusion.head(joint), {self.modalities[0]: joint}, batch)
 
     def logits(self, w: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """Logits (B, C) of a batch: `fuse` of its `features`."""
+        """Logits (B, C) of a batch: `features` followed by `fuse`."""
         self._check_owned(w, batch.x, "encoder")
         with self._using(w, batch):
             return self._fuse(self._features(batch), batch)
@@ -239,18 +239,18 @@ class Model:
         batch: Batch,
         mode: Literal["head", "zero"] = "head",
     ) -> Tensor:
-        """Logits (B, C) of one modality on its own (algorithms.md 7.3).
+        """Logits (B, C) of a single modality (docs/evaluation.md).
 
         Args:
-            w: Tree.
-            features: what `features` gave; only the modality's own are read.
-            modality: which.
+            w: the Tree.
+            features: the result of `features`; only the embeddings of `modality` are used.
+            modality: the modality.
             batch: the rows.
-            mode: `head`, W_m z + b / M with M the number of modalities of the model: these sum to the full
-                logits; `zero`, the whole network with the other features at zero.
+            mode: `head` gives W_m z + b / M, where M is the number of modalities of the model; over all modalities,
+                these add up to the full logits. `zero` sets the embeddings of all other modalities to zero.
 
         Raises:
-            ModelError: `head` where the logits are not linear in the features.
+            ModelError: `head` where the logits are not linear in the embeddings.
         """
         own = {modality: features[modality]}
         with self._using(w, batch):
@@ -265,11 +265,11 @@ class Model:
             return self._fusion.term(self._parts[modality], z, 1.0 / len(self.modalities))
 
     def vector(self, features: Tensor) -> Tensor:
-        """Features as one vector a row, (B, E): sequences (B, T, E) are averaged over time."""
+        """Embeddings as one vector per row, (B, E); sequences (B, T, E) are averaged over time."""
         return features.mean(1) if self.sequential else features
 
     def vectors(self, w: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """`features` of a batch, each as its `vector`: (B, E) per modality."""
+        """The embeddings of a batch as vectors (B, E), by modality: `features` followed by `vector`."""
         return {modality: self.vector(z) for modality, z in self.features(w, batch).items()}
 
     # inside
@@ -277,12 +277,12 @@ class Model:
     def _using(self, w: Mapping[str, Tensor], batch: Batch) -> AbstractContextManager[None]:
         if w is self._live:
             return _NOTHING
-        # of an encoder that is wholly frozen the Tree holds nothing: the batch tells the device
+        # the Tree is empty if the whole encoder is frozen; the labels then tell the device
         self._slots.place(next(iter(w.values()), batch.y).device)
         return self._slots.bound(w)
 
     def _check_owned(self, w: Mapping[str, Tensor], modalities: Iterable[str], kind: str) -> None:
-        """A part that the Tree lacks would silently run on the model's own, meaningless numbers."""
+        """Check that the Tree holds these blocks; otherwise they would run on the model's own, meaningless values."""
         for modality in modalities:
             name = self._first[kind].get(modality)
             assert name is None or name in w, f"the Tree lacks the block of {modality!r}, which the batch has"
@@ -304,7 +304,7 @@ class Model:
     def _over(
         self, call: Callable[[dict[str, Tensor]], Tensor], features: Mapping[str, Tensor], batch: Batch
     ) -> Tensor:
-        """A part of the fusion, which may see which rows are real, on features in the model's order."""
+        """Call a part of the fusion on the embeddings in the model's order, with `batch` as the current batch."""
         z = {name: features[name] for name in self.modalities if name in features}
         assert z, "nothing to fuse: the batch has none of the model's modalities"
         self._rows.see(batch)
@@ -314,7 +314,7 @@ class Model:
             self._rows.clear()
 
     def zero_batch(self, size: int, modalities: Iterable[str]) -> Batch:
-        """An evaluation batch of zeros on the modules' device, for counting and for checking shapes."""
+        """A batch of zeros in evaluation mode on the device of the modules, to count operations and check shapes."""
         with self._slots.device:
             x = {name: torch.zeros(size, *self.shapes[name]) for name in modalities}
             return Batch(x=x, y=torch.zeros(size, dtype=torch.int64), rows=torch.arange(size))

@@ -1,6 +1,6 @@
-"""Loading backbones of the `transformers` library from a folder or the hub's cache.
+"""Loads models with the `transformers` library, from a folder or the hub's local cache.
 
-Nothing is downloaded, no code that comes with a model is run, and weights are read from safetensors only.
+It downloads nothing, runs no code that comes with a model, and reads weights from safetensors files only.
 """
 
 from importlib import import_module
@@ -12,13 +12,17 @@ from polyfed.core.errors import ModelError
 from polyfed.core.registry import check_model
 
 _SAFE = {"local_files_only": True, "trust_remote_code": False}
-"""Left out, `trust_remote_code` makes the library ask on the terminal whether to run a model's code."""
+"""Without `trust_remote_code=False`, the library asks on the terminal whether to run a model's code."""
 
 _ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout")
 
 
 def library() -> Any:
-    """The module `transformers`; ModelError names the extra that installs it."""
+    """Import the module `transformers`.
+
+    Raises:
+        ModelError: it is not installed. The text names the extra that installs it.
+    """
     try:
         return import_module("transformers")
     except ImportError as error:
@@ -26,18 +30,26 @@ def library() -> Any:
 
 
 def tokenizer(path: str) -> Any:
-    """The tokenizer saved with a model."""
+    """Load the tokenizer that was saved with a model.
+
+    Raises:
+        NotAllowed: the owner of this device has not allowed the model.
+        ModelError: there is no such tokenizer, or `transformers` is not installed.
+    """
     return _from(path, "tokenizer", lambda transformers: transformers.AutoTokenizer.from_pretrained(path, **_SAFE))
 
 
 def backbone(path: str) -> nn.Module:
-    """A backbone in evaluation mode, float32, attention written out and without dropout of its weights.
+    """Load a backbone, in evaluation mode and float32, with plain (not fused) attention without dropout.
 
-    A pooling layer that the file has no weights for would be drawn at random: it is taken out.
+    A pooling layer for which the file has no weights is removed, because its weights would be random.
+
+    Args:
+        path: folder of a saved model, or its name in the hub's local cache.
 
     Raises:
-        NotAllowed: the owner of this device has not allowed it to be read.
-        ModelError: no such model, a file that lacks weights, or the package is missing.
+        NotAllowed: the owner of this device has not allowed the model.
+        ModelError: there is no such model, its file lacks weights, or `transformers` is not installed.
     """
     return _from(path, "model", lambda transformers: _backbone(transformers, path))  # type: ignore[no-any-return]
 

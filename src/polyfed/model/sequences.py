@@ -1,4 +1,4 @@
-"""Encoders of time series: convolutions and a GRU, and a transformer."""
+"""Encoders of time series: convolutions with a GRU, and a transformer."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,16 +13,16 @@ from polyfed.model.encoder import EncoderSpec, Shape
 
 @dataclass(frozen=True, kw_only=True)
 class ConvGru(EncoderSpec):
-    """Convolutions over time, then a GRU as wide as the embedding (FedMultimodal, peers.md 3.3 item 5).
+    """Convolutions over time, then a GRU as wide as the embedding.
 
-    Each stage is Conv1d-ReLU-MaxPool(2)-dropout. The states are averaged over time, except under attention
-    fusion. A step whose features are all zero is padding, as for `Transformer`: the mean leaves out the states that
-    saw nothing else.
+    Source: Feng et al., "FedMultimodal: A Benchmark For Multimodal Federated Learning", KDD 2023. Each stage is
+    Conv1d-ReLU-MaxPool(2)-Dropout. The states of the GRU are averaged over time, except under attention fusion. A time
+    step whose features are all zero is padding; the mean leaves out states whose steps are all padding.
 
     Attributes:
         channels: output channels of each stage.
-        kernel: kernel size, odd, so that a stage halves the steps exactly.
-        dropout: probability after each stage.
+        kernel: kernel size; odd, so that each stage halves the number of steps exactly.
+        dropout: dropout probability after each stage.
     """
 
     kind: Literal["conv-gru"] = "conv-gru"
@@ -38,7 +38,7 @@ class ConvGru(EncoderSpec):
         probability("dropout", self.dropout)
 
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """See `EncoderSpec.build`; time series (T, F) with T >= 2 ** stages."""
+        """Make the module; see `EncoderSpec.build`. Reads time series (T, F) with T >= 2 ** stages."""
         _rank(shape, 2, "a time series (T, F)")
         if shape[0] < 2 ** len(self.channels):
             raise ModelError(f"{len(self.channels)} stages halve the time axis to nothing: it has {shape[0]} steps.")
@@ -62,22 +62,22 @@ class _ConvGru(nn.Module):
         if self.sequence:
             return states  # type: ignore[no-any-return]
         real = nn.functional.max_pool1d((x != 0).any(-1).to(x.dtype), self.halved)
-        # a sample without a single real step keeps all of them: there is no mean over nothing
+        # a sample without any real step keeps all of them, because a mean over no steps is undefined
         real = torch.where(real.sum(1, keepdim=True) > 0, real, 1.0).unsqueeze(-1)
         return (states * real).sum(1) / real.sum(1)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer(EncoderSpec):
-    """Linear to the embedding, post-norm transformer layers, mean over time (algorithms.md 4.2).
+    """Linear to the embedding, post-norm transformer layers, mean over time.
 
-    Time series (T, F); a step whose features are all zero is padding: nobody attends to it, the mean leaves
-    it out. There is no position code, the source gives none.
+    For time series (T, F). A time step whose features are all zero is padding: no step attends to it, and the mean
+    leaves it out. Like its source (docs/algorithms/pfmml.md), it has no positional encoding.
 
     Attributes:
         layers: number of layers.
-        heads: attention heads; must divide the embedding.
-        feedforward: width of the feed-forward part.
+        heads: number of attention heads; must divide the embedding.
+        feedforward: width of the feed-forward layers.
     """
 
     kind: Literal["transformer"] = "transformer"
@@ -90,7 +90,7 @@ class Transformer(EncoderSpec):
             whole(name, getattr(self, name))
 
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """See `EncoderSpec.build`; time series (T, F)."""
+        """Make the module; see `EncoderSpec.build`. Reads time series (T, F)."""
         _rank(shape, 2, "a time series (T, F)")
         if embedding % self.heads:
             raise ModelError(f"heads = {self.heads} does not divide the embedding of {embedding}.")
@@ -108,7 +108,7 @@ class _Transformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         real = (x != 0).any(-1)
-        # a sample without a single real step attends to all of them: a softmax over nothing is not a number
+        # a sample without any real step attends to all of them, because a softmax over no steps is NaN
         real = real | ~real.any(1, keepdim=True)
         z = self.project(x)
         for layer in self.layers:

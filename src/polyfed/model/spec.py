@@ -9,24 +9,24 @@ from polyfed.model.encoders import encoder_spec
 from polyfed.model.fusion import FUSIONS
 
 MODEL_WIDTHS = ("embedding", "head", "attention_hidden")
-"""Fields of the section that count units."""
+"""Fields of the section that `widened` scales."""
 
 ENCODER_WIDTHS = ("hidden", "channels", "widths", "feedforward")
-"""Fields of encoder specifications that count units or channels; a class of the user's has none and stays as it is."""
+"""Fields of encoders that `widened` scales; a `Custom` encoder has none of them and keeps its size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What model to build: one encoder per modality, and how their features become logits.
+    """What model to build: one encoder for each modality, and how their embeddings become logits.
 
     Attributes:
-        fusion: `concat` (algorithms.md 0.2), `sum`, `gated` or `attention`; see `polyfed.model.fusion`.
+        fusion: `concat`, `sum`, `gated` or `attention`; see `polyfed.model.fusion`.
         embedding: width of every encoder's output.
-        head: hidden sizes between the fusion and the logits, each followed by ReLU.
-        dropout: probability after each hidden layer of the head (0.1 in FedMultimodal, peers.md 3.3 item 6).
-        attention_hidden: width of the scoring layer of `attention` (512 in FedMultimodal).
+        head: sizes of the hidden layers between the fusion and the logits, each followed by ReLU.
+        dropout: dropout probability after each hidden layer of the head (0.1 in FedMultimodal).
+        attention_hidden: width of the scoring network of `attention` (512 in FedMultimodal).
         attention_heads: number of weighted sums of `attention` (6 in FedMultimodal).
-        encoders: modality -> table with `kind` and its options, or an `EncoderSpec`.
+        encoders: for each modality, a table with `kind` and its options, or an `EncoderSpec`.
     """
 
     fusion: Literal["concat", "sum", "gated", "attention"] = "concat"
@@ -47,7 +47,7 @@ class ModelSpec:
         object.__setattr__(self, "encoders", specs)
 
     def widened(self, factor: float) -> "ModelSpec":
-        """The same model with every hidden size, channel and embedding `factor` times as wide, at least 1."""
+        """The same model with its embedding, hidden sizes and channels multiplied by `factor`, at least 1 each."""
         if factor == 1:
             return self
         encoders = {name: _widened(spec, factor, ENCODER_WIDTHS) for name, spec in self.encoders.items()}

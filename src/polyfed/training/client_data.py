@@ -1,7 +1,22 @@
-"""The contract of a view: `minimise` for local training, `fold` for everything else.
+"""`ClientData`: a client's dataset as a client task sees it.
 
-No other loop over batches exists. Both machines draw the same rows in the same order with the same dropout keys, so
-their results differ only by the order of floating-point sums.
+A task trains with `ClientData.minimise` and computes everything else over its rows with `ClientData.fold` or
+`ClientData.collect`; methods contain no other loop over batches. There are two implementations. `SingleClientData`
+holds one client. `StackedClientData` holds many similar clients, and the task runs once for all of them under
+`torch.func.vmap`. Both take the same rows in the same order with the same dropout keys, so their results differ only by
+the order of floating-point sums.
+
+What a task must respect so that it also runs under `vmap`:
+
+- Tensors look as if there were one client; the client axis is hidden.
+- Python must not branch on the value of a tensor (`if loss > 1`, `.item()`, `float(loss)`): use `torch.where`.
+- Batches may hold padding, because clients differ in their number of rows. Average and sum over rows with
+  `Batch.mean` and `Batch.sum`, or use the losses in `polyfed.training.losses`.
+- Random numbers come from keys (`ClientData.draw`, `polyfed.core.keys`), never from PyTorch's global generator.
+
+A task that cannot respect this is marked `@task(loop_because="...")` and runs one client after another.
+
+Shape letters: `B` rows of a batch, `n` rows of the client.
 """
 
 from abc import ABC, abstractmethod
@@ -17,35 +32,40 @@ from polyfed.core.batch import Batch
 from polyfed.core.tree import Tree, add, block_of
 from polyfed.model import Model
 from polyfed.training.optimisers import Moments, Train
+from polyfed.training.step_counts import rows_trained as rows_trained
+from polyfed.training.step_counts import steps_trained as steps_trained
 
 Loss = Callable[[Tree, Batch], Any]
-"""`loss(params, batch)` -> scalar, or (scalar, aux) with aux any nest of tensors, handed to `direction`. Under `split`
-the scalar is a dict of scalars, the terms of the loss by name."""
+"""`loss(params, batch)` returns a 0-dim tensor, or a pair (0-dim tensor, aux). `aux` is any nest of tensors; it is
+handed to `direction`. With `split=True` a dict of 0-dim tensors by name takes the place of the 0-dim tensor: the terms
+of the loss."""
 
 Direction = Callable[[Any, Tree, Any, Tree], tuple[Tree, Tree]]
-"""`direction(grads, params, aux, carry)` -> (grads, carry): gradient modulation, control variates, running sums.
-Under `split` the grads that come in are a dict of trees, one per term, and the one tree that goes out is the step's."""
+"""`direction(grads, params, aux, carry)` returns (grads, carry): the gradient for the optimiser, and the state for the
+next step. For gradient modulation, control variates and running sums. With `split=True` the `grads` it receives are a
+dict with one Tree for each term; it returns a single Tree."""
 
 Step = Callable[[Any, Batch], Any]
-"""`step(carry, batch)` -> carry."""
+"""`step(carry, batch)` returns the new carry."""
 
 FOLD_BATCH = 256
-"""Rows of a batch in `fold`: large enough to hide the interpreter, small enough for activations of images."""
+"""Rows of a batch in `fold`: large enough to hide Python's overhead, small enough for the activations of images."""
 
 ORDER, DROPOUT = keys.key("batch_order"), keys.key("dropout")
+"""Purposes of a client's random streams; see `stream_key`."""
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What local training gives back.
+    """The result of local training.
 
     Attributes:
-        params: the whole tree after training; entries that were not trained are unchanged.
-        loss: mean over the steps of the training loss, a 0-dim tensor; 0 when there was no step.
-        num_steps: steps taken, a 0-dim int64 tensor.
-        carry: what `direction` accumulated.
-        moments: of the optimiser, for another leg of the same training (`minimise(after=...)`).
-        num_epochs: epochs so far, all legs together.
+        params: all of `params` after training, detached copies; entries that were not trained are unchanged.
+        loss: mean of the training loss over the steps, a 0-dim tensor; 0 when no step was taken.
+        num_steps: optimiser steps taken, a 0-dim int64 tensor.
+        carry: the state that `direction` returned in the last step.
+        moments: the optimiser's moments, from which `minimise(after=...)` goes on.
+        num_epochs: epochs trained, including those of the training that `after` continued.
     """
 
     params: Tree
@@ -58,7 +78,7 @@ class TrainingResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One local training: the arguments of `ClientData.minimise`, which says what they mean."""
+    """The arguments of one call of `ClientData.minimise`, which explains them."""
 
     loss: Loss
     params: Tree
@@ -73,11 +93,11 @@ class Job:
     on: Batch | None = None
 
     def __post_init__(self) -> None:
-        """Refuse to split into legs what has no epochs."""
-        assert self.after is None or self.train.steps is None, "a training counted in steps has no legs"
+        """Check that a training that continues another one counts in epochs."""
+        assert self.after is None or self.train.steps is None, "after= continues epochs; train.steps must be None"
 
     def trained(self, model: Model) -> list[str]:
-        """The names that it moves: trainable, and chosen by name or block where `only` is given."""
+        """Names of the parameters to train: the trainable ones, restricted to `only` where it is given."""
         names = list(model.trainable(self.params))
         if self.only is None:
             return names
@@ -85,13 +105,13 @@ class Job:
 
 
 class ClientData(ABC):
-    """One client's rows as a task sees them; under the vectorised engine the same text sees many at once.
+    """The dataset of one client, as a client task sees it.
 
     Attributes:
-        num_rows: 0-dim int64 tensor.
-        key: key of (run, round, client); tasks that draw numbers fold a purpose into it with `draw`.
+        num_rows: number of training rows, a 0-dim int64 tensor.
+        key: random key of (run, round, client). To draw numbers, derive a key with `draw`.
         round: the round, from 1.
-        rounds: rounds of the run.
+        rounds: number of rounds of the run.
     """
 
     num_rows: Tensor
@@ -115,69 +135,139 @@ class ClientData(ABC):
         after: TrainingResult | None = None,
         on: Batch | None = None,
     ) -> TrainingResult:
-        """Train `params` on the client's rows.
+        """Train `params` on the client's rows: the only loop of optimiser steps.
+
+        In every step, `loss` is evaluated and differentiated on one batch, `direction` may change the gradient, and
+        the optimiser of `train` takes a step in place on a copy of the parameters. Rows are shuffled anew in every
+        epoch. Buffers (BatchNorm statistics) follow the batches. Moments start at zero in every call, unless `after`
+        is given.
+
+        ```python
+        def loss(params: Tree, batch: Batch) -> Tensor:
+            fit = cross_entropy(context.model.logits(params, batch), batch)
+            return fit + mu / 2 * squared_distance(context.model.trainable(params), got.params)
+
+        result = data.minimise(loss, got.params, train=self.train)
+        ```
+
+        Under `vmap`, `loss` and `direction` see the tensors of one client, without a client axis, and all clients of
+        the stack take a step together. All their batches have the same number of rows, and `batch.ok` (B,) is False for
+        padding. A client that has no steps left keeps its parameters, moments and carry, and what `loss` computes for
+        it is discarded. `loss` may be called fewer times than there are steps, because repeated steps are replayed
+        without it; so it must not rely on side effects such as counting its calls.
 
         Args:
-            loss: see `Loss`; the batch is in training mode.
-            params: where to start; never changed.
-            train: epochs or steps, batch size, optimiser.
-            model: the model `params` belong to; default the client's own (`context.model`).
-            direction: see `Direction`; default the gradient itself.
-            carry: tree handed through `direction`.
-            only: names to train, or blocks by their name; default everything trainable in `params`.
-            stream: two calls with the same stream see the same batches; another number, other batches.
-            split: the loss gives its terms by name, and `direction` gets each term's gradient by itself; the step
-                follows their sum where no `direction` is given. One more backward pass per further term.
-            after: an earlier leg of this training: moments, step numbers and place in the batch order go on from
-                there, so that E legs of one epoch equal one call of E epochs; `loss` and `num_steps` of the result
-                speak of all legs. For methods that look at their data between epochs. Not with `train.steps`.
-            on: take one step, on this batch, in place of all those of `train`; with `after`, the next one.
+            loss: the objective; see `Loss`. Its batches are in training mode: dropout is drawn, and BatchNorm uses the
+                statistics of the batch. `params` in its arguments is valid only during the call.
+            params: the Tree to start from: the model's parameters and buffers, and any tensors of the method's own (a
+                projection head) under names that the model does not have. It is not changed.
+            train: number of epochs or steps, batch size, optimiser and learning rate.
+            model: the model that `params` belong to. Default: the client's model, `context.model`.
+            direction: changes the gradient of every step; see `Direction`. It runs without gradient tracking and must
+                not change its arguments. Default: the optimiser follows the gradient of the loss.
+            carry: the Tree that `direction` receives in the first step. Its names, shapes and types must stay the
+                same in all steps. Default: empty.
+            only: names of parameters to train, or blocks, which stand for all of their parameters. Default: all
+                trainable parameters in `params`.
+            stream: number of the random stream for the order of rows and for dropout. Calls with the same stream see
+                the same batches; another number gives others.
+            split: whether `loss` returns its terms by name and `direction` receives the gradient of each. The
+                optimiser follows their sum where no `direction` is given. Costs one backward pass for each term.
+            after: result of an earlier call that this one continues: with its moments, step numbers and place in the
+                order of rows. E calls of one epoch equal one call of E epochs. `loss` and `num_steps` of the result
+                then cover all of these calls. Give its `params` as `params`, and its `carry` as `carry` if needed. For
+                methods that look at their data between epochs. Not allowed with `train.steps`.
+            on: a batch, from `batch`, to take a single step on, in place of all the steps of `train`. With `after`, it
+                is the step that follows.
+
+        Returns:
+            The trained parameters, the mean loss and the state of the optimiser.
         """
 
     @abstractmethod
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
-        """The batch of step `number`, from 1, of the training that `minimise` would do.
+        """The batch that `minimise` would use in one of its steps.
 
-        For methods that talk to the server between the forward and the backward pass of a batch, an ask each. The
-        client must have that many steps.
+        For methods that exchange messages with the server between the forward and the backward pass of a batch, such
+        as split learning, with one request for each batch.
+
+        Args:
+            train: as for `minimise`.
+            number: number of the step, from 1; a 0-dim tensor where clients of a stack are at different steps. The
+                client must have that many steps.
+            model: as for `minimise`; with BatchNorm, batches of one row are left out.
+            stream: as for `minimise`.
         """
 
     @abstractmethod
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
-        """Run `step` over the client's rows in their own order, in evaluation mode, without gradients.
+        """Run `step` over all rows of the client, in their own order, one batch after another.
 
-        Sums must leave out padding: use `batch.sum` and `batch.mean`.
+        Batches are in evaluation mode (no dropout, running BatchNorm statistics), and no gradients are recorded.
+
+        ```python
+        def step(total: Tensor, batch: Batch) -> Tensor:
+            return total + batch.sum(context.model.logits(params, batch).argmax(1) == batch.y)
+
+        num_correct = data.fold(step, torch.zeros((), dtype=torch.int64))
+        ```
+
+        Under `vmap`, `step` is called as often as the client with the most rows of the stack needs. Use `batch.sum`
+        and `batch.mean`, which leave out padding. A client that has no rows left keeps its carry, provided that
+        `step` returns a nest of tensors with the shapes of the one it received. A carry that grows (a list of
+        results) also gets what `step` computes on padding; `collect` explains what is in there.
+
+        Args:
+            step: `step(carry, batch)` returns the new carry.
+            carry: the value that the first call receives: a nest of tensors, or any other value if `step` never reads
+                padding.
+            batch_size: rows of a batch; the last batch may have fewer.
+
+        Returns:
+            What the last call of `step` returned; `carry` itself if the client has no rows.
         """
 
     def collect(self, function: Callable[[Batch], Tree]) -> Tree:
-        """`function(batch)`, a tree of (B, ...), for all of the client's rows in their own order: (n, ...) each.
+        """Evaluate a function of a batch on all rows of the client and join the results.
 
-        In a stack, n is the number of rows of the longest client, and what stands beyond `num_rows` is meaningless.
+        Args:
+            function: returns a Tree of tensors (B, ...), one entry for each row of the batch.
+
+        Returns:
+            Tensors (n, ...) by name, in the order of the client's rows; empty if there are no rows. Under `vmap`, n is
+            the number of rows of the client with the most rows, and the entries beyond `num_rows` are meaningless.
         """
         parts: list[Tree] = self.fold(lambda found, batch: [*found, function(batch)], [])
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
     @abstractmethod
     def at(self, rows: Tensor) -> "ClientData":
-        """The view of some of the client's rows, in this order; in its batches, `rows` are positions in the selection.
+        """The dataset that consists of some of the client's rows, in the given order.
+
+        `rows` of its batches are positions within this selection.
 
         Args:
-            rows: positions among the client's own rows, int64 (n,); under the vectorised engine each client may have
-                others, but as many.
+            rows: positions among the client's own rows, int64 (n,). Under `vmap` the clients of a stack may select
+                different rows, but all the same number.
         """
 
     @property
     @abstractmethod
     def ids(self) -> Tensor:
-        """The sample ids of the client's rows, int64 (n,); stacked, padded to the longest client's."""
+        """Sample ids of the client's rows, int64 (n,); under `vmap` padded to the client with the most rows."""
 
     @property
     @abstractmethod
     def test(self) -> "ClientData":
-        """The client's own test rows (possibly none)."""
+        """The client's own test rows; without rows where the data has no test rows for clients."""
 
     def draw(self, purpose: str, number: int = 0) -> int | Tensor:
-        """A key for random numbers of this client in this round."""
+        """A key for random numbers of this client in this round, for the functions of `polyfed.core.keys`.
+
+        Args:
+            purpose: what the numbers are for; other words give independent numbers.
+            number: which of several draws for that purpose.
+        """
         return stream_key(self.key, keys.key(purpose), number)
 
 
@@ -186,52 +276,31 @@ def stream_key(client: int, purpose: int, number: int) -> int: ...
 @overload
 def stream_key(client: int | Tensor, purpose: int, number: int) -> int | Tensor: ...
 def stream_key(client: int | Tensor, purpose: int, number: int) -> int | Tensor:
-    """The key of one of a client's streams: batch order, dropout, whatever a task draws."""
+    """The key of one random stream of a client.
+
+    Args:
+        client: the client's key of the round.
+        purpose: key of what the numbers are for: `ORDER`, `DROPOUT`, or a purpose of the task.
+        number: which of several streams for that purpose.
+    """
     return keys.fold_in(keys.fold_in(client, purpose), number)
 
 
-def usable_rows(n: int, batch_size: int, skip_single: bool) -> int:
-    """How many of a client's rows an epoch uses: a batch of one row has no batch statistics and is left out
-    where the model has BatchNorm (algorithms.md 0.4). `batch_size` 0 means all rows in one batch.
-    """
-    size = batch_size or n
-    if not skip_single or not n:
-        return n
-    if size == 1:
-        return 0
-    return n - 1 if n % size == 1 else n
-
-
-def rows_trained(num_rows: int, train: Train, *, skip_single: bool) -> int:
-    """Rows that a local training of a client puts through the model, repeats counted."""
-    end = usable_rows(num_rows, train.batch_size, skip_single)
-    if train.steps is None or not end:
-        return train.epochs * end if end else 0
-    size = min(train.batch_size or end, end)
-    epochs, rest = divmod(train.steps, -(-end // size))
-    return epochs * end + min(rest * size, end)
-
-
-def steps_trained(num_rows: int, train: Train, *, skip_single: bool) -> int:
-    """Optimiser steps of a client's local training."""
-    end = usable_rows(num_rows, train.batch_size, skip_single)
-    if train.steps is not None or not end:
-        return train.steps or 0 if end else 0
-    return train.epochs * -(-end // (train.batch_size or end))
-
-
 def split_loss(out: Any) -> tuple[Any, Any]:
-    """The scalar (or its terms) and the aux of what a loss returned."""
+    """Split what a loss returned into its value (or its terms) and its aux; the aux is {} where it returned none."""
     return out if isinstance(out, tuple) else (out, {})
 
 
 def legs(train: Train) -> list[Train]:
-    """One training as legs of one epoch each; a training counted in steps, or of no epoch, is a single leg."""
+    """Split a training of E epochs into E trainings of one epoch, for `minimise(after=...)`.
+
+    A training that counts in steps cannot be split, and is returned as it is.
+    """
     return [replace(train, epochs=1)] * train.epochs if train.steps is None and train.epochs > 1 else [train]
 
 
 def summed(grads: Mapping[str, Tree]) -> Tree:
-    """The gradient of a sum of terms."""
+    """Add up the gradients of all terms: the gradient of their sum."""
     first, *rest = grads.values()
     for term in rest:
         first = add(first, term)

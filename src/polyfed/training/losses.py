@@ -1,6 +1,6 @@
-"""Losses that more than one algorithm uses. All are means over the real rows of a batch.
+"""Losses that more than one method uses. Each is a mean over the real rows of a batch; padding does not count.
 
-Shape letters: `B` rows, `C` classes, `E` embedding.
+Shape letters: `B` rows, `C` classes, `E` width of the embedding.
 """
 
 from typing import Literal
@@ -13,14 +13,14 @@ from polyfed.core.batch import Batch
 
 
 def cross_entropy(logits_BC: Tensor, batch: Batch) -> Tensor:
-    """Mean cross-entropy of the real rows."""
+    """Cross-entropy of logits (B, C) with the labels of the batch: the mean over its real rows, a 0-dim tensor."""
     if batch.ok is None:
         return F.cross_entropy(logits_BC, batch.y)
     return batch.mean(F.cross_entropy(logits_BC, batch.y, reduction="none"))
 
 
 Negatives = Literal["intra", "inter", "both"]
-"""Which rows of a batch are pushed away from a student row: the student's own, the teacher's, or both."""
+"""Which embeddings a student's row is pushed away from: the student's (`intra`), the teacher's (`inter`), or both."""
 
 
 def contrastive(
@@ -32,19 +32,23 @@ def contrastive(
     negatives: Negatives = "intra",
     normalise: bool = True,
 ) -> Tensor:
-    """Mean over real rows of -log(e^(u_i.v_i/t) / (e^(u_i.v_i/t) + sum of e^(negatives/t))): PartialFL, Eq. 1 and 2.
+    """Contrastive loss between the embeddings of a student and of a teacher: PartialFL, Eq. 1 and 2.
 
-    Anchors u are the student's rows, the positive of each is the teacher's row v of the same sample, its negatives are
-    u_i.u_j (`intra`, the paper's equations) or u_i.v_j (`inter`) of the other samples j (algorithms.md 1.3 and P1).
-    The teacher is constant. A row without negatives costs exactly 0.
+    The loss of row i is -log(e^(u_i.v_i/t) / (e^(u_i.v_i/t) + sum over negatives of e^(negative/t))), where u are the
+    student's embeddings, v the teacher's, and t the temperature. The positive of row i is v_i. Its negatives are
+    u_i.u_j (`intra`, as in the paper's equations) or u_i.v_j (`inter`) of the other rows j. No gradient flows to the
+    teacher. A row without negatives has loss 0. docs/algorithms/partialfl.md explains both options.
 
     Args:
         student_BE: u.
         teacher_BE: v.
-        ok_B: real rows; others are neither anchors nor negatives. None: all are real.
+        ok_B: False for rows that are neither anchors nor negatives (padding), bool (B,). None: all rows count.
         temperature: t.
-        negatives: see above.
-        normalise: bring all rows to length 1 first (algorithms.md P2).
+        negatives: `intra`, `inter` or `both`.
+        normalise: whether to scale all embeddings to length 1 first.
+
+    Returns:
+        The mean over the rows that count, a 0-dim tensor.
     """
     u, v = student_BE, teacher_BE.detach()
     if normalise:
@@ -60,9 +64,19 @@ def contrastive(
 
 
 def distillation(student_BC: Tensor, teacher_BC: Tensor, batch: Batch, temperature: float) -> Tensor:
-    """T^2 times the mean over real rows of KL(softmax(teacher / T) || softmax(student / T)): Hinton et al. 2015.
+    """Knowledge distillation (Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network", 2015).
 
-    FedGKT's released code adds 1e-7 to the teacher's probabilities, and so does this (algorithms.md 5.13).
+    T^2 times the mean over real rows of KL(softmax(teacher / T) || softmax(student / T)). No gradient flows to the
+    teacher. As in FedGKT's released code, 1e-7 is added to the teacher's probabilities.
+
+    Args:
+        student_BC: logits of the student.
+        teacher_BC: logits of the teacher.
+        batch: the batch that the logits belong to.
+        temperature: T.
+
+    Returns:
+        A 0-dim tensor.
     """
     target = torch.softmax(teacher_BC.detach() / temperature, -1) + 1e-7
     rows = (target * (target.log() - torch.log_softmax(student_BC / temperature, -1))).sum(-1)

@@ -1,11 +1,11 @@
-"""Optimisers for both machines, and the server's.
+"""The optimisers of clients and of the server.
 
-A client's optimiser is created afresh at the start of every local training (algorithms.md 0.4): its moments never
-survive a round. One in-place implementation serves both machines: on one live module the tensors are its own leaves,
-stacked they are clones with a client axis that `vmap` hides. Formulas follow PyTorch's (`torch.optim.SGD`, `Adam`,
-`AdamW`), against which they are tested. The server's optimisers are those of Reddi et al., "Adaptive Federated
-Optimization", ICLR 2021 (Algorithm 2), and Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for
-Federated Visual Classification", 2019 (FedAvgM).
+A client's optimiser starts anew in every local training; its moments do not survive a round
+(docs/algorithms/conventions.md). The formulas follow `torch.optim.SGD`, `Adam` and `AdamW`, and tests compare the two.
+Steps are in place, for a single client as well as for a stack of clients under `torch.func.vmap`.
+
+The server's optimisers are those of Reddi et al., "Adaptive Federated Optimization", ICLR 2021 (Algorithm 2), and Hsu
+et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019 (FedAvgM).
 """
 
 import math
@@ -21,11 +21,11 @@ from polyfed.core.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, check_ranges
 from polyfed.core.tree import Tree, like
 
 Moments = dict[str, Tree]
-"""Optimiser state: one tree per moment; empty for plain SGD."""
+"""State of an optimiser: one Tree for each moment, by the moment's name; empty for plain SGD."""
 
 
 WHOLE_RUN_SCHEDULES = ("linear", "cosine", "authors")
-"""Schedules of the learning rate under which a round's rate depends on how many rounds the run has."""
+"""Learning rate schedules in which the rate of a round depends on the number of rounds of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,21 +35,21 @@ class Train:
     Attributes:
         epochs: passes over the client's rows in one round.
         steps: optimiser steps in one round; when given it replaces `epochs`.
-        batch_size: rows of a step; 0 means all of the client's rows.
+        batch_size: rows of a batch; 0 means all of the client's rows.
         optimiser: `sgd`, `adam` or `adamw`.
         lr: learning rate in the first round.
-        lr_end: where the schedule ends; None keeps `lr`.
-        lr_schedule: `constant`; `linear` and `cosine` reach `lr_end` in the last round; `step` jumps to it at
-            `lr_step`; `authors` is CMSFed's released rule: `lr` up to round `lr_step`, afterwards
-            `lr - (lr - lr_end) * round / rounds` (algorithms.md 2.6).
-        lr_step: the round of `step` and `authors`.
-        momentum: of `sgd`.
-        nesterov: Nesterov momentum, `sgd` only.
-        weight_decay: added to the gradient as in PyTorch; decoupled for `adamw`.
+        lr_end: learning rate at the end of the schedule.
+        lr_schedule: `constant` keeps `lr`; `linear` and `cosine` reach `lr_end` in the last round; `step` is `lr` up to
+            round `lr_step` and `lr_end` afterwards; `authors` is the rule in CMSFed's released code: `lr` up to round
+            `lr_step`, `lr - (lr - lr_end) * round / rounds` afterwards.
+        lr_step: last round with `lr` under `step` and `authors`.
+        momentum: momentum of `sgd`.
+        nesterov: whether `sgd` uses Nesterov momentum.
+        weight_decay: factor of the parameters that is added to the gradient as in PyTorch; decoupled for `adamw`.
         beta1: decay of Adam's first moment.
         beta2: decay of Adam's second moment.
-        eps: added to the root of Adam's second moment.
-        clip_norm: gradients are scaled down to this 2-norm; 0 switches clipping off.
+        eps: number added to the root of Adam's second moment.
+        clip_norm: gradients with a larger 2-norm are scaled down to it; 0 switches clipping off.
     """
 
     epochs: Annotated[int, NOT_NEGATIVE] = 1
@@ -69,7 +69,11 @@ class Train:
     clip_norm: Annotated[float, NOT_NEGATIVE] = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
+        """Check types and ranges, and that options fit together.
+
+        Raises:
+            RecipeError: an option is out of range, or needs another one that is missing.
+        """
         check_ranges("[train]", self)
         if self.nesterov and not self.momentum:
             raise RecipeError("[train] nesterov = true needs momentum > 0")
@@ -77,7 +81,7 @@ class Train:
             raise RecipeError(f"[train] lr_schedule = '{self.lr_schedule}' needs lr_end")
 
     def lr_at(self, round: int, rounds: int) -> float:
-        """The learning rate of a round (1-based) of `rounds`."""
+        """The learning rate in one round, counted from 1, of a run of `rounds` rounds."""
         if self.lr_end is None or self.lr_schedule == "constant":
             return self.lr
         done = (round - 1) / max(rounds - 1, 1)
@@ -92,14 +96,14 @@ class Train:
         return self.lr - (self.lr - self.lr_end) * round / rounds
 
     def moments(self, params: Mapping[str, Tensor]) -> Moments:
-        """Fresh optimiser state for these parameters."""
+        """The state of the optimiser before its first step on these parameters."""
         if self.optimiser == "sgd":
             return {"momentum": like(params)} if self.momentum else {}
         return {"first": like(params), "second": like(params)}
 
     @property
     def idle(self) -> dict[str, str]:
-        """Options that have no effect beside the others, and which other it is."""
+        """Options without effect, each with the setting that makes it so."""
         found = dict.fromkeys(("beta1", "beta2", "eps"), "optimiser = 'sgd'")
         if self.optimiser != "sgd":
             found = dict.fromkeys(("momentum", "nesterov"), f"optimiser = '{self.optimiser}'")
@@ -111,19 +115,24 @@ class Train:
 
     @property
     def plain(self) -> bool:
-        """Whether a step is `w -= lr * gradient` and nothing else."""
+        """Whether a step is `w -= lr * gradient`, without momentum, weight decay or moments."""
         return self.optimiser == "sgd" and not self.momentum and not self.weight_decay
 
     def step(self, params: Tree, grads: Tree, moments: Moments, lr: float, count: int | Tensor) -> None:
-        """One step, in place on `params` and `moments`; `count` is the number of this step, from 1.
+        """Take one step, in place on `params` and `moments`.
 
-        Under vmap `params` and `moments` must be batched clones, and `count` a tensor, one number per client.
+        Args:
+            params: the parameters; under `vmap` they must be copies with a client axis.
+            grads: gradient of each parameter to change.
+            moments: state of the optimiser, made by `moments`.
+            lr: learning rate.
+            count: number of this step, from 1; under `vmap` a 0-dim tensor.
         """
-        if not grads:  # all that was to train is frozen
+        if not grads:  # everything to be trained is frozen
             return
         if self.clip_norm:
             grads = _clipped(grads, self.clip_norm)
-        if self.plain and isinstance(count, int):  # vmap has no rule for the operation that takes all at once
+        if self.plain and isinstance(count, int):  # vmap cannot batch _foreach_add_
             torch._foreach_add_([params[name] for name in grads], list(grads.values()), alpha=-lr)
             return
         for name, grad in grads.items():
@@ -155,17 +164,17 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptimiser:
-    """What the server does with the mean of the replies: the [server] section of a recipe.
+    """How the server updates the global model with the mean of the replies: the [server] section of a recipe.
 
-    The difference mean - params is taken as the (negative) gradient. Buffers take the mean itself.
+    The server treats the difference mean - params as the negative gradient. Buffers become the mean itself.
 
     Attributes:
         optimiser: `none` (params := params + lr * difference), `avgm`, `adam`, `adagrad` or `yogi`.
-        lr: the server's learning rate; 1 for `none` is FedAvg.
-        momentum: of `avgm`.
+        lr: the server's learning rate; `none` with 1 is FedAvg.
+        momentum: momentum of `avgm`.
         beta1: decay of the first moment (Reddi et al. use 0.9).
         beta2: decay of the second moment (Reddi et al. use 0.99).
-        tau: adaptivity, added to the root; also the root of the second moment's start (Reddi et al. use 1e-3).
+        tau: number added to the root of the second moment, which starts at its square (Reddi et al. use 1e-3).
     """
 
     optimiser: Literal["none", "avgm", "adam", "adagrad", "yogi"] = "none"
@@ -176,12 +185,16 @@ class ServerOptimiser:
     tau: Annotated[float, POSITIVE] = 1e-3
 
     def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
+        """Check types and ranges.
+
+        Raises:
+            RecipeError: an option is out of range.
+        """
         check_ranges("[server]", self)
 
     @property
     def idle(self) -> dict[str, str]:
-        """Options that have no effect beside the others, and which other it is."""
+        """Options without effect, each with the setting that makes it so."""
         used = {
             "none": (),
             "avgm": ("momentum",),
@@ -193,7 +206,7 @@ class ServerOptimiser:
         return dict.fromkeys(unused, f"optimiser = '{self.optimiser}'")
 
     def moments(self, params: Mapping[str, Tensor]) -> Moments:
-        """The state before the first round."""
+        """The state of the server's optimiser before the first round."""
         if self.optimiser == "none":
             return {}
         if self.optimiser == "avgm":
@@ -201,7 +214,17 @@ class ServerOptimiser:
         return {"first": like(params), "second": like(params, self.tau**2)}
 
     def apply(self, old: Tree, mean: Tree, moments: Moments, trainable: Mapping[str, Tensor]) -> tuple[Tree, Moments]:
-        """Parameters and state after a round; names that `mean` lacks (blocks nobody trained) stay as they are."""
+        """Update the global model at the end of a round.
+
+        Args:
+            old: the global model before the round.
+            mean: mean of the replies; may lack names, which then stay as they are (blocks that no client trained).
+            moments: state of the optimiser.
+            trainable: the names of parameters; other names are buffers.
+
+        Returns:
+            The global model and the state after the round.
+        """
         new = dict(old)
         after = {kind: dict(tree) for kind, tree in moments.items()}
         for name, value in mean.items():
@@ -230,13 +253,14 @@ class ServerOptimiser:
 
 
 def _bias(beta: float, count: int | Tensor) -> float | Tensor:
-    """1 - beta ** count, in double precision: 1 - 0.999 loses four digits in single."""
+    """1 - beta ** count, computed in double precision, because 1 - 0.999 loses four digits in single precision."""
     if isinstance(count, int):
         return 1 - beta**count
     return (1 - beta ** count.to(torch.float64)).to(torch.float32)
 
 
 def _clipped(grads: Tree, limit: float) -> Tree:
+    """The gradients, scaled down together if their 2-norm exceeds the limit."""
     norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
-    scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # 1e-6: as torch.nn.utils.clip_grad_norm_
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
     return {name: grad * scale for name, grad in grads.items()}

@@ -1,4 +1,4 @@
-"""One client alone: plain autograd with in-place optimiser steps on one live module."""
+"""The dataset of one client. It trains with plain autograd and in-place optimiser steps on the model's own tensors."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -23,21 +23,26 @@ from polyfed.training.client_data import (
     Step,
     TrainingResult,
     split_loss,
-    steps_trained,
     stream_key,
     summed,
-    usable_rows,
 )
 from polyfed.training.optimisers import Train
+from polyfed.training.step_counts import steps_trained, usable_rows
 
 
 @dataclass
 class SingleClientData(ClientData):
-    """The rows `index` (n,) of a table, in the client's own order.
+    """The dataset of one client: some rows of a table.
 
     Attributes:
-        modalities: what the client owns; other columns do not exist for it.
-        test_index: its own test rows.
+        columns: the table.
+        index: positions of the client's rows in the table, in the client's own order, int64 (n,).
+        modalities: the modalities that the client owns; its batches hold no others.
+        model: the client's model.
+        key: random key of (run, round, client).
+        round: the round, from 1.
+        rounds: number of rounds of the run.
+        test_index: positions of the client's own test rows in the table.
     """
 
     columns: Columns
@@ -50,7 +55,7 @@ class SingleClientData(ClientData):
     test_index: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Count the rows."""
+        """Make `num_rows` a tensor on the device of the rows."""
         self.num_rows = torch.tensor(len(self.index), device=self.index.device)
 
     def at(self, rows: Tensor) -> "SingleClientData":
@@ -79,7 +84,7 @@ class SingleClientData(ClientData):
         lr = train.lr_at(self.round, self.rounds)
         values: list[Tensor] = []
         count, epochs = (0, 0) if after is None else (int(after.num_steps), after.num_epochs)
-        # of an encoder that is wholly frozen there is nothing to lend
+        # the Tree is empty when the whole encoder is frozen
         with model.live(job.params) if job.params else nullcontext(Tree()) as w:
             leaves = {name: w[name] for name in names}
             moments = train.moments(leaves)
@@ -109,7 +114,7 @@ class SingleClientData(ClientData):
             )
 
     def _mean(self, values: list[Tensor], after: TrainingResult | None) -> Tensor:
-        """The mean of the steps' losses, with those of an earlier leg."""
+        """The mean loss of the steps, including those of the training that this one continues."""
         mean = torch.stack(values).mean() if values else torch.zeros((), device=self.index.device)
         if after is None:
             return mean
@@ -148,7 +153,7 @@ class SingleClientData(ClientData):
             if done >= limit:
                 return
             order = keys.permutation(keys.fold_in(order_key, first_epoch + epoch), n, device=self.index.device)
-            # one call cuts a column into all steps of the epoch: cheaper than a slice a step (docs/performance.md)
+            # splitting a column once per epoch is cheaper than slicing it in every step (docs/performance.md)
             table = self._gather(order[:end])
             x = {m: torch.split(value, size) for m, value in table.x.items()}
             present = {m: torch.split(value, size) for m, value in table.present.items()}
@@ -167,7 +172,7 @@ class SingleClientData(ClientData):
                 done += 1
 
     def _gather(self, rows: Tensor, key: int | None = None) -> Batch:
-        """All of these rows as one batch."""
+        """The batch of these rows, given as positions among the client's own rows."""
         where = self.index.index_select(0, rows)  # twice as fast as index[rows] on rows this short
         columns = self.columns
         return Batch(
@@ -180,9 +185,12 @@ class SingleClientData(ClientData):
 
 
 def _collected(value: Tensor, leaves: Tree) -> Tree:
-    """The gradient for all leaves of a graph, taken from where `backward` leaves it: `autograd.grad` looks at every
-    leaf in Python first, a thirtieth of a small step. It would also compute what is not asked for."""
-    if value.requires_grad:  # a loss may not depend on the parameters at all
+    """The gradient of `value` for all leaves of its graph, zero where it does not depend on a leaf.
+
+    Uses `backward`, because `autograd.grad` spends a thirtieth of a small step on looking at every leaf in Python. When
+    only some leaves are wanted, use `_gradient`: `backward` computes the gradients of all leaves.
+    """
+    if value.requires_grad:  # it does not when the loss is independent of all parameters
         value.backward()  # type: ignore[no-untyped-call]
     grads: Tree = {}
     for name, leaf in leaves.items():
@@ -192,7 +200,8 @@ def _collected(value: Tensor, leaves: Tree) -> Tree:
 
 
 def _gradient(value: Tensor, leaves: Tree, retain: bool = False) -> Tree:
-    # zeros for what the loss does not touch are filled in here: `materialize_grads` costs a sixth of a small step
+    """The gradient of `value` for these leaves, zero where it does not depend on a leaf."""
+    # `materialize_grads` would fill in the zeros as well, but costs a sixth of a small step
     if not (leaves and value.requires_grad):
         return like(leaves)
     found = torch.autograd.grad(value, tuple(leaves.values()), retain_graph=retain, allow_unused=True)
@@ -201,6 +210,6 @@ def _gradient(value: Tensor, leaves: Tree, retain: bool = False) -> Tree:
 
 
 def _term_gradients(terms: Mapping[str, Tensor], leaves: Tree) -> dict[str, Tree]:
-    """The gradient of each term; the graph is kept until the last."""
+    """The gradient of each term of a loss; the graph is freed after the last one."""
     *_, last = terms
     return {name: _gradient(value, leaves, retain=name != last) for name, value in terms.items()}

@@ -1,11 +1,12 @@
-"""Many alike clients at once: the whole task runs under one `vmap`, and local training is `grad` inside it.
+"""The datasets of many similar clients. A client task runs once for all of them under `torch.func.vmap`.
 
 Shape letters: `K` clients of the stack, `T` steps, `B` rows of a step, `N` rows of the longest client.
 
-Inside the task every client's tensor looks as if it were alone. What belongs to the whole stack (row numbers, step
-plans, keys) stays outside in tensors with a leading K and is picked with `lane`, the client's own number in the stack,
-which is the only thing `vmap` feeds in besides messages and local state. Clients of unequal length are padded: padded
-rows carry `ok = False`, and a client that has run out of steps keeps its old values.
+Inside the task, `vmap` hides the client axis, so tensors look as if there were one client. Data of the whole stack
+(positions of rows, step plans, keys) stays outside in tensors with a leading axis K. The task picks a client's part
+with `lane`, the client's position in the stack; besides `lane`, only messages and local state pass through `vmap`.
+Clients of unequal length are padded: padded rows have `ok = False`, and a client that has no steps left keeps its
+values.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,20 +40,21 @@ from polyfed.training.optimisers import Train
 from polyfed.training.step_plan import Plan, Rows, make_plan
 
 Kind = tuple[bool, bool]
-"""What decides in Python what a step does: whether all its rows are real, and whether every client takes it."""
+"""The two facts on which Python branches in a step: whether no row is padding, and whether every client takes it."""
 
 WHOLE: Kind = (True, True)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of a stack's training.
+    """The steps of one call of `minimise`.
 
     Attributes:
-        kinds: one a step.
-        columns: what belongs to each step, (T, ...) each; of a single given step, without the leading axis.
-        count: steps of this client so far, these included.
-        batch: makes the batch of a step from whether it is full and from its columns but the last two.
+        kinds: the kind of each step.
+        columns: the inputs of the steps, tensors (T, ...); for a single step on a given batch, without the axis T.
+        count: number of steps that the client has taken after these, a 0-dim tensor.
+        batch: `batch(full, *inputs)` makes the batch of a step, from whether no row is padding and from all of its
+            inputs but the last two.
     """
 
     kinds: list[Kind]
@@ -63,11 +65,20 @@ class Schedule:
 
 @dataclass
 class StackedClientData(ClientData):
-    """The view of a stack of clients from inside `vmap`.
+    """The datasets of a stack of clients, as seen inside `vmap`.
 
     Attributes:
-        chosen: positions among the client's own rows, (n,), when this is a selection (`at`) of as many of each client.
-        replays: whether training steps may be traced and replayed.
+        columns: the table.
+        stack: the rows of each client.
+        keys: random key of (run, round, client) of each client.
+        lane: the client's position in the stack, a 0-dim tensor inside `vmap`.
+        modalities: the modalities that these clients own; their batches hold no others.
+        model: the clients' model.
+        round: the round, from 1.
+        rounds: number of rounds of the run.
+        test_stack: the test rows of each client.
+        chosen: for a selection of rows (`at`), their positions among the client's own rows, (n,).
+        replays: whether training steps may be traced and replayed, see `step_replay.py`.
     """
 
     columns: Columns
@@ -83,7 +94,7 @@ class StackedClientData(ClientData):
     replays: bool = True
 
     def __post_init__(self) -> None:
-        """Pick this client's number of rows and key."""
+        """Pick this client's number of rows and key from those of the stack."""
         device = self.stack.index.device
         counts = self.stack.counts if self.chosen is None else (len(self.chosen),) * len(self.keys)
         self._sizes = Rows(self.stack.index, counts)
@@ -127,7 +138,7 @@ class StackedClientData(ClientData):
         return TrainingResult(w, mean, schedule.count, kept, moments, (after.num_epochs if after else 0) + train.epochs)
 
     def _schedule(self, job: Job, model: Model) -> "Schedule":
-        """The steps of a training, or the one step on the batch that it was given."""
+        """The steps of a training; a single one where `on` gives a batch."""
         after, train = job.after, job.train
         done = 0 if after is None else after.num_steps
         if job.on is not None:
@@ -149,7 +160,7 @@ class StackedClientData(ClientData):
         return self._batch(rows_B, where_B, None if full else ok_B, key)
 
     def _source(self, job: Job) -> tuple[Any, ...] | None:
-        """What decides which operations a step makes, apart from its kind; None forbids to replay steps."""
+        """What decides, besides the kind of a step, which operations it performs; None forbids to replay steps."""
         if not self.replays:
             return None
         code = (getattr(part, "__code__", type(part)) for part in (job.loss, job.direction))
@@ -166,13 +177,14 @@ class StackedClientData(ClientData):
         return self._batch(rows, self._where(rows), ok, keys.fold_in(dropout_key, number - 1))
 
     def _steps(self, plan: Plan, number: Tensor, stream: int) -> tuple[Tensor, ...]:
-        """Of all steps, (T, ...): rows, their place in the table, which are real, dropout key, alive, step's number.
+        """The inputs of all steps, tensors (T, ...).
 
-        The last two are for the step itself, the others make its batch.
+        They are: positions of the rows, their positions in the table, which rows are real, dropout key, whether the
+        client takes the step, number of the step. The step itself uses the last two, the others make its batch.
         """
         dropout_key = stream_key(self.key, DROPOUT, stream)
         rows, ok = plan.rows[self.lane], plan.ok[self.lane]
-        # all steps at once: under vmap the smallest operation costs 10 us
+        # for all steps at once, because every operation under vmap costs at least 10 us
         key = keys.fold_in(dropout_key, number - 1)
         assert isinstance(key, Tensor)
         return rows, self._where(rows), ok, key, ok.any(-1), number
@@ -189,11 +201,11 @@ class StackedClientData(ClientData):
         return carry
 
     def _own(self, value: Tensor) -> Tensor:
-        """A copy with a client axis, whether or not the message was the same for all: in-place steps need one."""
+        """A copy with a client axis, which in-place steps need, even where all clients share the tensor."""
         return self.lane.new_empty(value.shape, dtype=value.dtype).copy_(value)
 
     def _where(self, rows: Tensor) -> Tensor:
-        """Rows of the table behind the client's own rows."""
+        """Positions in the table of the client's own rows."""
         return self.stack.index[self.lane, rows if self.chosen is None else self.chosen[rows]]
 
     def _batch(self, rows: Tensor, where: Tensor, ok: Tensor | None, key: int | Tensor | None) -> Batch:
@@ -211,9 +223,9 @@ class StackedClientData(ClientData):
 def _step_of(
     job: Job, model: Model, names: Sequence[str], lr: float, batch_of: Callable[..., Batch]
 ) -> Callable[[Kind, Any, Sequence[Tensor]], tuple[Any, Tensor]]:
-    """One step as a function of (its kind, state, what belongs to it alone) -> (state, value of the loss).
+    """Make the function `step(kind, state, inputs)` -> (state, loss) that takes one training step.
 
-    The state is (params, moments, carry). A client that has run out of steps keeps the one it had.
+    The state is (params, moments, carry). A client that has no steps left keeps its state.
     """
     gradient, train, direction = _gradient_of(job.loss, model, job.split), job.train, job.direction
 
@@ -241,10 +253,10 @@ def _step_of(
 
 
 def _gradient_of(loss: Loss, model: Model, split: bool) -> Callable[..., Any]:
-    """`(trained, rest, batch)` -> gradient (one per term under `split`), and value, aux and buffers after the step."""
+    """Make `f(trained, rest, batch)` -> (gradient, (value, aux, buffers)); with `split`, a gradient for each term."""
 
     def scalar(trained: Tree, rest: Tree, batch: Batch) -> tuple[Any, tuple[Any, Any, Tree]]:
-        # buffers are written in place, and what is differentiated must not change its inputs
+        # the layers write buffers in place, and a function under `grad` must not change its inputs
         rest = {n: v.clone() if model.is_buffer(n) else v for n, v in rest.items()}
         value, aux = split_loss(loss({**trained, **rest}, batch))
         return value, (value, aux, {n: v for n, v in rest.items() if model.is_buffer(n)})
@@ -253,7 +265,7 @@ def _gradient_of(loss: Loss, model: Model, split: bool) -> Callable[..., Any]:
 
 
 def _split_grad(terms: Callable[..., Any]) -> Callable[..., Any]:
-    """As `grad(terms, has_aux=True)`, for a function that gives a dict of scalars: a gradient tree for each."""
+    """Like `grad(terms, has_aux=True)`, for a function that returns a dict of scalars: a gradient Tree for each."""
 
     def gradient(trained: Tree, *rest: Any) -> tuple[dict[str, Tree], Any]:
         values, pull, aux = vjp(lambda w: terms(w, *rest), trained, has_aux=True)  # type: ignore[misc]
@@ -275,7 +287,7 @@ def _where(alive: Tensor, new: Any, old: Any) -> Any:
 
 
 def _where_alike(alive: Tensor, new: Any, old: Any) -> Any:
-    """`old` for clients that have come to their end, where both are laid out alike; what grows row by row is not."""
+    """`new`, but `old` for clients without rows left. A carry whose layout changes (a growing list) is always `new`."""
     (after, spec), (before, spec_before) = pytree.tree_flatten(new), pytree.tree_flatten(old)
     if spec != spec_before or not all(isinstance(leaf, Tensor) for leaf in (*after, *before)):
         return new

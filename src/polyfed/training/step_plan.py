@@ -1,4 +1,4 @@
-"""Which rows every client of a stack takes in every step of its local training.
+"""The rows that every client of a stack takes in every step of its local training.
 
 Shape letters: `K` clients of the stack, `T` steps, `B` rows of a step, `N` rows of the longest client.
 """
@@ -10,35 +10,42 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.training.client_data import ORDER, stream_key, usable_rows
+from polyfed.training.client_data import ORDER, stream_key
 from polyfed.training.optimisers import Train
+from polyfed.training.step_counts import usable_rows
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Row numbers of a stack of clients in the table: `index` (K, N), padded with 0, and `counts`, one a client."""
+    """The rows of a stack of clients.
+
+    Attributes:
+        index: positions of their rows in the table, int64 (K, N), padded with 0.
+        counts: number of rows of each client.
+    """
 
     index: Tensor
     counts: tuple[int, ...]
 
     @classmethod
     def pad(cls, rows: Sequence[Tensor]) -> "Rows":
-        """Stack row numbers of unequal length."""
+        """Stack the positions of several clients' rows, which may differ in length."""
         index = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
         return cls(index, tuple(len(r) for r in rows))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rows every step of every client takes.
+    """The rows that every client takes in every step.
 
     Attributes:
-        rows: positions among the client's own rows, (K, T, B).
-        ok: real rows, (K, T, B).
-        number: the client's own number of this step, from 1, (K, T); meaningless where the client has run out.
-        count: steps of each client, (K,).
-        full: per step, whether all rows of all clients are real.
-        live: per step, whether all clients still train.
+        rows: positions among the client's own rows, int64 (K, T, B).
+        ok: False for padding, bool (K, T, B).
+        number: the client's own number of this step, from 1, int64 (K, T); meaningless where the client has no steps
+            left.
+        count: number of steps of each client, int64 (K,).
+        full: for each step, whether no client has padding.
+        live: for each step, whether all clients still train.
     """
 
     rows: Tensor
@@ -58,7 +65,16 @@ def make_plan(
     stream: int,
     first_epoch: int = 0,
 ) -> Plan:
-    """The steps of a stack of clients: for each, what `SingleClientData` would do, padded to the longest."""
+    """Plan the steps of a stack of clients: those that `SingleClientData` would take, padded to the longest client.
+
+    Args:
+        client_keys: random key of (run, round, client) of each client.
+        stack: the clients' rows.
+        train: epochs or steps, and batch size.
+        skip_single: whether batches of one row are left out, see `usable_rows`.
+        stream: number of the random stream for the order of rows.
+        first_epoch: number of epochs already trained.
+    """
     device = stack.index.device
     n_K = torch.tensor(stack.counts, device=device)
     ends = [usable_rows(n, train.batch_size, skip_single) for n in stack.counts]
@@ -78,7 +94,7 @@ def make_plan(
     step = ok.any(-1).cumsum(1) - 1
     if train.steps is not None:
         ok = ok & (step < train.steps).unsqueeze(-1)
-    used = ok.any(-1).any(0)  # trailing slots that no client uses
+    used = ok.any(-1).any(0)  # drop the last slots where no client uses them
     last = int(used.nonzero().max()) + 1 if bool(used.any()) else 0
     rows, ok, step = rows[:, :last], ok[:, :last], step[:, :last]
     full = tuple(ok.all(-1).all(0).tolist())
@@ -87,7 +103,7 @@ def make_plan(
 
 
 def _epoch_order(order_keys: list[int], epoch: int, stack: Rows, width: int) -> Tensor:
-    """Each client's `keys.permutation` of its rows in this epoch, (K, width), padded with 0."""
+    """Each client's random order of its rows in this epoch, int64 (K, width), padded with 0."""
     folded = [keys.fold_in(key, epoch) for key in order_keys]
     order = keys.permutations(folded, stack.counts, stack.index.device)
     return torch.nn.functional.pad(order, (0, max(width - order.shape[1], 0)))[:, :width]

@@ -1,13 +1,13 @@
-"""Steps of a stack's local training: taken, or, where that is sooner, traced and replayed.
+"""Runs the training steps of a stack: as they are, or traced once and then replayed, whichever is faster.
 
-Under `vmap` and `grad` every operation is handed through two levels of dispatch, which takes longer than the operation
-itself where models are small. So a step of a long training is traced (`view.trace`), and once two steps in a row have
-left the same trace, it is replayed: in this training and, when its first traced step is the same again, in the next.
+Under `vmap` and `grad` every operation passes two levels of dispatch, which takes longer than the operation itself
+where models are small. So steps of a long training are traced (`step_trace.py`). Once two steps in a row have the same
+trace, the following steps replay it; so does the next training, when its first traced step has the same trace again.
 
-Only what no step can change is kept: operations, numbers, shapes. Tensors that the loss closes over are those of the
-step that was traced. A loss that is not a function of its batch alone (a counter, a list of masks) leaves another trace
-each time and is never replayed. A program must also have given the bits of the very step it was made from before it
-takes another's place. Both ways give the same bits, so the choice may follow the clock.
+A trace holds operations, constants and shapes, and no tensor that a step could change. Tensors that the loss closes
+over are those of the traced step. A loss that depends on more than its batch (a counter, a list of masks) leaves
+another trace in each step and is never replayed. Before a program replaces any step, it must reproduce the traced step
+bit for bit. Both ways give the same bits, so the choice may depend on measured times.
 """
 
 from collections import Counter
@@ -25,31 +25,31 @@ from torch.utils import _pytree as pytree
 from polyfed.training.step_trace import Layout, Program, Trace, Tracer
 
 TRIAL = 8
-"""Steps that must be left over for a first trial; afterwards what was measured decides."""
+"""Number of remaining steps above which tracing is tried for the first time; later, measured times decide."""
 
 MARGIN = 2
-"""How many times over the time that tracing costs must be won back: times of a busy machine scatter."""
+"""Replaying must save this many times the cost of tracing, because measured times scatter on a busy machine."""
 
 PATIENCE = 3
-"""How often a step is traced without use: in one training, and of one source in a row."""
+"""Number of useless traces after which tracing stops: in one training, and in a row for one source."""
 
 PROGRAMS = 16
-"""Programs of a source that are kept: stacks of other sizes and other steps of a schedule leave other traces."""
+"""Number of programs kept for one source; it has several, as traces differ with stack size and step of a schedule."""
 
 Advance = Callable[[Any, Any, Sequence[Tensor]], tuple[Any, Tensor]]
-"""`advance(kind, state, slices)` -> (state, value): one step; `slices` are what is its own."""
+"""`advance(kind, state, slices)` -> (state, value) takes one step; `slices` are the inputs of this step."""
 
 
 @dataclass
 class Profile:
-    """What is known of one kind of step of one source.
+    """Measurements and programs for one kind of step of one source.
 
     Attributes:
-        plain: seconds of a step as it is, the quickest seen.
-        traced: seconds of a step that is traced.
-        replayed: seconds of a step that is replayed.
-        misses: how often in a row it was traced without use.
-        programs: of traces that were seen twice, by their signature; they hold no tensors.
+        plain: shortest time of a step as it is, in seconds.
+        traced: shortest time of a step that is traced.
+        replayed: shortest time of a step that is replayed.
+        misses: number of useless traces in a row.
+        programs: programs of traces that occurred twice, by signature; they hold no tensors.
     """
 
     plain: float = inf
@@ -59,7 +59,7 @@ class Profile:
     programs: dict[Hashable, Program] = field(default_factory=dict)
 
     def pays(self, left: int) -> bool:
-        """Whether to trace a step when, itself included, `left` of its kind are to come."""
+        """Whether tracing a step pays off when `left` steps of its kind remain, including this one."""
         if self.misses >= PATIENCE or self.plain == inf:
             return False
         if self.replayed == inf:
@@ -67,7 +67,12 @@ class Profile:
         return (left - 1) * (self.plain - self.replayed) > MARGIN * (self.traced - self.plain)
 
     def program(self, step: "Step", before: Trace | None) -> Program | None:
-        """The program of a traced step that may take the place of others: its trace was seen twice, now or earlier."""
+        """The program that may replay this step; None if its trace has occurred only once or cannot be repeated.
+
+        Args:
+            step: the step that was just traced.
+            before: trace of the step before it.
+        """
         signature = step.trace.signature()
         if signature not in self.programs:
             if before is None:
@@ -90,14 +95,14 @@ def _profile(source: Hashable, kind: Hashable) -> Profile:
 
 @dataclass
 class Step:
-    """A step that was taken and traced; without layouts where the state after it is not one of tensors.
+    """A step that was taken and traced. The trace has no layouts if the state does not consist of tensors only.
 
     Attributes:
-        state: after it.
-        value: of the loss.
-        trace: what it did.
-        inputs: copies of the plain tensors that it began with, or none.
-        outputs: the plain tensors that it gave.
+        state: state after the step.
+        value: value of the loss.
+        trace: the operations of the step.
+        inputs: copies of its plain input tensors, or empty if none were made.
+        outputs: its plain output tensors.
     """
 
     state: Any
@@ -107,14 +112,14 @@ class Step:
     outputs: Sequence[Tensor]
 
     def program(self) -> Program | None:
-        """Its program, if that gives the very bits that the step gave."""
+        """The program of its trace; None if that does not reproduce the step bit for bit."""
         program = self.trace.program()
         again = program(*self.inputs, *self.trace.outside.values())
         return program if all(map(_same_bits, again, self.outputs)) else None
 
 
 class Known(NamedTuple):
-    """A trace to be replayed, and its program."""
+    """A trace that may be replayed, and its program."""
 
     trace: Trace
     program: Program
@@ -123,23 +128,23 @@ class Known(NamedTuple):
 def run(
     advance: Advance, state: Any, columns: Sequence[Tensor], kinds: Sequence[Hashable], *, source: Hashable
 ) -> tuple[Any, Tensor]:
-    """All steps of a stack's training.
+    """Take all steps of a stack's training.
 
     Args:
-        advance: one step.
+        advance: takes one step.
         state: nest of tensors before the first step.
-        columns: what belongs to each step, (T, ...) each.
-        kinds: per step, what decides in Python what the step does; steps of one kind do the same.
-        source: the code behind the step and the size of the stack; None forbids to replay.
+        columns: inputs of the steps, tensors (T, ...).
+        kinds: kind of each step; Python takes the same branches in all steps of one kind.
+        source: the code of the step and the size of the stack; None forbids to replay steps.
 
     Returns:
-        The state after the last step, and the value of each step, (T,).
+        The state after the last step, and the value of the loss in each step, (T,).
     """
     if not _plain(state):
         source = None
     slices = list(zip(*(column.unbind() for column in columns), strict=True))
     left, tries, earlier = Counter(kinds), Counter[Hashable](), dict[Hashable, Trace]()
-    profiles = {kind: _profile(source, kind) for kind in left}  # once: the hash of code is that of all its bytes
+    profiles = {kind: _profile(source, kind) for kind in left}  # looked up once, because hashing code objects is slow
     known: dict[Hashable, Known] = {}
     values, t = [columns[0].new_zeros(0, dtype=torch.float32)], 0
     while t < len(kinds):
@@ -169,7 +174,7 @@ def run(
 
 
 def _plain(state: Any) -> bool:
-    """Whether a state holds tensors only; what a direction carries along is its author's."""
+    """Whether a state consists of tensors only; the carry of a method may hold anything."""
     return all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(state))
 
 
@@ -182,7 +187,7 @@ def _layout(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Layout:
 
 
 def _traced(advance: Callable[..., tuple[Any, Tensor]], state: Any, slices: Sequence[Tensor], *, copies: bool) -> Step:
-    """Take a step and trace it; steps work in place, so what it began with must be copied first."""
+    """Take a step and trace it. With `copies`, copy its inputs first, because steps work in place."""
     leaves = pytree.tree_leaves(state)
     inputs, dims = _below([*leaves, *slices])
     began = [tensor.clone() for tensor in inputs] if copies else []
@@ -198,7 +203,7 @@ def _traced(advance: Callable[..., tuple[Any, Tensor]], state: Any, slices: Sequ
 
 
 def _replayed(steps: Sequence[Known], state: Any, columns: Sequence[Tensor], start: int) -> tuple[Any, Tensor]:
-    """Take these steps, the first of them number `start`, as their traces say; their values, (steps,)."""
+    """Replay these steps, the first of which is number `start`; returns the state and their values, (steps,)."""
     leaves, spec = pytree.tree_flatten(state)
 
     def work(plain: Any, dims: Any) -> Any:
@@ -208,7 +213,7 @@ def _replayed(steps: Sequence[Known], state: Any, columns: Sequence[Tensor], sta
         for t, (trace, program) in enumerate(steps, start):
             *now, value = program(*now, *(column.select(1, t) for column in own), *trace.outside.values())
             values.append(value)
-        batched = values[0].dim() == 1  # a loss may be one number for all clients
+        batched = values[0].dim() == 1  # False where the loss is one number for all clients
         return (*now, torch.stack(values)), (*dims[: len(leaves)], 1 if batched else None)
 
     *after, values = Lower.apply(work, *leaves, *columns)  # type: ignore[no-untyped-call]
@@ -216,28 +221,28 @@ def _replayed(steps: Sequence[Known], state: Any, columns: Sequence[Tensor], sta
 
 
 class Lower(torch.autograd.Function):
-    """Calls `work(tensors, dims)` below `vmap`: with the plain tensors and where each has its client axis.
+    """Calls `work(tensors, dims)` below `vmap`, with the plain tensors and the position of each one's client axis.
 
-    It returns tensors and where their client axis is, as any rule for `vmap` does.
+    `work` returns tensors and the positions of their client axes, like every batching rule of `vmap`.
     """
 
     @staticmethod
     def forward(work: Any, *tensors: Tensor) -> Any:
-        """There is nothing below outside of `vmap`."""
+        """Never called: steps of a stack are always taken under `vmap`."""
         raise AssertionError("a stack's steps are taken under vmap")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is differentiated through a local training."""
+        """Save nothing: no gradient flows through a local training."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, work: Any, *tensors: Tensor) -> Any:
-        """The rule itself."""
+        """Call `work` with the plain tensors."""
         return work(tensors, in_dims[1:])
 
 
 def _below(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """The plain tensors behind a stack's, and where each has its client axis."""
+    """The plain tensors of these batched tensors, and the position of each one's client axis."""
     found: list[Any] = []
 
     def work(plain: Any, dims: Any) -> Any:

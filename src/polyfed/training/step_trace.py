@@ -1,8 +1,7 @@
-"""One training step of a stack, traced as operations on plain tensors with a client axis.
+"""Records one training step of a stack as operations on plain tensors with a client axis.
 
-Under `vmap` and `grad` a layer becomes a dozen operations at the bottom, most of which are views of the same numbers in
-the same shape again. A trace leaves those out, and what remains is what the step did: the same operations in the same
-order, hence the same bits.
+Under `vmap` and `grad` a layer becomes a dozen low-level operations, most of which only make views that exist already.
+A trace leaves those out. What remains are the same operations in the same order, and hence the same bits.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -16,14 +15,14 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Program = Callable[..., tuple[Tensor, ...]]
-"""A trace as a function of the state's tensors, the slices, and the tensors from outside; gives the results."""
+"""A trace as a function. It takes the tensors of the state, the slices and the outside tensors."""
 
 Layout = tuple[Hashable, ...]
-"""Of tensors: type, shape, strides, and where the client axis is."""
+"""For each of some tensors: data type, shape, strides and position of the client axis."""
 
 
 class Ref(int):
-    """A tensor of a trace, by its number."""
+    """The slot number of a tensor in a trace."""
 
     __slots__ = ()
 
@@ -34,9 +33,14 @@ class Ref(int):
 
 
 class Call(NamedTuple):
-    """One operation: what it takes, and the numbers of the tensors that it gives; `many` where it gives a list.
+    """One operation.
 
-    What it takes is a `Ref` or a `Constant`, or a tuple of them where the operation wants a list.
+    Attributes:
+        op: the operation.
+        args: its arguments, each a `Ref` or a `Constant`, or a tuple of them where the operation takes a list.
+        kwargs: its keyword arguments.
+        made: slots of the tensors that it returns, None for other values.
+        many: whether it returns a list.
     """
 
     op: Any
@@ -48,7 +52,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Anything else that an operation takes; told apart by type and spelling, because 1 == 1.0 == True in Python."""
+    """An argument that is no tensor. Compared by type and `repr`, because 1 == 1.0 == True in Python."""
 
     value: Any = field(compare=False)
     kind: type
@@ -57,16 +61,16 @@ class Constant:
 
 @dataclass
 class Trace:
-    """One step.
+    """The record of one step. Every tensor has a slot, numbered from 0.
 
     Attributes:
-        inputs: how many of the first slots are the state's and the slices' tensors.
+        inputs: number of tensors of the state and the slices; they have the first slots.
         calls: the operations, in order.
-        outside: tensors that the step closes over (the table's columns, the global model), by slot.
-        results: slots of the state after the step, and of its value.
-        before: layout of the state's tensors before the step.
-        after: the same after the step, and of the value.
-        tampers: whether it wrote into a tensor that it closes over, or gave a tensor another shape in place.
+        outside: tensors that the step closes over (columns of the table, the global model), by slot.
+        results: slots of the state after the step, and of the value of the loss.
+        before: layout of the state before the step.
+        after: layout of the state after the step, and of the value.
+        tampers: whether the step wrote into a tensor that it closes over, or changed the shape of a tensor in place.
     """
 
     inputs: int
@@ -78,22 +82,22 @@ class Trace:
     tampers: bool = False
 
     def signature(self) -> tuple[Any, ...]:
-        """All of it but the tensors from outside."""
+        """Everything that two equal steps have in common: all but the outside tensors themselves."""
         return (*range(self.inputs), *self.outside), tuple(self.calls), self.results, self.before, self.after
 
     @property
     def repeatable(self) -> bool:
-        """Whether another such step could follow: the state has the layout that it had, and nothing else changed."""
+        """Whether the same step could follow: the layout of the state is as before, and nothing else has changed."""
         return self.before == self.after[:-1] and not self.tampers
 
     def repeats(self, other: "Trace") -> bool:
-        """Whether this is `other` once more, on the very same tensors from outside."""
+        """Whether the two steps are the same operations on the same outside tensors."""
         return self.signature() == other.signature() and all(
             _same(tensor, other.outside[slot]) for slot, tensor in self.outside.items()
         )
 
     def program(self) -> Program:
-        """The trace as one Python function, which lets go of every tensor after its last use."""
+        """The trace as one Python function, which frees every tensor after its last use."""
         graph = fx.Graph()
         nodes = {slot: graph.placeholder(f"t{slot}") for slot in (*range(self.inputs), *self.outside)}
         for call in self.calls:
@@ -108,20 +112,20 @@ class Trace:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes, while it is on, what reaches the bottom."""
+    """While active, records all operations below `vmap` and `grad`."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace(len(inputs))
         self._slots: dict[int, int] = {}
         self._views: dict[Hashable, int] = {}
-        self._base: list[int] = []  # by slot: of which slot's memory it is a view
-        self._alive: list[Tensor] = []  # so that no identity is used twice (weak references take ten times as long)
+        self._base: list[int] = []  # by slot: the slot whose memory it is a view of
+        self._alive: list[Tensor] = []  # keeps `id` unique; weak references would take ten times as long
         for tensor in inputs:
             self._add(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do it, and note it."""
+        """Perform the operation and record it."""
         out = func(*args, **(kwargs or {}))
         refs = self._refs(args)
         base = self._viewed(args[0]) if _makes_view(func) else None
@@ -134,7 +138,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif isinstance(out, (list, tuple)):
             made = tuple(self._made(t, base) if isinstance(t, Tensor) else None for t in out)
         else:
-            return out  # a fact about a tensor, such as its device
+            return out  # a property of a tensor, such as its device
         named = tuple((name, *self._refs((value,))) for name, value in kwargs.items()) if kwargs else ()
         self.trace.calls.append(Call(func, refs, named, made, not isinstance(out, Tensor)))
         if torch.Tag.inplace_view in func.tags or any(self._outside(args[place]) for place in _written(func)):
@@ -153,7 +157,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(found)
 
     def slot(self, tensor: Tensor) -> int:
-        """The number of a tensor; one that nothing here has made comes from outside."""
+        """The slot of a tensor; one that no recorded operation has made is an outside tensor."""
         found = self._slots.get(id(tensor))
         if found is None:
             found = self._add(tensor)
@@ -164,7 +168,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._base[self.slot(tensor)] in self.trace.outside
 
     def _made(self, tensor: Tensor, base: int | None) -> int:
-        found = self._slots.get(id(tensor))  # operations in place give back what they change
+        found = self._slots.get(id(tensor))  # in-place operations return a tensor that has a slot
         if found is not None:
             return found
         slot = self._add(tensor, base)
@@ -180,7 +184,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return slot
 
     def _viewed(self, tensor: Tensor) -> int:
-        """Of which slot's memory a tensor is a view; it counts as a known view of it from now on."""
+        """The slot whose memory a tensor is a view of; remembers the tensor as such a view."""
         slot = self.slot(tensor)
         base = self._base[slot]
         self._views.setdefault(_view(base, tensor), slot)
@@ -194,7 +198,7 @@ def _makes_view(op: Any) -> bool:
 
 @cache
 def _written(op: Any) -> tuple[int, ...]:
-    """Places of the arguments that an operation changes in place."""
+    """Positions of the arguments that an operation changes in place."""
     schema = op._schema
     if not schema.is_mutable:
         return ()
@@ -203,7 +207,7 @@ def _written(op: Any) -> tuple[int, ...]:
 
 
 def _view(base: int, tensor: Tensor) -> Hashable:
-    """What makes two views of one memory equal. Conjugate and negative are flags of a view: the memory is the same."""
+    """Two views of the same memory are equal when this is; conjugation and negation are flags of a view."""
     flags = tensor.is_conj(), tensor.is_neg()
     return base, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), flags
 
@@ -218,14 +222,14 @@ def _integer(value: int) -> Constant:
 
 
 def _same(mine: Tensor, its: Tensor) -> bool:
-    """Whether two tensors from outside are one; numbers made anew in every step (`torch.tensor(7)`) may be equal."""
+    """Whether two outside tensors are the same; equal 0-dim CPU tensors are (a loss may make `torch.tensor(7)`)."""
     if mine is its or mine.dim() or its.dim() or mine.device.type != "cpu":
         return mine is its
     return mine.dtype == its.dtype and bool(mine == its)
 
 
 def _filled(values: tuple[Any, ...], nodes: Mapping[int, fx.Node]) -> tuple[Any, ...]:
-    """Arguments as the operation takes them."""
+    """Recorded arguments in the form that the operation takes."""
     return tuple(
         nodes[int(value)]
         if isinstance(value, Ref)

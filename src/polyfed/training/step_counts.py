@@ -1,0 +1,38 @@
+"""How many rows and optimiser steps a local training takes, computed without any data."""
+
+from polyfed.training.optimisers import Train
+
+
+def usable_rows(n: int, batch_size: int, skip_single: bool) -> int:
+    """Number of rows that an epoch uses, of `n` rows of a client.
+
+    Args:
+        n: rows of the client.
+        batch_size: rows of a batch; 0 means all rows in one batch.
+        skip_single: whether a batch of one row is left out, as it must be where the model has BatchNorm: one row has no
+            batch statistics.
+    """
+    size = batch_size or n
+    if not skip_single or not n:
+        return n
+    if size == 1:
+        return 0
+    return n - 1 if n % size == 1 else n
+
+
+def rows_trained(num_rows: int, train: Train, *, skip_single: bool) -> int:
+    """Number of rows that a local training puts through the model; repeated rows count each time."""
+    end = usable_rows(num_rows, train.batch_size, skip_single)
+    if train.steps is None or not end:
+        return train.epochs * end if end else 0
+    size = min(train.batch_size or end, end)
+    epochs, rest = divmod(train.steps, -(-end // size))
+    return epochs * end + min(rest * size, end)
+
+
+def steps_trained(num_rows: int, train: Train, *, skip_single: bool) -> int:
+    """Number of optimiser steps of a local training."""
+    end = usable_rows(num_rows, train.batch_size, skip_single)
+    if train.steps is not None or not end:
+        return train.steps or 0 if end else 0
+    return train.epochs * -(-end // (train.batch_size or end))
