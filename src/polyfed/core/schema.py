@@ -101,6 +101,9 @@ def choices(cls: type) -> dict[str, tuple[Any, ...]]:
 def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozenset[str] = frozenset()) -> dict[str, Any]:
     """The values of a section, each checked against its field's type.
 
+    A dataclass that once had options under other names says so in a class variable:
+    `renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds"}`, old name -> new name.
+
     Args:
         where: the section, as `[train]`; empty before the first one.
         cls: its dataclass.
@@ -108,14 +111,17 @@ def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozense
         elsewhere: fields that are written in another section.
 
     Raises:
-        RecipeError: with section, key, value, and what is allowed or the nearest name.
+        RecipeError: with section, key, value, and what is allowed, the new name of a renamed option, or the nearest
+            name.
     """
     hints = get_type_hints(cls)
     allowed = [f.name for f in fields(cls) if f.init and f.name not in elsewhere]
     values = {}
     for key, value in table.items():
         if key not in allowed:
-            raise RecipeError(f"{where} has no option '{key}'; {did_you_mean(key, allowed)}")
+            new = getattr(cls, "renamed", {}).get(key)
+            hint = f": it is now called '{new}'" if new else f"; {did_you_mean(key, allowed)}"
+            raise RecipeError(f"{where} has no option '{key}'{hint}")
         try:
             # through JSON: strict mode then takes an array for a tuple, but still no "5" for 5
             values[key] = TypeAdapter(hints[key]).validate_json(json.dumps(value, default=str), strict=True)
