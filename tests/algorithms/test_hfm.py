@@ -134,16 +134,16 @@ class Norm(torch.nn.Sequential):
 
 
 def spied(fed: Any) -> dict[str, Any]:
-    """Replies of the asks to come, by task."""
+    """Replies of the requests to come, by task; what was sent under `to `."""
     seen: dict[str, Any] = {}
-    request = fed.request
+    ask = fed.ask
 
     def listening(task: Any, clients: Any, send: Any, **how: Any) -> Any:
-        seen[task.__name__] = request(task, clients, send, **how)
+        seen[task.__name__] = ask(task, clients, send, **how)
         seen["to " + task.__name__] = send
         return seen[task.__name__]
 
-    fed.request = listening
+    fed.ask = listening
     return seen
 
 
@@ -292,7 +292,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         return {n: torch.full_like(v, CANARY) if n == "shared.bias" else v for n, v in init(self, key).items()}
 
     def listening(self: Any, request: Any, reply: Any, *, stacked: bool) -> Any:
-        if not self.context.evaluation_client:
+        if not self.on_server:
             values = [getattr(reply, name) for name in reply.kinds]
             seen[request.scope] += [t for v in values for t in ([v] if isinstance(v, torch.Tensor) else v.values())]
         return release(self, request, reply, stacked=stacked)
