@@ -11,12 +11,11 @@ import argparse
 import json
 import resource
 import time
-from types import SimpleNamespace
 
 import torch
 
-from polyfed.algorithms.cmsfed.choice import Problem
-from polyfed.algorithms.cmsfed.memory import Ratios
+from polyfed.algorithms.cmsfed.imbalance import ImbalanceRatios
+from polyfed.algorithms.cmsfed.selection import SelectionProblem
 from polyfed.core import keys
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.selection.submodular import Similarity, sample_size
@@ -53,13 +52,14 @@ def main() -> None:
     setup = time.process_time() - start
     registry = ClientRegistry(("a", "b"), torch.full((num,), 10), torch.ones(num, 2, dtype=torch.bool))
     values = torch.rand(num, 2, dtype=torch.float64) + 0.5
-    ratios = Ratios(("a", "b"), values, torch.ones(num, dtype=torch.float64), torch.ones(num, dtype=torch.bool))
+    ratios = ImbalanceRatios(
+        ("a", "b"), values, torch.ones(num, dtype=torch.float64), torch.ones(num, dtype=torch.bool)
+    )
     refresh, choose = [], []
     for round in range(1, options.rounds + 1):
-        fed = SimpleNamespace(clients=registry, seed=1, round=round)
-        problem = Problem(gradients, encoder, ratios, "b", 1.5, "paper", cohort, sample_size(cohort, num))
+        problem = SelectionProblem(gradients, encoder, ratios, "b", 1.5, "paper", cohort, sample_size(cohort, num))
         start = time.process_time()
-        choice = problem.solve(fed)  # type: ignore[arg-type]
+        choice = problem.solve(registry, keys.key(1, "greedy", round))
         choose.append(time.process_time() - start)
         picked = sorted(choice.picked)
         g, h = arrived(picked, size, keys.key(round)), arrived(picked, size // 2, keys.key(round))

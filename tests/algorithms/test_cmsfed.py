@@ -11,10 +11,12 @@ import torch
 
 from oracles import cmsfed as oracle
 from polyfed.algorithms.base import Broadcast
-from polyfed.algorithms.cmsfed.choice import Choice, Problem, choose
-from polyfed.algorithms.cmsfed.cmsfed import Assignment, CmsFed, CmsFedState
-from polyfed.algorithms.cmsfed.local_training import LocalTraining
-from polyfed.algorithms.cmsfed.memory import Ratios
+from polyfed.algorithms.cmsfed import CmsFed
+from polyfed.algorithms.cmsfed.cmsfed import CmsFedState
+from polyfed.algorithms.cmsfed.imbalance import ImbalanceRatios, pce_weights
+from polyfed.algorithms.cmsfed.messages import Assignment
+from polyfed.algorithms.cmsfed.selection import Choice, SelectionProblem
+from polyfed.algorithms.cmsfed.training_scope import TrainingScope
 from polyfed.core import keys
 from polyfed.core.errors import Diverged, EgressError, RecipeError, TooFewReplies
 from polyfed.core.tree import Tree, size_bytes, vector
@@ -34,6 +36,7 @@ from polyfed.training.prototypes import Prototypes
 from world import algorithm, furthest, losing, played, recipe, same
 
 OPEN = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in ("a", "b", "c")}
+KEY = keys.key(3, "greedy", 2)
 COMPLETE = ClientsSpec(partition="dirichlet", num=7, alpha=1.0)
 
 
@@ -53,8 +56,8 @@ def step_by_step(case: Any) -> list[CmsFedState]:
     return states
 
 
-def problem(num: int, seed: int, **options: Any) -> tuple[Problem, Any]:
-    """A random selection problem over clients that own both modalities, and a federation to solve it for."""
+def problem(num: int, seed: int, **options: Any) -> tuple[SelectionProblem, ClientRegistry]:
+    """A random selection problem over clients that own both modalities, and their registry."""
     rng = np.random.default_rng(seed)
     registry = ClientRegistry(("a", "b"), torch.full((num,), 10), torch.ones(num, 2, dtype=torch.bool))
     similar = []
@@ -62,70 +65,69 @@ def problem(num: int, seed: int, **options: Any) -> tuple[Problem, Any]:
         points = torch.from_numpy(rng.normal(size=(num, 4)).astype(np.float32))
         similar.append(Similarity.empty(num, 4).refreshed(dict(enumerate(points))))
     values = torch.tensor(np.stack([np.ones(num), rng.uniform(0.8, 3.0, num)], 1))
-    ratios = replace(Ratios.unknown(registry), values=values)
-    defaults = {"weak": "b", "chi": 1.5, "resolution": "paper", "size": 5, "sample": 6}
-    fed = type("Fed", (), {"clients": registry, "seed": 3, "round": 2})
-    return Problem(similar[0], similar[1], ratios, **(defaults | options)), fed  # type: ignore[arg-type]
+    ratios = replace(ImbalanceRatios.unknown(registry), values=values)
+    defaults = {"weak": "b", "dominance_threshold": 1.5, "resolution": "paper", "size": 5, "sample": 6}
+    return SelectionProblem(similar[0], similar[1], ratios, **(defaults | options)), registry  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("resolution", ["paper", "authors"])
 @pytest.mark.parametrize("seed", range(6))
 def test_choice_equals_brute_force_with_the_same_draws(resolution: str, seed: int) -> None:
-    case, fed = problem(14, seed, resolution=resolution)
-    choice = case.solve(fed)
+    case, clients = problem(14, seed, resolution=resolution)
+    choice = case.solve(clients, KEY)
     pool, draws = list(range(14)), []
     for step in range(5):  # replay: which candidates each pass saw depends on who had joined
-        order = [pool[i] for i in keys.permutation(keys.key(keys.key(3, "greedy", 2), step), len(pool))[:6].tolist()]
+        order = [pool[i] for i in keys.permutation(keys.key(KEY, step), len(pool))[:6].tolist()]
         draws.append(sorted(order) if len(pool) > 6 else sorted(pool))
         dominance = case.ratios.values[:, 1].tolist()
         d1, d2 = case.gradients.distance.numpy(), case.encoder.distance.numpy()  # type: ignore[union-attr]
         both, weak = oracle.select(d1, d2, dominance, 5, 1.5, draws, resolution == "authors")
         pool = [client for client in range(14) if client not in both + weak]
-    assert choice.both == both
-    assert list(choice.alone) == weak
-    assert set(choice.alone.values()) <= {"b"}
+    assert choice.train_all == both
+    assert list(choice.train_alone) == weak
+    assert set(choice.train_alone.values()) <= {"b"}
 
 
 @pytest.mark.parametrize("resolution", ["paper", "authors"])
 def test_extreme_chi(resolution: str) -> None:
-    case, fed = problem(20, 1, resolution=resolution, chi=math.inf)
-    assert case.solve(fed).alone == {}
-    case, fed = problem(20, 1, resolution=resolution, chi=-math.inf)
-    everyone_alone = case.solve(fed)
+    case, clients = problem(20, 1, resolution=resolution, dominance_threshold=math.inf)
+    assert case.solve(clients, KEY).train_alone == {}
+    case, clients = problem(20, 1, resolution=resolution, dominance_threshold=-math.inf)
+    everyone_alone = case.solve(clients, KEY)
     if resolution == "authors":
-        assert everyone_alone.both == []
-        assert len(everyone_alone.alone) == 5
+        assert everyone_alone.train_all == []
+        assert len(everyone_alone.train_alone) == 5
     else:
-        assert len(everyone_alone.alone) >= 1
+        assert len(everyone_alone.train_alone) >= 1
 
 
 def test_without_weak_picks_the_authors_choice_is_divfl_on_the_same_draws() -> None:
-    case, fed = problem(20, 4, resolution="authors", chi=math.inf)
-    divfl = stochastic_greedy(case.gradients, 5, range(20), of=6, key=keys.key(3, "greedy", 2))
-    assert case.solve(fed).both == divfl
+    case, clients = problem(20, 4, resolution="authors", dominance_threshold=math.inf)
+    divfl = stochastic_greedy(case.gradients, 5, range(20), of=6, key=KEY)
+    assert case.solve(clients, KEY).train_all == divfl
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 20, 30])
 @pytest.mark.parametrize("resolution", ["paper", "authors"])
 def test_sets_are_disjoint_and_fill_the_budget(size: int, resolution: str) -> None:
-    case, fed = problem(20, 2, resolution=resolution, size=size, sample=sample_size(size, 20))
-    choice = case.solve(fed)
-    assert not set(choice.both) & set(choice.alone)
-    assert len(choice.both) + len(choice.alone) == min(size, 20)
+    case, clients = problem(20, 2, resolution=resolution, size=size, sample=sample_size(size, 20))
+    choice = case.solve(clients, KEY)
+    assert not set(choice.train_all) & set(choice.train_alone)
+    assert len(choice.train_all) + len(choice.train_alone) == min(size, 20)
 
 
 def test_no_weak_modality_when_all_ratios_are_one() -> None:
-    case, fed = problem(10, 0, weak="")
+    case, clients = problem(10, 0, weak="")
     level = replace(case.ratios, values=torch.ones(10, 2, dtype=torch.float64))
     assert level.weak() == ""
-    assert replace(case, encoder=None, ratios=level).solve(fed).alone == {}
+    assert replace(case, encoder=None, ratios=level).solve(clients, KEY).train_alone == {}
 
 
 def test_global_ratio_weighs_by_rows_and_keeps_stale_values() -> None:
     registry = ClientRegistry(
         ("a", "b"), torch.tensor([10, 30, 5]), torch.tensor([[True, True], [True, True], [True, False]])
     )
-    ratios = Ratios.unknown(registry)
+    ratios = ImbalanceRatios.unknown(registry)
     assert ratios.mean() == {}
     assert ratios.weak() == ""
     ratios = ratios.reported({0: {"b": torch.tensor(2.0)}, 1: {"b": torch.tensor(0.5)}, 2: {}})
@@ -143,7 +145,9 @@ def test_global_ratio_weighs_by_rows_and_keeps_stale_values() -> None:
 
 def test_three_modalities_set_the_weakest_against_the_strongest() -> None:
     registry = ClientRegistry(("a", "b", "c"), torch.tensor([1, 1]), torch.ones(2, 3, dtype=torch.bool))
-    ratios = Ratios.unknown(registry).reported({k: {"b": torch.tensor(3.0), "c": torch.tensor(0.5)} for k in (0, 1)})
+    ratios = ImbalanceRatios.unknown(registry).reported(
+        {k: {"b": torch.tensor(3.0), "c": torch.tensor(0.5)} for k in (0, 1)}
+    )
     assert ratios.weak() == "b"
     assert ratios.dominance("b", 0) == pytest.approx(6.0)
     assert ratios.weakest_of(["a", "c"]) == "a"
@@ -153,7 +157,7 @@ def test_three_modalities_set_the_weakest_against_the_strongest() -> None:
 @pytest.mark.parametrize("alone", [False, True])
 def test_training_and_both_gradients_equal_an_independent_loop(engine: str, alone: bool) -> None:
     train = Train(lr=0.1, batch_size=16, epochs=1)
-    case = made(engine, train=train, alpha_p=2.0)
+    case = made(engine, train=train, prototype_weight=2.0)
     parts = assemble(case)
     parts.fed.begin(1)
     rng = torch.Generator().manual_seed(0)
@@ -200,7 +204,7 @@ def oracle_client(w: Tree) -> oracle.Client:
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 def test_no_strength_and_no_weak_picks_is_fedavg_on_the_same_cohorts_bit_for_bit(engine: str) -> None:
-    options = {"chi": math.inf, "alpha_p": 0.0, "modality_selection": False}
+    options = {"dominance_threshold": math.inf, "prototype_weight": 0.0, "modality_selection": False}
     _, ours, _ = played(made(engine, **options))
     plain = recipe(algorithm("fedavg"), engine, clients=COMPLETE)
     _, theirs, _ = played(plain)
@@ -208,14 +212,14 @@ def test_no_strength_and_no_weak_picks_is_fedavg_on_the_same_cohorts_bit_for_bit
 
 
 def test_only_rows_and_columns_of_the_chosen_change() -> None:
-    states = step_by_step(made(chi=1.0, rounds=4))
+    states = step_by_step(made(dominance_threshold=1.0, rounds=4))
     for before, after in itertools.pairwise(states[1:]):
         idle = [c for c in range(7) if c not in after.choice.picked]
         for old, new in [(before.gradients, after.gradients), *[(before.encoders[m], after.encoders[m]) for m in "ab"]]:
             assert torch.equal(old.distance[idle][:, idle], new.distance[idle][:, idle])
             assert torch.equal(new.distance, new.distance.T)
             assert not new.distance.diagonal().any()
-        alone = list(after.choice.alone)
+        alone = list(after.choice.train_alone)
         assert torch.equal(before.gradients.vectors[alone], after.gradients.vectors[alone])  # type: ignore[union-attr]
         other = "a" if after.choice.weak == "b" else "b"
         assert torch.equal(before.encoders[other].vectors, after.encoders[other].vectors)
@@ -223,9 +227,9 @@ def test_only_rows_and_columns_of_the_chosen_change() -> None:
 
 def test_a_client_that_trains_one_modality_neither_moves_nor_sends_the_other() -> None:
     # chi = -inf and a budget of all clients: every pick of the second problem trains `weak` alone
-    states = step_by_step(made(chi=-math.inf, resolution="authors", rounds=2))
+    states = step_by_step(made(dominance_threshold=-math.inf, resolution="authors", rounds=2))
     first, after = states[1], states[2]
-    assert after.choice.both == []
+    assert after.choice.train_all == []
     other = "a" if after.choice.weak == "b" else "b"
     fixed = [n for n in first.params if n.startswith(f"{other}.")]
     assert fixed
@@ -265,7 +269,7 @@ def test_global_prototypes_are_centroids_of_all_rows_under_one_model() -> None:
 
 
 def test_bytes_of_a_round() -> None:
-    case = made(chi=0.0, gradient_split="delta", rounds=2)
+    case = made(dominance_threshold=0.0, gradient_split="delta", rounds=2)
     parts, state, rows = played(case)
     model = parts.fed.context.model
     size = {
@@ -279,7 +283,7 @@ def test_bytes_of_a_round() -> None:
         sent[row["client"]] = sent.get(row["client"], 0) + row["bytes"]
     assert set(sent) == state.choice.picked
     for client, total in sent.items():
-        trained = sum(size.values()) if client in state.choice.both else size[weak] + size["shared"]
+        trained = sum(size.values()) if client in state.choice.train_all else size[weak] + size["shared"]
         assert total == trained + extra + always
     assert model.feature_size("a") == width
 
@@ -310,13 +314,13 @@ SWITCHES: list[dict[str, Any]] = [
     {"sketch": 64},
     {"hysteresis": 10.0},
     {"feature_norm": 3.0},
-    {"alpha_p": 0.0},
+    {"prototype_weight": 0.0},
 ]
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items())[:50])
 def test_every_switch_changes_the_run_and_engines_agree(switch: dict[str, Any]) -> None:
-    base = {"chi": 1.0, "rounds": 2}
+    base = {"dominance_threshold": 1.0, "rounds": 2}
     _, plain, _ = played(made("vectorised", **base))
     _, one, ledger_one = played(made("sequential", **(base | switch)))
     _, many, ledger_many = played(made("vectorised", **(base | switch)))
@@ -335,7 +339,7 @@ def test_every_switch_is_reachable_from_a_recipe() -> None:
         "clients": {"num": 4, "partition": "iid"},
         "model": {"encoders": {"a": {"kind": "mlp"}, "b": {"kind": "mlp"}}},
     }
-    for switch in [*SWITCHES, {"chi": math.inf}, {"chi": -math.inf}]:
+    for switch in [*SWITCHES, {"dominance_threshold": math.inf}, {"dominance_threshold": -math.inf}]:
         options = {k: v for k, v in switch.items() if k != "selector"}
         extra = {"selection": {"name": "divfl"}} if "selector" in switch else {}
         built = parse_recipe(table | extra | {"algorithm": {"name": "cmsfed", **options}}).algorithm
@@ -351,13 +355,15 @@ def test_a_selector_beside_its_own_selection_is_refused() -> None:
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 def test_clients_that_lack_a_modality_train_alone_and_have_no_ratio(engine: str) -> None:
     clients = ClientsSpec(partition="iid", num=8, keep_both=0.5)
-    states = step_by_step(made(engine, clients=clients, chi=math.inf, rounds=4, selector=Uniform(participation=6)))
+    states = step_by_step(
+        made(engine, clients=clients, dominance_threshold=math.inf, rounds=4, selector=Uniform(participation=6))
+    )
     holds = assemble(made(clients=clients)).population.holds
     for state in states[1:]:
         assert state.ratios.values[~holds.all(1)].isnan().all()
         assert not state.gradients.known[~holds.all(1)].any()
-        assert all(bool(holds[c].all()) for c in state.choice.both)
-        for client, own in state.choice.alone.items():
+        assert all(bool(holds[c].all()) for c in state.choice.train_all)
+        for client, own in state.choice.train_alone.items():
             assert holds[client].tolist() == [own == "a", own == "b"]
         assert len(state.choice.picked) == 6
     known = states[1].encoders
@@ -367,8 +373,8 @@ def test_clients_that_lack_a_modality_train_alone_and_have_no_ratio(engine: str)
 def test_without_a_complete_client_the_cohort_is_random_and_trains_alone() -> None:
     clients = ClientsSpec(partition="iid", num=4, only={"a": [0, 1], "b": [2, 3]})
     _, state, _ = played(made("vectorised", clients=clients, rounds=2))
-    assert state.choice.both == []
-    assert len(state.choice.alone) == 4
+    assert state.choice.train_all == []
+    assert len(state.choice.train_alone) == 4
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
@@ -376,7 +382,9 @@ def test_three_modalities_run_and_agree(engine: str) -> None:
     toy = Toy(rows=300, classes=3, shapes={"a": (8,), "b": (8,), "c": (8,)}, snr={"a": 4.0, "b": 2.0, "c": 1.0})
     model = ModelSpec(embedding=6, encoders={m: {"kind": "mlp", "hidden": [8]} for m in "abc"})
     holdings = ClientsSpec(partition="iid", num=6, holdings=[["a", "b", "c"], ["a", "b", "c"], ["a", "b"]])
-    case = recipe(algorithm("cmsfed", chi=1.0), engine, data=toy, model=model, clients=holdings, egress=OPEN)
+    case = recipe(
+        algorithm("cmsfed", dominance_threshold=1.0), engine, data=toy, model=model, clients=holdings, egress=OPEN
+    )
     _, state, _ = played(case)
     assert state.choice.weak in ("a", "b", "c")
     logged = case.algorithm.observe(state)
@@ -385,13 +393,13 @@ def test_three_modalities_run_and_agree(engine: str) -> None:
 
 
 def test_who_trains_alone_may_be_lost_and_the_round_goes_on() -> None:
-    parts = assemble(made(chi=float("-inf"), selector=Uniform(participation=4)))
+    parts = assemble(made(dominance_threshold=float("-inf"), selector=Uniform(participation=4)))
     parts.fed.begin(1)
     method = parts.recipe.algorithm
     state = method.init(parts.fed, parts.initial)
     lost = losing(parts, "train_alone", *range(7))
     after = method.round(state, parts.fed)
-    assert sorted(lost) == sorted(after.choice.alone)
+    assert sorted(lost) == sorted(after.choice.train_alone)
     assert not same(after.params, state.params)
 
     parts.fed.begin(2)
@@ -404,13 +412,13 @@ def test_prototypes_of_one_modality_have_nothing_to_be_behind_of() -> None:
     method = algorithm("cmsfed", pce_target="batch_weak", modality_selection=False)
     parts = assemble(recipe(method, egress={m: OPEN[m] for m in "ab"}, clients=COMPLETE))
     context = parts.engine.context(0)
-    training = LocalTraining(method, context, ("a", "b"), ("a", "b"), alone=False)
+    scope = TrainingScope(context, ("a", "b"), ("a", "b"), full_strength=False, feature_norm=0.0)
     batch = context.model.zero_batch(4, "ab")
-    z = training.measured(context.model.features(parts.initial, batch))
+    z = scope.features(parts.initial, batch)
     size = z["a"].shape[1]
     known = Prototypes.received(torch.randn(4, size))
-    assert training._weights({"a": known}, z, batch) == {}
-    assert set(training._weights({"a": known, "b": known}, z, batch)) == {"a", "b"}
+    assert pce_weights(scope, {"a": known}, z, batch, 1.0, "clip", "batch_weak") == {}
+    assert set(pce_weights(scope, {"a": known, "b": known}, z, batch, 1.0, "clip", "batch_weak")) == {"a", "b"}
 
 
 def test_equal_gradients_are_told() -> None:
@@ -421,7 +429,7 @@ def test_equal_gradients_are_told() -> None:
     state = method.round(method.init(parts.fed, parts.initial), parts.fed)
     assert not any("all gradients are alike" in text for text in events)
     flat = replace(state.gradients, distance=torch.zeros_like(state.gradients.distance))
-    choose(method, state.with_(gradients=flat), "a", parts.fed)
+    method.choose(state.with_(gradients=flat), parts.fed)
     assert any("all gradients are alike" in text for text in events)
 
 
@@ -449,7 +457,7 @@ def test_swapping_the_modalities_inverts_the_ratio() -> None:
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 @pytest.mark.parametrize(("alpha", "term"), [(0.0, "cross_entropy"), (1e30, "prototype_loss")])
 def test_a_diverging_run_stops_with_client_and_term_named(engine: str, alpha: float, term: str) -> None:
-    wild = made(engine, alpha_p=alpha, train=Train(lr=1e12 if not alpha else 1e3, batch_size=16), rounds=6)
+    wild = made(engine, prototype_weight=alpha, train=Train(lr=1e12 if not alpha else 1e3, batch_size=16), rounds=6)
     with pytest.raises(Diverged, match=rf"client \d+: {term} is not finite"):
         played(wild)
 

@@ -12,6 +12,7 @@ from oracles.hfm import Settings, centralised, encode, hfm, top, vfl
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.hfm import check_aligned
 from polyfed.core.errors import DataError, EgressError, PolyfedWarning, RecipeError, TooFewReplies
+from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.federation.network import Network
@@ -20,7 +21,7 @@ from polyfed.model import Model, ModelSpec
 from polyfed.privacy.gate import EgressGate
 from polyfed.privacy.policy import Policy
 from polyfed.training import SingleClientData
-from polyfed.training.client_data import Job
+from polyfed.training.client_data import Loss
 from polyfed.training.optimisers import Train
 from world import furthest, played, recipe, same
 
@@ -32,7 +33,7 @@ LACKING = Silos([30, 24], [TWO, [["a"]]])
 
 def method(name: str = "hfm", **options: Any) -> Any:
     """Exactly determined: every local round is one step on all rows of the silo."""
-    plain = {"train": Train(lr=0.1), "local_unit": "step", "batch_fraction": 1.0, "q": 3, "r": 2}
+    plain = {"train": Train(lr=0.1), "local_unit": "step", "batch_fraction": 1.0, "local_rounds": 3, "exchanges": 2}
     return ALGORITHMS[name](**(plain | options))
 
 
@@ -43,7 +44,7 @@ def method(name: str = "hfm", **options: Any) -> Any:
         ({}, Settings(q=3, r=2)),
         ({"mu": 0.5}, Settings(q=3, r=2, mu=0.5)),
         ({"head_update": "server"}, Settings(q=3, r=2, head_at_edge=True)),
-        ({"head_update": "server", "mu": 0.5, "r": 1}, Settings(q=3, r=1, mu=0.5, head_at_edge=True)),
+        ({"head_update": "server", "mu": 0.5, "exchanges": 1}, Settings(q=3, r=1, mu=0.5, head_at_edge=True)),
         ({"local_unit": "epoch", "inner_batch": 64}, Settings(q=3, r=2)),
         ({"resample": False}, Settings(q=3, r=2)),
     ],
@@ -59,13 +60,13 @@ def test_the_timeline_equals_an_independent_one(
 
 def test_every_exchange_draws_its_own_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    fit = SingleClientData.fit
+    minimise = SingleClientData.minimise
 
-    def noted(view: SingleClientData, job: Job) -> Any:
-        return fit(view, replace(job, loss=lambda w, batch: drawn.append(batch.key) or job.loss(w, batch)))
+    def noted(view: SingleClientData, loss: Loss, params: Tree, **options: Any) -> Any:
+        return minimise(view, lambda w, batch: drawn.append(batch.key) or loss(w, batch), params, **options)
 
-    monkeypatch.setattr(SingleClientData, "fit", noted)
-    Silos([40], [TWO]).play(method(q=4, r=3), rounds=2)
+    monkeypatch.setattr(SingleClientData, "minimise", noted)
+    Silos([40], [TWO]).play(method(local_rounds=4, exchanges=3), rounds=2)
     assert len(drawn) == len(set(drawn)) == 2 * 4 * 3 * 2  # devices, local rounds, exchanges, rounds
 
 
@@ -90,7 +91,7 @@ def test_the_proximal_term_of_vfl_holds_the_head_to_the_one_last_sent(head: str)
 @pytest.mark.parametrize("head", ["device_average", "server"])
 def test_fresh_embeddings_make_one_step_of_centralised_sgd(head: str) -> None:
     one = Silos([40], [TWO])
-    state, _, _ = one.play(method(q=1, r=4, head_update=head))
+    state, _, _ = one.play(method(local_rounds=1, exchanges=4, head_update=head))
     assert furthest(state.params, centralised(one.data()[0], one.initial, 8, 0.1)) < 1e-5
 
 
@@ -102,7 +103,7 @@ def test_fresh_embeddings_and_equal_silos_make_centralised_sgd_on_the_union() ->
         x={m: torch.cat([part.x[m] for part in parts]) for m in "ab"},
         y=torch.cat([part.y for part in parts]),
     )
-    state, _, _ = world.play(method(q=1, r=1), rounds=3)
+    state, _, _ = world.play(method(local_rounds=1, exchanges=1), rounds=3)
     assert furthest(state.params, centralised(union, world.initial, 3, 0.1)) < 1e-5
 
 
@@ -110,7 +111,7 @@ def test_embeddings_with_batch_statistics_are_those_of_the_step() -> None:
     """With Q = 1 and all rows in a batch, the two devices' head copies then see the same logits, so they agree."""
     norm = Silos([40], [TWO], encoders={"a": ENCODER_NORM, "b": ENCODER_NORM})
     for eval_mode, agree in ((False, True), (True, False)):
-        algorithm = method(q=1, r=1, eval_embeddings=eval_mode)
+        algorithm = method(local_rounds=1, exchanges=1, eval_embeddings=eval_mode)
         fed, _ = norm.federation(algorithm)
         fed.begin(0)
         state = algorithm.init(fed, norm.initial)
@@ -133,16 +134,16 @@ class Norm(torch.nn.Sequential):
 
 
 def spied(fed: Any) -> dict[str, Any]:
-    """Replies of the asks to come, by task."""
+    """Replies of the requests to come, by task; what was sent under `to `."""
     seen: dict[str, Any] = {}
-    request = fed.request
+    ask = fed.ask
 
     def listening(task: Any, clients: Any, send: Any, **how: Any) -> Any:
-        seen[task.__name__] = request(task, clients, send, **how)
+        seen[task.__name__] = ask(task, clients, send, **how)
         seen["to " + task.__name__] = send
         return seen[task.__name__]
 
-    fed.request = listening
+    fed.ask = listening
     return seen
 
 
@@ -198,7 +199,7 @@ def test_hfl_without_stacked_modalities_is_refused_with_the_line_to_write() -> N
 def test_traffic_is_that_of_the_formulas(mu: float) -> None:
     q, r, rows = 3, 2, {0: 16, 1: 9, 2: 7}  # 0.4 of 40, 23 and 17
     world = UNEQUAL
-    state, runs, _ = world.play(method(batch_fraction=0.4, q=q, r=r, mu=mu), rounds=1)
+    state, runs, _ = world.play(method(batch_fraction=0.4, local_rounds=q, exchanges=r, mu=mu), rounds=1)
     entries = list(runs.ledger.rows())
     head = 4 * (2 * 4 * 3 + 4)  # two maps (4, 3) and a bias (4,), float32
     encoders = {0: 4 * (7 * 6 + 7 + 3 * 7 + 3), 1: 4 * (5 * 9 + 5 + 3 * 5 + 3)}
@@ -291,7 +292,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         return {n: torch.full_like(v, CANARY) if n == "shared.bias" else v for n, v in init(self, key).items()}
 
     def listening(self: Any, request: Any, reply: Any, *, stacked: bool) -> Any:
-        if not self.context.evaluation_client:
+        if not self.on_server:
             values = [getattr(reply, name) for name in reply.kinds]
             seen[request.scope] += [t for v in values for t in ([v] if isinstance(v, torch.Tensor) else v.values())]
         return release(self, request, reply, stacked=stacked)
@@ -310,7 +311,7 @@ CANARY = 1234.5
     [
         ({"shared": {"server": ["statistic"]}}, r"metrics\.global; there will be no accuracy unless", None),
         ({"a": {"server": ["statistic"]}}, r"metrics\.global; there will be no accuracy unless", None),
-        ({"shared": {"server": []}}, "statistics of shared may not go there either", 0.3),
+        ({"shared": {"server": []}}, "statistics of shared may not reach it either", 0.3),
     ],
     ids=["shared", "an-encoder", "nothing-of-shared"],
 )
@@ -335,7 +336,7 @@ def test_silos_judge_themselves_on_their_own_test_rows(engine: str, sent: dict[s
     inside = {**INSIDE, "shared": {**INSIDE["shared"], "server": ["statistic"]}}
     clients = ClientsSpec(partition="silos", silos=3, personal_test=0.3)
     made = recipe(method("vfl", evaluation=Evaluation(every=0)), engine, clients=clients, egress=inside)
-    with pytest.warns(PolyfedWarning, match=r"silos judge them on test rows of their own, metrics\.personal"):
+    with pytest.warns(PolyfedWarning, match=r"silos evaluate them on their own test rows, metrics\.personal"):
         run = polyfed.run(made)
     assert set(run.result["metrics"]) == {"personal"}
     assert {value.dim() for value in sent["server"]} <= {0, 1}, "more than a number a device, or a stack of these"
@@ -373,7 +374,7 @@ def test_a_silo_of_which_a_device_does_not_answer_is_not_judged() -> None:
 def test_a_device_missing_in_an_exchange_counts_as_zeros_or_as_what_it_sent_for_the_same_rows() -> None:
     world = Silos([40], [TWO])
     for resample in (True, False):
-        algorithm = method(resample=resample, batch_fraction=0.5, r=1)
+        algorithm = method(resample=resample, batch_fraction=0.5, exchanges=1)
         fed, _ = world.federation(algorithm, lost={("none", 0)})
         fed.begin(0)
         state = algorithm.init(fed, world.initial)
@@ -430,7 +431,7 @@ def test_a_device_that_missed_the_broadcast_sits_the_round_out(
 
 def test_parts_of_the_head_that_no_loss_reaches_do_not_decay() -> None:
     world = Silos([40], [TWO])
-    algorithm = method(train=Train(lr=0.1, weight_decay=0.5), r=1)
+    algorithm = method(train=Train(lr=0.1, weight_decay=0.5), exchanges=1)
     fed, _ = world.federation(algorithm, lost={("embed", 1)})
     fed.begin(0)
     state = algorithm.init(fed, world.initial)
@@ -450,7 +451,7 @@ def test_a_silo_whose_devices_are_all_missing_keeps_its_head() -> None:
 
 def test_a_silo_of_one_device_trains_as_usual() -> None:
     world = Silos([40], [[["a", "b"]]])
-    state, _, _ = world.play(method(q=3, r=2))
+    state, _, _ = world.play(method(local_rounds=3, exchanges=2))
     assert furthest(state.params, centralised(world.data()[0], world.initial, 12, 0.1)) < 1e-5
 
 
@@ -492,7 +493,7 @@ def test_wrong_arrangements_and_settings_are_refused() -> None:
         played(recipe(method()))
     with pytest.raises(RecipeError, match="silo 0: devices 0, 1 hold a modality twice"):
         Silos([40], [[["a", "b"], ["b"]]]).play(method())
-    for wrong in ({"q": 0}, {"batch_fraction": 0.0}, {"mu": -1.0}, {"train": Train(epochs=2)}):
+    for wrong in ({"local_rounds": 0}, {"batch_fraction": 0.0}, {"mu": -1.0}, {"train": Train(epochs=2)}):
         with pytest.raises(RecipeError, match=next(iter(wrong))):
             method(**wrong)
 
@@ -517,7 +518,7 @@ def test_vfl_reports_the_mean_over_silos() -> None:
 
 def test_staleness_is_how_far_embeddings_moved_within_an_exchange() -> None:
     world = Silos([40], [TWO])
-    algorithm = method(q=3, r=1)
+    algorithm = method(local_rounds=3, exchanges=1)
     fed, runs = world.federation(algorithm)
     fed.begin(0)
     state = algorithm.init(fed, world.initial)
@@ -538,7 +539,7 @@ def test_work_is_counted_for_a_devices_own_modalities_and_its_mini_batch_only() 
     rules = {m: {"silo": ["parameters", "embeddings"]} for m in "ab"} | {
         "shared": {"silo": ["parameters", "statistic", "ids"]}
     }
-    chosen = method(q=3, r=2, batch_fraction=0.5)
+    chosen = method(local_rounds=3, exchanges=2, batch_fraction=0.5)
     timed = recipe(chosen, clients=clients, egress=rules, network=Network(), rounds=1)
     parts, _, _ = played(timed)
     assert parts.fed.clock is not None

@@ -47,7 +47,7 @@ def rounds(fed: Any, method: Any, number: int) -> Any:
 @pytest.mark.parametrize("max_age", [0, 4])
 def test_server_equals_a_loop_over_devices(linear: float | None, count: int, max_age: int) -> None:
     network = Network(bandwidth_hz=2e3, compute_flops_per_s=1e8)  # slow: bits and work must matter to the scores
-    rule = {"rule": "ratio"} if linear is None else {"rule": "linear", "alpha": linear}
+    rule = {"rule": "ratio"} if linear is None else {"rule": "linear", "price_per_second": linear}
     method = algorithm("pfmml", uploads=count, max_age=max_age, coefficient_lr=0.05, **rule)
     fed, script = scripted(method, MIXED, network, seed=5)
     by_hand = oracle.Server(9, OWNERS, BITS, count, 0.05, max_age, linear)
@@ -206,7 +206,7 @@ def test_twins_keep_equal_coefficients_for_each_other() -> None:
 @pytest.mark.parametrize("rule", ["ratio", "linear"])
 def test_fast_links_order_by_benefit_alone(rule: str) -> None:
     near = Network(channel="fixed", rate_up_bps=1e15, rate_down_bps=1e15, compute_flops_per_s=1e18)
-    timed = algorithm("pfmml", uploads=3, coefficient_lr=0.1, rule=rule, alpha=0.0)
+    timed = algorithm("pfmml", uploads=3, coefficient_lr=0.1, rule=rule, price_per_second=0.0)
     untimed = algorithm("pfmml", uploads=3, coefficient_lr=0.1)
     fed, script = scripted(timed, MIXED, near if rule == "linear" else None)
     other, plain = scripted(untimed, MIXED)
@@ -252,7 +252,7 @@ def test_a_tie_goes_to_the_lowest_number_and_schedules_nest_when_all_scores_tie(
     assert [c.nonzero().flatten().tolist() for c in chosen[1:4]] == [[0], [0, 2], [0, 2, 3]]
     seconds = []
     for count in (2, 4, 6):
-        method = algorithm("pfmml", uploads=count, coefficient_lr=0.0, max_age=0, rule="linear", alpha=0.0)
+        method = algorithm("pfmml", uploads=count, coefficient_lr=0.0, max_age=0, rule="linear", price_per_second=0.0)
         parts, state, _ = played(recipe(method, clients=ClientsSpec(partition="iid", num=6), network=Network()))
         parts.fed.begin(4)
         method.round(state, parts.fed)

@@ -86,7 +86,7 @@ def test_a_replayed_run_of_every_algorithm_is_the_plain_one_bit_for_bit(
     name: str, encoders: Any, replayed: list[int]
 ) -> None:
     made = world(name, "vectorised", encoders)
-    longer = {"q": 5} if name in ("hfm", "vfl") else {"train": replace(made.algorithm.train, epochs=5)}
+    longer = {"local_rounds": 5} if name in ("hfm", "vfl") else {"train": replace(made.algorithm.train, epochs=5)}
     made = replace(made, algorithm=replace(made.algorithm, **longer))
     _, state, ledger = played(made)
     steps = sum(replayed)

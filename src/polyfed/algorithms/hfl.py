@@ -1,7 +1,8 @@
 """HFL: FedAvg on early fusion, the horizontal control of HFM.
 
-Every silo is one client with one model over all modalities, stacked as channels before it sees them (`[data] stack`);
-silos are averaged by their rows (algorithms.md 3.4). With `mu` it is FedProx (Eq. 4).
+Every silo is one client with one model of all modalities, which are stacked as channels beforehand (`[data] stack`).
+The server averages the silos' models, weighted by their rows. With `mu` it is FedProx (Eq. 4 of HFM's report). See
+docs/algorithms/hfl.md.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from polyfed.federation.federation import Federation
 
 @dataclass(frozen=True, kw_only=True)
 class Hfl(Averaging):
-    """See the module.
+    """HFL: FedAvg, or FedProx with `mu`, on stacked modalities.
 
     Attributes:
         mu: strength of the proximal term; 0 leaves it out.
@@ -27,10 +28,10 @@ class Hfl(Averaging):
     mu: Annotated[float, NOT_NEGATIVE] = 0.0
 
     def init(self, fed: Federation, params: Tree) -> Any:
-        """Averaging's state.
+        """The state of `Averaging`.
 
         Raises:
-            RecipeError: the data is not stacked.
+            RecipeError: the data has more than one modality, so it is not stacked.
         """
         if len(fed.clients.modalities) > 1:
             names = ", ".join(f'"{name}"' for name in fed.clients.modalities)
@@ -38,7 +39,7 @@ class Hfl(Averaging):
         return super().init(fed, params)
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
-        """Cross-entropy, and the proximal term."""
+        """Cross-entropy plus the proximal term mu / 2 * ||w - w_received||^2."""
         if not self.mu:
             return super().loss(context, w, batch, got, local)
         pull = squared_distance(context.model.trainable(w), got.params)

@@ -105,6 +105,9 @@ def choices(cls: type) -> dict[str, tuple[Any, ...]]:
 def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozenset[str] = frozenset()) -> dict[str, Any]:
     """Check the values of a section against the types of a dataclass.
 
+    A dataclass that once had options under other names says so in a class variable:
+    `renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds"}`, old name -> new name.
+
     Args:
         where: the section, such as `[train]`; empty for keys above the first section.
         cls: the dataclass.
@@ -115,14 +118,17 @@ def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozense
         The values by key, converted to their types.
 
     Raises:
-        RecipeError: a key is unknown or a value is wrong. The text gives section, key, value and what is allowed.
+        RecipeError: a key is unknown or a value is wrong. The text gives section, key, value and what is allowed, and the
+            new name of an option that was renamed.
     """
     hints = get_type_hints(cls)
     allowed = [f.name for f in fields(cls) if f.init and f.name not in elsewhere]
     values = {}
     for key, value in table.items():
         if key not in allowed:
-            raise RecipeError(f"{where} has no option '{key}'; {did_you_mean(key, allowed)}")
+            new = getattr(cls, "renamed", {}).get(key)
+            hint = f": it is now called '{new}'" if new else f"; {did_you_mean(key, allowed)}"
+            raise RecipeError(f"{where} has no option '{key}'{hint}")
         try:
             # through JSON, so that strict mode accepts an array for a tuple, but still refuses "5" for 5
             values[key] = TypeAdapter(hints[key]).validate_json(json.dumps(value, default=str), strict=True)

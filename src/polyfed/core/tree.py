@@ -1,8 +1,8 @@
-"""Trees: flat dictionaries of tensors, named as in the module, parameters and buffers alike.
+"""Trees: flat dictionaries of tensors, parameters and buffers alike, with the names of the PyTorch module.
 
-A *block* is a selection by name, the first dotted component: `audio.encoder.0.weight` belongs to block `audio`
-(its encoder and its own part of the first fusion layer), `shared.bias` to the block that no single modality owns.
-Nothing is ever turned into nested blocks and back. All functions return new trees and leave their inputs alone.
+The first dotted part of a name is its *block*: `audio.encoder.0.weight` belongs to block `audio` (the encoder of the
+modality and its own part of the first fusion layer), `shared.bias` to the block `shared`, which no single modality
+owns. Trees stay flat: a block is selected by name. All functions return new trees and do not change their arguments.
 """
 
 import hashlib
@@ -32,13 +32,34 @@ def blocks(tree: Iterable[str]) -> tuple[str, ...]:
 
 
 def select(tree: Mapping[str, Tensor], wanted: Iterable[str]) -> Tree:
-    """The part of a tree that lies in the wanted blocks."""
+    """The entries of a tree that belong to the wanted blocks."""
     keep = set(wanted)
     return {name: value for name, value in tree.items() if block_of(name) in keep}
 
 
+def nested(prefix: str, tree: Mapping[str, Tensor]) -> Tree:
+    """The tree with `prefix.` before every name, so that several trees fit into one; `under` takes it out again.
+
+    The prefix becomes the first part of the names, and so their block.
+
+    >>> nested("previous", {"audio.weight": torch.zeros(1)})
+    {'previous.audio.weight': tensor([0.])}
+    """
+    return {f"{prefix}.{name}": value for name, value in tree.items()}
+
+
+def under(prefix: str, tree: Mapping[str, Tensor]) -> Tree:
+    """The entries whose names begin with `prefix.`, named without it; empty if there are none.
+
+    >>> under("previous", {"previous.audio.weight": torch.zeros(1), "audio.weight": torch.ones(1)})
+    {'audio.weight': tensor([0.])}
+    """
+    start = f"{prefix}."
+    return {name.removeprefix(start): value for name, value in tree.items() if name.startswith(start)}
+
+
 def like(tree: Mapping[str, Tensor], fill: float = 0.0) -> Tree:
-    """A tree of the same names, shapes and types, filled with one value."""
+    """A tree with the same names, shapes and dtypes, filled with one value."""
     return {name: torch.full_like(value, fill) for name, value in tree.items()}
 
 
@@ -49,39 +70,44 @@ def clone(tree: Mapping[str, Tensor]) -> Tree:
 
 
 def zip_map(function: Callable[..., Tensor], first: Mapping[str, Tensor], *rest: Mapping[str, Tensor]) -> Tree:
-    """`function(a, b, ...)` on tensors of the same name; the names are those of the first tree."""
+    """`function(a, b, ...)` of the tensors of the same name, for every name of the first tree."""
     return {name: function(value, *(other[name] for other in rest)) for name, value in first.items()}
 
 
 def subtract(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tree:
-    """a - b, over the names of a."""
+    """a - b, for every name of a."""
     return zip_map(torch.sub, a, b)
 
 
 def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float | Tensor = 1.0) -> Tree:
-    """a + scale * b, over the names of a."""
+    """a + scale * b, for every name of a."""
     return {name: value + scale * b[name] for name, value in a.items()}
 
 
 def scaled(tree: Mapping[str, Tensor], by: float | Tensor) -> Tree:
-    """by * tree."""
+    """Every tensor times `by`."""
     return {name: value * by for name, value in tree.items()}
 
 
 def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
-    """Sum over the names of a of ||a - b||^2; a 0-dim tensor."""
+    """Sum of ||a - b||^2 over the names of a, as a 0-dim tensor."""
     return torch.stack([(value - b[name]).square().sum() for name, value in a.items()]).sum()
 
 
 def vector(tree: Mapping[str, Tensor]) -> Tensor:
-    """All entries in one vector (P,), names in sorted order."""
+    """All entries in one vector (P,), with the names in sorted order."""
     return torch.cat([tree[name].reshape(-1) for name in sorted(tree)]) if tree else torch.zeros(0)
 
 
 def keep_on_host(record: object, *fields: str) -> None:
-    """For a frozen dataclass's `__post_init__`: fields that are the server's books, tensors or Trees, stay on the CPU.
+    """Move fields of a frozen dataclass to the CPU; called from its `__post_init__`.
 
-    They meet other books there, and a checkpoint that is read brings all its tensors onto the run's device.
+    For the server's bookkeeping, which it combines with other tensors on the CPU. Reading a checkpoint puts all of its
+    tensors onto the run's device, so the dataclass has to move these fields back.
+
+    Args:
+        record: an instance of a frozen dataclass.
+        fields: names of fields that hold a tensor or a Tree.
     """
     for field in fields:
         value = getattr(record, field)
@@ -90,12 +116,12 @@ def keep_on_host(record: object, *fields: str) -> None:
 
 
 def size_bytes(tree: Mapping[str, Tensor]) -> int:
-    """Bytes of all entries."""
+    """Bytes of all tensors together."""
     return sum(value.numel() * value.element_size() for value in tree.values())
 
 
 def digest(tree: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and bytes, names sorted: equal trees, equal digests."""
+    """SHA-256 of the names (sorted), dtypes, shapes and bytes: equal trees have equal digests."""
     sha = hashlib.sha256()
     for name in sorted(tree):
         value = tree[name].detach().cpu().contiguous()

@@ -1,4 +1,4 @@
-"""Silos as the server knows them, and the check that their devices speak of the same samples."""
+"""The devices of each silo, and the check that they hold the same samples."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,11 @@ from polyfed.core.errors import DataError, RecipeError, TooFewReplies
 from polyfed.federation.client_registry import ClientRegistry
 
 SHOWN = 5
-"""Ids that a message names before it only counts them."""
+"""How many ids an error lists; it counts the rest."""
 
 
 def devices_of_silos(clients: ClientRegistry) -> dict[int, list[int]]:
-    """Devices with rows of each silo, ascending; a silo without rows is left out.
+    """The devices of each silo that have rows, in ascending order; a silo without rows is left out.
 
     Raises:
         RecipeError: the clients form no silos, or two devices of one silo hold the same modality.
@@ -36,15 +36,15 @@ def check_aligned(silo: int, ids: Mapping[int, Tensor]) -> None:
     """Refuse devices that do not hold the same samples in the same order.
 
     Args:
-        silo: its number, for the message.
-        ids: per device that answered, the sample ids of its rows, int64 (N_m,).
+        silo: the silo's number, for the error.
+        ids: the sample ids of the rows of every device that answered, int64 (N_m,).
 
     Raises:
         TooFewReplies: no device answered.
-        DataError: naming the devices and the ids.
+        DataError: two devices differ; it names them and the ids.
     """
     if not ids:
-        raise TooFewReplies(f"silo {silo}: none of its devices told its sample ids; see the events for the reasons")
+        raise TooFewReplies(f"silo {silo}: none of its devices sent its sample ids; see the events for the reasons")
     (first, wanted), *others = ids.items()
     for client, found in others:
         if torch.equal(found, wanted):

@@ -1,4 +1,4 @@
-"""What crosses between the devices of a silo, their edge and the server, and what an edge makes of it .
+"""Messages between the devices of a silo, their edge and the server, and what an edge computes from them.
 
 Shape letters: `B_m` rows of the edge's mini-batch, `E` embedding, `N_m` rows of the silo.
 """
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.messages import Message, carries, crossings, cut, message
+from polyfed.core.request import Accept
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree, keep_on_host, zip_map
 from polyfed.federation.federation import Federation
@@ -18,12 +19,12 @@ from polyfed.federation.replies import Replies
 
 @message
 class Question(Message):
-    """Nothing: asks which samples a device holds."""
+    """An empty request, for the sample ids of a device."""
 
 
 @message
 class Ids(Message):
-    """Sample ids of all of a device's rows, in order, int64 (N_m,)."""
+    """Sample ids of all rows of a device, in the order of the rows, int64 (N_m,)."""
 
     ids: Tensor = carries("ids", rows="num_rows", shape=())
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
@@ -38,14 +39,14 @@ class Sample(Message):
 
 @message
 class Embedded(Message):
-    """Embeddings (B_m, E) of the device's modalities, in the order of the rows that were asked for."""
+    """Embeddings (B_m, E) of the device's modalities, in the order of the requested rows."""
 
     embeddings: Tree = carries("embeddings", shape=(None, "encoded"))
 
 
 @message
 class Exchange(Message):
-    """What an edge sends its devices (Phi in 3.2): the head, the latest embeddings of all, and their rows."""
+    """What an edge sends its devices (Phi): the head, the latest embeddings of all devices, and their rows."""
 
     head: Tree = carries("parameters", whole=True)
     embeddings: Tree = carries("embeddings", whole=True, shape=(None, "encoded"))
@@ -55,7 +56,7 @@ class Exchange(Message):
 @message
 class Copy(Message):
     """A device's copy of the head after Q local rounds, its training loss, and how far its own embeddings moved
-    meanwhile, relative to their norm: by so much those that its peers used were stale at the end.
+    meanwhile, relative to their norm: how outdated those were that the other devices used at the end.
     """
 
     head: Tree = carries("parameters", partial=True, whole=True)
@@ -65,46 +66,56 @@ class Copy(Message):
 
 @message
 class Forward(Message):
-    """The head an edge hands over to the server through its first device; empty for the other devices."""
+    """The head that an edge sends to the server through its first device; empty for the other devices."""
 
     head: Tree = carries("parameters", whole=True)
 
 
 @message
 class Upload(Message):
-    """A device's encoders, and what it forwards for its edge."""
+    """A device's encoders, and the head that it forwards for its edge."""
 
     params: Tree = carries("parameters", partial=True, whole=True)
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What a device sent last: positions (B_m,) and embeddings by modality (B_m, E)."""
+    """The last embeddings of a device by modality (B_m, E), and the positions of their rows (B_m,)."""
 
     rows: Tensor
     embeddings: Tree
 
     def __post_init__(self) -> None:
-        """The edge draws rows on the CPU."""
+        """Keep the rows on the CPU, where the edge draws them."""
         keep_on_host(self, "rows")
 
 
 def stale_embeddings(rows: Tensor, sent: Sequence[Sent]) -> Tree:
-    """Embeddings by modality, of those that were sent for these very rows; what is missing counts as zero (3.6)."""
+    """Embeddings by modality that were sent for exactly these rows. A modality left out counts as zero."""
     return {m: h for one in sent if torch.equal(one.rows, rows) for m, h in one.embeddings.items()}
 
 
+def whole_batch(asked: Mapping[int, Sample]) -> Accept:
+    """Accepts embeddings of as many rows as each device was asked for."""
+
+    def flaw(client: int, reply: Embedded) -> str:
+        sent, wanted = {m: len(h) for m, h in reply.embeddings.items()}, len(asked[client].rows)
+        return "" if all(n == wanted for n in sent.values()) else f"sent embeddings of {sent} rows, not of {wanted}"
+
+    return flaw
+
+
 def mean_tree(trees: Sequence[Tree]) -> Tree:
-    """The mean by name; nothing of nothing."""
+    """The mean of the trees by name; empty for no tree."""
     return zip_map(lambda *parts: torch.stack(parts).mean(0), *trees) if trees else {}
 
 
 def bytes_down(fed: Federation, send: Mapping[int, Message]) -> int:
-    """Bytes that these messages are when their clients receive them, as the ledger counts them."""
+    """Bytes of these messages as their clients receive them, counted like the ledger does."""
     received = (cut(msg, fed.clients[client].blocks) for client, msg in send.items())
     return sum(crossing.bytes for msg in received for crossing in crossings(msg))
 
 
 def bytes_up(replies: Replies) -> int:
-    """Bytes of replies, as the ledger counts them."""
+    """Bytes of replies, counted like the ledger does."""
     return sum(len(p.clients) * sum(c.bytes for c in crossings(p.message, stacked=True)) for p in replies.parts)

@@ -1,9 +1,9 @@
 """HFM: vertical training inside silos, horizontal averaging across them.
 
-Peng, Wu, Bian, Xu, IEEE Internet of Things Journal 11(21), 2024, as told by a reproduction report, whose timeline is
-algorithms.md 3.2; its vertical half is `silos/vertical.py`. A round is one horizontal round: the server broadcasts
-encoders and head, every silo goes through R exchanges of Q local rounds, and the server averages encoders and heads
-over the silos, weighted by their rows (Eq. 3).
+Peng, Wu, Bian, Xu, IEEE Internet of Things Journal 11(21), 2024, as described by a reproduction report. This file is
+the horizontal half; the vertical half, training inside silos, is `vertical.py`. In a round the server broadcasts
+encoders and head, every silo does R exchanges of Q local rounds, and the server averages encoders and heads over the
+silos, weighted by their rows (Eq. 3). See docs/algorithms/hfm.md.
 """
 
 from dataclasses import dataclass
@@ -11,22 +11,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.hfm import Exchange, SiloState, Vertical, bytes_down, bytes_up, devices_of_silos
+from polyfed.algorithms.hfm.alignment import devices_of_silos
+from polyfed.algorithms.hfm.exchange import Exchange, bytes_down, bytes_up
+from polyfed.algorithms.hfm.vertical import SiloState, Vertical
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
-from polyfed.core.tree import Tree
+from polyfed.core.tree import Tree, nested, under
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.training import ClientData
 
-ANCHOR = "anchor."
-"""Where a device keeps the values of the last broadcast, among its local state."""
+ANCHOR = "anchor"
+"""Prefix under which a device keeps the values of the last broadcast in its local state."""
 
 
 @message
 class Adopt(Message):
-    """The server's broadcast to a device: its encoders; with the proximal term also the head, its other anchor."""
+    """The server's broadcast to a device: its encoders and, with the proximal term, the head as an anchor."""
 
     params: Tree = carries("parameters")
     head: Tree = carries("parameters", whole=True)
@@ -34,33 +36,33 @@ class Adopt(Message):
 
 @message
 class Adopted(Message):
-    """How many rows the device has."""
+    """The reply to the broadcast: how many rows the device has."""
 
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hfm(Vertical):
-    """See the module; all switches are `Vertical`'s."""
+    """HFM: training inside silos, then averaging across them. All options are those of `Vertical`."""
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Encoders; with the proximal term also what was last broadcast."""
+        """The device's encoders and, with the proximal term, the values of the last broadcast."""
         encoders = super().local(context, key)
         if not self.mu:
             return encoders
         shapes = {name: value for name, value in context.model.template.items() if name in context.model.head()}
         head = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in shapes.items()}
-        return encoders | {ANCHOR + name: value for name, value in (encoders | head).items()}
+        return encoders | nested(ANCHOR, encoders | head)
 
     def anchors(self, local: Tree, got: Exchange) -> Tree:
         """The values of the last broadcast, encoders and head."""
-        return {name.removeprefix(ANCHOR): value for name, value in local.items() if name.startswith(ANCHOR)}
+        return under(ANCHOR, local)
 
     def round(self, state: SiloState, fed: Federation) -> SiloState:
-        """Broadcast, R exchanges, average over the silos.
+        """Broadcast, do R exchanges in every silo, average over the silos.
 
-        A device that missed the broadcast sits the round out: it would train what others have left behind, and be
-        held to an anchor that is not theirs. Its silo is for this round one that lacks its modalities.
+        A device that missed the broadcast does not take part in the round: its encoder and its anchor would be older
+        than those of the others. In this round its silo lacks the device's modalities.
         """
         silos = devices_of_silos(fed.clients)
         heads = {silo: self._head(fed, members, state.params) for silo, members in silos.items()}
@@ -86,7 +88,7 @@ class Hfm(Vertical):
 
     @task()
     def adopt(self, context: ClientContext, data: ClientData, local: Tree, got: Adopt) -> tuple[Adopted, Tree]:
-        """Take over the broadcast."""
+        """Replace the device's encoders and anchors by the broadcast values."""
         encoders = {name: value for name, value in got.params.items() if name in local}
-        anchors = {ANCHOR + name: value for name, value in (encoders | got.head).items()} if self.mu else {}
+        anchors = nested(ANCHOR, encoders | got.head) if self.mu else {}
         return Adopted(data.num_rows), local | encoders | anchors

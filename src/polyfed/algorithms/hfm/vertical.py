@@ -1,20 +1,22 @@
 """Training inside silos: devices that hold different modalities of the same samples, and an edge between them.
 
-The template of HFM (`algorithms/hfm.py`) and its control VFL (`algorithms/vfl.py`), algorithms.md 3.2: the edge draws
-a mini-batch of its silo's rows, devices send the embeddings of those rows, the edge passes all of them on with its
-head, and every device trains its encoder and a copy of the head for Q local rounds, the others' embeddings held
-constant. After that the edge takes the mean of the copies. Letters as there: M silos, K devices in a silo, N_m rows of
-silo m, B_m its mini-batch, Q local rounds between two exchanges, R exchanges in a round.
+The template of HFM (`hfm.py`) and its control VFL (`vfl.py`). In an exchange the edge draws a mini-batch of its silo's
+rows, the devices send the embeddings of these rows, the edge sends all embeddings and its head to every device, and
+every device trains its encoder and a copy of the head for Q local rounds, with the other devices' embeddings held
+constant. After that the edge takes the mean of the copies.
 
-The edges are run by the server half of this file. What only they may see is asked with `scope="silo"`, and what an
-edge passes on to the server leaves through its silo's first device, so that a policy rules over it and the ledger
-has it. All devices of one modality, across silos, are one group of the vectorised engine.
+Letters: M silos, K devices in a silo, N_m rows of silo m, B_m its mini-batch, Q local rounds between two exchanges
+(`local_rounds`), R exchanges in a round (`exchanges`). See docs/algorithms/hfm.md.
+
+The server half of this file runs the edges. Requests whose replies only an edge may see have `scope="silo"`. What an
+edge sends to the server leaves through the first device of its silo, so that this device's policy applies and the
+ledger counts it. The vectorised engine stacks all devices of one modality, across silos.
 """
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -36,11 +38,12 @@ from polyfed.algorithms.hfm.exchange import (
     bytes_up,
     mean_tree,
     stale_embeddings,
+    whole_batch,
 )
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.core.request import Accept, names_as_sent
+from polyfed.core.request import names_as_sent
 from polyfed.core.schema import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, squared_distance
@@ -57,15 +60,15 @@ from polyfed.training.optimisers import Train
 
 @dataclass(frozen=True)
 class SiloState(State):
-    """Averaging's state, and the edges'.
+    """The state of `Averaging`, and that of the edges.
 
     Attributes:
         heads: the head of each silo's edge.
-        sent: last embeddings of each device, kept where they can be of use again (`resample = false`).
+        sent: the last embeddings of each device; kept only with `resample = false`, where they can be used again.
         drift: mean relative drift of the embeddings within Q local rounds, in the last round.
         exchanges: number of exchanges so far.
-        silo_bytes: what crossed between devices and their edges in the last round, both ways.
-        server_bytes: what crossed between devices and the server in the last round, both ways.
+        silo_bytes: bytes between devices and their edges in the last round, both directions.
+        server_bytes: bytes between devices and the server in the last round, both directions.
     """
 
     heads: dict[int, Tree] = field(default_factory=dict)
@@ -78,25 +81,25 @@ class SiloState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class Vertical(Algorithm):
-    """See the module; the switches are those of algorithms.md 3.3.
+    """The template of training inside silos, with the options of HFM and VFL.
 
     Attributes:
-        q: local rounds between two exchanges (5 in the report).
-        r: exchanges in a round (2 in the report).
+        local_rounds: Q, local rounds between two exchanges; 5 in the report.
+        exchanges: R, exchanges in a round; 2 in the report.
         local_unit: `epoch`: a local round is a pass over B_m in mini-batches of `inner_batch`; `step`: one gradient
             step on the whole of B_m, Eq. 1 to the letter.
-        head_update: `device_average`: devices train copies, the edge takes their mean; `server` (C-VFL): devices keep
-            it frozen while it is trained for Q local rounds on the stale embeddings. As an edge has no labels, its
-            first device does that for it.
+        head_update: `device_average`: devices train copies of the head, and the edge takes their mean; `server`
+            (C-VFL): devices keep the head frozen, and it is trained for Q local rounds on the stale embeddings. The
+            edge has no labels, so its first device does that.
         batch_fraction: |B_m| = max(1, round(batch_fraction * N_m)); a tenth in the report.
         resample: draw a new B_m at every exchange; otherwise one for the whole run.
-        eval_embeddings: embeddings that are exchanged are computed in evaluation mode (BatchNorm, dropout).
-        inner_batch: rows of a step with `local_unit = "epoch"`; takes the place of [train] batch_size.
-        mu: strength of the proximal term (Eq. 4) over what was received from above; 0 leaves it out.
+        eval_embeddings: compute the exchanged embeddings in evaluation mode (BatchNorm, dropout).
+        inner_batch: rows of a step with `local_unit = "epoch"`; replaces [train] batch_size.
+        mu: strength of the proximal term (Eq. 4) towards the received blocks; 0 leaves it out.
     """
 
-    q: Annotated[int, AT_LEAST_ONE] = 5
-    r: Annotated[int, AT_LEAST_ONE] = 2
+    local_rounds: Annotated[int, AT_LEAST_ONE] = 5
+    exchanges: Annotated[int, AT_LEAST_ONE] = 2
     local_unit: Literal["epoch", "step"] = "epoch"
     head_update: Literal["device_average", "server"] = "device_average"
     batch_fraction: Annotated[float, FRACTION] = 0.1
@@ -105,27 +108,29 @@ class Vertical(Algorithm):
     inner_batch: Annotated[int, AT_LEAST_ONE] = 64
     mu: Annotated[float, NOT_NEGATIVE] = 0.0
 
+    renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds", "r": "exchanges"}
+
     def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
+        """Refuse options out of range, and [train] epochs and steps, which have no effect here."""
         super().__post_init__()
         if self.train.epochs != 1 or self.train.steps is not None:
-            raise RecipeError("[train] epochs and steps have no effect here: [algorithm] q counts the local rounds")
+            raise RecipeError("[train] epochs and steps have no effect here: set [algorithm] local_rounds instead")
 
     @abstractmethod
     def anchors(self, local: Tree, got: Exchange) -> Tree:
-        """What the proximal term pulls towards, by name."""
+        """The values towards which the proximal term pulls, by name."""
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The device's encoders, from the common start."""
+        """The device's encoders, with their common initial values."""
         head = set(context.model.head())
         return {name: value for name, value in context.initial.items() if name not in head}
 
     def init(self, fed: Federation, params: Tree) -> SiloState:
-        """Common initial head; the devices' sample ids are compared.
+        """Give every edge the initial head, and compare the sample ids of the devices of each silo.
 
         Raises:
-            RecipeError: the clients form no silos, or a modality of a silo is at two devices.
-            DataError: devices of a silo that do not hold the same samples in the same order.
+            RecipeError: the clients form no silos, or two devices of a silo hold the same modality.
+            DataError: the devices of a silo do not hold the same samples in the same order.
         """
         silos = devices_of_silos(fed.clients)
         devices = [client for members in silos.values() for client in members]
@@ -135,13 +140,16 @@ class Vertical(Algorithm):
         return SiloState(params, heads={silo: self._head(fed, members, params) for silo, members in silos.items()})
 
     def vertical(self, state: SiloState, fed: Federation, silos: Mapping[int, list[int]]) -> SiloState:
-        """R exchanges, each followed by Q local rounds, in these silos at once, with these devices of theirs.
+        """R exchanges, each followed by Q local rounds, in several silos at once.
 
-        `train_loss` is the mean over devices.
+        Args:
+            state: the state; in the result `train_loss` and `drift` are means over devices.
+            fed: the federation.
+            silos: the devices of each silo that take part.
         """
         drifts: list[float] = []
         losses: list[float] = []
-        for number in range(self.r):
+        for number in range(self.exchanges):
             state, copies = self._exchange(state, fed, silos, number)
             losses += copies.numbers("loss").values()
             drifts += copies.numbers("drift").values()
@@ -149,23 +157,23 @@ class Vertical(Algorithm):
         return state.with_(**{name: sum(values) / len(values) for name, values in mean.items() if values})
 
     def upload_of(self, state: SiloState, fed: Federation, silos: Mapping[int, list[int]]) -> tuple[Replies, int]:
-        """Encoders of these devices, and through each silo's first its head; bytes of the edges' handing over."""
+        """The devices' encoders and, through the first device of each silo, its head; and bytes sent to them."""
         heads = {members[0]: state.heads[silo] for silo, members in silos.items()}
         send = {client: Forward(heads.get(client, {})) for members in silos.values() for client in members}
         return fed.ask(self.upload, sorted(send), send), bytes_down(fed, send)
 
     def observe(self, state: SiloState) -> dict[str, float]:
-        """Exchanges and local rounds so far, staleness, and what crossed where."""
+        """Exchanges and local rounds so far, staleness of embeddings, and bytes inside and outside of silos."""
         return {
             "exchanges": state.exchanges,
-            "local_rounds": state.exchanges * self.q,
+            "local_rounds": state.exchanges * self.local_rounds,
             "staleness": state.drift,
             "silo_bytes": state.silo_bytes,
             "server_bytes": state.server_bytes,
         }
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Only with `head_update = "server"` a device trains the head for its edge."""
+        """`fit_head` is only asked with `head_update = "server"`."""
         return task != "fit_head" or self.head_update == "server"
 
     # the edge
@@ -175,7 +183,7 @@ class Vertical(Algorithm):
     ) -> tuple[SiloState, Replies]:
         samples = {silo: Sample(self._rows(fed, silo, members, number)) for silo, members in silos.items()}
         request = {client: samples[silo] for silo, members in silos.items() for client in members}
-        answers = fed.ask(self.embed, sorted(request), request, turn=number, accept=_of_these_rows(request))
+        answers = fed.ask(self.embed, sorted(request), request, turn=number, accept=whole_batch(request))
         fresh = {client: Sent(request[client].rows, reply.embeddings) for client, reply in answers.items()}
         known = state.sent | fresh
         phi: dict[int, Exchange] = {}
@@ -218,7 +226,7 @@ class Vertical(Algorithm):
         return order[: max(1, round(self.batch_fraction * total))]
 
     def _head(self, fed: Federation, members: Sequence[int], params: Tree) -> Tree:
-        """The head with the parts of a silo's modalities: others would have no input there."""
+        """The head with the columns of the silo's modalities; the others would have no input there."""
         held = {modality for client in members for modality in fed.clients.owned(client)}
         return {name: params[name] for name in fed.context.model.head(held)}
 
@@ -226,7 +234,7 @@ class Vertical(Algorithm):
 
     @task(scope="silo")
     def identify(self, context: ClientContext, data: ClientData, local: Tree, got: Question) -> tuple[Ids, Tree]:
-        """Tell the edge which samples the device holds."""
+        """Send the edge the ids of the device's samples."""
         return Ids(data.ids, data.num_rows), local
 
     @task(scope="silo")
@@ -272,7 +280,7 @@ class Vertical(Algorithm):
         *,
         fresh: bool = True,
     ) -> TrainingResult:
-        # parameters alone: a pull on statistics of batches would only add to the loss that is told
+        # trainable parameters only: a pull on statistics of BatchNorm would only add a constant to the reported loss
         pulled = context.model.trainable(self.anchors(local, got))
         anchors = {name: value for name, value in pulled.items() if name in trained}
 
@@ -282,9 +290,9 @@ class Vertical(Algorithm):
             value = cross_entropy(context.model.fuse(w, peers | own, batch), batch)
             return value + self.mu / 2 * squared_distance(anchors, w) if self.mu and anchors else value
 
-        train: Train = replace(self.train, steps=self.q, batch_size=0)
+        train: Train = replace(self.train, steps=self.local_rounds, batch_size=0)
         if self.local_unit == "epoch":
-            train = replace(self.train, epochs=self.q, batch_size=self.inner_batch)
+            train = replace(self.train, epochs=self.local_rounds, batch_size=self.inner_batch)
         return data.at(got.rows).minimise(loss, params, train=train, only=trained)
 
     def _embeddings(self, context: ClientContext, data: ClientData, local: Tree, rows: Tensor) -> Tree:
@@ -295,10 +303,10 @@ class Vertical(Algorithm):
         def step(parts: list[dict[str, Tensor]], batch: Batch) -> list[dict[str, Tensor]]:
             if not self.eval_embeddings:
                 batch = replace(batch, key=data.draw("embeddings"))
-            w = {name: value.clone() for name, value in encoders.items()}  # batch statistics would move the original
+            w = {name: value.clone() for name, value in encoders.items()}  # BatchNorm would change the originals
             return [*parts, masked(context.model.features(w, batch), batch.present)]
 
-        # with batch statistics all of B_m must be one batch, as it is in a step
+        # with batch statistics, B_m must be one batch, as it is in a training step
         parts = view.fold(step, [], batch_size=FOLD_BATCH if self.eval_embeddings else len(rows))
         return {modality: torch.cat([part[modality] for part in parts]) for modality in context.modalities}
 
@@ -306,13 +314,5 @@ class Vertical(Algorithm):
         return {name: local[name] for name in context.initial if name in local}
 
     def _reached(self, context: ClientContext, got: Exchange) -> set[str]:
-        """Names of the head that the loss reaches: not the parts of a device that sent nothing."""
+        """Names in the head that the loss reaches: all but the columns of devices that sent no embeddings."""
         return set(context.model.head(got.embeddings)) & got.head.keys()
-
-
-def _of_these_rows(asked: Mapping[int, Sample]) -> Accept:
-    def flaw(client: int, reply: Embedded) -> str:
-        sent, wanted = {m: len(h) for m, h in reply.embeddings.items()}, len(asked[client].rows)
-        return "" if all(n == wanted for n in sent.values()) else f"sent embeddings of {sent} rows, not of {wanted}"
-
-    return flaw

@@ -1,7 +1,7 @@
 """VFL: every silo trains by itself, vertically: the control that shows what averaging across silos brings to HFM.
 
-HFM without its horizontal step (algorithms.md 3.4): encoders stay on their devices, the head at its edge. The
-proximal term acts on the head alone, towards the one its edge last sent, as nothing else is ever received.
+HFM without its horizontal step: encoders stay on their devices, the head at its edge. The proximal term acts on the
+head alone, towards the one that the edge sent last, because a device receives nothing else. See docs/algorithms/vfl.md.
 """
 
 import warnings
@@ -12,8 +12,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.hfm import Exchange, SiloState, Vertical, check_aligned, devices_of_silos
-from polyfed.algorithms.hfm.exchange import Question
+from polyfed.algorithms.hfm.alignment import check_aligned, devices_of_silos
+from polyfed.algorithms.hfm.exchange import Exchange, Question
+from polyfed.algorithms.hfm.vertical import SiloState, Vertical
 from polyfed.core.batch import Batch
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.messages import Message, carries, message
@@ -32,7 +33,7 @@ from polyfed.training import ClientData
 
 @message
 class OwnTest(Message):
-    """Embeddings (n, E) of a device's own test rows, and which samples these are (n,), for its edge."""
+    """Embeddings (n, E) of a device's own test rows and the ids of these samples (n,), for its edge."""
 
     embeddings: Tree = carries("embeddings", rows="num_rows", shape=("encoded",))
     ids: Tensor = carries("ids", rows="num_rows", shape=())
@@ -41,20 +42,20 @@ class OwnTest(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Vfl(Vertical):
-    """See the module; all switches are `Vertical`'s. A round is R exchanges, so that it compares with HFM's."""
+    """VFL: training inside silos only. All options are those of `Vertical`; a round has R exchanges, as in HFM."""
 
     model_for: ClassVar[str] = "silo"
 
     def init(self, fed: Federation, params: Tree) -> SiloState:
-        """See `Vertical`; a policy under which the server cannot judge the models is told, not refused."""
+        """As in `Vertical`; warn if the policy keeps the server from evaluating the silos' models."""
         if not fed.context.policy.allows_models("server"):
-            rest = "silos judge them on test rows of their own, metrics.personal"
-            if not may_tell(fed.context.policy):
-                rest = "as statistics of shared may not go there either, there will be no accuracy at all"
+            rest = "silos evaluate them on their own test rows, metrics.personal"
+            if not may_report(fed.context.policy):
+                rest = "as statistics of shared may not reach it either, there will be no accuracy at all"
             elif not (self.evaluation.personal and fed.clients.tested):
                 rest = "there will be no accuracy unless [clients] personal_test gives silos test rows of their own"
             warnings.warn(
-                "vfl: under [egress] encoders or heads may not reach the server, which therefore does not judge the "
+                "vfl: under [egress] encoders or heads may not reach the server, which therefore cannot evaluate the "
                 f"silos' models: no metrics.global; {rest}",
                 PolyfedWarning,
                 stacklevel=2,
@@ -70,43 +71,44 @@ class Vfl(Vertical):
         return self.vertical(state.with_(silo_bytes=0), fed, devices_of_silos(fed.clients))
 
     def evaluate(self, state: SiloState, fed: Federation) -> Measured:
-        """Judge every silo's model: on the server's rows where it may go there, and on the silo's own test rows."""
+        """Evaluate every silo's model on the server's rows, if the policy allows it, and on its own test rows."""
         policy = fed.context.policy
         measured = (
-            self._judged_by_server(state, fed) if fed.evaluation_clients and policy.allows_models("server") else {}
+            self._evaluated_by_server(state, fed) if fed.evaluation_clients and policy.allows_models("server") else {}
         )
-        if not (self.evaluation.personal and fed.clients.tested and may_tell(policy)):
+        if not (self.evaluation.personal and fed.clients.tested and may_report(policy)):
             return Measured(measured)
-        group, accuracies = self._judged_in_silos(state, fed)
+        group, accuracies = self._evaluated_in_silos(state, fed)
         return Measured(measured | ({"personal": group} if group else {}), accuracies)
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Uploads are for judging alone, and nothing is asked for that the policy forbids."""
-        own = self.evaluation.personal and may_tell(policy)
+        """Models are uploaded for evaluation only, and what the policy forbids is not asked."""
+        own = self.evaluation.personal and may_report(policy)
         asked = {"upload": policy.allows_models("server"), "embed_own": own, "score_silo": own, "score_own": False}
         return asked.get(task, super().will_send(task, field, block, policy))
 
     @property
     def own_models(self) -> Literal["clients"]:
-        """Every silo has its own: encoders are with its devices, the head is at its edge."""
+        """`clients`: every silo has its own model, encoders on its devices and the head at its edge."""
         return "clients"
 
     def client_modalities(self, client: int, fed: Federation) -> tuple[str, ...]:
-        """Those of all devices of the silo."""
+        """The modalities of all devices of the client's silo."""
         held = fed.clients.holds[_members(fed.clients, client)].any(0).tolist()
         return tuple(m for m, has in zip(fed.clients.modalities, held, strict=True) if has)
 
     def client_model(self, client: int, state: SiloState, fed: Federation, local: Callable[[int], Tree]) -> Tree:
-        """The model of the client's silo, put together as `upload` does for the server."""
+        """The model of the client's silo: encoders from its devices, the head from its edge."""
         silo = fed.clients[client].silo
         assert silo is not None, "there is no run of vfl without silos"
         encoders = {name: v for member in _members(fed.clients, client) for name, v in local(member).items()}
         return encoders | state.heads[silo]
 
-    def _judged_by_server(self, state: SiloState, fed: Federation) -> dict[str, dict[str, float]]:
-        """The mean over silos; encoders and heads are uploaded for this purpose alone.
+    def _evaluated_by_server(self, state: SiloState, fed: Federation) -> dict[str, dict[str, float]]:
+        """Mean of the metrics over silos; encoders and heads are uploaded for this only.
 
-        A silo's model is judged by the modalities that the silo has; one of which a device does not answer is left out.
+        A silo's model is evaluated with the modalities that the silo has. A silo is left out if one of its devices does
+        not answer.
         """
         silos, measured = devices_of_silos(fed.clients), []
         uploads, _ = self.upload_of(state, fed, silos)
@@ -117,11 +119,11 @@ class Vfl(Vertical):
             measured.append(self.evaluate_globally(own, fed))
         return metrics.mean_groups(measured)
 
-    def _judged_in_silos(self, state: SiloState, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
+    def _evaluated_in_silos(self, state: SiloState, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
         """Accuracy of every silo on its own test rows, under the number of its first device, which counts the hits.
 
-        Embeddings of these rows go the way of those in training. A silo of which a device does not answer, or has no
-        test rows, is left out.
+        Embeddings of these rows are exchanged as in training. A silo is left out if one of its devices does not answer
+        or has no test rows.
         """
         silos = devices_of_silos(fed.clients)
         asked = [client for members in silos.values() for client in members if client in set(fed.clients.tested)]
@@ -147,7 +149,7 @@ class Vfl(Vertical):
 
     @task()
     def score_silo(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[OwnScore, Tree]:
-        """How many of the silo's test rows its model gets right, by the embeddings of all."""
+        """Count the silo's test rows that its model predicts correctly from the embeddings of all devices."""
 
         def step(hits: Tensor, batch: Batch) -> Tensor:
             logits = context.model.fuse(got.head, {m: h[batch.rows] for m, h in got.embeddings.items()}, batch)
@@ -158,12 +160,12 @@ class Vfl(Vertical):
 
 
 def _members(clients: ClientRegistry, client: int) -> list[int]:
-    """The devices with rows of a device's silo."""
+    """The devices that have rows in the silo of a device."""
     assert clients.silo is not None, "there is no run of vfl without silos"
     found: list[int] = ((clients.silo == clients.silo[client]) & (clients.num_rows > 0)).nonzero().flatten().tolist()
     return found
 
 
-def may_tell(policy: Policy) -> bool:
-    """Whether a silo may tell the server how many of its test rows it gets right."""
+def may_report(policy: Policy) -> bool:
+    """Whether a silo may send the server its number of correct test rows."""
     return policy.allows("statistic", SHARED, "server")

@@ -1,4 +1,4 @@
-"""What crosses in PartialFL. There is no field for a label or for a local model (algorithms.md 1.2)."""
+"""Messages of PartialFL. None has a field for labels or for a local model, so neither can leave a client."""
 
 from torch import Tensor
 
@@ -9,18 +9,18 @@ from polyfed.core.tree import Tree
 
 @message
 class Call(Message):
-    """Nothing: the signal to hand over what may be shared."""
+    """An empty request, for the rows that a client may share."""
 
 
 @message
 class Deposit(Message):
-    """A client's rows (n, ...) of its shareable modalities: extracted vectors, or the samples themselves."""
+    """A client's rows (n, ...) of its shareable modalities: vectors of an extractor, or the samples themselves."""
 
     vectors: Tree = carries(
         "embeddings",
         rows="num_rows",
         shape=("sample",),
-        tells="the rows as the data holds them: inputs = 'embeddings' takes them for such",
+        tells="the rows as the data holds them: inputs = 'embeddings' says that they are embeddings",
     )
     samples: Tree = carries("raw", rows="num_rows", shape=("sample",))
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
@@ -28,7 +28,7 @@ class Deposit(Message):
 
 @message
 class Guided(Message):
-    """The global model, and the tower's embeddings z_T (n, d) of the client's own rows, by modality."""
+    """The global model, and the server model's embeddings z_T (n, d) of the client's own rows, by modality."""
 
     params: Tree = carries("parameters")
     teacher: Tree = carries("embeddings", rows="num_rows")
@@ -37,7 +37,7 @@ class Guided(Message):
 
 @message
 class GuidedUpdate(Message):
-    """The trained global model, the local model's embeddings z'_T (n, d), and what the training looked like."""
+    """The trained global model, the local model's embeddings z'_T (n, d) by modality, losses and alignment."""
 
     params: Tree = carries("parameters")
     student: Tree = carries("embeddings", rows="num_rows", shape=(None,))

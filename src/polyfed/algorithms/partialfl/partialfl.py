@@ -1,13 +1,14 @@
-"""PartialFL: what may leave a device teaches what may not.
+"""PartialFL: modalities that may leave a device guide the model of those that may not.
 
-Feng, Bose, Wang, Narayanan, Narayanan, "PartialFL: Multimodal federated learning with partial sharing", read through
-algorithms.md 1. Some modalities may go to the server as vectors of a frozen extractor, others may not, and labels never
-do. A large tower at the server reads the shared vectors, a small model on each device, which never leaves it, reads the
-same vectors together with the labels, and the federated global model is pulled towards the tower's embeddings. The
-three are tied by one contrastive loss (Eq. 1 to 4).
+Feng, Bose, Wang, Narayanan, Narayanan, "PartialFL: Multimodal federated learning with partial sharing". Some modalities
+may go to the server as vectors of a frozen extractor, others may not, and labels never do. There are three models: a
+large server model (here called the tower) reads the shared vectors; a small local model on each device, which never
+leaves it, reads the same vectors together with the labels; the federated global model is pulled towards the tower's
+embeddings. One contrastive loss connects the three (Eq. 1 to 4).
 
-Which modalities are shareable is read from the egress policy: those whose `embeddings` may go to the server. With
-several of them every contrastive term is the mean over those a client owns (ours; the paper has one).
+The egress policy says which modalities are shareable: those whose `embeddings` may go to the server. With several of
+them, each contrastive term is the mean over those that a client owns; the paper has only one. See
+docs/algorithms/partialfl.md.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyfed.algorithms.averaging import Averaging, State
+from polyfed.algorithms.partialfl.deposits import logged, usable_embeddings, usable_rows
 from polyfed.algorithms.partialfl.messages import Call, Deposit, Guided, GuidedUpdate
 from polyfed.algorithms.towers import embed, embedding_size, mlps, shapes_of
 from polyfed.core import keys
@@ -41,14 +43,14 @@ from polyfed.training.optimisers import Moments
 
 @dataclass(frozen=True)
 class PartialState(State):
-    """Averaging's state, and what the server alone holds.
+    """The state of `Averaging`, and what only the server holds.
 
     Attributes:
-        tower: parameters of F_s.
-        tower_moments: of its optimiser, which outlives the rounds (algorithms.md P7).
-        tower_steps: steps it has taken.
-        deposits: client -> modality -> (n, ...).
-        logged: see docs/algorithms/partialfl.md.
+        tower: parameters of the server model F_s.
+        tower_moments: moments of the tower's optimiser, which are kept from round to round.
+        tower_steps: optimiser steps of the tower so far.
+        deposits: shared rows (n, ...) by client and modality.
+        logged: losses and alignment of the last round, for the log.
     """
 
     tower: Tree = field(default_factory=dict)
@@ -60,21 +62,21 @@ class PartialState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class PartialFL(Averaging):
-    """See the module. The mean is uniform, as in the paper's Algorithm 1 (algorithms.md P3).
+    """PartialFL. The mean over clients is uniform by default, as in the paper's Algorithm 1.
 
     Attributes:
         beta: weight of the contrastive terms on the devices; the paper tunes it in {0.001, 0.01}.
-        temperature: of the contrastive terms; {0.05, 0.1, 0.2} in the paper.
-        negatives: `intra` as in Eq. 1 and 2, `inter`, or `both` (P1).
-        normalise: bring embeddings to length 1 first (P2).
-        mu: FedProx pull on the global model; 0 is FedAvg, the paper takes 0.01.
+        temperature: tau of the contrastive terms; {0.05, 0.1, 0.2} in the paper.
+        negatives: negatives of the contrastive terms: `intra` as in Eq. 1 and 2, `inter`, or `both`.
+        normalise: scale embeddings to length 1 before they are compared.
+        mu: strength of FedProx's proximal term on the global model; 0 is FedAvg, the paper takes 0.01.
         global_model: what the federated model reads: `private` modalities only, or `all`.
-        inputs: what the data's arrays of a shareable modality are, and so which kind the deposit is: `embeddings`, or
-            `raw` samples, which the policy must then let go as well.
-        local_start: each device draws its local model, as in the paper (`own`), or all start from one draw (`common`),
-            so that the embeddings of different devices share their axes from the beginning (ours).
-        local_hidden: hidden sizes of the local model's encoders (algorithms.md 1.5).
-        server_hidden: hidden sizes of the tower's (algorithms.md 1.5).
+        inputs: what the data holds of a shareable modality, and so the kind of the deposit: `embeddings`, or `raw`
+            samples, which the policy must then allow as well.
+        local_start: each device draws its own initial local model, as in the paper (`own`), or all start from the same
+            one (`common`), so that the embeddings of different devices have the same axes from the start.
+        local_hidden: hidden sizes of the local model's encoders.
+        server_hidden: hidden sizes of the tower's encoders.
     """
 
     aggregation: Literal["weighted", "uniform"] = "uniform"
@@ -96,17 +98,17 @@ class PartialFL(Averaging):
     # what is shared
 
     def shareable(self, policy: Policy, modalities: Iterable[str]) -> tuple[str, ...]:
-        """The modalities that a policy lets go to the server in every form the method needs."""
+        """The modalities that a policy lets go to the server in every kind that the method needs."""
         needed = {"embeddings", self.inputs}
         return tuple(m for m in modalities if needed <= policy.kinds(m, "server"))
 
     def model_spec(
         self, spec: ModelSpec, modalities: tuple[str, ...], policy: Policy
     ) -> tuple[ModelSpec, tuple[str, ...]]:
-        """The global model reads the private modalities, or all.
+        """The model as it is, for the private modalities, or for all.
 
         Raises:
-            RecipeError: nothing may be shared, or nothing is private.
+            RecipeError: no modality may be shared, or none is private.
         """
         shared = self.shareable(policy, modalities)
         if not shared:
@@ -124,7 +126,7 @@ class PartialFL(Averaging):
         return spec, modalities if self.global_model == "all" else private
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Embeddings of shareable modalities, parameters of the global model's."""
+        """Rows and embeddings of shareable modalities only; parameters of those that the global model reads."""
         shared = bool(self.shareable(policy, [block]))
         if field in ("vectors", "samples"):
             return shared and (field == "vectors") == (self.inputs == "embeddings")
@@ -134,7 +136,7 @@ class PartialFL(Averaging):
 
     @task()
     def deposit(self, context: ClientContext, data: ClientData, local: Tree, got: Call) -> tuple[Deposit, Tree]:
-        """Hand over, once, the rows of what this client's own policy lets go."""
+        """Hand over, once, the rows of the modalities that this client's own policy allows."""
         shared = self.shareable(context.policy, context.modalities)
         rows = data.collect(lambda batch: {m: batch.x[m] for m in shared}) if shared else {}
         vectors, samples = (rows, {}) if self.inputs == "embeddings" else ({}, rows)
@@ -143,20 +145,20 @@ class PartialFL(Averaging):
     # the devices' half
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The local model, which never leaves."""
+        """The initial local model, which never leaves the device; empty without a shareable modality."""
         shared = self.shareable(context.policy, context.modalities)
         if not shared:
             return {}
-        if self.local_start == "common":  # a key that all devices of a run share and that nobody has to send
+        if self.local_start == "common":  # the same for all devices of a run, without sending a key
             key = keys.key("local model", digest(select(context.initial, [SHARED])))
         return self.local_model(context.model, shared).init(key)
 
     def local_model(self, model: Model, shared: tuple[str, ...]) -> Model:
-        """F_k: shared vectors to embeddings and logits."""
+        """F_k, which maps shared vectors to embeddings and logits."""
         return mlps(shapes_of(model, shared), self.local_hidden, embedding_size(model), model.num_classes)
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Guided, local: Tree) -> Any:
-        """Eq. 3: cross-entropy, the pull of FedProx, and beta times Eq. 1."""
+        """L_glob (Eq. 3): cross-entropy, FedProx's proximal term, and beta times the contrastive loss of Eq. 1."""
         z, logits = embed(context.model, w, batch)
         value = cross_entropy(logits, batch)
         if self.mu:
@@ -188,7 +190,7 @@ class PartialFL(Averaging):
     def direction(
         self, context: ClientContext, data: ClientData, got: Guided, local: Tree
     ) -> tuple[Direction, Tree] | None:
-        """The gradient as it is; on the way, how well the embeddings align is summed up."""
+        """Leave the gradient unchanged, and sum up how well the embeddings align."""
         if not got.teacher:
             return None
 
@@ -200,7 +202,7 @@ class PartialFL(Averaging):
     def reply(
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Guided, local: Tree
     ) -> tuple[GuidedUpdate, Tree]:
-        """Train the local model on the same batches (Eq. 4), then embed all rows with it."""
+        """Train the local model on the same batches with L_loc (Eq. 4), then embed all rows with it."""
         nothing = torch.zeros_like(fit.loss)
         if not got.teacher:
             return GuidedUpdate(fit.params, {}, fit.loss, nothing, nothing, data.num_rows), local
@@ -219,10 +221,10 @@ class PartialFL(Averaging):
     # the server's half
 
     def init(self, fed: Federation, params: Tree) -> PartialState:
-        """Averaging's state, the tower, and what the clients deposit.
+        """The state of `Averaging`, the initial tower, and the rows that the clients hand over.
 
         Raises:
-            RecipeError: a client owns nothing that the global model reads, or that model has no joint embedding.
+            RecipeError: the global model reads none of a client's modalities, or has no joint embedding.
         """
         check(fed)
         shared = self.shareable(fed.context.policy, fed.clients.modalities)
@@ -230,17 +232,17 @@ class PartialFL(Averaging):
         tower = {name: value.to(next(iter(params.values())).device) for name, value in start.items()}
         donors = [k for k in fed.clients.eligible if set(shared) & set(fed.clients.owned(k))]
         given = fed.ask(self.deposit, donors, Call())
-        deposits = {k: rows for k in given if (rows := fitting(given[k], fed.context.model.shapes))}
-        # the tower has no classifier: there are no labels at the server
+        deposits = {k: rows for k in given if (rows := usable_rows(given[k], fed.context.model.shapes))}
+        # the tower has no classifier, as the server has no labels
         tower = {name: value for name, value in select(tower, shared).items() if ".encoder." in name}
         return PartialState(**vars(super().init(fed, params)), tower=tower, deposits=deposits)
 
     def tower(self, model: Model, shared: tuple[str, ...]) -> Model:
-        """F_s: shared vectors to embeddings."""
+        """F_s, which maps shared vectors to embeddings."""
         return mlps(shapes_of(model, shared), self.server_hidden, embedding_size(model), model.num_classes)
 
     def outgoing(self, state: PartialState, cohort: list[int], fed: Federation) -> dict[int, Guided]:
-        """The global model, and z_T of the client's rows by the tower as it is now, so never stale (P6)."""
+        """The global model, and z_T of the client's rows from the current tower."""
         model = self.tower(fed.context.model, self.shareable(fed.context.policy, fed.clients.modalities))
         sent = {}
         for k in cohort:
@@ -252,12 +254,12 @@ class PartialFL(Averaging):
         return sent
 
     def merge(self, state: PartialState, replies: Replies, fed: Federation) -> PartialState:
-        """Average the global model; train the tower on one device after the other, carrying it over (P4)."""
+        """Average the global model, and train the tower with L_server (Eq. 2) on one device after the other."""
         model = self.tower(fed.context.model, self.shareable(fed.context.policy, fed.clients.modalities))
         once = replace(self.train, epochs=1, steps=None)
         after: PartialState = super().merge(state, replies, fed)
         losses = []
-        for k, teacher in taught(replies, state.deposits, embedding_size(fed.context.model)).items():
+        for k, teacher in usable_embeddings(replies, state.deposits, embedding_size(fed.context.model)).items():
 
             def loss(w: Tree, batch: Batch, teacher: Tree = teacher) -> Tensor:
                 return self.contrast(model.features(w, batch), teacher, batch)
@@ -272,41 +274,15 @@ class PartialFL(Averaging):
             taken = int(fit.num_steps)
             losses.append(float(fit.loss) * taken / max(taken - after.tower_steps, 1))
             after = after.with_(tower=fit.params, tower_moments=fit.moments, tower_steps=taken)
-        return after.with_(logged=summary(replies, losses))
+        return after.with_(logged=logged(replies, losses))
 
     def observe(self, state: PartialState) -> dict[str, float]:
-        """Losses of the three models and the alignment of paired embeddings."""
+        """Losses of the local models and the tower, and the mean cosine of paired embeddings."""
         return state.logged
 
 
-def fitting(given: Deposit, shapes: Mapping[str, tuple[int, ...]]) -> Tree:
-    """What a client deposited, without rows of another shape than the model reads."""
-    return {m: x.clone() for m, x in (given.vectors | given.samples).items() if tuple(x.shape[1:]) == shapes.get(m)}
-
-
-def taught(replies: Replies, deposits: Mapping[int, Tree], size: int) -> dict[int, Tree]:
-    """The embeddings that clients sent of rows they had deposited; others, of a wrong shape, are not used."""
-    found = {}
-    for k in replies:
-        student: Tree = replies[k].student
-        had = deposits.get(k, {})
-        if student and all(m in had and z.shape == (len(had[m]), size) for m, z in student.items()):
-            found[k] = student
-    return found
-
-
-def summary(replies: Replies, server_losses: list[float]) -> dict[str, float]:
-    """What a round logs; clients without a shareable modality have no part in it."""
-    parts = [part.message for part in replies.parts if part.message.student]  # type: ignore[attr-defined]
-    if not parts:
-        return {}
-    names = {"local_loss": "loss_local", "alignment": "alignment"}
-    means = {ours: float(torch.cat([getattr(p, name) for p in parts]).mean()) for name, ours in names.items()}
-    return means | {"loss_server": sum(server_losses) / max(len(server_losses), 1)}
-
-
 def check(fed: Federation) -> None:
-    """Refuse what the method cannot serve."""
+    """Refuse a model without a joint embedding, and clients of whose modalities the global model reads none."""
     model = fed.context.model
     if not embedding_size(model):
         raise RecipeError(

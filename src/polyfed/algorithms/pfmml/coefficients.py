@@ -1,7 +1,8 @@
-"""Aggregation coefficients of personalised copies: mixing by them, and learning them in closed form.
+"""Aggregation coefficients of personalised copies: who uploads, mixing by the coefficients, and learning them.
 
-Equations of algorithms.md 4.4 over whole matrices. Shape letters: `K` devices, `S` devices that uploaded, `G` of these
-whose copies were built in the same round, `P` numbers of a block, of which the first `num_trainable` are parameters.
+The paper's Eq. 4 to 7 for all devices at once; see docs/algorithms/pfmml.md. Shape letters: `K` devices, `S` devices
+that uploaded, `G` those of them whose copies were built in the same round, `P` numbers of a block, of which the first
+`num_trainable` are parameters.
 """
 
 from collections.abc import Mapping
@@ -13,18 +14,18 @@ from torch import Tensor
 from polyfed.core.tree import keep_on_host
 
 PIECE = 16384
-"""Numbers of a block that are looked at together: 333 rows of them, 22 MB, stay within 32 MiB of last-level cache."""
+"""Columns of a block that are processed together: 333 rows of them take 22 MB and fit into 32 MiB of cache."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One aggregation of a block (step 6), kept while it made the newest copy of some device.
+    """One aggregation of a block (step 6), kept as long as some device's newest copy comes from it.
 
     Attributes:
-        members: devices that uploaded, ascending int64 (S,).
-        uploads: their blocks, (S, P).
-        mix: coefficients, row k mixes the copy of member k; float64 (S, S).
-        copies: the copies, (S, P).
+        members: devices that uploaded, ascending, int64 (S,).
+        uploads: the blocks that they uploaded, (S, P).
+        mix: coefficients xi, float64 (S, S); row k mixes the copy of member k.
+        copies: the personalised copies W, (S, P).
     """
 
     members: Tensor
@@ -33,11 +34,11 @@ class Record:
     copies: Tensor
 
     def __post_init__(self) -> None:
-        """Only blocks live where they are computed with."""
+        """Keep all but the blocks on the CPU."""
         keep_on_host(self, "members", "mix")
 
     def rows(self, devices: Tensor) -> Tensor:
-        """Places of these devices among the members."""
+        """Positions of these devices among the members."""
         return torch.searchsorted(self.members, devices)
 
 
@@ -46,11 +47,11 @@ class BlockState:
     """What the server knows of one block.
 
     Attributes:
-        owners: who has this block and rows to train it on, bool (K,).
-        logits: Xi, float64 (K, K); a row sums to 1 for ever.
+        owners: devices that have this block and rows to train it on, bool (K,).
+        logits: Xi, float64 (K, K); every row always sums to 1.
         ages: A, rounds since the last upload, int64 (K,).
-        built: round of a device's newest copy, int64 (K,); 0 while it still has the initial block.
-        sent: whose newest copy was built in the last round and is on its way, bool (K,).
+        built: round in which a device's newest copy was built, int64 (K,); 0 while it has the initial block.
+        sent: devices whose newest copy was built in the last round and is sent in the next one, bool (K,).
         records: aggregations by round.
     """
 
@@ -62,18 +63,18 @@ class BlockState:
     records: dict[int, Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """What is known of devices is the server's own."""
+        """Keep what is known about the devices on the CPU."""
         keep_on_host(self, "owners", "logits", "ages", "built", "sent")
 
     @classmethod
     def start(cls, owners: Tensor) -> "BlockState":
-        """Before the first round: all logits 1/K."""
+        """The state before the first round: all logits are 1/K."""
         size, zeros = len(owners), torch.zeros_like(owners, dtype=torch.int64)
         logits = torch.full((size, size), 1.0 / size, dtype=torch.float64)
         return cls(owners, logits, zeros, zeros, zeros.bool())
 
     def copy_of(self, device: int) -> Tensor | None:
-        """A device's newest copy (P,), or None while there is none."""
+        """A device's newest copy (P,), or None before the first one."""
         if not (number := int(self.built[device])):
             return None
         record = self.records[number]
@@ -82,12 +83,12 @@ class BlockState:
 
 @dataclass(frozen=True)
 class Step:
-    """How coefficients learn.
+    """Settings of one update of the coefficients.
 
     Attributes:
-        rate: eta-hat times minus the sign of the gradient's estimate.
-        oldest: copies built before this round teach nothing.
-        divisors: the drift of a device is divided by this, (K,); None leaves it raw.
+        rate: eta-hat, times minus the sign of the gradient's estimate.
+        oldest: the update uses no copies that were built before this round.
+        divisors: divisor of each device's drift, (K,); None leaves the drift as it is.
     """
 
     rate: float
@@ -96,7 +97,7 @@ class Step:
 
 
 def aggregate(logits: Tensor, members: Tensor, uploads: Tensor) -> Record:
-    """Step 4: a copy for every device that uploaded, by the softmax of its row over those that did (Eq. 5)."""
+    """Step 4: mix a copy for every device that uploaded, by the softmax of its row over all of these (Eq. 5)."""
     mix = torch.softmax(logits[members][:, members], 1)
     return Record(members, uploads, mix, mix.to(uploads) @ uploads)
 
@@ -109,10 +110,18 @@ def learned(
     num_trainable: int,
     step: Step,
 ) -> Tensor:
-    """Step 5: Xi after the devices in `now`, (members (S,), uploads (S, P)), have shown where their copies drifted.
+    """Step 5: Xi after an update from how far the devices have drifted from their copies (Eq. 6, 7).
 
-    Xi_kj += rate * xi_kj * <w_j - W_k, upload_k - W_k> with w, W, xi of the round in which k's copy was built: one
-    matrix product per such round, of which there are at most as many as the oldest age.
+    Xi_kj += rate * xi_kj * <w_j - W_k, upload_k - W_k> with w, W, xi of the round in which k's copy was built. This
+    takes one matrix product for each such round, and there are at most as many rounds as the largest age.
+
+    Args:
+        logits: Xi before the update, (K, K).
+        built: round of every device's newest copy, (K,).
+        records: aggregations by round.
+        now: the devices that uploaded in this round, (S,), and their blocks, (S, P).
+        num_trainable: how many numbers of a block are parameters.
+        step: settings of the update.
     """
     members, uploads = now
     after = logits.clone()
@@ -124,7 +133,7 @@ def learned(
         rows = record.rows(members[mine])
         mix_GS = record.mix[rows]
         dots_GS = _dots(uploads, mine, record, rows, num_trainable).to(logits)
-        # W is the mixture of the w, so <W, drift> needs no product of its own, and a row's changes cancel exactly
+        # W is the mixture of the w, so <W, drift> needs no product of its own, and the changes of a row sum to zero
         change = step.rate * mix_GS * (dots_GS - (mix_GS * dots_GS).sum(1, keepdim=True))
         if step.divisors is not None:
             change = change / step.divisors[members[mine]].unsqueeze(1)
@@ -133,8 +142,10 @@ def learned(
 
 
 def _dots(uploads: Tensor, mine: Tensor, record: Record, rows: Tensor, num_trainable: int) -> Tensor:
-    """Inner products (G, S) of the devices' drifts with the record's uploads, piece by piece: drifts of a thousand
-    devices at once would be written to memory and read back, which takes longer than the products."""
+    """Inner products (G, S) of the devices' drifts with the record's uploads, piece by piece.
+
+    Writing the drifts of a thousand devices to memory and reading them back would take longer than the products.
+    """
     mine, rows = mine.to(uploads.device), rows.to(uploads.device)
     dots = uploads.new_zeros(len(mine), len(record.members))
     for start in range(0, num_trainable, PIECE):
@@ -151,8 +162,14 @@ def own_coefficients(logits: Tensor, among: Tensor) -> Tensor:
 
 
 def scheduled(scores: Tensor, able: Tensor, ages: Tensor, count: int, max_age: int) -> Tensor:
-    """Step 2: who uploads, bool (K,): the `count` best of those able, ties to the lowest number, and the overdue;
-    no block is ever overdue with `max_age` 0.
+    """Step 2: which devices upload, bool (K,).
+
+    Args:
+        scores: the score of every device, (K,); of equal scores the lower number comes first.
+        able: devices that can upload, bool (K,).
+        ages: rounds since the last upload, (K,).
+        count: how many devices with the largest scores upload.
+        max_age: devices that reach this age upload as well; 0 never forces an upload.
     """
     order = scores.masked_fill(~able, -torch.inf).argsort(descending=True, stable=True)
     chosen = torch.zeros_like(able)

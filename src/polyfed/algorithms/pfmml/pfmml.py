@@ -1,18 +1,19 @@
 """Personalised federated multimodal learning over wireless networks, with learned aggregation coefficients.
 
-Every device trains a model of its own. Per block (a modality's encoder with its columns of the first layer, or the
-shared rest) the server mixes the uploads of a few devices into a personalised copy for each of them; the coefficients
-of the mixtures are learned in closed form, and who uploads is decided by benefit per second. The paper's Algorithm 1
-and its equations as fixed in algorithms.md 4; letters as there: Xi the logits of the coefficients, xi the
-coefficients, W a copy at the server, w an upload, A the age of a block, K-hat the uploads per block and round.
+Every device trains a model of its own. For each block (a modality's encoder with its columns of the first layer, or the
+shared rest) the server mixes the uploads of a few devices into a personalised copy for each of them. The coefficients
+of the mixtures are learned in closed form, and the devices that upload are those with the largest benefit per second.
 
-Order of a round: devices take in the copies made in the round before and train (steps 7 and 1); the server schedules,
-collects, mixes and learns (steps 2 to 6). That downloads open a round is what the paper's latency counts (4.6).
+The steps are those of the paper's Algorithm 1. Letters: Xi the logits of the coefficients, xi the coefficients, W a
+copy at the server, w an upload, A the age of a block, K-hat the uploads per block and round. A round begins with the
+devices, which install the copies made in the round before and train (steps 7 and 1); then the server schedules,
+collects, mixes and learns (steps 2 to 6). Downloads come first because the paper's latency counts them there. See
+docs/algorithms/pfmml.md.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -36,18 +37,18 @@ from polyfed.training.client_data import rows_trained, steps_trained
 from polyfed.training.losses import cross_entropy
 
 TABLE_CLIENTS = 64
-"""Matrices of more devices than this are not logged: a heat map of them could not be read."""
+"""Matrices of more devices than this are not logged, because their heat map would not be readable."""
 
 
 @dataclass(frozen=True)
 class PfmmlState:
-    """Server state.
+    """The server state.
 
     Attributes:
-        params: the common initial model; there is no global one.
-        blocks: by name of the block, in the order in which uploads are queued.
-        undelivered: by block, whose newest copy is older than the last round and has still not arrived, bool (K,).
-        waited_for: devices asked for an upload in the last round.
+        params: the common initial model; there is no global model.
+        blocks: what the server knows of each block, in the order in which uploads are queued.
+        undelivered: by block, devices whose newest copy is older than the last round and has not arrived, bool (K,).
+        waited_for: devices that were asked for an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
 
@@ -58,41 +59,43 @@ class PfmmlState:
     train_loss: float = float("nan")
 
     def __post_init__(self) -> None:
-        """What is known of devices is the server's own."""
+        """Keep what is known about the devices on the CPU."""
         keep_on_host(self, "undelivered")
 
     def due(self, block: str) -> Tensor:
-        """Whose newest copy is to be sent, bool (K,): those made in the last round, and those that got lost before."""
+        """Devices whose newest copy has to be sent, bool (K,): it is of the last round, or was lost before."""
         sent = self.blocks[block].sent
         return sent | self.undelivered.get(block, torch.zeros_like(sent))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pfmml(Algorithm):
-    """See the module. Without a [network] all links count as infinitely fast, and scores are 1 - xi alone.
+    """Personalised aggregation. Without a [network] no time passes, and scores are 1 - xi.
 
     Attributes:
         uploads: K-hat, devices that upload a block in a round: a share of all devices, or a count.
         coefficient_lr: eta-hat, learning rate of the coefficients; 0.01 in the paper, 0 keeps mixtures uniform.
-        max_age: A_th, after so many rounds at the latest a block is uploaded; 10 in the paper, 0 never forces.
-        rule: score of a device: `ratio`, benefit per second, or `linear`, benefit - `alpha` * seconds (Table III).
-        alpha: price of a second under `linear`; the paper tries 1e-4, 1e-3, 1e-2.
-        grad_sign: sign of a device's drift as an estimate of its gradient: -1, since a device moves down it; 1 is
-            the paper's literal text (W1).
-        scale: `raw` takes the drift as it is, `per-step` divides it by learning rate and steps (W2); `per-size` takes
-            every block for one as large as the largest. Inner products grow with the numbers in a block, so that under
-            `raw` the coefficients of a small shared block hardly move (docs/results/pfmml.md).
-        record: `last` learns from a device's newest copy however old, `previous-round` only from last round's (W3).
-        learn: update coefficients `after` mixing, as in the paper, or `before` (W4).
-        softmax_over: `all` devices or the block's `owners` share the coefficients that enter the score (W5).
-        waits_for: the server waits for the `scheduled` devices, or for `all` (W10).
+        max_age: A_th, a block is uploaded after at most so many rounds; 10 in the paper, 0 never forces an upload.
+        rule: score of a device: `ratio`, benefit per second, or `linear`, benefit - `price_per_second` * seconds
+            (Table III).
+        price_per_second: alpha, the price of a second under `linear`; the paper tries 1e-4, 1e-3, 1e-2.
+        grad_sign: sign of a device's drift as an estimate of its gradient: -1, because a device moves against its
+            gradient; 1 is the paper's literal text.
+        scale: `raw` takes the drift as it is, `per-step` divides it by learning rate and steps, `per-size` treats every
+            block as if it were as large as the largest one. Inner products grow with the size of a block, so that under
+            `raw` the coefficients of a small shared block hardly change (docs/results/pfmml.md).
+        record: `last` learns from a device's newest copy, however old; `previous-round` only from copies of the last
+            round.
+        learn: update the coefficients `after` mixing, as in the paper, or `before`.
+        softmax_over: the coefficients that enter the score are a softmax over `all` devices or the block's `owners`.
+        waits_for: the server waits for the `scheduled` devices, or for `all`.
     """
 
     uploads: float | int = 1 / 3
     coefficient_lr: Annotated[float, NOT_NEGATIVE] = 0.01
     max_age: Annotated[int, NOT_NEGATIVE] = 10
     rule: Literal["ratio", "linear"] = "ratio"
-    alpha: Annotated[float, NOT_NEGATIVE] = 1e-4
+    price_per_second: Annotated[float, NOT_NEGATIVE] = 1e-4
     grad_sign: Literal[-1, 1] = -1
     scale: Literal["raw", "per-step", "per-size"] = "raw"
     record: Literal["last", "previous-round"] = "last"
@@ -100,17 +103,19 @@ class Pfmml(Algorithm):
     softmax_over: Literal["all", "owners"] = "all"
     waits_for: Literal["scheduled", "all"] = "scheduled"
 
+    renamed: ClassVar[Mapping[str, str]] = {"alpha": "price_per_second"}
+
     def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
+        """Refuse options out of range, and `uploads` that is neither a share nor a count."""
         super().__post_init__()
         exchange.check_uploads(self.uploads)
 
     def init(self, fed: Federation, params: Tree) -> PfmmlState:
-        """Equal coefficients; every device starts from the same blocks."""
+        """Equal coefficients for all devices, which start from the same blocks."""
         return PfmmlState(params, {block: BlockState.start(owners(fed, block)) for block in layouts(fed, params)})
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The device's own model, from the common start."""
+        """The device's own model, with the common initial values."""
         return dict(context.initial)
 
     def round(self, state: PfmmlState, fed: Federation) -> PfmmlState:
@@ -131,13 +136,13 @@ class Pfmml(Algorithm):
                 own = replace(step, rate=step.rate * largest / max(layout.num_trainable, 1))
             lost, now = state.due(block) & unheard, layout.gather(uploads)
             blocks[block] = self._after(state.blocks[block], now, lost, layout, own, fed.round)
-            undelivered[block] = lost & ~blocks[block].sent  # who uploads gets a newer copy
+            undelivered[block] = lost & ~blocks[block].sent  # a device that uploads gets a newer copy
         return replace(
             state, blocks=blocks, undelivered=undelivered, waited_for=sorted(asked), train_loss=mean_loss(trained, fed)
         )
 
     def evaluate(self, state: PfmmlState, fed: Federation) -> Measured:
-        """Devices judge their own models: with the copies on their way taken in, and as trained (`trained`) (W12)."""
+        """Devices evaluate their own models, with the due copies installed (`personal`) and without (`trained`)."""
         own = super().evaluate(state, fed)
         if "personal" not in own.metrics:
             return own
@@ -145,20 +150,20 @@ class Pfmml(Algorithm):
         return Measured(own.metrics | {"trained": trained}, own.personal)
 
     def to_judge(self, state: PfmmlState, fed: Federation, clients: Sequence[int]) -> Send:
-        """The copies on their way."""
+        """The copies that are due."""
         arriving = self._downloads(state, fed, {*clients})
         return {client: arriving.get(client, Broadcast({})) for client in clients}
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """The device's model, with what arrives."""
+        """The device's model, with the copies that it received."""
         return {**local, **got.params}
 
     def simulated_seconds(self, state: PfmmlState, times: Timetable) -> float:
-        """Every device goes its own way; the server waits for those that upload (W10)."""
+        """Devices work independently of each other; the server waits for those that upload, or for all."""
         return times.chains(times.by_client() if self.waits_for == "all" else state.waited_for)
 
     def observe(self, state: PfmmlState) -> dict[str, float]:
-        """Per block: mean coefficient of owners for themselves, number of uploads, oldest age."""
+        """Per block: mean coefficient of owners for themselves, number of uploads, largest age."""
         seen: dict[str, float] = {}
         for block, entry in state.blocks.items():
             own = own_coefficients(entry.logits, torch.ones_like(entry.owners))[entry.owners]
@@ -168,7 +173,7 @@ class Pfmml(Algorithm):
         return seen
 
     def observe_tables(self, state: PfmmlState) -> dict[str, list[list[float]]]:
-        """Per block the coefficients (row softmax of Xi, Eq. 4); `uploads`, one row a block: who sent it."""
+        """Per block the coefficients (row softmax of Xi, Eq. 4); `uploads` says in a row per block who sent it."""
         if len(next(iter(state.blocks.values())).ages) > TABLE_CLIENTS:
             return {}
         tables = {f"coefficients.{block}": entry.logits.softmax(1).tolist() for block, entry in state.blocks.items()}
@@ -176,7 +181,7 @@ class Pfmml(Algorithm):
 
     @task()
     def install(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Installed, Tree]:
-        """Take personalised copies in (step 7)."""
+        """Replace blocks of the device's model by personalised copies (step 7)."""
         return Installed(), {**local, **got.params}
 
     @task()
@@ -195,7 +200,7 @@ class Pfmml(Algorithm):
     def _downloads(
         self, state: PfmmlState, fed: Federation, clients: Collection[int] | None = None
     ) -> dict[int, Broadcast]:
-        """The copies that are due, by device; those of some devices, or of all."""
+        """The copies that are due, by device; only those of `clients` if given."""
         trees: dict[int, Tree] = {}
         for block, layout in layouts(fed, state.params).items():
             entry = state.blocks[block]
@@ -203,12 +208,12 @@ class Pfmml(Algorithm):
                 if clients is not None and client not in clients:
                     continue
                 copy = entry.copy_of(client)
-                assert copy is not None, "a copy is on its way that was never built"
+                assert copy is not None, "a copy is due that was never built"
                 trees.setdefault(client, {}).update(layout.tree(copy))
         return {client: Broadcast(tree) for client, tree in trees.items()}
 
     def _schedule(self, state: PfmmlState, fed: Federation) -> dict[str, Tensor]:
-        """Step 2, block after block: a block later in the queue waits for those before it."""
+        """Step 2, block after block: a later block waits in the queue for the earlier ones."""
         cost_s, queued_bits = self._seconds_before_upload(state, fed), torch.zeros(len(fed.clients)).double()
         count = exchange.num_uploads(self.uploads, len(fed.clients))
         chosen: dict[str, Tensor] = {}
@@ -226,11 +231,11 @@ class Pfmml(Algorithm):
     def _scores(self, benefit: Tensor, seconds: Tensor) -> Tensor:
         """The score of every device, (K,)."""
         if self.rule == "linear":
-            return benefit - self.alpha * seconds
-        return benefit / seconds.clamp(min=1e-12)  # no network: no time passes, and benefit alone orders
+            return benefit - self.price_per_second * seconds
+        return benefit / seconds.clamp(min=1e-12)  # without a network no time passes, and the benefit alone decides
 
     def _seconds_before_upload(self, state: PfmmlState, fed: Federation) -> Tensor:
-        """T_D + T_C of every device in this round, (K,): download of the copies that are due, then training."""
+        """T_D + T_C of every device in this round, (K,): downloading the due copies, then training."""
         if fed.clock is None:
             return torch.zeros(len(fed.clients)).double()
         clients, model, links = fed.clients, fed.context.model, fed.clock.links
@@ -247,11 +252,11 @@ class Pfmml(Algorithm):
     def _after(
         self, entry: BlockState, now: tuple[Tensor, Tensor], lost: Tensor, layout: Layout, step: Step, round: int
     ) -> BlockState:
-        """Steps 4 to 6 for one block; `lost`, bool (K,), did not get the copies that were due in this round."""
+        """Steps 4 to 6 for one block. Devices in `lost`, bool (K,), did not receive the copy that was due."""
         members, uploads = now
 
         def update(logits: Tensor) -> Tensor:
-            # a device that never had its copy has not drifted from it: the difference says nothing about the mixture
+            # a device that never received its copy has not drifted from it: its upload says nothing about the mixture
             drifted = (~lost[members]).to(members.device)
             known = now if bool(drifted.all()) else (members[drifted], uploads[drifted.to(uploads.device)])
             return learned(logits, entry.built, entry.records, known, layout.num_trainable, step)
@@ -270,7 +275,7 @@ class Pfmml(Algorithm):
         return BlockState(entry.owners, logits, ages, built, sent, records)
 
     def _step(self, fed: Federation) -> Step:
-        """How coefficients learn in this round (W1, W2, W3)."""
+        """Settings of this round's update of the coefficients."""
         divisors = None
         if self.scale == "per-step":
             skip, counts = fed.context.model.has_batchnorm, fed.clients.num_rows.tolist()

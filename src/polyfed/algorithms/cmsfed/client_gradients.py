@@ -1,0 +1,196 @@
+"""The gradients g and h by which CMSFed compares clients (Eq. 11).
+
+A client adds them up while it trains (`GradientSums`). The server checks what arrives (`whole_gradients`), or computes
+them from the trained parameters as the released code does (`deltas`), and updates the distances (`refreshed`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyfed.algorithms.cmsfed.training_scope import TrainingScope, encoder_names
+from polyfed.core import keys
+from polyfed.core.request import Accept
+from polyfed.core.tree import SHARED, Tree, like, nested, scaled, select, subtract, under, vector, zip_map
+from polyfed.federation.federation import Federation
+from polyfed.selection.submodular import Similarity
+from polyfed.training import ClientData, TrainingResult
+from polyfed.training.client_data import Direction, Loss, legs, summed
+from polyfed.training.optimisers import Train
+from polyfed.training.prototypes import Prototypes
+
+CE, PCE = "cross_entropy", "prototype_loss"
+"""Names of the two terms of the local loss (Eq. 9), as reports carry them and as the error of a diverged run says."""
+
+SUM, LAST = "sum", "last"
+"""Where the running sums keep the sum and the last finite value of each term."""
+
+
+@dataclass(frozen=True)
+class GradientSums:
+    """The running sums of one local training: values of both loss terms and, if `exact`, the gradients g and h.
+
+    Attributes:
+        scope: what the client trains.
+        exact: whether the loss is split into its terms, so that g and h are added up.
+    """
+
+    scope: TrainingScope
+    exact: bool
+
+    def start(self, params: Tree) -> Tree:
+        """All sums at zero."""
+        zeros = {CE: torch.zeros(()), PCE: torch.zeros(())}
+        sums = nested(SUM, zeros) | nested(LAST, zeros)
+        if self.exact:
+            g = self.scope.context.model.trainable(params) if self.scope.complete else {}
+            h = {name: params[name] for name in self.scope.helped_encoders(params)}
+            sums |= nested("g", like(g)) | nested("h", like(h))
+        return sums
+
+    def direction(self, params: Tree) -> Direction:
+        """The hook of `minimise`: adds up g and h, and passes on the sum of both terms' gradients unchanged."""
+        helped = self.scope.helped_encoders(params)
+
+        def direction(grads: Any, w: Tree, seen: Any, carry: Tree) -> tuple[Tree, Tree]:
+            finite = torch.stack([torch.isfinite(value) for value in seen.values()]).all()
+            sums, last = under(SUM, carry), under(LAST, carry)
+            after = dict(carry) | nested(SUM, zip_map(torch.add, seen, sums))
+            after |= nested(LAST, {term: torch.where(finite, value, last[term]) for term, value in seen.items()})
+            if not self.exact:
+                return grads, after
+            step = summed(grads)
+            if self.scope.complete:  # a client of S_M: g of the cross-entropy, h of PCE alone
+                after |= nested("g", zip_map(torch.add, grads[CE], under("g", carry)))
+            h = grads.get(PCE, {}) if self.scope.complete else step
+            after |= nested("h", zip_map(torch.add, {n: h[n] for n in helped if n in h}, under("h", carry)))
+            return step, after
+
+        return direction
+
+    def minimise(
+        self,
+        loss: Callable[[Mapping[str, Prototypes]], Loss],
+        data: ClientData,
+        params: Tree,
+        near: Mapping[str, Prototypes] | None,
+        train: Train,
+    ) -> TrainingResult:
+        """Train and add up.
+
+        Args:
+            loss: makes the local loss from prototypes.
+            data: the client dataset.
+            params: the model to start from.
+            near: the prototypes; None takes the client's own, computed anew before every epoch.
+            train: settings of the local training.
+        """
+        fit: TrainingResult | None = None
+        for leg in [train] if near is not None else legs(train):
+            start = fit.params if fit else params
+            fit = data.minimise(
+                loss(near if near is not None else self.scope.own_prototypes(data, start)[0]),
+                start,
+                train=leg,
+                direction=self.direction(params),
+                carry=fit.carry if fit else self.start(params),
+                only=(*self.scope.modalities, SHARED),
+                split=self.exact,
+                after=fit,
+            )
+        assert fit is not None, "a training has at least one epoch"
+        return fit
+
+
+def mean_gradients(fit: TrainingResult) -> tuple[Tree, Tree]:
+    """g and h: the means over the steps of a training."""
+    steps = fit.num_steps.clamp(min=1)
+    g, h = ({name: v / steps for name, v in under(part, fit.carry).items()} for part in ("g", "h"))
+    return g, h
+
+
+def mean_terms(fit: TrainingResult) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy and mean PCE of a training, 0-dim.
+
+    If the training diverged, the term that was larger at the last finite step is NaN: the server's reply validation
+    then names the client and the term.
+    """
+    floats = [v for v in fit.params.values() if v.is_floating_point()]
+    finite = torch.stack([torch.isfinite(fit.loss), *(torch.isfinite(v).all() for v in floats)]).all()
+    sums, last = under(SUM, fit.carry), under(LAST, fit.carry)
+    ce_larger = last[CE] >= last[PCE]
+    steps = fit.num_steps.clamp(min=1)
+    ce, pce = (
+        torch.where(finite, sums[term] / steps, torch.where(larger, float("nan"), last[term]))
+        for term, larger in ((CE, ce_larger), (PCE, ~ce_larger))
+    )
+    return ce, pce
+
+
+def whole_gradients(params: Tree, fed: Federation) -> Accept:
+    """Accepts reports whose gradients, if any, cover all parameters (g) and whole encoders (h)."""
+    all_names = fed.context.model.trainable(params).keys()
+    encoders = {m: [*encoder_names(fed.context, params, m)] for m in fed.clients.modalities}
+
+    def flaw(client: int, report: Any) -> str:
+        if report.gradient and report.gradient.keys() != all_names:
+            return "sent a part of the gradient g"
+        for m, names in encoders.items():
+            if (own := select(report.encoder_gradient, [m])) and [*own] != names:
+                return f"sent a part of the gradient h of {m}"
+        return ""
+
+    return flaw
+
+
+def deltas(sent: Tree, trained: Tree, fed: Federation, divisor: float, *, first: bool) -> tuple[Tree, Tree]:
+    """g and h as in the released code: how far training moved the encoders. S_M gives g, the others give h.
+
+    Args:
+        sent: the model before training.
+        trained: the blocks that the client trained.
+        fed: the federation.
+        divisor: -1 for theta_in - theta_out, or minus learning rate times steps; with 0 the result is zero.
+        first: whether this is the first pass, which gives both: nothing else compares the clients' encoders yet.
+    """
+    names = [n for m in fed.clients.modalities for n in encoder_names(fed.context, sent, m)]
+    moved = subtract({n: trained[n] for n in names if n in trained}, sent)
+    moved = scaled(moved, 1.0 / divisor if divisor else 0.0)
+    if len(moved) < len(names):
+        return {}, moved
+    return moved, moved if first else {}
+
+
+def refreshed(
+    d1: Similarity | None,
+    d2: Mapping[str, Similarity],
+    gradients: Mapping[int, tuple[Tree, Tree]],
+    sent: Tree,
+    fed: Federation,
+    *,
+    exact: bool,
+    sketch: int,
+) -> tuple[Similarity, dict[str, Similarity]]:
+    """D_1, and D_2 by modality, with the rows and columns of some clients replaced ("no overheads").
+
+    Args:
+        d1: vectors g and their distances so far; None before the first pass.
+        d2: vectors h and their distances so far, by modality; a modality may be missing.
+        gradients: g and h by client, each empty if the client has none.
+        sent: the model that was trained.
+        fed: the federation.
+        exact: whether g covers all parameters; deltas cover encoders only.
+        sketch: number of entries that vectors are projected to; 0 keeps them exact.
+    """
+    num, key = len(fed.clients), keys.key(fed.seed, "sketch")
+    names = {m: encoder_names(fed.context, sent, m) for m in fed.clients.modalities}
+    sizes = {m: sum(sent[n].numel() for n in own) for m, own in names.items()}
+    size = sum(v.numel() for v in fed.context.model.trainable(sent).values()) if exact else sum(sizes.values())
+    first = d1 or Similarity.empty(num, size, sketch, key)
+    second = {m: d2.get(m) or Similarity.empty(num, own, sketch, key) for m, own in sizes.items()}
+    g = {client: vector(own) for client, (own, _) in gradients.items() if own}
+    h = {m: {c: vector(own) for c, (_, parts) in gradients.items() if (own := select(parts, [m]))} for m in second}
+    return first.refreshed(g), {m: similarity.refreshed(h[m]) for m, similarity in second.items()}

@@ -1,0 +1,160 @@
+"""Imbalance ratios: which modality is behind, in a batch, at a client, and in the whole federation.
+
+A ratio compares how much probability two modalities give to the right classes (PMR Eq. 8; Fan, Xu, Wang, Wang, Guo,
+"PMR: Prototypical Modal Rebalance for Multimodal Learning", CVPR 2023). A larger ratio means a weaker modality.
+
+Shape letters: `N` clients, `M` modalities, `B` rows of a batch, `D` entries of a feature.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from polyfed.algorithms.cmsfed.training_scope import TrainingScope
+from polyfed.core.batch import Batch
+from polyfed.core.tree import Tree
+from polyfed.federation.client_registry import ClientRegistry
+from polyfed.training import ClientData, prototypes
+from polyfed.training.prototypes import Prototypes
+
+EMPTY = torch.zeros(0)
+
+
+@dataclass(frozen=True)
+class ImbalanceRatios:
+    """The last ratios that each client reported: confidence of the first modality over each other one.
+
+    With two modalities this is the paper's rho, the first over the second. The first modality's own value is 1.
+
+    Attributes:
+        modalities: all modalities, in the order of the data.
+        values: (N, M) float64; NaN where a client has not reported yet.
+        num_rows: rows of the clients, the weights of the mean, float64 (N,).
+        complete: clients that own every modality, bool (N,); only these have ratios.
+    """
+
+    modalities: tuple[str, ...] = ()
+    values: Tensor = EMPTY
+    num_rows: Tensor = EMPTY
+    complete: Tensor = EMPTY
+
+    @classmethod
+    def unknown(cls, clients: ClientRegistry) -> "ImbalanceRatios":
+        """The ratios before any client has reported."""
+        shape = (len(clients), len(clients.modalities))
+        values = torch.full(shape, float("nan"), dtype=torch.float64)
+        return cls(clients.modalities, values, clients.num_rows.to(torch.float64), clients.holds.all(1))
+
+    def reported(self, fresh: Mapping[int, Mapping[str, Tensor]]) -> "ImbalanceRatios":
+        """The ratios after some clients reported; a client that sent none keeps its last values."""
+        values = self.values.clone()
+        for client, ratio in fresh.items():
+            if ratio:
+                values[client] = torch.tensor([float(ratio[m]) if m in ratio else 1.0 for m in self.modalities])
+        return replace(self, values=values)
+
+    def mean(self) -> dict[str, float]:
+        """The global ratio rho_glob by modality: the mean weighted by rows, old values included.
+
+        Empty before the first report.
+        """
+        known = ~self.values.isnan().any(1)
+        if not bool(known.any()):
+            return {}
+        weight = self.num_rows[known] / self.num_rows[known].sum()
+        return dict(zip(self.modalities, (weight @ self.values[known]).tolist(), strict=True))
+
+    def weak(self, before: str = "", hysteresis: float = 0.0) -> str:
+        """The weak modality: the one with the largest global ratio; empty if all are equal or none is known.
+
+        Args:
+            before: the weak modality of the last round.
+            hysteresis: another modality replaces it only if its ratio is larger by this share.
+        """
+        mean = self.mean()
+        if not mean or max(mean.values()) == min(mean.values()):
+            return ""
+        weakest = max(mean, key=lambda m: mean[m])
+        return before if before and mean[weakest] <= mean[before] * (1 + hysteresis) else weakest
+
+    def dominance(self, weak: str, client: int) -> float:
+        """The dominance ratio r of a client: confidence of the federation's strongest other modality over `weak`."""
+        mean = self.mean()
+        strong = min((m for m in mean if m != weak), key=lambda m: mean[m])  # under hysteresis `weak` may lead already
+        at = self.values[client].tolist()
+        return float(at[self.modalities.index(weak)] / at[self.modalities.index(strong)])
+
+    def weakest_of(self, owned: Sequence[str]) -> str:
+        """The globally weakest of these modalities; the first of them as long as no ratio is known."""
+        mean = self.mean()
+        return max(owned, key=lambda m: mean[m]) if mean else owned[0]
+
+
+def client_ratios(scope: TrainingScope, data: ClientData, w: Tree, own: Mapping[str, Prototypes]) -> Tree:
+    """rho^k: ratios of the first modality over each other one, over all rows of a client.
+
+    Args:
+        scope: what the client trained.
+        data: the client dataset.
+        w: the model to compute features with.
+        own: the client's own prototypes under this model.
+
+    Returns:
+        A 0-dim tensor for every modality after the first; empty for a client that lacks a modality.
+    """
+    if scope.context.modalities != scope.context.model.modalities:
+        return {}
+
+    def step(total: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        confidence = prototypes.confidence(own, scope.features(w, batch), batch)
+        return {m: total[m] + value for m, value in confidence.items()}
+
+    total = data.fold(step, {m: torch.zeros(()) for m in scope.context.modalities})
+    first, *others = scope.context.modalities
+    return {m: prototypes.imbalance_ratio(total[first], total[m]) for m in others}
+
+
+def pce_weights(
+    scope: TrainingScope,
+    near: Mapping[str, Prototypes],
+    z: Mapping[str, Tensor],
+    batch: Batch,
+    strength: float,
+    beta_mode: Literal["clip", "hard"],
+    pce_target: Literal["global_weak", "batch_weak"],
+) -> dict[str, float | Tensor]:
+    """beta, the weight of PCE in a batch, by helped modality (PMR Eq. 10-11).
+
+    It is `strength` (alpha_p) at full strength. Otherwise it follows from r_batch, the ratio of the strongest other
+    modality over the helped one. No gradient flows through it.
+
+    Args:
+        scope: what the client trains.
+        near: prototypes by modality.
+        z: features (B, D) by modality.
+        batch: the batch.
+        strength: alpha_p.
+        beta_mode: how the ratio becomes a weight; see `CmsFed`.
+        pce_target: which modality is helped; see `CmsFed`.
+
+    Returns:
+        By modality; empty if nothing is helped, or if fewer than two modalities can be compared.
+    """
+    helped = [m for m in scope.helped if m in near]
+    if scope.full_strength or not helped:
+        return dict.fromkeys(helped, strength)
+    compared = {m: value.detach() for m, value in z.items() if m in near}
+    if len(compared) < 2:
+        return {}  # prototypes of one modality: there is none that it could be behind
+    confidence = prototypes.confidence(near, compared, batch)
+    weights: dict[str, float | Tensor] = {}
+    for m in helped:
+        others = torch.stack([value for name, value in confidence.items() if name != m])
+        ratio = prototypes.imbalance_ratio(others.amax(), confidence[m])
+        beta = prototypes.modulation(ratio, strength, beta_mode)
+        # of several modalities behind the strongest only the weakest is helped; of two there is only one
+        weights[m] = beta * (confidence[m] <= others.amin()) if pce_target == "batch_weak" else beta
+    return weights

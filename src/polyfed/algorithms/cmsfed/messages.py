@@ -1,0 +1,37 @@
+"""What the server sends to a client of CMSFed, and what the client replies."""
+
+from torch import Tensor
+
+from polyfed.core.messages import HISTOGRAM, MODALITIES, Message, carries, message
+from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
+from polyfed.core.tree import Tree
+
+
+@message
+class Assignment(Message):
+    """The model; global prototypes (C, D) by modality, with a row of zeros for a class that has none; and a flag under
+    the name of the modality whose PCE is added.
+    """
+
+    params: Tree = carries("parameters")
+    prototypes: Tree = carries("prototypes", shape=("classes", "features"))
+    target: Tree = carries("statistic")
+
+
+@message
+class Report(Message):
+    """A client's reply after training: mean loss terms, trained blocks, and the mean gradients g and h; and about its
+    rows: prototypes (C, D) by modality, class counts (C,), imbalance ratios of the first modality over each other one.
+    Trees that the options make no use of are empty.
+    """
+
+    cross_entropy: Tensor = carries("statistic")
+    prototype_loss: Tensor = carries("statistic")
+    params: Tree = carries("parameters")
+    gradient: Tree = carries("gradients")
+    encoder_gradient: Tree = carries("gradients", partial=True, blocks=(MODALITIES,))
+    prototypes: Tree = carries("prototypes", shape=("classes", "features"))
+    rows_per_class: Tree = carries("statistic", shape=("classes",), within=NOT_NEGATIVE, tells=HISTOGRAM)
+    ratio: Tree = carries("statistic", within=POSITIVE, blocks=(MODALITIES,))
+    loss: Tensor = carries("statistic")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)

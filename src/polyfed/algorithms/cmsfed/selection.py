@@ -1,0 +1,149 @@
+"""Which client trains which modalities in a round of CMSFed: two facility-location problems, solved together.
+
+The main file builds a `SelectionProblem` from what the server knows and calls `solve` (Algorithm 1, Eq. 13-14).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from polyfed.algorithms.cmsfed.imbalance import ImbalanceRatios
+from polyfed.core import keys
+from polyfed.federation.client_registry import ClientRegistry
+from polyfed.selection.submodular import Cover, Similarity, sample
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The selected clients of a round.
+
+    Attributes:
+        weak: the weak modality; empty if there is none.
+        train_all: S_M, clients that train all modalities, in the order in which they were chosen.
+        train_alone: clients that train a single modality, and which one. Those that train `weak` are S_w; the others
+            do not own it.
+    """
+
+    weak: str = ""
+    train_all: list[int] = field(default_factory=list)
+    train_alone: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def picked(self) -> set[int]:
+        """All selected clients."""
+        return {*self.train_all, *self.train_alone}
+
+    def share(self, modality: str, num_modalities: int) -> float:
+        """The modality's share of all selected pairs of a client and a modality (Fig. 6)."""
+        own = len(self.train_all) + sum(trained == modality for trained in self.train_alone.values())
+        return own / max(num_modalities * len(self.train_all) + len(self.train_alone), 1)
+
+
+@dataclass(frozen=True)
+class SelectionProblem:
+    """The two problems of a round: G_1 over the gradients g, G_2 over the gradients h of the weak encoder.
+
+    Attributes:
+        gradients: the clients' vectors g and their distances D_1.
+        encoder: the vectors h of the weak modality and their distances D_2; None if no modality is weak.
+        ratios: imbalance ratios of the clients.
+        weak: the weak modality, or empty.
+        dominance_threshold: chi; a k2 whose dominance ratio is above it trains the weak modality alone.
+        resolution: what becomes of k1 and k2, `paper` or `authors`; see `CmsFed`.
+        size: b, the number of clients to choose.
+        sample: s, the number of candidates in a pass.
+    """
+
+    gradients: Similarity
+    encoder: Similarity | None
+    ratios: ImbalanceRatios
+    weak: str
+    dominance_threshold: float
+    resolution: Literal["paper", "authors"]
+    size: int
+    sample: int
+
+    def solve(self, clients: ClientRegistry, key: int) -> Choice:
+        """Select clients pass by pass; both problems name their best candidate before either client joins.
+
+        Args:
+            clients: the client registry.
+            key: random key of the round; pass p draws its candidates from (key, p).
+        """
+        first = Cover(self.gradients.distance, self.gradients.known)
+        second = Cover(self.encoder.distance, self.encoder.known) if self.encoder else None
+        choice, pool, passes = Choice(self.weak), list(clients.eligible), 0
+        while pool and len(choice.picked) < self.size:
+            candidates = sample(pool, self.sample, keys.key(key, passes))
+            k1, k2 = first.best(candidates), second.best(candidates) if second else None
+            for client, alone in self._resolve(k1, k2, candidates):
+                if len(choice.picked) == self.size:
+                    break
+                if alone:
+                    choice.train_alone[client] = self._trained_by(clients.owned(client))
+                else:
+                    choice.train_all.append(client)
+                pool.remove(client)
+                self._absorb(client, alone, first, second)
+            passes += 1
+        return choice
+
+    def _resolve(self, k1: int | None, k2: int | None, candidates: Sequence[int]) -> Iterator[tuple[int, bool]]:
+        """The clients that join in this pass, and whether each trains one modality alone (Eq. 13 for k1, 14 for k2)."""
+        k2_alone = k2 is not None and (
+            not self._complete(k2) or self.ratios.dominance(self.weak, k2) > self.dominance_threshold
+        )
+        if k1 is None and k2 is None:  # no candidate has ever sent a gradient
+            yield candidates[0], not self._complete(candidates[0])
+        elif self.resolution == "authors" and k2 is not None and (k2_alone or k1 is None):
+            yield k2, k2_alone
+        else:
+            if k1 is not None:
+                yield k1, False
+            if k2 is not None and k2 != k1 and (self.resolution == "paper" or k1 is None):
+                yield k2, k2_alone
+
+    def _absorb(self, client: int, alone: bool, first: Cover, second: Cover | None) -> None:
+        """Add a client to the covers. In the released code each problem only knows its own clients."""
+        if not alone:
+            first.add(client)
+        if second is not None and (alone or self.resolution == "paper"):
+            second.add(client)
+
+    def _trained_by(self, owned: Sequence[str]) -> str:
+        """The modality that a client trains alone."""
+        return self.weak if self.weak in owned else self.ratios.weakest_of(owned)
+
+    def _complete(self, client: int) -> bool:
+        return bool(self.ratios.complete[client])
+
+
+def without_gradients(weak: str, cohort: Sequence[int], ratios: ImbalanceRatios, clients: ClientRegistry) -> Choice:
+    """The choice for a cohort that a selector drew: each client trains everything, or its weakest modality alone if it
+    lacks one.
+    """
+    complete = [client for client in cohort if bool(ratios.complete[client])]
+    rest = [client for client in cohort if client not in complete]
+    return Choice(weak, complete, {client: ratios.weakest_of(clients.owned(client)) for client in rest})
+
+
+def all_alike(similarity: Similarity) -> bool:
+    """Whether all known vectors are equal, so that every choice represents the clients equally well."""
+    known = similarity.distance[similarity.distance.isfinite()]
+    return len(similarity.distance) > 1 and not bool((known > 0).any())
+
+
+def logged(choice: Choice, ratios: ImbalanceRatios) -> dict[str, float]:
+    """Numbers of a round for the log.
+
+    `imbalance_ratio` is the global ratio of the first modality over the second; with more than two modalities, of the
+    strongest over the weakest. `share_<modality>` is each modality's share of the picks; `picked_all` and
+    `picked_alone` are the sizes of both sets.
+    """
+    mean = ratios.mean()
+    shares = {f"share_{m}": choice.share(m, len(ratios.modalities)) for m in ratios.modalities}
+    ratio = {"imbalance_ratio": mean[ratios.modalities[-1]]} if len(mean) == 2 else {}
+    if len(mean) > 2:
+        ratio = {"imbalance_ratio": max(mean.values()) / min(mean.values())}
+    picked = {"picked_all": float(len(choice.train_all)), "picked_alone": float(len(choice.train_alone))}
+    return ratio | shares | picked

@@ -1,0 +1,63 @@
+"""What one client trains in a round of CMSFed, and its features in the form in which prototypes use them.
+
+Shape letters: `B` rows of a batch, `C` classes, `D` entries of a feature.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from polyfed.core.batch import Batch
+from polyfed.core.tree import Tree, block_of
+from polyfed.federation.context import ClientContext
+from polyfed.training import ClientData, prototypes
+from polyfed.training.prototypes import Prototypes
+
+
+@dataclass(frozen=True)
+class TrainingScope:
+    """The part of the model that one client trains, and how PCE enters its loss.
+
+    Attributes:
+        context: the client context.
+        modalities: modalities that the client trains.
+        helped: modalities whose prototypical cross-entropy (PCE) is added to the loss.
+        full_strength: whether PCE has its full weight, because there is no second modality to compare with.
+        feature_norm: length of the features before distances to prototypes are taken; 0 leaves them as they are.
+    """
+
+    context: ClientContext
+    modalities: tuple[str, ...]
+    helped: tuple[str, ...]
+    full_strength: bool
+    feature_norm: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether the client trains all modalities of the model; only then it has a gradient g (Eq. 11)."""
+        return self.modalities == self.context.model.modalities
+
+    def helped_encoders(self, params: Tree) -> list[str]:
+        """Names of the parameters behind h: the encoders of the helped modalities."""
+        return [name for m in self.helped for name in encoder_names(self.context, params, m)]
+
+    def own_prototypes(self, data: ClientData, w: Tree) -> tuple[dict[str, Prototypes], Tree]:
+        """The client's own class means under the model w, by modality, and its rows per class (C,)."""
+        sizes = {m: self.context.model.feature_size(m) for m in self.context.modalities}
+        return prototypes.class_means(data.fold, lambda b: self.features(w, b), sizes, self.context.num_classes)
+
+    def features(self, w: Tree, batch: Batch) -> dict[str, Tensor]:
+        """Features (B, D) of a batch by modality, ready for distances to prototypes."""
+        return self.as_vectors(self.context.model.features(w, batch))
+
+    def as_vectors(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The encoders' outputs as vectors (B, D), brought to one length if `feature_norm` asks for it."""
+        flat = {m: self.context.model.vector(value) for m, value in features.items()}
+        return prototypes.at_length(flat, self.feature_norm)
+
+
+def encoder_names(context: ClientContext, params: Tree, modality: str) -> list[str]:
+    """Names of theta^m: the trainable parameters of an encoder, without the modality's part of the classifier."""
+    head = context.model.head_slice(modality)
+    return [n for n in context.model.trainable(params) if block_of(n) == modality and n not in head]

@@ -1,0 +1,35 @@
+"""Checks of the rows that clients handed over and of the embeddings that they send back, and what a round logs."""
+
+from collections.abc import Mapping
+
+import torch
+
+from polyfed.algorithms.partialfl.messages import Deposit
+from polyfed.core.tree import Tree
+from polyfed.federation.replies import Replies
+
+
+def usable_rows(given: Deposit, shapes: Mapping[str, tuple[int, ...]]) -> Tree:
+    """The deposited rows (n, ...) by modality, without those whose shape the model does not read."""
+    return {m: x.clone() for m, x in (given.vectors | given.samples).items() if tuple(x.shape[1:]) == shapes.get(m)}
+
+
+def usable_embeddings(replies: Replies, deposits: Mapping[int, Tree], size: int) -> dict[int, Tree]:
+    """The embeddings z'_T (n, size) by client that belong to deposited rows; others, of a wrong shape, are ignored."""
+    found = {}
+    for k in replies:
+        student: Tree = replies[k].student
+        had = deposits.get(k, {})
+        if student and all(m in had and z.shape == (len(had[m]), size) for m, z in student.items()):
+            found[k] = student
+    return found
+
+
+def logged(replies: Replies, server_losses: list[float]) -> dict[str, float]:
+    """Numbers of a round for the log: means over the clients that have a shareable modality."""
+    parts = [part.message for part in replies.parts if part.message.student]  # type: ignore[attr-defined]
+    if not parts:
+        return {}
+    names = {"local_loss": "loss_local", "alignment": "alignment"}
+    means = {ours: float(torch.cat([getattr(p, name) for p in parts]).mean()) for name, ours in names.items()}
+    return means | {"loss_server": sum(server_losses) / max(len(server_losses), 1)}
