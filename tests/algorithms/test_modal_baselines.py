@@ -214,7 +214,7 @@ def test_proto_without_strength_is_fedavg_bit_for_bit_and_the_first_round_always
     assert not same(played(made("fedproto", engine))[1].params, theirs.params)
 
 
-@pytest.mark.parametrize("options", [{}, {"judge": "logits"}, {"proto_weight": "uniform"}, {"lam": 5.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"predict_by": "logits"}, {"proto_weight": "uniform"}, {"lam": 5.0}], ids=str)
 def test_original_proto_sends_no_parameters_and_engines_agree(options: dict[str, Any]) -> None:
     clients = ClientsSpec(partition="iid", num=6, personal_test=0.3)
     runs = [played(made("fedproto", e, clients, mode="original", **options)) for e in ENGINES]
@@ -230,7 +230,7 @@ def test_original_proto_sends_no_parameters_and_engines_agree(options: dict[str,
 
 def test_original_proto_without_pull_is_local_training() -> None:
     clients = ClientsSpec(partition="iid", num=6, personal_test=0.3)
-    ours, _, _ = played(made("fedproto", "sequential", clients, mode="original", lam=0.0, require_quorum="logits"))
+    ours, _, _ = played(made("fedproto", "sequential", clients, mode="original", lam=0.0, predict_by="logits"))
     theirs, _, _ = played(recipe(algorithm("local"), clients=clients))
     assert all(same(tree, theirs.engine.locals[client]) for client, tree in ours.engine.locals.items())
 
@@ -336,7 +336,7 @@ def test_every_split_switch_changes_the_run_and_engines_agree(options: dict[str,
     [
         ("fedogm", {"alpha": 0.1, "ge": False, "active_rounds": 3, "scale_params": "all_weights"}),
         ("fedpmr", {"alpha": 2.0, "coef": "hard", "active_rounds": 9, "per": True, "mu": 0.001, "per_epochs": 4}),
-        ("fedproto", {"mode": "original", "proto_weight": "uniform", "lam": 0.5, "judge": "logits"}),
+        ("fedproto", {"mode": "original", "proto_weight": "uniform", "lam": 0.5, "predict_by": "logits"}),
         ("fedproto", {"alpha_p": 2.0, "active_rounds": 5, "feature_norm": 6.0}),
         ("fedmsplit", {"mode": "block_mean", "lam": 0.1, "similarity": "dot", "temperature": 0.5}),
     ],

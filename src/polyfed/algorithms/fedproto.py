@@ -105,7 +105,7 @@ class FedProto(Averaging):
     alpha_p: Annotated[float, NOT_NEGATIVE] = 1.0
     active_rounds: Annotated[int, NOT_NEGATIVE] = 70
     feature_norm: Annotated[float, NOT_NEGATIVE] = 0.0
-    require_quorum: Literal["logits", "prototype"] = "prototype"
+    predict_by: Literal["logits", "prototype"] = "prototype"
 
     sends: ClassVar[type[Message]] = Shared
     replies: ClassVar[type[Message]] = Learned
@@ -150,7 +150,7 @@ class FedProto(Averaging):
     @property
     def predictor(self) -> Predictor:
         """The global prototypes under the client's model, or its logits."""
-        by_prototype = self.mode == "original" and self.require_quorum == "prototype"
+        by_prototype = self.mode == "original" and self.predict_by == "prototype"
         return NearestPrototype(self.feature_norm) if by_prototype else Predictor()
 
     def to_judge(self, state: ProtoState, fed: Federation, clients: Sequence[int]) -> Shared:

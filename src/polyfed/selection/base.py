@@ -81,6 +81,6 @@ def must_be_uniform(selector: Selector, method: str) -> None:
     """
     if type(selector) is not Uniform:
         raise RecipeError(
-            f"[selection] {type(selector).__name__} judges clients by a global model, and {method} has none that every "
+            f"[selection] {type(selector).__name__} compares clients by a global model, and {method} has none that every "
             "client trains: remove the section, clients are then drawn uniformly"
         )
