@@ -13,7 +13,7 @@ from polyfed.core import keys
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.experiment import loop as run
+from polyfed.run import run
 from polyfed.experiment.assembly import assemble
 from polyfed.model import ModelSpec
 from polyfed.selection import Uniform

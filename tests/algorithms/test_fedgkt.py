@@ -10,12 +10,12 @@ from torch import nn
 
 from laws.rows import GKT
 from oracles import distillation as oracle
-from polyfed.algorithms.fedgkt import FedGKT, LocalTraining
+from polyfed.algorithms.fedgkt import FedGKT, ServerLogits
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.data import ClientsSpec
-from polyfed.experiment import loop as run
+from polyfed.run import run
 from polyfed.experiment.assembly import assemble
 from polyfed.selection import Uniform
 from polyfed.training.client_data import ORDER
@@ -70,8 +70,8 @@ def test_the_server_learns_as_a_plain_loop_does() -> None:
     parts.fed.begin(0)
     first = made.algorithm.init(parts.fed, parts.initial)
     parts.fed.begin(1)
-    lessons = {k: LocalTraining({}, torch.tensor(0)) for k in range(3)}
-    replies = parts.fed.ask(made.algorithm.extract, [0, 1, 2], lessons)
+    sends = {k: ServerLogits({}, torch.tensor(0)) for k in range(3)}
+    replies = parts.fed.ask(made.algorithm.extract, [0, 1, 2], sends)
     state = made.algorithm.learn(first, replies, parts.fed)
 
     class Top(nn.Module):

@@ -12,7 +12,7 @@ from polyfed.algorithms.split.cut import Cut
 from polyfed.core import keys
 from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
 from polyfed.data import ClientsSpec
-from polyfed.experiment import loop as run
+from polyfed.run import run
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import check
 from polyfed.federation.federation import Federation
