@@ -9,9 +9,9 @@ import torch
 
 from oracles import baselines as oracle
 from polyfed.algorithms.fedmsplit import FedMSplit
-from polyfed.algorithms.fedogm import FedOgm, coefficient, sureness
-from polyfed.algorithms.fedpmr import balance
-from polyfed.algorithms.fedproto import closeness, squared_pull
+from polyfed.algorithms.fedogm import FedOgm, coefficient, modality_score
+from polyfed.algorithms.fedpmr import modality_weights
+from polyfed.algorithms.fedproto import prototype_scores, prototype_distance
 from polyfed.core.batch import Batch
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import select
@@ -60,7 +60,7 @@ def test_ogm_coefficients_of_the_specification(alpha: float, k: float) -> None:
 def test_ogm_confidence_is_the_summed_probability_of_the_right_class() -> None:
     logits = torch.tensor([[1.0, 2.0], [0.5, -0.5]])
     wanted = math.e**2 / (math.e + math.e**2) + math.e**0.5 / (math.e**0.5 + math.e**-0.5)
-    assert float(sureness(logits, batch([1, 0]), "a")) == pytest.approx(wanted)
+    assert float(modality_score(logits, batch([1, 0]), "a")) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -113,14 +113,14 @@ def test_ogm_engines_agree_on_convolutions(ge: bool) -> None:
 
 def test_ogm_noise_is_as_wide_as_the_gradient_and_of_its_own_stream() -> None:
     method = FedOgm()
-    view = type("ClientData", (), {"draw": lambda self, purpose: hash_of(purpose)})()
+    data = type("ClientData", (), {"draw": lambda self, purpose: hash_of(purpose)})()
     grad = torch.randn(16, 8, 5, 5, generator=torch.Generator().manual_seed(0)) * 0.3
     step = torch.zeros((), dtype=torch.int32)
-    noise = method._noise(view, "a.conv", grad, step)
+    noise = method._noise(data, "a.conv", grad, step)
     assert float(noise.std()) == pytest.approx(float(grad.std()), rel=0.05)
     assert abs(float(noise.mean())) < 0.02
-    assert not torch.equal(noise, method._noise(view, "a.conv", grad, step + 1))
-    assert not torch.equal(noise, method._noise(view, "b.conv", grad, step))
+    assert not torch.equal(noise, method._noise(data, "a.conv", grad, step + 1))
+    assert not torch.equal(noise, method._noise(data, "b.conv", grad, step))
 
 
 def hash_of(purpose: str) -> int:
@@ -139,13 +139,13 @@ def test_ogm_stops_after_its_active_rounds_and_needs_something_to_scale() -> Non
 # FedPMR
 
 
-def test_pmr_balance_of_the_specification() -> None:
+def test_pmr_weights_of_the_paper() -> None:
     # rho = 1.5: modality 1 is behind, gamma = 0.5, beta = 0; rho = 0.5: beta = 1
-    ahead = balance({"0": torch.tensor(1.5), "1": torch.tensor(1.0)}, 1.0, "clip")
+    ahead = modality_weights({"0": torch.tensor(1.5), "1": torch.tensor(1.0)}, 1.0, "clip")
     assert [float(ahead["0"]), float(ahead["1"])] == pytest.approx([0.0, 0.5])
-    behind = balance({"0": torch.tensor(0.5), "1": torch.tensor(1.0)}, 1.0, "clip")
+    behind = modality_weights({"0": torch.tensor(0.5), "1": torch.tensor(1.0)}, 1.0, "clip")
     assert [float(behind["0"]), float(behind["1"])] == pytest.approx([1.0, 0.0])
-    hard = balance({"0": torch.tensor(0.9), "1": torch.tensor(1.0)}, 2.0, "hard")
+    hard = modality_weights({"0": torch.tensor(0.9), "1": torch.tensor(1.0)}, 2.0, "hard")
     assert [float(hard["0"]), float(hard["1"])] == [2.0, 0.0]
 
 
@@ -186,7 +186,7 @@ def test_pmr_entropy_term_ends_with_its_epochs() -> None:
 def test_proto_pull_is_the_mean_squared_gap_and_unknown_classes_count_zero() -> None:
     near = Prototypes(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([True, False]))
     z = torch.tensor([[2.0, 3.0], [5.0, 5.0]])
-    assert float(squared_pull(near, z, batch([0, 1]), "a")) == pytest.approx((1 + 4) / 2 / 2)
+    assert float(prototype_distance(near, z, batch([0, 1]), "a")) == pytest.approx((1 + 4) / 2 / 2)
 
 
 def test_nearest_prototype_adds_distances_of_modalities() -> None:
@@ -195,10 +195,10 @@ def test_nearest_prototype_adds_distances_of_modalities() -> None:
         "b": Prototypes(torch.tensor([[0.0], [9.0]]), torch.ones(2, dtype=torch.bool)),
     }
     z = {"a": torch.tensor([[1.0], [1.0]]), "b": torch.tensor([[1.0], [8.0]])}
-    scores = closeness(near, z, batch([0, 0]))
+    scores = prototype_scores(near, z, batch([0, 0]))
     assert scores.tolist() == [[-2.0, -10.0], [-9.0, -3.0]]
     near["b"] = Prototypes(near["b"].mean, torch.tensor([True, False]))
-    scores = closeness(near, z, batch([0, 0]))
+    scores = prototype_scores(near, z, batch([0, 0]))
     assert scores.argmax(1).tolist() == [0, 0], "a class without a prototype is never the nearest"
     assert bool(scores.isfinite().all())
 
