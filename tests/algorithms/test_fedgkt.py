@@ -15,8 +15,8 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.data import ClientsSpec
-from polyfed.run import run
 from polyfed.experiment.assembly import assemble
+from polyfed.run import run
 from polyfed.selection import Uniform
 from polyfed.training.client_data import ORDER
 from polyfed.training.losses import distillation

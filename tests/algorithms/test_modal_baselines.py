@@ -11,7 +11,7 @@ from oracles import baselines as oracle
 from polyfed.algorithms.fedmsplit import FedMSplit
 from polyfed.algorithms.fedogm import FedOgm, coefficient, modality_score
 from polyfed.algorithms.fedpmr import modality_weights
-from polyfed.algorithms.fedproto import prototype_scores, prototype_distance
+from polyfed.algorithms.fedproto import prototype_distance, prototype_scores
 from polyfed.core.batch import Batch
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import select

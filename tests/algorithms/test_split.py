@@ -12,11 +12,11 @@ from polyfed.algorithms.split.cut import Cut
 from polyfed.core import keys
 from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
 from polyfed.data import ClientsSpec
-from polyfed.run import run
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import check
 from polyfed.federation.federation import Federation
 from polyfed.model import ModelSpec
+from polyfed.run import run
 from polyfed.selection import PowD, Uniform
 from polyfed.training.client_data import ORDER
 from polyfed.training.optimisers import Train

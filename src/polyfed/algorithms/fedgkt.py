@@ -142,9 +142,7 @@ class FedGKT(Algorithm):
         return dict(context.initial)
 
     @task()
-    def extract(
-        self, context: ClientContext, data: ClientData, local: Tree, got: ServerLogits
-    ) -> tuple[Extract, Tree]:
+    def extract(self, context: ClientContext, data: ClientData, local: Tree, got: ServerLogits) -> tuple[Extract, Tree]:
         """Train the client's model, then compute features and logits of all rows."""
         model = context.model
 

@@ -170,7 +170,9 @@ def mean_model(models: Mapping[int, Tree], fed: Federation) -> Tree:
 def _mix(own: Tree, shares: Tensor, others: list[Tree]) -> Tree:
     block = block_of(next(iter(own)))
     used = [(float(share), tree) for share, tree in zip(shares, others, strict=True) if float(share) > 0]
-    assert all(any(block_of(name) == block for name in tree) for _, tree in used), "a positive weight for a client that lacks the block"
+    assert all(any(block_of(name) == block for name in tree) for _, tree in used), (
+        "a positive weight for a client that lacks the block"
+    )
     return {name: _weighted([tree[name] for _, tree in used], [share for share, _ in used]) for name in own}
 
 
