@@ -136,9 +136,9 @@ def test_at_global_is_the_gradient_over_all_rows() -> None:
     parts = assemble(case)
     parts.fed.begin(1)
     selector = case.algorithm.selector
-    from polyfed.selection.divfl import Point
+    from polyfed.selection.divfl import GlobalModel
 
-    reply = parts.fed.ask(selector.explore, [0, 3], Point(parts.initial))[3]
+    reply = parts.fed.ask(selector.gradient, [0, 3], GlobalModel(parts.initial))[3]
     rows, columns = parts.population.train[3], parts.population.columns
     w = {n: v.clone().requires_grad_() for n, v in parts.initial.items()}
     z = {}
