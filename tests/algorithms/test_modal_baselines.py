@@ -365,5 +365,5 @@ def test_msplit_keeps_its_own_when_all_attention_is_on_someone_with_nothing_in_c
 def test_ogm_refuses_an_encoder_that_it_could_not_slow_down() -> None:
     spec = ModelSpec(embedding=6, encoders={"a": {"kind": "cnn4"}, "b": {"kind": "mlp"}})
     parts = assemble(recipe(algorithm("fedogm"), data=IMAGES, model=spec, clients=COMPLETE))
-    with pytest.raises(RecipeError, match="the encoder of b has none"):
+    with pytest.raises(RecipeError, match="the encoder of b has none to train"):
         parts.recipe.algorithm.init(parts.fed, parts.initial)

@@ -64,7 +64,7 @@ class FedOgm(Averaging):
             if self.scale_params == "all_weights":
                 what, fix = "weight matrices", "let some of them train, or use fedavg"
             raise RecipeError(
-                f"fedogm scales gradients of {what}, and the encoder of {', '.join(plain)} trains none; {fix}"
+                f"fedogm scales gradients of {what}, but the encoder of {', '.join(plain)} has none to train; {fix}"
             )
         return super().init(fed, params)
 

@@ -125,12 +125,9 @@ class Predictor:
     """How a client's own model predicts: here by the logits of the recipe's model. A subclass predicts otherwise."""
 
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
-        """Logits (B, C), or other scores of which the largest belongs to the predicted class. Runs under vmap.
+        """Logits (B, C) of the model with parameters `w`, or other scores whose largest is the predicted class's.
 
-        Args:
-            model: the recipe's model.
-            w: the client's own model.
-            batch: the rows.
+        Runs under vmap.
         """
         return model.logits(w, batch)
 
