@@ -1,4 +1,4 @@
-"""FedAvg, FedProx, SCAFFOLD, MOON, Local: against independent loops, hand numbers, and each other."""
+"""FedAvg, FedProx, SCAFFOLD, MOON and Local: compared with independent loops, hand-computed numbers and each other."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ def everyone(method: Any, engine: str, **changes: Any) -> Any:
 
 
 def shards_of(parts: Assembly, train: Train, rounds: int) -> list[oracle.Shard]:
-    """The clients as the oracle wants them; the batches are what `keys` says they are."""
+    """The clients in the form that the oracle reads, with the batches that `keys` determines."""
     columns, shards = parts.population.columns, []
     for client in range(len(parts.population.train)):
         rows = parts.population.train[client]

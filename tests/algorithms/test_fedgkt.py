@@ -1,4 +1,4 @@
-"""FedGKT: its loss by hand, the server's phase against plain loops, Local as its limit, and what crosses."""
+"""FedGKT: its loss by hand, server training compared with a plain loop, Local as its limit, and what crosses."""
 
 from dataclasses import replace
 from typing import Any
@@ -113,7 +113,7 @@ def test_no_weights_cross() -> None:
     assert sent == {("features", "embeddings"), ("logits", "predictions"), ("labels", "labels")}
 
 
-def test_pairs_of_client_and_server_are_judged_on_own_test_rows() -> None:
+def test_pairs_of_client_and_server_are_evaluated_on_own_test_rows() -> None:
     made = replace(gkt(), clients=ClientsSpec(partition="iid", num=4, personal_test=0.25))
     parts, state, _ = played(made)
     measured = made.algorithm.evaluate(state, parts.fed)

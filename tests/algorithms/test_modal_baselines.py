@@ -1,4 +1,4 @@
-"""FedOGM, FedPMR, FedProto, FedMSplit: hand numbers, reductions to FedAvg, independent pieces."""
+"""FedOGM, FedPMR, FedProto and FedMSplit: numbers computed by hand, equality with FedAvg, independent code."""
 
 import math
 from typing import Any
@@ -48,7 +48,7 @@ def batch(y: list[int], **x: torch.Tensor) -> Batch:
 
 
 @pytest.mark.parametrize(("alpha", "k"), [(0.8, 0.0783314456), (0.1, 0.8026246798)])
-def test_ogm_coefficients_of_the_specification(alpha: float, k: float) -> None:
+def test_ogm_coefficients_of_the_paper(alpha: float, k: float) -> None:
     sure = {"a": torch.tensor(2.0, dtype=torch.float64), "v": torch.tensor(1.0, dtype=torch.float64)}
     assert float(coefficient("a", sure, alpha)) == pytest.approx(k, abs=1e-9)
     assert float(coefficient("v", sure, alpha)) == 1.0
@@ -111,7 +111,7 @@ def test_ogm_engines_agree_on_convolutions(ge: bool) -> None:
     assert furthest(run("sequential"), run("vectorised")) < 5e-5
 
 
-def test_ogm_noise_is_as_wide_as_the_gradient_and_of_its_own_stream() -> None:
+def test_ogm_noise_has_the_deviation_of_the_gradient_and_its_own_key() -> None:
     method = FedOgm()
     data = type("ClientData", (), {"draw": lambda self, purpose: hash_of(purpose)})()
     grad = torch.randn(16, 8, 5, 5, generator=torch.Generator().manual_seed(0)) * 0.3
@@ -140,7 +140,7 @@ def test_ogm_stops_after_its_active_rounds_and_needs_something_to_scale() -> Non
 
 
 def test_pmr_weights_of_the_paper() -> None:
-    # rho = 1.5: modality 1 is behind, gamma = 0.5, beta = 0; rho = 0.5: beta = 1
+    # rho = 1.5: modality 1 is weaker, gamma = 0.5, beta = 0; rho = 0.5: beta = 1
     ahead = modality_weights({"0": torch.tensor(1.5), "1": torch.tensor(1.0)}, 1.0, "clip")
     assert [float(ahead["0"]), float(ahead["1"])] == pytest.approx([0.0, 0.5])
     behind = modality_weights({"0": torch.tensor(0.5), "1": torch.tensor(1.0)}, 1.0, "clip")
@@ -183,7 +183,7 @@ def test_pmr_entropy_term_ends_with_its_epochs() -> None:
 # FedProto
 
 
-def test_proto_pull_is_the_mean_squared_gap_and_unknown_classes_count_zero() -> None:
+def test_proto_term_is_the_mean_squared_gap_and_unknown_classes_count_zero() -> None:
     near = Prototypes(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([True, False]))
     z = torch.tensor([[2.0, 3.0], [5.0, 5.0]])
     assert float(prototype_distance(near, z, batch([0, 1]), "a")) == pytest.approx((1 + 4) / 2 / 2)
@@ -228,7 +228,7 @@ def test_original_proto_sends_no_parameters_and_engines_agree(options: dict[str,
     assert furthest(runs[0][0].engine.locals[0], runs[1][0].engine.locals[0]) < 1e-4
 
 
-def test_original_proto_without_pull_is_local_training() -> None:
+def test_original_proto_without_its_term_is_local_training() -> None:
     clients = ClientsSpec(partition="iid", num=6, personal_test=0.3)
     ours, _, _ = played(made("fedproto", "sequential", clients, mode="original", lam=0.0, predict_by="logits"))
     theirs, _, _ = played(recipe(algorithm("local"), clients=clients))
@@ -310,7 +310,7 @@ def test_split_block_of_a_single_owner_stays() -> None:
     assert furthest(select(alone[3], ["b"]), select(trained[3], ["b"])) < 1e-6
 
 
-def test_split_keeps_the_models_of_those_who_rest_and_lowers_to_fedavg() -> None:
+def test_split_keeps_the_models_of_clients_outside_the_cohort_and_can_be_fedavg() -> None:
     parts, state, _ = played(made("fedmsplit", selector=Uniform(participation=2), rounds=1))
     assert len(state.models) == 2
     parts.fed.begin(2)
@@ -347,7 +347,7 @@ def test_every_switch_is_reachable_from_a_recipe(name: str, options: dict[str, A
     assert all(getattr(built, key) == value for key, value in options.items())
 
 
-def test_msplit_keeps_its_own_when_all_attention_is_on_someone_with_nothing_in_common() -> None:
+def test_msplit_keeps_its_own_when_all_attention_is_on_a_client_without_shared_modalities() -> None:
     parts = assemble(made("fedmsplit", similarity="dot", selector=Uniform(participation=1.0)))
     method, clients = parts.recipe.algorithm, parts.fed.clients
     one = next(k for k in clients if clients[k].modalities == ("a",))
@@ -362,7 +362,7 @@ def test_msplit_keeps_its_own_when_all_attention_is_on_someone_with_nothing_in_c
     assert same(mixed[one], trained[one])
 
 
-def test_ogm_refuses_an_encoder_that_it_could_not_slow_down() -> None:
+def test_ogm_refuses_an_encoder_without_gradients_to_scale() -> None:
     spec = ModelSpec(embedding=6, encoders={"a": {"kind": "cnn4"}, "b": {"kind": "mlp"}})
     parts = assemble(recipe(algorithm("fedogm"), data=IMAGES, model=spec, clients=COMPLETE))
     with pytest.raises(RecipeError, match="the encoder of b has none to train"):

@@ -110,7 +110,7 @@ class Algorithm(TrainedModels):
             raise RecipeError(
                 "[evaluate] unimodal = 'prototype' needs clients that send class means of the global model's features; "
                 f"clients of {type(self).__name__} do not send them, only those of methods that average parameters do. "
-                "Set [evaluate] unimodal to 'auto', 'head' or 'zero'"
+                "Allowed here: 'auto', 'head', 'zero'"
             )
 
     @abstractmethod
