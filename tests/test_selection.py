@@ -106,7 +106,9 @@ def test_engines_agree_on_every_variant(variant: str) -> None:
 
 
 def test_pow_d_refuses_what_has_no_meaning() -> None:
-    with pytest.raises(RecipeError, match="at least the cohort's size, 4, and at most the number of clients with training rows, 8"):
+    with pytest.raises(
+        RecipeError, match="at least the cohort's size, 4, and at most the number of clients with training rows, 8"
+    ):
         chosen(made(PowD(participation=4, d=3)))
     with pytest.raises(RecipeError, match="d = 9"):
         chosen(made(PowD(participation=4, d=9)))
