@@ -22,8 +22,10 @@ Hooks in the order in which they are called; `init` and `round` are required, al
 | `to_judge` | server | in `evaluate`, and in `Run.predict` | what clients receive for personal evaluation |
 | `own_params` | client | in personal evaluation, and in `Run.predict` | the model that the client is evaluated with |
 
-The task `score` computes the scores of the global model on evaluation clients, `score_own` those of a client's model on
-its own test rows. docs/own-method.md explains how to write a method.
+The properties `own_models` and `predictor` say where personal models are kept and how they predict
+(`evaluation/scores.py`). The task `score` computes the scores of the global model on
+evaluation clients, `score_own` those of a client's model on its own test rows. docs/own-method.md explains how to write
+a method.
 """
 
 import warnings

@@ -5,7 +5,7 @@ Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: Federated Prototype Learning 
 the global prototypes of their classes. `mm_fedavg`, the baseline of CMSFed's tables: parameters are averaged as under
 FedAvg, and the loss has the prototypical cross-entropy of every modality with the global prototypes.
 
-What crosses: class prototypes and rows per class both ways; under `mm_fedavg` parameters too. Page:
+What crosses: class prototypes both ways, rows per class to the server; under `mm_fedavg` parameters too. Page:
 docs/algorithms/fedproto.md.
 """
 
@@ -93,7 +93,8 @@ class FedProto(Averaging):
     """Local training with class prototypes.
 
     Attributes:
-        mode: `mm_fedavg` or `original`, see the module's docstring.
+        mode: `original`, personal models of which only prototypes cross, or `mm_fedavg`, averaged parameters with
+            prototypes in the loss.
         proto_weight: how clients are weighted in global prototypes: by rows of the class (`count`, the paper's
             formula) or equally (`uniform`, the authors' code).
         lam: lambda, weight of the squared distance to the prototypes under `original`; 1 in the authors' code.
