@@ -23,9 +23,8 @@ Hooks in the order in which they are called; `init` and `round` are required, al
 | `own_params` | client | in personal evaluation, and in `Run.predict` | the model that the client is evaluated with |
 
 The properties `own_models` and `predictor` say where personal models are kept and how they predict
-(`evaluation/scores.py`). The task `score` computes the scores of the global model on
-evaluation clients, `score_own` those of a client's model on its own test rows. docs/own-method.md explains how to write
-a method.
+(`evaluation/scores.py`). The task `score` computes the scores of the global model on evaluation clients, `score_own`
+those of a client's model on its own test rows. docs/own-method.md explains how to write a method.
 """
 
 import warnings
