@@ -52,6 +52,8 @@ class Script:
             self.models[k][n] = v + torch.tensor(self.draw.normal(size=tuple(v.shape)) * self.size).float()
         return ReplyStack((k,), Done(torch.tensor([1.0]), torch.tensor([10])))
 
+    train_own = practise
+
     def upload(self, k: int, got: Any) -> ReplyStack:
         wanted = {block_of(n) for n in got.blocks}
         params = {n: v.unsqueeze(0) for n, v in self.models[k].items() if block_of(n) in wanted}

@@ -1,4 +1,4 @@
-"""`Run.predict`, `Run.personal` and `Run.export`: the models that a run has judged, and no others."""
+"""`Run.predict`, `Run.personal` and `Run.export` use the models that the run has evaluated."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -28,17 +28,17 @@ from polyfed.training.optimisers import Train
 from world import AWKWARD, algorithm, recipe, same
 
 OWN_MODELS = {"local", "fedamp", "fedfomo", "pfmml", "fedgkt", "creamfl", "vfl", "fedmsplit", "fedproto original"}
-"""Methods that train one model a client."""
+"""Methods that train one model for each client."""
 
 NO_GLOBAL = OWN_MODELS - {"creamfl", "fedmsplit"}
-"""Those that train no other."""
+"""The methods among them that train no other model."""
 
 HEADED = ("partialfl all", "split-learning u-shaped", "splitfed u-shaped")
 """Cases whose model needs a hidden layer."""
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ROWS} | {
     "fedproto original": ("fedproto", {"mode": "original", "feature_norm": 2.0}),
-    "fedproto original logits": ("fedproto", {"mode": "original", "judge": "logits"}),
+    "fedproto original logits": ("fedproto", {"mode": "original", "predict_by": "logits"}),
     "fedmsplit block_mean": ("fedmsplit", {"mode": "block_mean"}),
     "partialfl all": ("partialfl", {"global_model": "all"}),
     "split-learning u-shaped": ("split-learning", {"u_shaped": True}),
@@ -82,26 +82,26 @@ def summary(logits: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def evaluated(run: polyfed.Run, parts: Assembly, client: int | None = None) -> dict[str, float]:
-    """The server's test rows, judged by predictions."""
+    """Metrics on the server's test rows, from `Run.predict`."""
     columns, rows = parts.population.columns, parts.population.test_rows
     logits = run.predict(samples(columns, rows), client=client, present=present(columns, rows))
     return summary(logits, columns.label[rows])
 
 
 def check_personal(run: polyfed.Run, parts: Assembly) -> int:
-    """Hold the accuracies of clients on their own test rows against predictions; how many there are."""
+    """Compare the accuracies of clients on their own test rows with predictions; returns their number."""
     columns, own = parts.population.columns, parts.population.test
     assert own is not None
-    told = run.rounds[-1]["personal_accuracy"]
-    for client, accuracy in ((int(k), value) for k, value in told.items()):
+    reported = run.rounds[-1]["personal_accuracy"]
+    for client, accuracy in ((int(k), value) for k, value in reported.items()):
         x = samples(columns, own[client])
         logits = run.predict(x, client=client, present=present(columns, own[client]))
         right = (logits.argmax(1) == columns.label[own[client]]).double().mean()
         assert float(right) == pytest.approx(accuracy, abs=1e-6), f"client {client}"
         read = run.models.clients[client]
         less = run.predict({m: x[m] for m in read}, client=client, present=present(columns, own[client]))
-        assert torch.equal(logits, less), "what the client lacks does not enter"
-    return len(told)
+        assert torch.equal(logits, less), "modalities that the client lacks do not matter"
+    return len(reported)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
@@ -109,18 +109,18 @@ def check_personal(run: polyfed.Run, parts: Assembly) -> int:
 def test_the_metrics_are_those_of_the_predictions(case: str, engine: str) -> None:
     run, parts = ended(case, engine)
     assert check_personal(run, parts) >= 3
-    told = run.result["metrics"].get("global")
+    reported = run.result["metrics"].get("global")
     if not any(case.startswith(name) for name in NO_GLOBAL):
-        assert evaluated(run, parts) == pytest.approx(told, abs=1e-6)
+        assert evaluated(run, parts) == pytest.approx(reported, abs=1e-6)
         return
     with pytest.raises(RecipeError, match=rf"{CASES[case][0]} has no global model: it trains one model a .*client=k"):
         evaluated(run, parts)
-    if told is not None:  # the mean over clients, or over silos
+    if reported is not None:  # the mean over clients, or over silos
         clients = list(run.personal)
         if CASES[case][0] == "vfl":
             clients = [members[0] for members in devices_of_silos(parts.fed.clients).values()]
         each = [{"global": evaluated(run, parts, client)} for client in clients]
-        assert metrics.mean_groups(each)["global"] == pytest.approx(told, abs=1e-6)
+        assert metrics.mean_groups(each)["global"] == pytest.approx(reported, abs=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -150,7 +150,7 @@ def moved(tree: Tree, start: Tree) -> int:
     return len(changed)
 
 
-# who is asked
+# predictions for one client
 
 
 def test_a_client_of_a_method_with_a_global_model_predicts_with_its_part_of_it() -> None:
@@ -167,7 +167,7 @@ def test_a_client_of_a_method_with_a_global_model_predicts_with_its_part_of_it()
         run.personal[both]
 
 
-def test_a_client_with_nothing_to_read_is_told() -> None:
+def test_a_client_with_nothing_to_read_is_refused() -> None:
     run, parts = ended("fedavg")
     x = samples(parts.population.columns, parts.population.test_rows)
     with pytest.raises(RecipeError, match="x has b; the model reads a"):
@@ -197,7 +197,7 @@ def test_personal_is_a_mapping() -> None:
     assert repr(run.personal) == "Personal(6 models)"
 
 
-def test_a_client_that_was_never_asked_is_told() -> None:
+def test_a_client_that_was_never_asked_gives_a_warning() -> None:
     made = recipe(algorithm("local", selector=Uniform(participation=1), global_test="never"), rounds=1)
     run = polyfed.run(replace(made, clients=replace(made.clients, personal_test=0.3)))
     (asked,) = run.rounds[0]["cohort"]
@@ -248,7 +248,7 @@ class Gappy(Toy):
 
 
 @pytest.mark.parametrize("name", ["fedavg", "local", "pfmml"])
-def test_rows_that_lack_a_modality_are_predicted_as_they_were_judged(name: str) -> None:
+def test_rows_that_lack_a_modality_are_predicted_as_they_were_evaluated(name: str) -> None:
     made = recipe(algorithm(name, **({"selector": Uniform()} if name != "pfmml" else {})), "vectorised", AWKWARD)
     made = replace(
         made,
@@ -266,7 +266,7 @@ def test_rows_that_lack_a_modality_are_predicted_as_they_were_judged(name: str) 
 
 
 @pytest.mark.parametrize("fusion", ["concat", "sum", "gated", "attention"])
-def test_silos_that_lack_a_modality_are_judged_and_predict_without_it(fusion: str) -> None:
+def test_silos_that_lack_a_modality_are_evaluated_and_predict_without_it(fusion: str) -> None:
     row = ROWS["vfl"]
     encoders = {m: {"kind": "conv-gru"} if fusion == "attention" else {"kind": "mlp"} for m in "abc"}
     made = recipe(
@@ -279,7 +279,7 @@ def test_silos_that_lack_a_modality_are_judged_and_predict_without_it(fusion: st
     )
     run, parts = polyfed.run(made), assemble(made)
     silos = devices_of_silos(parts.fed.clients)
-    assert set(run.models.clients.values()) == {("b", "c")}, "the first one, which is the gate, is nobody's"
+    assert set(run.models.clients.values()) == {("b", "c")}, "no silo has the first modality, which is the gate"
     each = [{"global": evaluated(run, parts, members[0])} for members in silos.values()]
     assert metrics.mean_groups(each)["global"] == pytest.approx(run.result["metrics"]["global"], abs=1e-5)
     assert check_personal(run, parts) == 3
@@ -287,7 +287,7 @@ def test_silos_that_lack_a_modality_are_judged_and_predict_without_it(fusion: st
 
 @dataclass(frozen=True, kw_only=True)
 class Keeps(Averaging):
-    """A method of one's own whose clients are judged with what they keep."""
+    """A user's method whose clients are evaluated with the models that they keep."""
 
     def local(self, context: Any, key: int) -> Tree:
         return dict(context.initial)

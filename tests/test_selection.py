@@ -1,4 +1,4 @@
-"""Power-of-choice and DivFL: who is chosen, at what cost, and what they refuse."""
+"""Power-of-choice and DivFL: which clients they choose, what that costs, and what they refuse."""
 
 from collections import Counter
 from dataclasses import replace
@@ -106,7 +106,9 @@ def test_engines_agree_on_every_variant(variant: str) -> None:
 
 
 def test_pow_d_refuses_what_has_no_meaning() -> None:
-    with pytest.raises(RecipeError, match="between the cohort's size, 4, and the number of clients with rows, 8"):
+    with pytest.raises(
+        RecipeError, match="at least the cohort's size, 4, and at most the number of clients with training rows, 8"
+    ):
         chosen(made(PowD(participation=4, d=3)))
     with pytest.raises(RecipeError, match="d = 9"):
         chosen(made(PowD(participation=4, d=9)))
@@ -136,9 +138,9 @@ def test_at_global_is_the_gradient_over_all_rows() -> None:
     parts = assemble(case)
     parts.fed.begin(1)
     selector = case.algorithm.selector
-    from polyfed.selection.divfl import Point
+    from polyfed.selection.divfl import GlobalModel
 
-    reply = parts.fed.ask(selector.explore, [0, 3], Point(parts.initial))[3]
+    reply = parts.fed.ask(selector.gradient, [0, 3], GlobalModel(parts.initial))[3]
     rows, columns = parts.population.train[3], parts.population.columns
     w = {n: v.clone().requires_grad_() for n, v in parts.initial.items()}
     z = {}
@@ -153,7 +155,7 @@ def test_at_global_is_the_gradient_over_all_rows() -> None:
         assert torch.allclose(reply.gradient[name], grad, atol=1e-5), name
 
 
-def test_only_the_cohort_is_refreshed_and_lacking_blocks_are_zero() -> None:
+def test_only_the_cohort_is_refreshed_and_missing_blocks_are_zero() -> None:
     mixed = ClientsSpec(partition="iid", num=6, keep_both=0.5)
     parts, state, _ = played(made(DivFl(participation=2), clients=mixed, engine="vectorised"))
     memory = state.memory
@@ -167,7 +169,7 @@ def test_only_the_cohort_is_refreshed_and_lacking_blocks_are_zero() -> None:
         assert (memory.similarity.vectors[client] == 0).any() == (not bool(holds[client].all()))
 
 
-def test_cluster_weights_count_the_clients_each_one_stands_for() -> None:
+def test_cluster_weights_count_the_clients_that_each_one_represents() -> None:
     points = {c: torch.tensor([float(x)]) for c, x in enumerate([0, 1, 2, 50, 51, 90])}
     memory = replace(DivFl(participation=2).start({}), similarity=Similarity.empty(6, 1).refreshed(points))
     plain = {1: 7.0, 3: 9.0}
@@ -192,7 +194,7 @@ def test_selectors_combine_with_other_algorithms(name: str, selector: Selector) 
     assert all(bool(torch.isfinite(v).all()) for v in state.params.values())
 
 
-def test_recipes_reach_every_switch_and_hand_over_the_training() -> None:
+def test_recipes_reach_every_option_and_pass_the_train_section() -> None:
     table = {
         "data": {"name": "toy"},
         "clients": {"num": 4, "partition": "iid", "participation": 2},

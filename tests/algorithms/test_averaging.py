@@ -1,4 +1,4 @@
-"""FedAvg, FedProx, SCAFFOLD, MOON, Local: against independent loops, hand numbers, and each other."""
+"""FedAvg, FedProx, SCAFFOLD, MOON and Local: compared with independent loops, hand-computed numbers and each other."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ def everyone(method: Any, engine: str, **changes: Any) -> Any:
 
 
 def shards_of(parts: Assembly, train: Train, rounds: int) -> list[oracle.Shard]:
-    """The clients as the oracle wants them; the batches are what `keys` says they are."""
+    """The clients in the form that the oracle reads, with the batches that `keys` determines."""
     columns, shards = parts.population.columns, []
     for client in range(len(parts.population.train)):
         rows = parts.population.train[client]
@@ -44,7 +44,7 @@ def shards_of(parts: Assembly, train: Train, rounds: int) -> list[oracle.Shard]:
 
 
 def oracle_model(parts: Assembly) -> oracle.LateFusion:
-    """The recipe's model map_tensors from plain layers, with the same numbers."""
+    """The recipe's model built from plain layers, with the same numbers."""
     w = parts.initial
     model = oracle.LateFusion({"a": (16, 12), "b": (24, 10)}, 6, 4)
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_scaffold_refuses_anything_but_plain_sgd(options: dict[str, Any]) -> Non
         algorithm("scaffold", train=Train(**options))
 
 
-def test_moon_term_of_the_specification() -> None:
+def test_moon_term_of_the_paper() -> None:
     z = torch.tensor([[1.0, 0.0]])
     term = contrast(z, z, torch.tensor([[0.0, 1.0]]), 0.5)
     assert float(term) == pytest.approx(0.1269280110, abs=1e-7)  # cosines 1 and 0, temperature 0.5

@@ -1,4 +1,4 @@
-"""Centralized: what it takes to get the data, that it is plain training, and the wider model."""
+"""Centralized: the policy that it needs, its equality with plain training, and the wider model."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,9 +13,9 @@ from polyfed.core import keys
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.experiment import loop as run
 from polyfed.experiment.assembly import assemble
 from polyfed.model import ModelSpec
+from polyfed.run import run
 from polyfed.selection import Uniform
 from polyfed.training.client_data import ORDER
 from polyfed.training.optimisers import Train
@@ -80,7 +80,7 @@ def test_fedavg_with_one_client_is_centralised_training() -> None:
     assert furthest(pooled.params, federated.params) < 1e-4
 
 
-def test_nothing_crosses_after_the_handover_and_its_bytes_are_the_data() -> None:
+def test_nothing_crosses_after_the_rows_and_its_bytes_are_the_data() -> None:
     parts, state, rows = played(central())
     assert {row["round"] for row in rows} == {0}
     up = sum(row["bytes"] for row in rows if row["kind"] in ("raw", "labels"))

@@ -1,4 +1,4 @@
-"""CreamFL: the ensemble by hand, clients without regularisers as Local, and what crosses."""
+"""CreamFL: the ensemble computed by hand, its equality with Local without the contrastive terms, and what crosses."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""FedAMP and HeurFedAMP: algorithms.md 5.16."""
+"""FedAMP and HeurFedAMP: weights and cloud models computed by hand, and lost messages."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def weights(w: list[list[float]], round: int = 1, **options: Any) -> torch.Tenso
     return algorithm("fedamp", **options).attention(torch.tensor(w), round)
 
 
-def test_two_numbers_of_the_specification() -> None:
+def test_two_numbers_of_the_formula() -> None:
     w = torch.tensor([[0.0], [1.0]])
     cloud = algorithm("fedamp", sigma=1.0, alpha=0.1).attention(w, 1) @ w
     assert float(cloud[0]) == pytest.approx(0.0367879441, abs=1e-8)
@@ -67,7 +67,7 @@ def test_alpha_falls_every_thirty_rounds() -> None:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-def test_without_pull_clients_train_alone(engine: str) -> None:
+def test_without_the_proximal_term_clients_train_alone(engine: str) -> None:
     train = Train(lr=0.1, batch_size=16)
     alone, _, _ = played(recipe(algorithm("local", train=train, selector=Uniform(participation=1.0)), engine, AWKWARD))
     parts, _, _ = played(recipe(algorithm("fedamp", train=train, lam=0.0), engine, AWKWARD))
@@ -88,7 +88,7 @@ def test_only_uploaded_blocks_get_a_new_cloud() -> None:
             assert moved == ((client, block) in sent)
 
 
-def test_a_strong_pull_holds_the_client_at_its_cloud() -> None:
+def test_a_large_weight_keeps_the_client_at_its_cloud() -> None:
     train = Train(lr=1e-3, batch_size=16, epochs=5)
     far = {}
     for lam in (0.0, 1.0):

@@ -1,4 +1,4 @@
-"""FedFomo: algorithms.md 5.15."""
+"""FedFomo: weights, mixing and candidates, computed by hand."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ def numbers(tree: Tree) -> dict[str, np.ndarray]:
 
 
 @given(n=st.integers(0, 400), every=st.integers(2, 9))
-def test_every_nth_row_is_kept_back_whatever_the_batches(n: int, every: int) -> None:
+def test_every_nth_row_is_held_out_whatever_the_batches(n: int, every: int) -> None:
     whole, rows = every * (256 // every), torch.arange(n)
     parts = [rows[start : start + whole] for start in range(0, n, whole)]
     held = [every_nth(Batch(x={}, y=part, rows=part), every).rows for part in parts]
@@ -101,7 +101,7 @@ def test_the_one_better_candidate_is_taken_exactly(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_nobody_moves_when_no_candidate_is_better(engine: str) -> None:
+def test_clients_keep_their_models_when_no_candidate_is_better(engine: str) -> None:
     parts, _, _ = played(recipe(algorithm("fedfomo"), engine, clients=BOTH, rounds=1))
     parts.fed.begin(2)
     before = {k: split(tree)[0] for k, tree in parts.engine.locals.items()}
@@ -111,7 +111,7 @@ def test_nobody_moves_when_no_candidate_is_better(engine: str) -> None:
     assert all(same(split(tree)[0], before[k]) for k, tree in parts.engine.locals.items())
 
 
-def test_rows_kept_back_do_not_train() -> None:
+def test_held_out_rows_do_not_train() -> None:
     made = recipe(algorithm("fedfomo", uploads=0), clients=BOTH, rounds=1)
     parts, _, _ = played(made)
     rows = torch.cat([parts.population.train[k][4::5] for k in range(4)])

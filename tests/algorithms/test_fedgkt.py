@@ -1,4 +1,4 @@
-"""FedGKT: its loss by hand, the server's phase against plain loops, Local as its limit, and what crosses."""
+"""FedGKT: its loss by hand, server training compared with a plain loop, Local as its limit, and what crosses."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,13 +10,13 @@ from torch import nn
 
 from laws.rows import GKT
 from oracles import distillation as oracle
-from polyfed.algorithms.fedgkt import FedGKT, LocalTraining
+from polyfed.algorithms.fedgkt import FedGKT, ServerLogits
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.data import ClientsSpec
-from polyfed.experiment import loop as run
 from polyfed.experiment.assembly import assemble
+from polyfed.run import run
 from polyfed.selection import Uniform
 from polyfed.training.client_data import ORDER
 from polyfed.training.losses import distillation
@@ -70,8 +70,8 @@ def test_the_server_learns_as_a_plain_loop_does() -> None:
     parts.fed.begin(0)
     first = made.algorithm.init(parts.fed, parts.initial)
     parts.fed.begin(1)
-    lessons = {k: LocalTraining({}, torch.tensor(0)) for k in range(3)}
-    replies = parts.fed.ask(made.algorithm.extract, [0, 1, 2], lessons)
+    sends = {k: ServerLogits({}, torch.tensor(0)) for k in range(3)}
+    replies = parts.fed.ask(made.algorithm.extract, [0, 1, 2], sends)
     state = made.algorithm.learn(first, replies, parts.fed)
 
     class Top(nn.Module):
@@ -113,7 +113,7 @@ def test_no_weights_cross() -> None:
     assert sent == {("features", "embeddings"), ("logits", "predictions"), ("labels", "labels")}
 
 
-def test_pairs_of_client_and_server_are_judged_on_own_test_rows() -> None:
+def test_pairs_of_client_and_server_are_evaluated_on_own_test_rows() -> None:
     made = replace(gkt(), clients=ClientsSpec(partition="iid", num=4, personal_test=0.25))
     parts, state, _ = played(made)
     measured = made.algorithm.evaluate(state, parts.fed)

@@ -1,4 +1,4 @@
-"""Local's second report (algorithms.md 5.10 b): every client's own model on the server's test rows, by hand."""
+"""Local: server evaluation of every client's own model, compared with a calculation by hand."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,7 @@ def accuracies(parts: Assembly) -> list[float]:
 
 @pytest.mark.parametrize("fusion", ["concat", "sum", "gated"])
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-def test_models_of_all_clients_are_judged_on_the_global_test_set(engine: str, fusion: str) -> None:
+def test_models_of_all_clients_are_evaluated_on_the_global_test_set(engine: str, fusion: str) -> None:
     made = recipe(algorithm("local"), engine, model=ModelSpec(embedding=6, encoders=PLAIN, fusion=fusion))
     parts, state, _ = played(made)
     found = made.algorithm.evaluate(state, parts.fed).metrics
@@ -56,12 +56,12 @@ def test_the_mean_of_every_number_by_hand() -> None:
     assert over_clients({}, {}) == {}
 
 
-@pytest.mark.parametrize(("when", "judged"), [("last", [3]), ("always", [1, 2, 3]), ("never", [])])
-def test_when_they_are_judged(when: str, evaluated: list[int]) -> None:
+@pytest.mark.parametrize(("when", "expected"), [("last", [3]), ("always", [1, 2, 3]), ("never", [])])
+def test_when_the_server_evaluates_them(when: str, expected: list[int]) -> None:
     clients = ClientsSpec(partition="iid", num=4, personal_test=0.2)
     made = recipe(algorithm("local", global_test=when, evaluation=Evaluation(every=1)), clients=clients)
     rows = run(made).rounds
-    assert [row["round"] for row in rows if "global" in row["metrics"]] == evaluated
+    assert [row["round"] for row in rows if "global" in row["metrics"]] == expected
     assert all("personal" in row["metrics"] for row in rows)
     assert all(row["trained"] == {} for row in rows), "no model leaves in training"
     assert ("upload" in {row.task for row in check(made).planned}) == (when != "never")
@@ -77,6 +77,6 @@ def test_models_stay_at_home_where_the_policy_says_so() -> None:
 
 
 @pytest.mark.parametrize("selector", [PowD(participation=2), DivFl(participation=2)])
-def test_selectors_that_judge_by_a_global_model_are_refused(selector: Any) -> None:
+def test_selectors_that_need_a_global_model_are_refused(selector: Any) -> None:
     with pytest.raises(RecipeError, match="local"):
         algorithm("local", selector=selector)

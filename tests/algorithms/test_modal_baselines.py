@@ -1,4 +1,4 @@
-"""FedOGM, FedPMR, FedProto, FedMSplit: hand numbers, reductions to FedAvg, independent pieces."""
+"""FedOGM, FedPMR, FedProto and FedMSplit: numbers computed by hand, equality with FedAvg, independent code."""
 
 import math
 from typing import Any
@@ -9,9 +9,9 @@ import torch
 
 from oracles import baselines as oracle
 from polyfed.algorithms.fedmsplit import FedMSplit
-from polyfed.algorithms.fedogm import FedOgm, coefficient, sureness
-from polyfed.algorithms.fedpmr import balance
-from polyfed.algorithms.fedproto import closeness, squared_pull
+from polyfed.algorithms.fedogm import FedOgm, coefficient, modality_score
+from polyfed.algorithms.fedpmr import modality_weights
+from polyfed.algorithms.fedproto import prototype_distance, prototype_scores
 from polyfed.core.batch import Batch
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import select
@@ -48,7 +48,7 @@ def batch(y: list[int], **x: torch.Tensor) -> Batch:
 
 
 @pytest.mark.parametrize(("alpha", "k"), [(0.8, 0.0783314456), (0.1, 0.8026246798)])
-def test_ogm_coefficients_of_the_specification(alpha: float, k: float) -> None:
+def test_ogm_coefficients_of_the_paper(alpha: float, k: float) -> None:
     sure = {"a": torch.tensor(2.0, dtype=torch.float64), "v": torch.tensor(1.0, dtype=torch.float64)}
     assert float(coefficient("a", sure, alpha)) == pytest.approx(k, abs=1e-9)
     assert float(coefficient("v", sure, alpha)) == 1.0
@@ -60,7 +60,7 @@ def test_ogm_coefficients_of_the_specification(alpha: float, k: float) -> None:
 def test_ogm_confidence_is_the_summed_probability_of_the_right_class() -> None:
     logits = torch.tensor([[1.0, 2.0], [0.5, -0.5]])
     wanted = math.e**2 / (math.e + math.e**2) + math.e**0.5 / (math.e**0.5 + math.e**-0.5)
-    assert float(sureness(logits, batch([1, 0]), "a")) == pytest.approx(wanted)
+    assert float(modality_score(logits, batch([1, 0]), "a")) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -111,16 +111,16 @@ def test_ogm_engines_agree_on_convolutions(ge: bool) -> None:
     assert furthest(run("sequential"), run("vectorised")) < 5e-5
 
 
-def test_ogm_noise_is_as_wide_as_the_gradient_and_of_its_own_stream() -> None:
+def test_ogm_noise_has_the_deviation_of_the_gradient_and_its_own_key() -> None:
     method = FedOgm()
-    view = type("ClientData", (), {"draw": lambda self, purpose: hash_of(purpose)})()
+    data = type("ClientData", (), {"draw": lambda self, purpose: hash_of(purpose)})()
     grad = torch.randn(16, 8, 5, 5, generator=torch.Generator().manual_seed(0)) * 0.3
     step = torch.zeros((), dtype=torch.int32)
-    noise = method._noise(view, "a.conv", grad, step)
+    noise = method._noise(data, "a.conv", grad, step)
     assert float(noise.std()) == pytest.approx(float(grad.std()), rel=0.05)
     assert abs(float(noise.mean())) < 0.02
-    assert not torch.equal(noise, method._noise(view, "a.conv", grad, step + 1))
-    assert not torch.equal(noise, method._noise(view, "b.conv", grad, step))
+    assert not torch.equal(noise, method._noise(data, "a.conv", grad, step + 1))
+    assert not torch.equal(noise, method._noise(data, "b.conv", grad, step))
 
 
 def hash_of(purpose: str) -> int:
@@ -139,13 +139,13 @@ def test_ogm_stops_after_its_active_rounds_and_needs_something_to_scale() -> Non
 # FedPMR
 
 
-def test_pmr_balance_of_the_specification() -> None:
-    # rho = 1.5: modality 1 is behind, gamma = 0.5, beta = 0; rho = 0.5: beta = 1
-    ahead = balance({"0": torch.tensor(1.5), "1": torch.tensor(1.0)}, 1.0, "clip")
+def test_pmr_weights_of_the_paper() -> None:
+    # rho = 1.5: modality 1 is weaker, gamma = 0.5, beta = 0; rho = 0.5: beta = 1
+    ahead = modality_weights({"0": torch.tensor(1.5), "1": torch.tensor(1.0)}, 1.0, "clip")
     assert [float(ahead["0"]), float(ahead["1"])] == pytest.approx([0.0, 0.5])
-    behind = balance({"0": torch.tensor(0.5), "1": torch.tensor(1.0)}, 1.0, "clip")
+    behind = modality_weights({"0": torch.tensor(0.5), "1": torch.tensor(1.0)}, 1.0, "clip")
     assert [float(behind["0"]), float(behind["1"])] == pytest.approx([1.0, 0.0])
-    hard = balance({"0": torch.tensor(0.9), "1": torch.tensor(1.0)}, 2.0, "hard")
+    hard = modality_weights({"0": torch.tensor(0.9), "1": torch.tensor(1.0)}, 2.0, "hard")
     assert [float(hard["0"]), float(hard["1"])] == [2.0, 0.0]
 
 
@@ -183,10 +183,10 @@ def test_pmr_entropy_term_ends_with_its_epochs() -> None:
 # FedProto
 
 
-def test_proto_pull_is_the_mean_squared_gap_and_unknown_classes_count_zero() -> None:
+def test_proto_term_is_the_mean_squared_gap_and_unknown_classes_count_zero() -> None:
     near = Prototypes(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([True, False]))
     z = torch.tensor([[2.0, 3.0], [5.0, 5.0]])
-    assert float(squared_pull(near, z, batch([0, 1]), "a")) == pytest.approx((1 + 4) / 2 / 2)
+    assert float(prototype_distance(near, z, batch([0, 1]), "a")) == pytest.approx((1 + 4) / 2 / 2)
 
 
 def test_nearest_prototype_adds_distances_of_modalities() -> None:
@@ -195,10 +195,10 @@ def test_nearest_prototype_adds_distances_of_modalities() -> None:
         "b": Prototypes(torch.tensor([[0.0], [9.0]]), torch.ones(2, dtype=torch.bool)),
     }
     z = {"a": torch.tensor([[1.0], [1.0]]), "b": torch.tensor([[1.0], [8.0]])}
-    scores = closeness(near, z, batch([0, 0]))
+    scores = prototype_scores(near, z, batch([0, 0]))
     assert scores.tolist() == [[-2.0, -10.0], [-9.0, -3.0]]
     near["b"] = Prototypes(near["b"].mean, torch.tensor([True, False]))
-    scores = closeness(near, z, batch([0, 0]))
+    scores = prototype_scores(near, z, batch([0, 0]))
     assert scores.argmax(1).tolist() == [0, 0], "a class without a prototype is never the nearest"
     assert bool(scores.isfinite().all())
 
@@ -214,7 +214,7 @@ def test_proto_without_strength_is_fedavg_bit_for_bit_and_the_first_round_always
     assert not same(played(made("fedproto", engine))[1].params, theirs.params)
 
 
-@pytest.mark.parametrize("options", [{}, {"judge": "logits"}, {"proto_weight": "uniform"}, {"lam": 5.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"predict_by": "logits"}, {"proto_weight": "uniform"}, {"lam": 5.0}], ids=str)
 def test_original_proto_sends_no_parameters_and_engines_agree(options: dict[str, Any]) -> None:
     clients = ClientsSpec(partition="iid", num=6, personal_test=0.3)
     runs = [played(made("fedproto", e, clients, mode="original", **options)) for e in ENGINES]
@@ -228,9 +228,9 @@ def test_original_proto_sends_no_parameters_and_engines_agree(options: dict[str,
     assert furthest(runs[0][0].engine.locals[0], runs[1][0].engine.locals[0]) < 1e-4
 
 
-def test_original_proto_without_pull_is_local_training() -> None:
+def test_original_proto_without_its_term_is_local_training() -> None:
     clients = ClientsSpec(partition="iid", num=6, personal_test=0.3)
-    ours, _, _ = played(made("fedproto", "sequential", clients, mode="original", lam=0.0, require_quorum="logits"))
+    ours, _, _ = played(made("fedproto", "sequential", clients, mode="original", lam=0.0, predict_by="logits"))
     theirs, _, _ = played(recipe(algorithm("local"), clients=clients))
     assert all(same(tree, theirs.engine.locals[client]) for client, tree in ours.engine.locals.items())
 
@@ -310,7 +310,7 @@ def test_split_block_of_a_single_owner_stays() -> None:
     assert furthest(select(alone[3], ["b"]), select(trained[3], ["b"])) < 1e-6
 
 
-def test_split_keeps_the_models_of_those_who_rest_and_lowers_to_fedavg() -> None:
+def test_split_keeps_the_models_of_clients_outside_the_cohort_and_can_be_fedavg() -> None:
     parts, state, _ = played(made("fedmsplit", selector=Uniform(participation=2), rounds=1))
     assert len(state.models) == 2
     parts.fed.begin(2)
@@ -336,7 +336,7 @@ def test_every_split_switch_changes_the_run_and_engines_agree(options: dict[str,
     [
         ("fedogm", {"alpha": 0.1, "ge": False, "active_rounds": 3, "scale_params": "all_weights"}),
         ("fedpmr", {"alpha": 2.0, "coef": "hard", "active_rounds": 9, "per": True, "mu": 0.001, "per_epochs": 4}),
-        ("fedproto", {"mode": "original", "proto_weight": "uniform", "lam": 0.5, "judge": "logits"}),
+        ("fedproto", {"mode": "original", "proto_weight": "uniform", "lam": 0.5, "predict_by": "logits"}),
         ("fedproto", {"alpha_p": 2.0, "active_rounds": 5, "feature_norm": 6.0}),
         ("fedmsplit", {"mode": "block_mean", "lam": 0.1, "similarity": "dot", "temperature": 0.5}),
     ],
@@ -347,7 +347,7 @@ def test_every_switch_is_reachable_from_a_recipe(name: str, options: dict[str, A
     assert all(getattr(built, key) == value for key, value in options.items())
 
 
-def test_msplit_keeps_its_own_when_all_attention_is_on_someone_with_nothing_in_common() -> None:
+def test_msplit_keeps_its_own_when_all_attention_is_on_a_client_without_shared_modalities() -> None:
     parts = assemble(made("fedmsplit", similarity="dot", selector=Uniform(participation=1.0)))
     method, clients = parts.recipe.algorithm, parts.fed.clients
     one = next(k for k in clients if clients[k].modalities == ("a",))
@@ -362,8 +362,8 @@ def test_msplit_keeps_its_own_when_all_attention_is_on_someone_with_nothing_in_c
     assert same(mixed[one], trained[one])
 
 
-def test_ogm_refuses_an_encoder_that_it_could_not_slow_down() -> None:
+def test_ogm_refuses_an_encoder_without_gradients_to_scale() -> None:
     spec = ModelSpec(embedding=6, encoders={"a": {"kind": "cnn4"}, "b": {"kind": "mlp"}})
     parts = assemble(recipe(algorithm("fedogm"), data=IMAGES, model=spec, clients=COMPLETE))
-    with pytest.raises(RecipeError, match="the encoder of b has none"):
+    with pytest.raises(RecipeError, match="the encoder of b has none to train"):
         parts.recipe.algorithm.init(parts.fed, parts.initial)

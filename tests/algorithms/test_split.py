@@ -1,4 +1,4 @@
-"""Split learning and SplitFed: against a cut in plain PyTorch, FedAvg and central SGD; what crosses the cut."""
+"""Split learning and SplitFed: compared with a cut in plain PyTorch, FedAvg and central SGD; what crosses the cut."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,11 +12,11 @@ from polyfed.algorithms.split.cut import Cut
 from polyfed.core import keys
 from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
 from polyfed.data import ClientsSpec
-from polyfed.experiment import loop as run
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import check
 from polyfed.federation.federation import Federation
 from polyfed.model import ModelSpec
+from polyfed.run import run
 from polyfed.selection import PowD, Uniform
 from polyfed.training.client_data import ORDER
 from polyfed.training.optimisers import Train
@@ -110,10 +110,10 @@ def test_the_gradient_at_the_cut_is_that_of_the_unsplit_model(monkeypatch: pytes
     made = split("split-learning", clients=ONE, options={"selector": ALL}, rounds=1)
     parts = assemble(made)
     sent: dict[str, Any] = {}
-    asked = Federation.request
+    original = Federation.ask
 
     def listen(self: Federation, task: Any, clients: Any, send: Any, **options: Any) -> Any:
-        replies = asked(self, task, clients, send, **options)
+        replies = original(self, task, clients, send, **options)
         sent.setdefault(f"to {task.__name__}", send)
         sent.setdefault(f"from {task.__name__}", replies)
         return replies
@@ -140,7 +140,7 @@ def test_the_gradient_at_the_cut_is_that_of_the_unsplit_model(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["split-learning", "splitfed"])
-def test_without_leave_for_labels_plain_is_refused_by_name_and_u_shaped_passes(name: str) -> None:
+def test_where_labels_may_not_leave_plain_is_refused_by_name_and_u_shaped_passes(name: str) -> None:
     closed = {**WITHOUT_LABELS, "labels": {"server": []}}
     with pytest.raises(
         EgressError, match=r"(?s)labels of labels to the server.*\[egress\.labels\] server = \[\"labels\"\]"
@@ -179,7 +179,7 @@ def test_options_without_meaning_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["split-learning", "splitfed"])
 @pytest.mark.parametrize("task", ["start", "forward", "backward", "finish"])
-def test_a_client_lost_on_the_way_leaves_the_round_to_the_others(name: str, task: str) -> None:
+def test_the_round_continues_without_a_client_that_fails(name: str, task: str) -> None:
     parts = assemble(split(name, clients=ClientsSpec(partition="iid", num=4), options={"selector": ALL}))
     method = parts.recipe.algorithm
     parts.fed.begin(1)
@@ -194,7 +194,7 @@ def test_a_client_lost_on_the_way_leaves_the_round_to_the_others(name: str, task
 
 
 @pytest.mark.parametrize("name", ["split-learning", "splitfed", "fedgkt", "creamfl", "fedproto"])
-def test_selectors_that_judge_a_global_model_are_refused_where_there_is_none(name: str) -> None:
+def test_selectors_that_need_a_global_model_are_refused_where_there_is_none(name: str) -> None:
     options = {"mode": "original"} if name == "fedproto" else {}
-    with pytest.raises(RecipeError, match="PowD judges clients by a global model"):
+    with pytest.raises(RecipeError, match="PowD compares clients by a global model"):
         algorithm(name, selector=PowD(participation=2, d=3), **options)

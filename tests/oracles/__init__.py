@@ -1,1 +1,1 @@
-"""Independent implementations to test against: plain loops that share no code with the package."""
+"""Independent implementations of the methods, as plain loops that share no code with the package."""

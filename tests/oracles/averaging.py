@@ -21,7 +21,7 @@ class Shard:
 
 
 class LateFusion(nn.Module):
-    """Linear-ReLU-Linear per modality, concatenation, one linear layer."""
+    """One Linear-ReLU-Linear tower for each modality, concatenation, one linear layer."""
 
     def __init__(self, sizes: dict[str, tuple[int, int]], embedding: int, classes: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Independent pieces for the baselines of CMSFed's tables, in NumPy and plain PyTorch."""
+"""Parts of the baselines of CMSFed's tables, in NumPy and plain PyTorch; nothing of the package is used."""
 
 import math
 

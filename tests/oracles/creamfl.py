@@ -1,4 +1,4 @@
-"""CreamFL's weights and ensemble from their formulas, in float64 loops; nothing of the package is used."""
+"""Weights and ensemble of CreamFL, as float64 loops over their formulas; nothing of the package is used."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""FedFomo and FedAMP in NumPy, client by client, number by number."""
+"""FedFomo and FedAMP as plain loops in NumPy; nothing of the package is used."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ Numbers = dict[str, np.ndarray]
 
 
 def logits(w: Numbers, x: dict[str, np.ndarray]) -> np.ndarray:
-    """One hidden ReLU layer a modality, then one linear layer over all: the world's plain model."""
+    """One hidden ReLU layer for each modality, then one linear layer over all: the plain model of tests/world.py."""
     total = w["shared.bias"].copy()
     for m, rows in x.items():
         names = sorted(n for n in w if n.startswith(f"{m}.encoder"))
@@ -25,7 +25,7 @@ def loss(w: Numbers, x: dict[str, np.ndarray], y: np.ndarray) -> float:
 def fomo(
     own: Numbers, previous: Numbers, candidates: dict[str, list[Numbers]], x: dict[str, np.ndarray], y: np.ndarray
 ) -> Numbers:
-    """The client's next model; `candidates[block]` are other clients' blocks, `x` and `y` the rows kept back."""
+    """The client's next model; `candidates[block]` are other clients' blocks, `x` and `y` the held-out rows."""
     base = loss(previous, x, y)
     after = dict(own)
     for block, others in candidates.items():

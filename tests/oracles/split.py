@@ -20,7 +20,7 @@ class Lower(nn.Module):
 def step(
     lower: Lower, upper: nn.Module, x: dict[str, Tensor], y: Tensor, optimisers: list[torch.optim.Optimizer]
 ) -> Tensor:
-    """One batch over the cut; gives the gradient that crosses it."""
+    """One training step on a batch; returns the gradient at the cut."""
     below = lower(x)
     cut = below.detach().requires_grad_()
     for optimiser in optimisers:

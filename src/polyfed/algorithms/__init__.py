@@ -1,4 +1,9 @@
-"""Algorithms by their name in `[algorithm] name`; each is one file, both halves in it."""
+"""Every method: what the server and the clients do in a round. One file, or one folder, for each method.
+
+Open `base.py` first: `Algorithm` is the base class of every method and its docstring lists the hooks. `averaging.py`
+has `Averaging`, the template of most methods; `fedprox.py` is the shortest method on it. `blocks.py` and `towers.py`
+are helpers that several methods use. docs/algorithms/NAME.md explains the method NAME.
+"""
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Algorithm
@@ -26,12 +31,14 @@ from polyfed.algorithms.split.split_learning import SplitLearning
 from polyfed.algorithms.split.splitfed import SplitFed
 from polyfed.evaluation.scores import Predictor
 
+__all__ = ["ALGORITHMS", "PREDICTORS", "Algorithm", "Averaging"]
+
 PREDICTORS: dict[str, type[Predictor]] = {
     "logits": Predictor,
     "nearest-prototype": NearestPrototype,
     "server-on-top": ServerOnTop,
 }
-"""How clients' own models predict, by the name in the description of a saved model."""
+"""How personal models predict, by the name in the description of a saved model."""
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
@@ -57,3 +64,4 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "hfm": Hfm,
     "vfl": Vfl,
 }
+"""Methods by their name in `[algorithm] name`."""

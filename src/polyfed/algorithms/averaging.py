@@ -1,4 +1,24 @@
-"""`Averaging`: the server sends parameters, clients train them, the server averages per block."""
+"""`Averaging`: the template of methods that change one thing about federated averaging.
+
+Each round the server sends the model to a cohort, every client trains it on its rows, and the server averages the
+results per block, over the clients that have that block. Used as it is, it is FedAvg (`fedavg.py`).
+
+Hooks in the order in which they are called. `Algorithm` (`base.py`) has those around a round, such as `local`,
+`evaluate` and `will_send`:
+
+| hook | called on | when | default |
+|---|---|---|---|
+| `init` | server | once, before round 1 | `State` with the initial parameters |
+| `outgoing` | server | every round, once the cohort is chosen | `Broadcast(state.params)` to every client |
+| `direction` | client | before local training | None: the optimiser takes the gradient as it is |
+| `loss` | client | in every step of local training | cross-entropy of the fused logits |
+| `reply` | client | after local training | `Update` with the trained parameters; the local state stays as it was |
+| `merge` | server | once the replies are in | weighted mean per block, then a step of the server optimiser |
+| `weights` | server | in `merge` | rows of each client, or 1 with `aggregation = "uniform"` |
+
+A method whose `outgoing` or `reply` uses another message names its class in `sends` or `replies`. The template reads
+`params` of what is sent, and `params`, `loss` and `num_rows` of the replies.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -27,7 +47,7 @@ from polyfed.training.optimisers import Moments, ServerOptimiser
 
 @message
 class Update(Message):
-    """A client's trained parameters, its training loss and how many rows it has."""
+    """A client's trained parameters, its mean training loss and its number of training rows."""
 
     params: Tree = carries("parameters")
     loss: Tensor = carries("statistic")
@@ -36,12 +56,12 @@ class Update(Message):
 
 @dataclass(frozen=True)
 class State:
-    """Server state of an averaging algorithm; subclasses add fields.
+    """Server state of a method that extends `Averaging`; subclasses add fields.
 
     Attributes:
         params: the global model.
-        moments: of the server's optimiser.
-        memory: of the selector.
+        moments: moments of the server optimiser.
+        memory: what the selector remembers from one round to the next.
         train_loss: mean training loss of the last cohort, weighted by rows; NaN before the first round.
     """
 
@@ -57,13 +77,12 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging(Algorithm):
-    """The template: send parameters, train locally, average per block over the clients that trained it.
+    """The template: send parameters, train locally, average each block over the clients that trained it.
 
-    A subclass overrides hooks: `outgoing`, `loss`, `direction`, `reply`, `merge`. One that sends or returns other
-    messages names them in `sends` and `replies`.
+    Subclasses override the hooks that the module's docstring lists.
 
     Attributes:
-        aggregation: weights of the mean: `weighted` by rows (McMahan et al. 2017, Algorithm 1) or `uniform`.
+        aggregation: weights of the mean: `weighted` by rows (McMahan et al., 2017, Algorithm 1) or `uniform`.
         selector: which clients take part, the [selection] section.
         server: what the server does with the mean, the [server] section.
     """
@@ -77,16 +96,16 @@ class Averaging(Algorithm):
     sends_class_means: ClassVar[bool] = True
 
     def will_ask(self, task: str, *, tested: bool) -> bool:
-        """Clients are asked for class means only where one modality alone is judged by them."""
+        """Clients are asked for class means only under `[evaluate] unimodal = "prototype"`."""
         wanted = task != Averaging.class_means.__name__ or self.evaluation.unimodal == "prototype"
         return wanted and super().will_ask(task, tested=tested)
 
     def init(self, fed: Federation, params: Tree) -> Any:
-        """Initial parameters, fresh server moments, the selector's first memory."""
+        """The first state: initial parameters, fresh moments of the server optimiser, the selector's first memory."""
         return State(params, self.server.moments(fed.context.model.trainable(params)), self.selector.start(params))
 
     def round(self, state: Any, fed: Federation) -> Any:
-        """Choose a cohort, have it train, merge what comes back."""
+        """Choose a cohort, ask it to train, and merge the replies. Without any reply the model stays as it is."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         state = state.with_(memory=memory)
         replies = fed.ask(self.update, cohort, self.outgoing(state, cohort, fed))
@@ -96,54 +115,77 @@ class Averaging(Algorithm):
         return self.merge(state.with_(memory=memory, train_loss=mean_loss(replies, fed)), replies, fed)
 
     def outgoing(self, state: Any, cohort: list[int], fed: Federation) -> Send:
-        """What the cohort receives: one message for all, or one for each client."""
+        """What the cohort receives: one message for all clients, or a mapping with one for each."""
         return Broadcast(state.params)
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
-        """The local training loss, a scalar or (scalar, aux): here the cross-entropy of the fused logits."""
+        """The local training loss of a batch: a scalar, or (scalar, aux) where `direction` reads aux.
+
+        Args:
+            context: the client context.
+            w: the parameters being trained.
+            batch: some of the client's training rows.
+            got: the message that the client received.
+            local: the client's local state.
+        """
         return cross_entropy(context.model.logits(w, batch), batch)
 
     def direction(
         self, context: ClientContext, data: ClientData, got: Any, local: Tree
     ) -> tuple[Direction, Tree] | None:
-        """How a gradient becomes a direction, with the first carry; None leaves the gradient alone."""
+        """A function that turns a gradient into a direction, and its first carry; None keeps the gradient.
+
+        Args:
+            context: the client context.
+            data: the client dataset.
+            got: the message that the client received.
+            local: the client's local state.
+        """
         return None
 
     def reply(
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Any, local: Tree
     ) -> tuple[Message, Tree]:
-        """What goes back after training, and what stays."""
+        """The reply after local training, and the client's next local state.
+
+        Args:
+            context: the client context.
+            data: the client dataset.
+            fit: the result of local training.
+            got: the message that the client received.
+            local: the client's local state.
+        """
         return Update(fit.params, fit.loss, data.num_rows), local
 
     def merge(self, state: Any, replies: Replies, fed: Federation) -> Any:
-        """The state after a round: the server optimiser on the mean per block."""
+        """The next state: a step of the server optimiser towards the weighted mean of the replies, per block."""
         mean = replies.mean("params", self.selector.weigh(state.memory, self.weights(replies, fed)))
         trainable = fed.context.model.trainable(state.params)
         params, moments = self.server.apply(state.params, mean, state.moments, trainable)
         return state.with_(params=params, moments=moments)
 
     def weights(self, replies: Replies, fed: Federation) -> Mapping[int, float]:
-        """Weight of each client in a mean: its rows as the server has known them from the start, or 1."""
+        """Weight of each client in the mean: its rows in the client registry, not those that its reply claims, or 1."""
         if self.aggregation == "uniform":
             return dict.fromkeys(replies, 1.0)
         return fed.clients.rows_of(replies)
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
-        """Class means of the features over all training rows, merged by rows; clients receive encoders only."""
+        """Class means of the features over all clients' training rows. Clients receive the encoders only."""
         if self.evaluation.unimodal != "prototype":
             return {}
         model = fed.context.model
         head = set(model.head())
         encoders = {name: params[name] for name in model.names(model.modalities) if name not in head}
-        told = fed.ask(self.class_means, list(fed.clients.eligible), Broadcast(encoders))
-        merged = prototypes.gathered({}, [(reply.prototypes, reply.rows_per_class) for reply in told.values()])
+        replies = fed.ask(self.class_means, list(fed.clients.eligible), Broadcast(encoders))
+        merged = prototypes.gathered({}, [(reply.prototypes, reply.rows_per_class) for reply in replies.values()])
         return {m: near for m, near in merged.items() if bool(near.active.any())}
 
     @task()
     def class_means(
         self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast
     ) -> tuple[ClassMeans, Tree]:
-        """The class means of the client's training rows, asked before an evaluation by `prototype` and only then."""
+        """Class means of the client's training rows; only asked for before an evaluation with class prototypes."""
         model = context.model
         sizes = {m: model.feature_size(m) for m in context.modalities if m in model.modalities}
         means, rows = prototypes.class_means(data.fold, partial(model.vectors, got.params), sizes, context.num_classes)
@@ -152,8 +194,8 @@ class Averaging(Algorithm):
     @task()
     def update(self, context: ClientContext, data: ClientData, local: Tree, got: Message) -> tuple[Message, Tree]:
         """Train the received model on the client's rows."""
-        shape = self.direction(context, data, got, local)
-        direction, carry = shape if shape is not None else (None, None)
+        directed = self.direction(context, data, got, local)
+        direction, carry = directed if directed is not None else (None, None)
         fit = data.minimise(
             lambda w, batch: self.loss(context, w, batch, got, local),
             got.params,  # type: ignore[attr-defined]
@@ -165,6 +207,6 @@ class Averaging(Algorithm):
 
 
 def mean_loss(replies: Replies, fed: Federation) -> float:
-    """Training loss of a cohort, weighted by the rows that the server knows of."""
+    """Mean training loss of a cohort, weighted by the rows of each client in the client registry."""
     losses, rows = replies.numbers("loss"), fed.clients.rows_of(replies)
     return sum(losses[c] * rows[c] for c in replies) / max(sum(rows.values()), 1)

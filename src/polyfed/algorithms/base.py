@@ -1,8 +1,30 @@
-"""Algorithms: a frozen dataclass of hyper-parameters with both halves, the server's and the clients', in one text.
+"""`Algorithm`: the base class of every method. A method is a frozen dataclass of hyper-parameters with two halves.
 
-The server half is `init`, `round` and `evaluate`; the client half are its tasks. `Averaging` is the one template: the
-server sends parameters, clients train, the server averages per block. A class here is abstract, one in `algorithms/`
-is final; what two algorithms share is a function, not a parent.
+The server half runs on the server: `init`, `round` and `evaluate`. The client half runs on the clients: the methods
+marked `@task`. A method that sends parameters, trains them locally and averages the results extends `Averaging`
+(`averaging.py`), which has further hooks; every other method extends `Algorithm`. Methods are final: two methods share
+functions, not a parent.
+
+Hooks in the order in which they are called; `init` and `round` are required, all others have a default:
+
+| hook | called on | when | returns |
+|---|---|---|---|
+| `model_spec` | server | before the model is built | the model to build, and the modalities that it reads |
+| `will_ask`, `will_send` | both | in `polyfed check`, and in the egress gate for every reply | what replies can hold |
+| `init` | server | once, as round 0 | the first state |
+| `local` | client | before the client's first task | its first local state |
+| `round` | server | every round; it asks clients with `fed.ask` | the next state |
+| `simulated_seconds` | server | after every round, with a network model | how long the round would take |
+| `observe`, `observe_tables` | server | after every round | numbers and matrices for the log |
+| `evaluate` | server | after every round that `[evaluate] every` names | scores; it calls the hooks below |
+| `global_params` | server | in `evaluate`, and in `Run.predict` | the global model, or None |
+| `class_prototypes` | server | in `evaluate` | class means, for `[evaluate] unimodal = "prototype"` |
+| `to_judge` | server | in `evaluate`, and in `Run.predict` | what clients receive for personal evaluation |
+| `own_params` | client | in personal evaluation, and in `Run.predict` | the model that the client is evaluated with |
+
+The properties `own_models` and `predictor` say where personal models are kept and how they predict
+(`evaluation/scores.py`). The task `score` computes the scores of the global model on evaluation clients, `score_own`
+those of a client's model on its own test rows. docs/own-method.md explains how to write a method.
 """
 
 import warnings
@@ -41,30 +63,32 @@ from polyfed.training.optimisers import Train
 
 @message
 class Broadcast(Message):
-    """The model, on its way to clients."""
+    """The model that the server sends to clients."""
 
     params: Tree = carries("parameters")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(TrainedModels):
-    """Hyper-parameters and both halves of a method.
+    """Base class of every method: its fields are the hyper-parameters, its methods are the server and client halves.
+
+    The module's docstring lists the hooks in the order in which they are called.
 
     Attributes:
         train: local training, the [train] section.
-        evaluation: the [evaluate] section.
+        evaluation: when and how to evaluate, the [evaluate] section.
     """
 
     train: Train = Train()
     evaluation: Evaluation = Evaluation()
 
     handles_missing_rows: ClassVar[bool] = True
-    """Whether rows that lack a modality which others of the same client have are told apart; else they are refused."""
+    """Whether the method accepts clients that have a modality for some of their rows only; else they are refused."""
     sends_class_means: ClassVar[bool] = False
-    """Whether clients can send class means of the global model's features, for one modality judged by `prototype`."""
+    """Whether clients can send class means of the global model's features, for `[evaluate] unimodal = "prototype"`."""
 
     def __init_subclass__(cls) -> None:
-        """Tell of a method that looks like a hook and is none: with `losses` a class is its parent by another name."""
+        """Warn when a method's name nearly matches a hook: a class that defines `losses` would silently keep `loss`."""
         super().__init_subclass__()
         hooks = {name for base in cls.__mro__[1:] for name in vars(base) if callable(getattr(base, name))}
         for name, value in vars(cls).items():
@@ -77,13 +101,17 @@ class Algorithm(TrainedModels):
                 )
 
     def __post_init__(self) -> None:
-        """Refuse options outside the ranges that their types name; one that refuses more calls this one first."""
+        """Check that every option lies in the range of its type. A subclass with further checks calls this first.
+
+        Raises:
+            RecipeError: an option is out of range, or `unimodal = "prototype"` with a method that sends no class means.
+        """
         check_ranges("[algorithm]", self)
         if self.evaluation.unimodal == "prototype" and not self.sends_class_means:
             raise RecipeError(
-                "[evaluate] unimodal = 'prototype' needs clients that send class means of the global model's features, "
-                f"which {type(self).__name__} does not have them do; only methods that average parameters do. Allowed "
-                "here: 'auto', 'head', 'zero'"
+                "[evaluate] unimodal = 'prototype' needs clients that send class means of the global model's features; "
+                f"clients of {type(self).__name__} do not send them, only those of methods that average parameters do. "
+                "Allowed here: 'auto', 'head', 'zero'"
             )
 
     @abstractmethod
@@ -91,52 +119,85 @@ class Algorithm(TrainedModels):
         """The server state before the first round: a frozen dataclass with `params` and `train_loss`.
 
         Args:
-            fed: the federation; setup exchanges may be asked here (they are booked under round 0).
+            fed: the federation; the method may send setup requests to clients here, which the ledger lists as round 0.
             params: the model's initial parameters, drawn from the run's seed.
         """
 
     @abstractmethod
     def round(self, state: Any, fed: Federation) -> Any:
-        """The server state after one round."""
+        """Run one round and return the next server state.
+
+        Args:
+            state: the state after the previous round.
+            fed: the federation; `fed.ask(task, clients, message)` sends a request, `fed.round` is the round's number.
+        """
 
     def model_spec(
         self, spec: ModelSpec, modalities: tuple[str, ...], policy: Policy
     ) -> tuple[ModelSpec, tuple[str, ...]]:
-        """The model to build, and the modalities it reads, given the [model] section and those of the data."""
+        """The model to build and the modalities that it reads.
+
+        Args:
+            spec: the [model] section of the recipe.
+            modalities: the modalities of the data.
+            policy: what may leave the clients.
+        """
         return spec, modalities
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """What a client keeps before it is first asked; it never leaves. `key` is of (run, client)."""
+        """A client's local state before its first task. It never leaves the client.
+
+        Args:
+            context: the client context.
+            key: of the client in this run, for random initial values.
+        """
         return {}
 
     def observe(self, state: Any) -> dict[str, float]:
-        """Numbers of the state worth logging every round."""
+        """Numbers about the state to log after every round, by name."""
         return {}
 
     def simulated_seconds(self, state: Any, times: Timetable) -> float:
-        """How long the round that led to `state` took: every ask waits for its slowest client."""
+        """Simulated duration in seconds of the round that led to `state`: every request waits for its slowest client.
+
+        Args:
+            state: the state after the round.
+            times: when each client of each request would answer under the network model.
+        """
         return times.barriers()
 
     def observe_tables(self, state: Any) -> dict[str, list[list[float]]]:
-        """Matrices of the state worth logging every round, by name: coefficients, similarities. Keep them small."""
+        """Matrices to log after every round, by name, such as coefficients or similarities. Keep them small."""
         return {}
 
     def will_ask(self, task: str, *, tested: bool) -> bool:
-        """Whether, with these hyper-parameters, clients can be asked for a task at all. Where it says no,
-        `polyfed check` announces nothing and the gate lets nothing out. `tested`: some have test rows of their own.
+        """Whether clients can be asked for a task, given these hyper-parameters.
+
+        If not, `polyfed check` does not announce the task's reply and the egress gate refuses it.
+
+        Args:
+            task: the task's name.
+            tested: whether some clients have test rows of their own.
         """
         if task == Algorithm.score_own.__name__:
             return tested and self.evaluation.personal
-        return task != Algorithm.score.__name__  # asked of the server's own rows, whose replies cross no border
+        return task != Algorithm.score.__name__  # only evaluation clients are asked, and their replies leave nobody
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Whether, with these hyper-parameters, a field of a task's reply can hold anything of this block. Where it
-        says no, `polyfed check` announces nothing and the gate lets nothing out. `policy` is the client's.
+        """Whether a field of a task's reply can hold anything of a block, given these hyper-parameters.
+
+        If not, `polyfed check` does not announce it and the egress gate refuses it.
+
+        Args:
+            task: the task's name.
+            field: a field of the reply's message.
+            block: a modality or `shared`.
+            policy: the client's policy.
         """
         return True
 
     def evaluate(self, state: Any, fed: Federation) -> Measured:
-        """Judge the global model, where there is one, on the server's rows, and clients on their own test rows."""
+        """Evaluate the global model, where there is one, on the server's rows, and clients on their own test rows."""
         params = self.global_params(state) if fed.evaluation_clients else None
         measured = {} if params is None else self.evaluate_globally(params, fed)
         if not (self.evaluation.personal and fed.clients.tested):
@@ -145,11 +206,17 @@ class Algorithm(TrainedModels):
         return Measured(measured | {"personal": group}, accuracies)
 
     def to_judge(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
-        """The global model; nothing where clients judge what they keep."""
+        """The message for personal evaluation: the global model, or an empty one where clients keep their models.
+
+        Args:
+            state: the server's state.
+            fed: the federation; this hook sends no requests.
+            clients: the clients that will be evaluated.
+        """
         return Broadcast({} if self.own_models == "clients" else state.params)
 
     def evaluate_globally(self, params: Tree, fed: Federation) -> dict[str, dict[str, float]]:
-        """The groups `global`, `validation` and `unimodal` for a model, by the server's test and validation rows."""
+        """Server evaluation of a model: the groups `global`, `validation` and `unimodal` of result.json."""
         measured: dict[str, dict[str, float]] = {}
         near = self.class_prototypes(params, fed) if TEST in fed.evaluation_clients else {}
         send = ModelToEvaluate(params, {m: p.mean for m, p in near.items()}, {m: p.active for m, p in near.items()})
@@ -164,21 +231,21 @@ class Algorithm(TrainedModels):
         return measured
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
-        """Class means by modality, for the evaluation_clients; none unless one modality alone is judged by them."""
+        """Class means by modality for `[evaluate] unimodal = "prototype"`; empty under the other ways."""
         return {}
 
     def evaluate_personally(self, fed: Federation, send: Send) -> tuple[dict[str, float], dict[int, float]]:
-        """The group `personal`, and accuracy by client."""
+        """Personal evaluation: the group `personal` of result.json, and the accuracy of each client."""
         own = fed.ask(self.score_own, fed.clients.tested, send)
         hits, rows = own.numbers("hits"), own.numbers("num_rows")
         return metrics.personal(hits, rows), {c: hits[c] / rows[c] for c in rows if rows[c] > 0}
 
     @task()
     def score(self, context: ClientContext, data: ClientData, local: Tree, got: ModelToEvaluate) -> tuple[Scores, Tree]:
-        """Judge a model on an examiner's rows."""
+        """Compute the scores of a model on the rows of an evaluation client."""
         return scores(context.model, got, context.modalities, data, self.evaluation.unimodal), local
 
     @task()
     def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[OwnScore, Tree]:
-        """Judge the client's model on its own test rows."""
+        """Count how many of its own test rows the client's model predicts correctly."""
         return own_score(context.model, self.own_params(got, local), data.test, self.predictor), local

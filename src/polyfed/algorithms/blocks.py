@@ -1,8 +1,8 @@
-"""What methods share whose devices keep models of their own while the server works on single blocks of them.
+"""Helpers of methods in which every client keeps its own model and the server combines single blocks of these models.
 
-The server holds blocks of many devices as matrices, one row a device: personalised copies are then products of small
-coefficient matrices with these, never loops over pairs of devices. Shape letters: `K` devices, `S` devices that sent a
-block, `P` numbers of a block.
+FedAMP, FedFomo and PFMML use them. The server holds a block of many clients as a matrix with one row for each client,
+so a personal copy is a product of a small coefficient matrix with it, not a loop over pairs of clients. Shape letters:
+`K` clients, `S` clients that sent a block, `P` numbers of a block.
 """
 
 from collections.abc import Mapping
@@ -23,33 +23,33 @@ from polyfed.model import Model
 
 @message
 class Wanted(Message):
-    """Which blocks the server wants: one flag under the name of each."""
+    """Asks for blocks: one flag under the name of each block that the server wants."""
 
     blocks: Tree = carries("statistic")
 
 
 @message
 class Blocks(Message):
-    """The blocks that were wanted."""
+    """The blocks that the server asked for."""
 
     params: Tree = carries("parameters")
 
 
 @message
 class Installed(Message):
-    """Nothing: what was sent has been taken in."""
+    """Confirms that the client has stored what it received. Has no fields."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a block becomes a row of P numbers: parameters first, then floating-point buffers.
+    """How a block is flattened into a row of P numbers: parameters first, then floating-point buffers.
 
-    Integer buffers (counters) stay with their device: a mixture of counters means nothing.
+    Integer buffers (counters) stay on their client: a mixture of counters means nothing.
 
     Attributes:
-        names: in the order of the row.
-        shapes: of these names.
-        num_trainable: leading numbers that are parameters; only those have gradients and distances.
+        names: names of the tensors, in the order of the row.
+        shapes: their shapes, in the same order.
+        num_trainable: how many of the leading numbers are parameters; only these have gradients and distances.
     """
 
     names: tuple[str, ...]
@@ -58,7 +58,7 @@ class Layout:
 
     @classmethod
     def of(cls, block: str, params: Tree, model: Model) -> "Layout":
-        """The layout of a block of this tree."""
+        """The layout of a block of the tree `params`."""
         own = [n for n, v in params.items() if block_of(n) == block and v.is_floating_point()]
         own.sort(key=model.is_buffer)
         size = sum(params[name].numel() for name in own if not model.is_buffer(name))
@@ -66,11 +66,11 @@ class Layout:
 
     @property
     def num_bits(self) -> int:
-        """The paper's Upsilon: bits of the block in a message, 32 a number."""
+        """Size of the block in a message in bits, 32 for each number (Upsilon in the PFMML paper)."""
         return 32 * sum(shape.numel() for shape in self.shapes)
 
     def tree(self, row: Tensor) -> Tree:
-        """A row (P,) as a tree; its tensors are views."""
+        """A row (P,) as a tree; its tensors share the row's memory."""
         return {name: value[0] for name, value in self.trees(row.unsqueeze(0)).items()}
 
     def trees(self, rows: Tensor) -> Tree:
@@ -82,7 +82,7 @@ class Layout:
         }
 
     def gather(self, replies: Replies) -> tuple[Tensor, Tensor]:
-        """The senders of this block, ascending int64 (S,), and their rows (S, P)."""
+        """The clients that sent this block, ascending int64 (S,), and their rows (S, P)."""
         parts = [part for part in replies.parts if self.names and self.names[0] in part.message.params]  # type: ignore[attr-defined]
         if not parts:
             return torch.zeros(0, dtype=torch.int64), torch.zeros(0, 0)
@@ -91,7 +91,7 @@ class Layout:
         places = torch.split(order.argsort(), [len(part.clients) for part in parts])
         first = parts[0].message.params[self.names[0]]  # type: ignore[attr-defined]
         rows = first.new_empty(len(senders), sum(shape.numel() for shape in self.shapes))
-        for part, place in zip(parts, places, strict=True):  # straight into place: blocks are large, copies cost
+        for part, place in zip(parts, places, strict=True):  # written in place, as blocks are large and copies slow
             start = 0
             for name, shape in zip(self.names, self.shapes, strict=True):
                 end = start + shape.numel()
@@ -101,13 +101,13 @@ class Layout:
 
 
 def layouts(fed: Federation, params: Tree) -> dict[str, Layout]:
-    """Every block that has numbers at all, modalities first, in the order in which uploads are queued."""
+    """The layout of every block that has numbers: modalities first, in the order in which uploads are queued."""
     found = {m: Layout.of(m, params, fed.context.model) for m in (*fed.clients.modalities, SHARED)}
     return {block: layout for block, layout in found.items() if layout.names}
 
 
 def owners(fed: Federation, block: str) -> Tensor:
-    """Who has this block and rows to train it on, bool (K,)."""
+    """Which clients have this block and rows to train it on, bool (K,)."""
     trains = fed.clients.num_rows > 0
     if block == SHARED:
         return trains
@@ -115,23 +115,27 @@ def owners(fed: Federation, block: str) -> Tensor:
 
 
 def check_uploads(uploads: float | int) -> None:
-    """Refuse a number of uploads that has no meaning."""
+    """Check the option `uploads`: a count of at least 0, or a share above 0 and at most 1.
+
+    Raises:
+        RecipeError: it is neither.
+    """
     if not (uploads >= 0 if isinstance(uploads, int) else 0 < uploads <= 1):
         raise RecipeError(
-            f"[algorithm] uploads = {uploads}: devices that send a block in a round; a count of 0 or more, or a share "
-            "of all devices above 0, at most 1.0"
+            f"[algorithm] uploads = {uploads}: the number of clients that send a block in a round must be a count of "
+            "at least 0, or a share of all clients above 0 and at most 1.0"
         )
 
 
 def num_uploads(uploads: float | int, num_clients: int) -> int:
-    """The paper's K-hat: how many devices send a block in a round."""
+    """How many clients send a block in a round (K-hat in the PFMML paper)."""
     if isinstance(uploads, int):
         return min(uploads, num_clients)
     return max(1, round(uploads * num_clients))
 
 
 def draw_uploads(fed: Federation, count: int, blocks: Mapping[str, Layout]) -> dict[str, Tensor]:
-    """`count` random owners of each block, bool (K,) each; all of them where fewer own it."""
+    """Draw `count` random owners of each block, bool (K,) each; all owners where there are fewer."""
     chosen = {}
     for block in blocks:
         able = owners(fed, block).nonzero().flatten()
@@ -143,7 +147,11 @@ def draw_uploads(fed: Federation, count: int, blocks: Mapping[str, Layout]) -> d
 
 
 def wanted(chosen: Mapping[str, Tensor]) -> dict[int, Wanted]:
-    """What to ask of each device that is to send at least one block."""
+    """The message to each client that is to send at least one block.
+
+    Args:
+        chosen: block -> which clients are to send it, bool (K,).
+    """
     flag = torch.ones(())  # one tensor for all: equal messages are then shared in a stack, not copied
     asked: dict[int, Tree] = {}
     for block, chosen_K in chosen.items():
@@ -153,15 +161,15 @@ def wanted(chosen: Mapping[str, Tensor]) -> dict[int, Wanted]:
 
 
 def pick(params: Tree, got: Wanted) -> Blocks:
-    """The wanted blocks of a device's model."""
+    """The blocks of a client's model that the server asked for."""
     return Blocks({n: v for n, v in params.items() if block_of(n) in got.blocks and v.is_floating_point()})
 
 
 def as_wanted(asked: Mapping[int, Wanted], layout: Mapping[str, Layout]) -> Accept:
-    """Accepts uploads that hold what was wanted, all of it and nothing else."""
+    """A check for `fed.ask(..., accept=)`: a reply must hold exactly the blocks that its client was asked for."""
 
     def flaw(client: int, reply: Blocks) -> str:
         names = {name for block in asked[client].blocks for name in layout[block].names}
-        return "" if reply.params.keys() == names else "sent other blocks than were wanted"
+        return "" if reply.params.keys() == names else "sent other blocks than it was asked for"
 
     return flaw

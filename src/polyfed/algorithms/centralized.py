@@ -1,9 +1,10 @@
-"""Centralized: all rows on one machine, the ceiling that federated methods are measured against.
+"""Centralized: all rows on one machine; the upper baseline that federated methods are compared with.
 
-algorithms.md 5.10. Clients hand over samples and labels once, through the same gate as everything else: any sane policy
-refuses, and only a recipe that says `raw` and `labels` may go gets past it. From then on nothing crosses. The server
-trains on the pooled rows as a client trains on its own; rounds times epochs passes in all, the optimiser never starts
-afresh.
+No paper. Every client sends its samples and labels once, before round 1, through the egress gate like everything else:
+the policy must allow `raw` and `labels`. The server then trains on the pooled rows, rounds times epochs passes in all,
+with one optimiser that continues over rounds.
+
+What crosses: all training rows and labels, once; nothing afterwards. Page: docs/algorithms/centralized.md.
 """
 
 from dataclasses import dataclass, field
@@ -30,13 +31,16 @@ from polyfed.training.losses import cross_entropy
 
 
 @message
-class Request(Message):
-    """Nothing: the signal to hand over everything."""
+class RowsWanted(Message):
+    """Asks for all rows of a client. Has no fields."""
 
 
 @message
-class Handover(Message):
-    """A client's rows: samples (n, ...) by modality, which of them are there where some are not, and labels (n,)."""
+class AllRows(Message):
+    """All training rows of a client: samples (n, ...) by modality and labels (n,).
+
+    `present` has bool (n,) for every modality that some of the rows lack.
+    """
 
     samples: Tree = carries("raw", rows="num_rows", shape=("sample",))
     present: Tree = carries("raw", rows="num_rows", shape=())
@@ -46,14 +50,14 @@ class Handover(Message):
 
 @dataclass(frozen=True)
 class Pool(State):
-    """The model, its optimiser after `num_steps` steps, and the pooled rows.
+    """Server state: the model, its optimiser, and the pooled rows of all clients.
 
     Attributes:
-        samples: modality -> (N, ...), zero where nobody has it.
-        present: modality -> bool (N,), for one that some rows lack.
-        labels: (N,).
-        optimiser: moments of the optimiser; `moments` of the template stays empty.
-        num_steps: steps so far.
+        samples: modality -> (N, ...), zeros for rows that lack the modality.
+        present: modality -> bool (N,), for modalities that some rows lack.
+        labels: class of each row, int64 (N,).
+        optimiser: moments of the optimiser; the inherited `moments` stays empty.
+        num_steps: training steps so far.
     """
 
     samples: Tree = field(default_factory=dict)
@@ -65,20 +69,25 @@ class Pool(State):
 
 @dataclass(frozen=True, kw_only=True)
 class Centralized(Algorithm):
-    """See the module.
+    """The server trains on the pooled rows of all clients.
 
     Attributes:
-        width: hidden sizes and the embedding are multiplied by this; the PartialFL paper compares with a larger model.
+        width: factor on hidden sizes and the embedding; the PartialFL paper compares with a larger model.
     """
 
     width: Annotated[float, POSITIVE] = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
+        """Check the options.
+
+        Raises:
+            RecipeError: `train.steps` is set: training continues over rounds, which is counted in epochs.
+        """
         super().__post_init__()
         if self.train.steps is not None:
             raise RecipeError(
-                "centralized counts in epochs, as its training goes on over rounds: leave out train.steps"
+                "[train] steps cannot be used with centralized, whose training continues over rounds and is counted in "
+                "epochs: remove steps and set [train] epochs"
             )
 
     def model_spec(
@@ -88,31 +97,31 @@ class Centralized(Algorithm):
         return spec.widened(self.width), modalities
 
     def init(self, fed: Federation, params: Tree) -> Pool:
-        """Collect all rows, in the order of clients."""
-        given = fed.ask(self.hand_over, list(fed.clients.eligible), Request())
-        labels = torch.cat([given[k].labels for k in given])
-        samples, present = pooled(given, fed)
+        """Collect all rows, in ascending order of clients."""
+        replies = fed.ask(self.send_rows, list(fed.clients.eligible), RowsWanted())
+        labels = torch.cat([replies[k].labels for k in replies])
+        samples, present = pooled(replies, fed)
         return Pool(params, samples=samples, present=present, labels=labels)
 
     def round(self, state: Pool, fed: Federation) -> Pool:
-        """Train on the pooled rows for the epochs of a round."""
+        """Train on the pooled rows for the epochs of one round."""
         model = fed.context.model
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             return cross_entropy(model.logits(w, batch), batch)
 
-        leg = None
+        earlier = None
         if state.num_steps:
-            leg = TrainingResult({}, torch.zeros(()), torch.tensor(state.num_steps), moments=state.optimiser)
-        view = fed.server_data(state.samples, state.labels, present=state.present)
-        fit = view.minimise(loss, state.params, train=self.train, after=leg)
+            earlier = TrainingResult({}, torch.zeros(()), torch.tensor(state.num_steps), moments=state.optimiser)
+        data = fed.server_data(state.samples, state.labels, present=state.present)
+        fit = data.minimise(loss, state.params, train=self.train, after=earlier)
         steps = int(fit.num_steps)
         mean = float(fit.loss) * steps / max(steps - state.num_steps, 1)
         return state.with_(params=fit.params, optimiser=fit.moments, num_steps=steps, train_loss=mean)
 
     @task()
-    def hand_over(self, context: ClientContext, data: ClientData, local: Tree, got: Request) -> tuple[Handover, Tree]:
-        """Everything the client has."""
+    def send_rows(self, context: ClientContext, data: ClientData, local: Tree, got: RowsWanted) -> tuple[AllRows, Tree]:
+        """Send all training rows of the client."""
 
         def rows(batch: Batch) -> Tree:
             there = {f"present.{m}": yes for m, yes in batch.present.items()}
@@ -121,18 +130,22 @@ class Centralized(Algorithm):
         found = data.collect(rows)
         samples = {m: found[m] for m in context.modalities}
         present = {m: found[f"present.{m}"] for m in context.modalities if f"present.{m}" in found}
-        return Handover(samples, present, found["label"], data.num_rows), local
+        return AllRows(samples, present, found["label"], data.num_rows), local
 
 
-def pooled(given: Replies, fed: Federation) -> tuple[Tree, Tree]:
-    """Samples of all clients under each other, zeros where a client lacks the modality, and who has which row."""
+def pooled(replies: Replies, fed: Federation) -> tuple[Tree, Tree]:
+    """Concatenate the samples of all clients, with zeros where a client lacks a modality.
+
+    Returns:
+        Samples (N, ...) by modality, and bool (N,) for every modality that some rows lack.
+    """
     samples: Tree = {}
     present: Tree = {}
     shapes: dict[str, Any] = fed.context.model.shapes
     for m in fed.clients.modalities:
         values, there = [], []
-        for k in given:
-            reply, n = given[k], len(given[k].labels)
+        for k in replies:
+            reply, n = replies[k], len(replies[k].labels)
             ones = torch.ones(n, dtype=torch.bool, device=reply.labels.device)
             values.append(reply.samples.get(m, torch.zeros(n, *shapes[m], device=ones.device)))
             there.append(reply.present.get(m, ones if m in reply.samples else ~ones))

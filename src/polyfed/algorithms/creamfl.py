@@ -1,13 +1,16 @@
 """CreamFL: clients exchange representations of a public paired set instead of weights.
 
-Yu, Liu, Wang, Xu, Liu, "Multimodal Federated Learning via Contrastive Representation Ensemble", ICLR 2023; what is
-reusable of it, as in algorithms.md 5.17. The server holds public pairs and a model of all modalities. A client trains
-its own model on its rows and is kept near the global representations of the public set by two contrasts; it uploads its
-representations of that set; the server weighs them sample by sample and distils the result into its model.
+Yu, Liu, Wang, Xu, Liu, "Multimodal Federated Learning via Contrastive Representation Ensemble", ICLR 2023. The server
+holds a public paired set and a model of all modalities. A client trains its own model on its rows, with two contrastive
+terms that keep its representations of the public set near the global ones, and uploads these representations. The
+server weights them sample by sample and distils the result into its model.
 
-Ours: the public set is the pooled validation split, which the server holds anyway, with its labels ([clients]
-validation = 0.05); every step of a client takes a batch of its rows and as many public rows, drawn at random; with more
-than two modalities "the other" one is the mean of all others; representations have length 1 when they are compared.
+polyfed's choices: the public set is the pooled validation split with its labels ([clients] validation = 0.05); every
+step of a client takes a batch of its rows and as many public rows, drawn at random; with more than two modalities, "the
+other modality" is the mean of all others; representations are normalised to length 1 before they are compared.
+
+What crosses: the public samples to every client once; global representations to the clients and local representations
+to the server in every round. Page: docs/algorithms/creamfl.md.
 """
 
 from collections.abc import Mapping
@@ -38,16 +41,17 @@ from polyfed.training.losses import contrastive, cross_entropy
 from polyfed.training.optimisers import Moments
 
 WEIGHT, PUBLIC, PREVIOUS, SEEN = "weight.", "public.", "previous.", "seen"
-"""Prefixes among a client's local state: its model, the public samples, its last representations of them."""
+"""Names in a client's local state: prefixes of its model, of the public samples and of its previous representations of
+them, and the flag that is 1 once the client has taken part."""
 
 
 @message
-class Call(Message):
-    """Nothing: the server's own rows are wanted."""
+class PublicSetWanted(Message):
+    """Asks the validation evaluation client for the server's own rows. Has no fields."""
 
 
 @message
-class Public(Message):
+class PublicSet(Message):
     """The public set: samples (P, ...) by modality and labels (P,)."""
 
     samples: Tree = carries("raw", rows="num_rows", shape=("sample",))
@@ -56,23 +60,26 @@ class Public(Message):
 
 
 @message
-class Invitation(Message):
-    """The public samples, once, to every client."""
+class PublicSamples(Message):
+    """The public samples (P, ...) by modality, which every client receives once."""
 
     samples: Tree = carries("raw", rows="num_public", shape=("sample",))
     num_public: Tensor = carries("statistic")
 
 
 @message
-class Enrolled(Message):
-    """The client has them."""
+class Stored(Message):
+    """Confirms that the client has stored the public samples."""
 
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @message
-class Guide(Message):
-    """Global representations (P, E) of the client's modalities, and under each of them that of the others."""
+class GlobalRepresentations(Message):
+    """Global representations of the public set, (P, E) by modality.
+
+    `own` has those of each modality of the client, `other` under the same name the mean of all other modalities.
+    """
 
     own: Tree = carries("embeddings", rows="num_public")
     other: Tree = carries("embeddings", rows="num_public")
@@ -80,8 +87,8 @@ class Guide(Message):
 
 
 @message
-class Represented(Message):
-    """The client's representations (P, E) of the public set."""
+class LocalRepresentations(Message):
+    """The client's representations of the public set, (P, E) by modality."""
 
     representations: Tree = carries("embeddings", rows="num_public", shape=("features",))
     loss: Tensor = carries("statistic")
@@ -91,7 +98,14 @@ class Represented(Message):
 
 @dataclass(frozen=True)
 class CreamState(State):
-    """`params` is the server's model; its optimiser after `steps` steps; the public set."""
+    """Server state; `params` is the server's model.
+
+    Attributes:
+        optimiser: moments of the server model's optimiser.
+        steps: its training steps so far.
+        samples: the public samples (P, ...) by modality.
+        labels: the public labels (P,).
+    """
 
     optimiser: Moments = field(default_factory=dict)
     steps: int = 0
@@ -101,15 +115,15 @@ class CreamState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class CreamFL(Algorithm):
-    """See the module. Default weights are those of the paper's code (algorithms.md 5.17).
+    """Contrastive representation ensemble. Default weights are those of the authors' code.
 
     Attributes:
-        inter: weight of the contrast with the other modality's global representations.
-        intra: weight of the contrast with the client's previous representations.
-        temperature: of both.
+        inter: weight of the inter-modal contrast, with the other modality's global representations.
+        intra: weight of the intra-modal contrast, with the client's previous representations.
+        temperature: temperature of both contrastive terms.
         distil: weight of the server's mean squared distance to the aggregated representations.
-        server_epochs: passes of the server over the public set in a round.
-        selector: which clients take part, the [selection] section.
+        server_epochs: epochs of the server over the public set in a round.
+        selector: which clients take part in a round, the [selection] section; only `uniform`.
     """
 
     inter: Annotated[float, NOT_NEGATIVE] = 0.5
@@ -122,41 +136,49 @@ class CreamFL(Algorithm):
     handles_missing_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuse selectors that need a global model."""
+        """Refuse selectors other than `uniform`, which need a global model that clients train.
+
+        Raises:
+            RecipeError: for another selector.
+        """
         super().__post_init__()
         must_be_uniform(self.selector, "creamfl")
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Only the server's own rows are asked to `publish`."""
+        """Only an evaluation client is asked to `publish`, so no client's reply to it may leave."""
         return task != "publish"
 
     # the clients' half
 
     @task()
-    def publish(self, context: ClientContext, data: ClientData, local: Tree, got: Call) -> tuple[Public, Tree]:
-        """The server's own rows, which cross no border."""
+    def publish(
+        self, context: ClientContext, data: ClientData, local: Tree, got: PublicSetWanted
+    ) -> tuple[PublicSet, Tree]:
+        """Read the server's own rows; they do not leave the server."""
         rows = data.collect(lambda batch: dict(batch.x) | {"labels": batch.y})
         labels = rows.pop("labels")
-        return Public(rows, labels, data.num_rows), local
+        return PublicSet(rows, labels, data.num_rows), local
 
     @task()
-    def enrol(self, context: ClientContext, data: ClientData, local: Tree, got: Invitation) -> tuple[Enrolled, Tree]:
-        """Keep the public samples and start from the common model."""
+    def store(self, context: ClientContext, data: ClientData, local: Tree, got: PublicSamples) -> tuple[Stored, Tree]:
+        """Store the public samples, and the common initial model as the client's own."""
         size = next(iter(got.samples.values())).shape[0]
         kept = {WEIGHT + n: v for n, v in context.initial.items()}
         kept |= {PUBLIC + m: v for m, v in got.samples.items()}
         device = data.num_rows.device
         kept |= {PREVIOUS + m: torch.zeros(size, context.model.feature_size(m), device=device) for m in got.samples}
-        return Enrolled(data.num_rows), kept | {SEEN: torch.zeros((), device=device)}
+        return Stored(data.num_rows), kept | {SEEN: torch.zeros((), device=device)}
 
     @task()
-    def represent(self, context: ClientContext, data: ClientData, local: Tree, got: Guide) -> tuple[Represented, Tree]:
-        """Train on own rows and public pairs, then represent the public set."""
+    def represent(
+        self, context: ClientContext, data: ClientData, local: Tree, got: GlobalRepresentations
+    ) -> tuple[LocalRepresentations, Tree]:
+        """Train on the client's rows and on public rows, then compute representations of the public set."""
         public, last = under(PUBLIC, local), under(PREVIOUS, local)
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             value = cross_entropy(context.model.logits(w, batch), batch)
-            shared = drawn(public, batch)
+            shared = draw_public(public, batch)
             rows, terms = shared.rows, []
             for m, z in context.model.vectors(w, shared).items():
                 inter = contrastive(z, got.other[m][rows], shared.ok, temperature=self.temperature, negatives="inter")
@@ -165,46 +187,47 @@ class CreamFL(Algorithm):
             return value + torch.stack(terms).mean()
 
         fit = data.minimise(loss, under(WEIGHT, local), train=self.train)
-        z = context.model.vectors(fit.params, whole(public))
+        z = context.model.vectors(fit.params, public_batch(public))
         kept = {WEIGHT + n: v for n, v in fit.params.items()} | {PUBLIC + m: v for m, v in public.items()}
         kept |= {PREVIOUS + m: v for m, v in z.items()} | {SEEN: torch.ones_like(local[SEEN])}
-        return Represented(z, fit.loss, data.num_rows, got.num_public), kept
+        return LocalRepresentations(z, fit.loss, data.num_rows, got.num_public), kept
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """A client is judged with its own model."""
+        """A client is evaluated with its own model."""
         return under(WEIGHT, local)
 
     # the server's half
 
     def init(self, fed: Federation, params: Tree) -> CreamState:
-        """Take the public set from the server's own rows and hand it to everybody.
+        """Take the server's validation rows as the public set and send its samples to every client.
 
         Raises:
-            RecipeError: there are no such rows, or the model has one modality only.
+            RecipeError: the server has no validation rows, or the model has one modality only.
         """
         if VALIDATION not in fed.evaluation_clients or len(fed.context.model.modalities) < 2:
             raise RecipeError(
-                "creamfl needs public pairs of at least two modalities at the server: set [clients] validation = 0.05"
+                "creamfl needs validation rows at the server as its public set, and a model of at least two "
+                "modalities: set [clients] validation = 0.05, and use data with several modalities"
             )
-        public: Public = fed.ask(self.publish, [VALIDATION], Call())[VALIDATION]
-        fed.ask(self.enrol, list(fed.clients.eligible), Invitation(public.samples, public.num_rows))
+        public: PublicSet = fed.ask(self.publish, [VALIDATION], PublicSetWanted())[VALIDATION]
+        fed.ask(self.store, list(fed.clients.eligible), PublicSamples(public.samples, public.num_rows))
         start = self.selector.start(params)
         return CreamState(params, memory=start, samples=public.samples, labels=public.labels)
 
     def round(self, state: CreamState, fed: Federation) -> CreamState:
-        """Guide the cohort, weigh its representations, distil them."""
+        """Send global representations to the cohort, aggregate the replies, and distil them into the server's model."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         state = state.with_(memory=memory)
         with torch.no_grad():
-            own = fed.context.model.vectors(state.params, whole(state.samples))
+            own = fed.context.model.vectors(state.params, public_batch(state.samples))
         other = {m: torch.stack([z for n, z in own.items() if n != m]).mean(0) for m in own}
-        guide = Guide(own, other, torch.tensor(len(state.labels)))
+        send = GlobalRepresentations(own, other, torch.tensor(len(state.labels)))
 
-        def flaw(client: int, reply: Represented) -> str:
-            told = {len(z) for z in reply.representations.values()}
-            return "" if told == {len(state.labels)} else f"told of {told} public rows, there are {len(state.labels)}"
+        def flaw(client: int, reply: LocalRepresentations) -> str:
+            rows = {len(z) for z in reply.representations.values()}
+            return "" if rows == {len(state.labels)} else f"has {rows} public rows instead of {len(state.labels)}"
 
-        replies = fed.ask(self.represent, cohort, guide, accept=flaw)
+        replies = fed.ask(self.represent, cohort, send, accept=flaw)
         if not replies:
             return state
         sent = {m: [replies[k].representations for k in replies] for m in own}
@@ -214,7 +237,7 @@ class CreamFL(Algorithm):
         return self.distilled(state, targets, fed).with_(train_loss=mean_loss(replies, fed))
 
     def distilled(self, state: CreamState, targets: Tree, fed: Federation) -> CreamState:
-        """Train the server's model on the public set, labels and aggregated representations."""
+        """Train the server's model on the public labels and the aggregated representations."""
         model = fed.context.model
 
         def loss(w: Tree, batch: Batch) -> Tensor:
@@ -236,33 +259,40 @@ class CreamFL(Algorithm):
 
 
 def ensemble(sent: list[Tensor], other_PE: Tensor) -> Tensor:
-    """Per sample a weighted sum (P, E) of clients' representations: the weights are a softmax over clients of how well
-    each tells the sample's counterpart in the other modality from those of the rest.
+    """Aggregate the clients' representations into one, (P, E): a weighted sum for each sample, see `weights`.
+
+    Args:
+        sent: representations (P, E) of each client.
+        other_PE: global representations of the other modality.
     """
     return torch.einsum("kp,kpe->pe", weights(sent, other_PE), torch.stack(sent))
 
 
 def weights(sent: list[Tensor], other_PE: Tensor) -> Tensor:
-    """(K, P): softmax over clients of log softmax_j(z_i . g_j) at j = i."""
+    """Weights (K, P) of the clients for each public sample: a softmax over clients of a contrastive score.
+
+    The score of a client's representation z_i of sample i is log softmax_j(z_i . g_j) at j = i, where g_j is the global
+    representation of sample j in the other modality: it is high where z_i identifies its counterpart.
+    """
     z, g = F.normalize(torch.stack(sent), dim=-1), F.normalize(other_PE, dim=-1)
     score = torch.log_softmax(z @ g.T, -1).diagonal(dim1=1, dim2=2)
     return torch.softmax(score, 0)
 
 
 def under(prefix: str, local: Mapping[str, Tensor]) -> Tree:
-    """The part of a local state with this prefix, without it."""
+    """The entries of a local state whose names have this prefix, with the prefix removed."""
     return {n.removeprefix(prefix): v for n, v in local.items() if n.startswith(prefix)}
 
 
-def whole(samples: Tree) -> Batch:
-    """All public rows, to be looked at."""
+def public_batch(samples: Tree) -> Batch:
+    """All public rows as one batch, without labels."""
     first = next(iter(samples.values()))
     rows = torch.arange(first.shape[0], device=first.device)
     return Batch(x=samples, y=torch.zeros_like(rows), rows=rows)
 
 
-def drawn(samples: Tree, batch: Batch) -> Batch:
-    """As many public rows as the batch has, drawn with replacement from the batch's own stream."""
+def draw_public(samples: Tree, batch: Batch) -> Batch:
+    """As many random public rows as the batch has, drawn with replacement from the batch's own key."""
     assert batch.key is not None
     size = next(iter(samples.values())).shape[0]
     share = keys.uniform(keys.fold_in(batch.key, keys.key("public rows")), batch.y.shape[0], batch.y.device)

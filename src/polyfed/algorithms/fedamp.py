@@ -1,11 +1,14 @@
-"""FedAMP: every client is drawn to a cloud model of its own, in which similar clients weigh more.
+"""FedAMP: every client trains near a cloud model of its own, in which similar clients weigh more.
 
-Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021:
-attentive message passing with A(x) = 1 - e^(-x / sigma), and the heuristic HeurFedAMP by cosine similarity; numbers
-and defaults as fixed in algorithms.md 5.16.
+Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021.
+Attentive message passing: the server keeps a personal cloud model for each client, a weighted mean of all clients'
+models whose weights come from A(x) = 1 - e^(-x / sigma) of squared distances, or from cosine similarities (HeurFedAMP).
+A client trains its own model with a proximal term towards its cloud model.
 
-Ours goes per block among its owners; of `uploads` devices, drawn for every block by itself, new cloud blocks are made,
-the others keep theirs.
+polyfed's choice: all of this works per block, among the owners of the block. Every round `uploads` clients, drawn for
+each block separately, send it and get new cloud blocks; the others keep theirs.
+
+What crosses: blocks of personal models to the server, cloud blocks to the clients. Page: docs/algorithms/fedamp.md.
 """
 
 from collections.abc import Collection
@@ -32,27 +35,32 @@ from polyfed.training import ClientData
 from polyfed.training.losses import cross_entropy
 
 CLOUD = "cloud."
-"""Where a client keeps its cloud model among its local state."""
+"""Prefix of the cloud model in a client's local state."""
 
 
 @dataclass(frozen=True)
 class Clouds:
-    """New cloud blocks on their way: of these devices, ascending int64 (S,), the rows (S, P)."""
+    """Cloud blocks that the server has yet to send.
+
+    Attributes:
+        members: the clients they belong to, ascending int64 (S,).
+        rows: their flattened blocks (S, P), in the same order.
+    """
 
     members: Tensor
     rows: Tensor
 
     def __post_init__(self) -> None:
-        """Only blocks live where they are computed with."""
+        """Keep the client numbers on the host; only the blocks are computed with."""
         keep_on_host(self, "members")
 
-    def of(self, devices: Collection[int]) -> "Clouds":
-        """Those of some devices."""
-        kept = torch.tensor([client in devices for client in self.members.tolist()], dtype=torch.bool)
+    def of(self, clients: Collection[int]) -> "Clouds":
+        """The cloud blocks of the given clients."""
+        kept = torch.tensor([client in clients for client in self.members.tolist()], dtype=torch.bool)
         return Clouds(self.members[kept], self.rows[kept.to(self.rows.device)])
 
-    def beside(self, others: "Clouds") -> "Clouds":
-        """Both; the devices of one are none of the other's."""
+    def union(self, others: "Clouds") -> "Clouds":
+        """These cloud blocks and those of other clients; no client may be in both."""
         members = torch.cat([self.members, others.members])
         order = members.argsort()
         return Clouds(members[order], torch.cat([self.rows, others.rows])[order.to(self.rows.device)])
@@ -63,9 +71,9 @@ class FedAmpState:
     """Server state.
 
     Attributes:
-        params: the common initial model; there is no global one.
-        clouds: what was made in the last round or has got lost on its way before, by block.
-        waited_for: devices asked for an upload in the last round.
+        params: the common initial model; there is no global model.
+        clouds: by block, cloud blocks to send in the next round: new ones, and those whose last sending failed.
+        waited_for: clients asked for an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
 
@@ -77,18 +85,19 @@ class FedAmpState:
 
 @dataclass(frozen=True, kw_only=True)
 class FedAmp(Algorithm):
-    """See the module.
+    """Attentive message passing between personal models.
 
     Attributes:
-        uploads: devices that send a block in a round: a share of all devices, or a count.
-        heuristic: HeurFedAMP.
-        lam: weight of the pull lam / (2 alpha) ||w - u||^2 towards the cloud model.
-        alpha: step size of message passing, in round 1.
+        uploads: clients that send a block in a round: a share of all clients, or a count.
+        heuristic: use HeurFedAMP, with attention from cosine similarities.
+        lam: lambda, weight of the proximal term lambda / (2 alpha) ||w - u||^2 towards the cloud model u.
+        alpha: step size of message passing in round 1.
         alpha_decay: factor on alpha after every `alpha_every` rounds.
-        alpha_every: see there; 30 in the released variants.
-        sigma: of A, or the sharpness of the heuristic; 0 takes 1e6, or 25 for the heuristic.
-        self_weight: of the heuristic; 0 takes 1 / number of uploads.
-        start: where local training starts: the client's `own` model, or the `cloud` model.
+        alpha_every: rounds between two decays of alpha; 30 in the authors' code.
+        sigma: width of A(x) = 1 - e^(-x / sigma), or the sharpness of the heuristic's softmax; 0 means 1e6, or 25 for
+            the heuristic.
+        self_weight: weight of a client's own model under the heuristic; 0 means 1 / number of uploads.
+        start: where local training starts: from the client's `own` model, or from its `cloud` model.
     """
 
     uploads: float | int = 1.0
@@ -102,12 +111,16 @@ class FedAmp(Algorithm):
     start: Literal["own", "cloud"] = "own"
 
     def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
+        """Check the options.
+
+        Raises:
+            RecipeError: an option is out of range.
+        """
         super().__post_init__()
         exchange.check_uploads(self.uploads)
 
     def init(self, fed: Federation, params: Tree) -> FedAmpState:
-        """Every client and every cloud model starts from the same model."""
+        """The first state; every client and every cloud model starts from the common initial model."""
         return FedAmpState(params)
 
     def local(self, context: ClientContext, key: int) -> Tree:
@@ -115,10 +128,10 @@ class FedAmp(Algorithm):
         return {**context.initial, **{CLOUD + name: value for name, value in context.initial.items()}}
 
     def round(self, state: FedAmpState, fed: Federation) -> FedAmpState:
-        """Clients take their clouds in and train; some upload; their clouds are mixed anew."""
+        """Send the cloud blocks, let all clients train, collect the uploads, and compute new cloud blocks."""
         downloads = self._downloads(state, fed)
         installed = fed.ask(self.install, list(downloads), downloads, quorum=False)
-        trained = fed.ask(self.practise, list(fed.clients.eligible), Start())
+        trained = fed.ask(self.train_own, list(fed.clients.eligible), Start())
         layout = layouts(fed, state.params)
         count = exchange.num_uploads(self.uploads, len(fed.clients))
         asked = exchange.wanted(exchange.draw_uploads(fed, count, layout))
@@ -131,15 +144,20 @@ class FedAmp(Algorithm):
                 clouds[block] = late
             if len(members):
                 made = Clouds(members, self.attention(rows[:, : form.num_trainable], fed.round) @ rows)
-                clouds[block] = made.beside(clouds[block]) if block in clouds else made
+                clouds[block] = made.union(clouds[block]) if block in clouds else made
         return FedAmpState(state.params, clouds, sorted(asked), mean_loss(trained, fed))
 
     def alpha_at(self, round: int) -> float:
-        """Alpha in a round, from 1."""
+        """Alpha in a round, counted from 1."""
         return self.alpha * self.alpha_decay ** ((round - 1) // self.alpha_every)
 
     def attention(self, w_SP: Tensor, round: int) -> Tensor:
-        """Weights (S, S) of the cloud models, row i for client i; rows sum to 1."""
+        """Weights (S, S) of the uploaded models in the cloud models, row i for client i; rows sum to 1.
+
+        Args:
+            w_SP: flattened parameters of a block, one row for each upload.
+            round: the number of the round, from 1.
+        """
         size, eye = len(w_SP), torch.eye(len(w_SP), dtype=torch.bool, device=w_SP.device)
         if size == 1:
             return torch.ones_like(w_SP[:, :1])
@@ -152,38 +170,38 @@ class FedAmp(Algorithm):
         squares = torch.cdist(w_SP, w_SP, compute_mode="donot_use_mm_for_euclid_dist").square()
         others = (self.alpha_at(round) / sigma * torch.exp(-squares / sigma)).masked_fill(eye, 0.0)
         total = others.sum(1, keepdim=True)
-        others = others / total.clamp(min=1.0)  # a client's own weight never falls below zero
+        others = others / total.clamp(min=1.0)  # keeps a client's own weight at zero or above
         return others + eye * (1 - others.sum(1, keepdim=True)).clamp(min=0.0)
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """A client is judged with its own model."""
+        """A client is evaluated with its own model."""
         return own_model(local)
 
     def simulated_seconds(self, state: FedAmpState, times: Timetable) -> float:
-        """Every device goes its own way; the server waits for those that upload (W10 of algorithms.md 4.5)."""
+        """Simulated duration in seconds: clients do not wait for each other, the server waits for those that upload."""
         return times.chains(state.waited_for)
 
     @task()
     def install(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Installed, Tree]:
-        """Take new cloud blocks in."""
+        """Store new cloud blocks."""
         return Installed(), {**local, **{CLOUD + name: value for name, value in got.params.items()}}
 
     @task()
-    def practise(self, context: ClientContext, data: ClientData, local: Tree, got: Start) -> tuple[Done, Tree]:
-        """Train the client's own model, drawn to its cloud model."""
+    def train_own(self, context: ClientContext, data: ClientData, local: Tree, got: Start) -> tuple[Done, Tree]:
+        """Train the client's own model with a proximal term towards its cloud model."""
         cloud = {name.removeprefix(CLOUD): value for name, value in local.items() if name.startswith(CLOUD)}
-        pull = self.lam / (2 * self.alpha_at(data.round))
+        weight = self.lam / (2 * self.alpha_at(data.round))
 
         def loss(w: Tree, batch: Batch) -> Tensor:
-            near = squared_distance(context.model.trainable(w), cloud)
-            return cross_entropy(context.model.logits(w, batch), batch) + pull * near
+            distance = squared_distance(context.model.trainable(w), cloud)
+            return cross_entropy(context.model.logits(w, batch), batch) + weight * distance
 
         fit = data.minimise(loss, cloud if self.start == "cloud" else own_model(local), train=self.train)
         return Done(fit.loss, data.num_rows), {**local, **fit.params}
 
     @task()
     def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Wanted) -> tuple[Blocks, Tree]:
-        """Send the wanted blocks."""
+        """Send the blocks that the server asked for."""
         return exchange.pick(own_model(local), got), local
 
     def _downloads(self, state: FedAmpState, fed: Federation) -> dict[int, Broadcast]:
@@ -197,5 +215,5 @@ class FedAmp(Algorithm):
 
 
 def own_model(local: Tree) -> Tree:
-    """The client's own model among its local state."""
+    """The client's own model in its local state."""
     return {name: value for name, value in local.items() if not name.startswith(CLOUD)}

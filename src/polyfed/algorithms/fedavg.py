@@ -1,8 +1,11 @@
 """FedAvg: local training from the global model, then the mean of the results, per block.
 
 McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized
-Data", AISTATS 2017, Algorithm 1. With several modalities a block is averaged over the clients that own it
-(algorithms.md 0.5). The FedOpt family (FedAvgM, FedAdam, FedAdagrad, FedYogi) is this with a `[server]` optimiser.
+Data", AISTATS 2017, Algorithm 1. With several modalities a block is averaged over the clients that own it. The FedOpt
+family (FedAvgM, FedAdam, FedAdagrad, FedYogi) is FedAvg with a `[server]` optimiser.
+
+What crosses: the model to the clients; trained parameters, training loss and number of rows to the server. Page:
+docs/algorithms/fedavg.md.
 """
 
 from dataclasses import dataclass
@@ -12,4 +15,4 @@ from polyfed.algorithms.averaging import Averaging
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(Averaging):
-    """The template as it is."""
+    """Federated averaging: `Averaging` without any change."""

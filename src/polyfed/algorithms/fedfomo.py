@@ -1,12 +1,17 @@
-"""FedFomo: every client tries other clients' models on rows it kept back, and moves towards those that help.
+"""FedFomo: every client evaluates other clients' models on held-out rows and moves towards those with a lower loss.
 
 Zhang, Sapra, Fidler, Yeung, Alvarez, "Personalized Federated Learning with First Order Model Optimization", ICLR 2021,
-Eqs. 3 and 4, as fixed in algorithms.md 5.15. A candidate weighs max(0, L(previous) - L(candidate)) / distance to the
-previous model, where L is the loss on the rows kept back; weights are normalised.
+Eqs. 3 and 4. Every client holds out some of its training rows. The weight of a candidate model is
+max(0, L(previous) - L(candidate)) / ||candidate - previous||, normalised over the candidates, where `previous` is the
+client's model at the start of the round and L the loss on the held-out rows.
 
-Ours goes per block, so that clients with different modalities can help each other: only that block of the client's
-previous model is replaced to measure a candidate. The client's own trained block is among the candidates and stays
-where nothing helps. Of every block, `uploads` owners send theirs, and all owners download them.
+polyfed's choice: all of this works per block, so that clients with different modalities can use each other's blocks. To
+measure a candidate, only that block of the previous model is replaced. The client's own trained block is among the
+candidates, and is kept where no candidate has a lower loss. Every round `uploads` owners of a block send it, and all
+owners receive it.
+
+What crosses: blocks of personal models to the server and from there to other clients; the weights of the candidates to
+the server. Page: docs/algorithms/fedfomo.md.
 """
 
 from dataclasses import dataclass, field, replace
@@ -36,22 +41,22 @@ from polyfed.training.client_data import FOLD_BATCH
 from polyfed.training.losses import cross_entropy
 
 PREVIOUS = "previous."
-"""Where a client keeps the model it started the round with."""
+"""Prefix of the model at the start of the round in a client's local state."""
 
 TABLE_CLIENTS = 64
-"""Matrices of more clients than this are not logged: a heat map of them could not be read."""
+"""Preferences between more clients than this are not logged: their heat map would not be readable."""
 
 
 @message
 class Candidates(Message):
-    """Blocks of N other clients: every tensor has a leading axis of length N, which may differ from block to block."""
+    """Blocks of other clients: every tensor has a leading axis of length N, which may differ from block to block."""
 
     params: Tree = carries("parameters")
 
 
 @message
 class Weights(Message):
-    """Per block, the weights (N,) of the candidates received; what is missing to 1 is the client's own."""
+    """By block, the weights (N,) of the received candidates; the client's own block has the rest to 1."""
 
     weights: Tree = carries("statistic", shape=(None,), within=NOT_NEGATIVE)
 
@@ -61,8 +66,8 @@ class FedFomoState:
     """Server state.
 
     Attributes:
-        params: the common initial model; there is no global one.
-        preferences: by block, how much each client gained from each other so far, float64 (K, K).
+        params: the common initial model; there is no global model.
+        preferences: by block, the sum of the weights that each client (row) gave each other so far, float64 (K, K).
         waited_for: clients asked for an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
@@ -73,21 +78,21 @@ class FedFomoState:
     train_loss: float = float("nan")
 
     def __post_init__(self) -> None:
-        """Preferences are looked up by client."""
+        """Keep the preferences on the host, as they are read one by one."""
         keep_on_host(self, "preferences")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedFomo(Algorithm):
-    """See the module.
+    """Personal models as mixtures of other clients' models.
 
     Attributes:
         uploads: clients that send a block in a round: a share of all clients, or a count.
-        every: a client keeps back every so manyth of its rows; 5 is the 20 % of the paper.
-        candidates: most blocks of others that a client receives, those it preferred so far; 0 sends all, as in the
-            wireless paper.
-        explore: chance that such a candidate is drawn at random instead, in round 1.
-        explore_decay: subtracted from it every round.
+        every: a client holds out every n-th of its training rows; 5 gives the 20 % of the paper.
+        candidates: how many other clients' blocks a client receives at most, those it preferred so far; 0 means all,
+            as in the PFMML paper.
+        explore: epsilon, the probability in round 1 that a candidate is drawn at random instead.
+        explore_decay: how much epsilon decreases in every round.
     """
 
     uploads: float | int = 1.0
@@ -97,22 +102,26 @@ class FedFomo(Algorithm):
     explore_decay: Annotated[float, NOT_NEGATIVE] = 0.05
 
     def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
+        """Check the options.
+
+        Raises:
+            RecipeError: an option is out of range.
+        """
         super().__post_init__()
         exchange.check_uploads(self.uploads)
 
     def init(self, fed: Federation, params: Tree) -> FedFomoState:
-        """Nobody prefers anybody."""
+        """The first state; all preferences are zero."""
         size = len(fed.clients)
         return FedFomoState(params, {b: torch.zeros(size, size).double() for b in layouts(fed, params)})
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The client's own model, and the one it started the round with."""
+        """The client's own model, and its model at the start of the round; both are the common initial model."""
         return {**context.initial, **{PREVIOUS + name: value for name, value in context.initial.items()}}
 
     def round(self, state: FedFomoState, fed: Federation) -> FedFomoState:
-        """Train, upload, download each other's blocks, mix."""
-        trained = fed.ask(self.practise, list(fed.clients.eligible), Start())
+        """Let all clients train, collect the uploads, send every client its candidates, and let it mix them."""
+        trained = fed.ask(self.train_own, list(fed.clients.eligible), Start())
         layout = layouts(fed, state.params)
         count = exchange.num_uploads(self.uploads, len(fed.clients))
         asked = exchange.wanted(exchange.draw_uploads(fed, count, layout))
@@ -123,31 +132,31 @@ class FedFomo(Algorithm):
         def flaw(client: int, reply: Weights) -> str:
             counted = {block: len(share) for block, share in reply.weights.items()}
             offered = {block: len(senders) for block, senders in offers[client].senders.items()}
-            return "" if counted == offered else f"weighed {counted} candidates, was offered {offered}"
+            return "" if counted == offered else f"has weights for {counted} candidates, received {offered}"
 
-        weighed = fed.ask(self.mix, list(offers), sends, quorum=False, accept=flaw)
+        mixed = fed.ask(self.mix, list(offers), sends, quorum=False, accept=flaw)
         preferences = {block: table.clone() for block, table in state.preferences.items()}
-        for client in weighed:
-            for block, weights in weighed[client].weights.items():
+        for client in mixed:
+            for block, weights in mixed[client].weights.items():
                 preferences[block][client, offers[client].senders[block]] += weights.double().cpu()
         return FedFomoState(state.params, preferences, sorted(asked), mean_loss(trained, fed))
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """A client is judged with its own model."""
+        """A client is evaluated with its own model."""
         return split(local)[0]
 
     def simulated_seconds(self, state: FedFomoState, times: Timetable) -> float:
-        """Every device goes its own way; the server waits for those that upload (W10 of algorithms.md 4.5)."""
+        """Simulated duration in seconds: clients do not wait for each other, the server waits for those that upload."""
         return times.chains(state.waited_for)
 
     def observe_tables(self, state: FedFomoState) -> dict[str, list[list[float]]]:
-        """Per block, how much each client gained from each other so far."""
+        """By block, the preferences, while there are few enough clients to draw them."""
         tables = {f"preferences.{block}": table.tolist() for block, table in state.preferences.items()}
         return tables if all(len(table) <= TABLE_CLIENTS for table in tables.values()) else {}
 
     @task()
-    def practise(self, context: ClientContext, data: ClientData, local: Tree, got: Start) -> tuple[Done, Tree]:
-        """Train the client's own model on the rows not kept back."""
+    def train_own(self, context: ClientContext, data: ClientData, local: Tree, got: Start) -> tuple[Done, Tree]:
+        """Train the client's own model on the rows that are not held out."""
         own, _ = split(local)
 
         def loss(w: Tree, batch: Batch) -> Tensor:
@@ -160,12 +169,12 @@ class FedFomo(Algorithm):
 
     @task()
     def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Wanted) -> tuple[Blocks, Tree]:
-        """Send the wanted blocks."""
+        """Send the blocks that the server asked for."""
         return exchange.pick(split(local)[0], got), local
 
     @task()
     def mix(self, context: ClientContext, data: ClientData, local: Tree, got: Candidates) -> tuple[Weights, Tree]:
-        """Weigh the candidates of every block on the rows kept back, and move."""
+        """Compute the candidates' weights from their losses on the held-out rows, and mix every block (Eqs. 3, 4)."""
         own, previous = split(local)
         pools = {
             block: {n: torch.cat([v, own[n].unsqueeze(0)]) for n, v in got.params.items() if block_of(n) == block}
@@ -174,18 +183,28 @@ class FedFomo(Algorithm):
         base, losses = self._losses(context, data, previous, pools)
         after, weights = dict(own), {}
         for block, pool in pools.items():
-            far = distances(context.model.trainable(pool), previous)
-            share = candidate_weights(base, losses[block], far)
-            helped = share.sum() > 0
+            distance = distances(context.model.trainable(pool), previous)
+            share = candidate_weights(base, losses[block], distance)
+            improved = share.sum() > 0
             for name, values in pool.items():
-                after[name] = torch.where(helped, torch.tensordot(share, values, 1), own[name])
+                after[name] = torch.where(improved, torch.tensordot(share, values, 1), own[name])
             weights[block] = share[:-1]
         return Weights(weights), {**after, **{PREVIOUS + n: v for n, v in after.items()}}
 
     def _losses(
         self, context: ClientContext, data: ClientData, previous: Tree, pools: dict[str, Tree]
     ) -> tuple[Tensor, Tree]:
-        """Mean loss on the rows kept back of the previous model, and (N,) with each candidate in its block."""
+        """Mean losses on the held-out rows.
+
+        Args:
+            context: the client context.
+            data: the client dataset.
+            previous: the client's model at the start of the round.
+            pools: by block, the candidates, tensors with a leading axis of length N.
+
+        Returns:
+            The loss of the previous model, and by block the losses (N,) of this model with the candidate in the block.
+        """
         sizes = {block: len(next(iter(pool.values()))) for block, pool in pools.items()}
         zero = torch.zeros((), device=data.num_rows.device)
         start = (zero, zero, {block: torch.zeros(size, device=zero.device) for block, size in sizes.items()})
@@ -202,15 +221,15 @@ class FedFomo(Algorithm):
                 sums = {**sums, block: sums[block] + torch.stack(tried)}
             return rows + held.num_real, base + total(previous), sums
 
-        whole = self.every * max(FOLD_BATCH // self.every, 1)  # so that every batch begins at a multiple
-        rows, base, sums = data.fold(step, start, batch_size=whole)
+        size = self.every * max(FOLD_BATCH // self.every, 1)  # a multiple of `every`, which `every_nth` relies on
+        rows, base, sums = data.fold(step, start, batch_size=size)
         rows = rows.clamp(min=1.0)
         return base / rows, {block: value / rows for block, value in sums.items()}
 
     def _offers(
         self, state: FedFomoState, fed: Federation, uploads: Replies, layout: dict[str, Layout]
     ) -> "dict[int, Offer]":
-        """Which senders' blocks every client receives; its own is never among them."""
+        """The candidates that each client receives, without its own."""
         offers: dict[int, Offer] = {}
         for block, form in layout.items():
             members, rows = form.gather(uploads)
@@ -224,29 +243,37 @@ class FedFomo(Algorithm):
         return offers
 
     def _preferred(
-        self, gained: Tensor, members: Tensor, others: Tensor, who: tuple[int, str], fed: Federation
+        self, preferences: Tensor, members: Tensor, others: Tensor, who: tuple[int, str], fed: Federation
     ) -> Tensor:
-        """The candidates a client gained most from, each slot drawn at random with the chance of exploring."""
+        """Choose `candidates` of the others: with probability epsilon at random, else the one preferred most so far.
+
+        Args:
+            preferences: the client's preferences (K,) in the block.
+            members: clients that sent the block (S,).
+            others: places among `members` of those that are not the client itself.
+            who: the client and the block, for the key.
+            fed: the federation.
+        """
         key = keys.key(fed.seed, "explore", *who, fed.round)
         chance = max(self.explore - self.explore_decay * (fed.round - 1), 0.0)
-        surprise = keys.uniform(keys.fold_in(key, 0), self.candidates) < chance
+        explores = keys.uniform(keys.fold_in(key, 0), self.candidates) < chance
         shuffled = others[keys.permutation(keys.fold_in(key, 1), len(others))].tolist()
-        best = others[gained[members[others]].argsort(descending=True, stable=True)].tolist()
+        best = others[preferences[members[others]].argsort(descending=True, stable=True)].tolist()
         chosen: list[int] = []
-        for random in surprise.tolist():
+        for random in explores.tolist():
             chosen.append(next(i for i in (shuffled if random else best) if i not in chosen))
         return torch.tensor(sorted(chosen))
 
 
 @dataclass
 class Offer:
-    """What one client will receive: per block the senders (N,) and their rows (N, P)."""
+    """The candidates of one client: by block the senders (N,) and their flattened blocks (N, P)."""
 
     senders: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
 
     def message(self, layout: dict[str, Layout]) -> Candidates:
-        """The message."""
+        """The candidates as a message."""
         params: Tree = {}
         for block, rows in self.rows.items():
             params.update(layout[block].trees(rows))
@@ -254,13 +281,13 @@ class Offer:
 
 
 def split(local: Tree) -> tuple[Tree, Tree]:
-    """A client's own model, and the one it started the round with."""
+    """Split a local state into the client's own model and its model at the start of the round."""
     own = {name: value for name, value in local.items() if not name.startswith(PREVIOUS)}
     return own, {name: local[PREVIOUS + name] for name in own}
 
 
 def every_nth(batch: Batch, n: int) -> Batch:
-    """The rows n - 1, 2 n - 1, ... of a batch."""
+    """The held-out rows n - 1, 2 n - 1, ... of a batch whose first row has a number divisible by n."""
     part = slice(n - 1, None, n)
     return replace(
         batch,
@@ -273,13 +300,19 @@ def every_nth(batch: Batch, n: int) -> Batch:
 
 
 def distances(pool: Tree, previous: Tree) -> Tensor:
-    """Euclidean distance of each candidate of a block to the previous block, (N,)."""
+    """Euclidean distance (N,) of each candidate of a block to this block of the previous model."""
     squares = [(v - previous[name]).flatten(1).square().sum(1) for name, v in pool.items()]
     return torch.stack(squares).sum(0).sqrt()
 
 
 def candidate_weights(base: Tensor, losses: Tensor, distance: Tensor) -> Tensor:
-    """Normalised weights (N,), or all zero where no candidate is better than the previous model."""
+    """Normalised weights (N,) of the candidates (Eq. 4); all zero where none has a lower loss than the previous model.
+
+    Args:
+        base: loss of the previous model.
+        losses: losses (N,) of the candidates.
+        distance: distances (N,) of the candidates to the previous model.
+    """
     raw = (base - losses).clamp(min=0.0) / distance.clamp(min=1e-12)
     total = raw.sum()
     return raw / torch.where(total > 0, total, 1.0)

@@ -1,13 +1,16 @@
-"""FedGKT: small models on the clients, a large one on the server, and knowledge passed both ways instead of weights.
+"""FedGKT: small models on the clients, a large one on the server, and distillation both ways instead of averaging.
 
-He, Annavaram, Avestimehr, "Group Knowledge Transfer: Federated Learning of Large CNNs at the Edge", NeurIPS 2020, read
-through algorithms.md 5.13. A client trains extractor and classifier on its labels and on the server's logits of its own
-rows, then uploads features, logits and labels of all rows; the server trains on them a network that goes on from the
-features, and returns its logits. No weights are averaged, every client keeps its extractor. Labels leave the device:
-that is why PartialFL rejects it, and why the default policy refuses.
+He, Annavaram, Avestimehr, "Group Knowledge Transfer: Federated Learning of Large CNNs at the Edge", NeurIPS 2020. A
+client trains its feature extractor and classifier on its labels and on the server's logits for its rows, then uploads
+features, logits and labels of all its rows. The server trains a network that reads these features, and returns its
+logits. No parameters are averaged; every client keeps its extractor.
 
-Ours: rows are paired by their place among the client's rows, which never changes; one extractor per modality, whose
-features the server takes up with one tower each, summed in its first common layer, a missing one contributing nothing.
+polyfed's choices: rows are matched by their position in the client's dataset, which never changes; there is one
+extractor for each modality and one tower for each on the server, summed in the first common layer, where a missing
+modality adds nothing.
+
+What crosses: features, logits and labels of all training rows to the server, which is why the default policy refuses
+the method; logits to the clients. Page: docs/algorithms/fedgkt.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,12 +40,12 @@ from polyfed.training.losses import cross_entropy, distillation
 from polyfed.training.optimisers import Moments
 
 TOP = "top."
-"""Prefix of the server's network in the model that a client is judged with."""
+"""Prefix of the server's network in the model that a client is evaluated with."""
 
 
 @message
-class LocalTraining(Message):
-    """The server's logits (n, C) of the client's rows, under `shared`; nothing in a client's first round."""
+class ServerLogits(Message):
+    """The server's logits (n, C) for the client's rows, under `shared`; empty in a client's first round."""
 
     logits: Tree = carries("predictions", rows="num_rows", shape=("classes",), blocks=(SHARED,))
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
@@ -50,7 +53,7 @@ class LocalTraining(Message):
 
 @message
 class Extract(Message):
-    """Features (n, E) by modality, the client's logits (n, C) and the labels (n,) of all of its rows."""
+    """Features (n, E) by modality, the client's logits (n, C) and the labels (n,) of all its training rows."""
 
     features: Tree = carries("embeddings", rows="num_rows", shape=("encoded",))
     logits: Tensor = carries("predictions", rows="num_rows", shape=("classes",))
@@ -61,7 +64,14 @@ class Extract(Message):
 
 @dataclass(frozen=True)
 class GktState(State):
-    """`params` is the server's network; its optimiser after `steps` steps; its logits by client."""
+    """Server state; `params` is the server's network.
+
+    Attributes:
+        optimiser: moments of its optimiser.
+        steps: its training steps so far.
+        logits: client -> logits (n, C) of the server's network for the client's rows.
+        server_loss: its mean training loss in the last round; NaN before the first round.
+    """
 
     optimiser: Moments = field(default_factory=dict)
     steps: int = 0
@@ -71,11 +81,11 @@ class GktState(State):
 
 @dataclass(frozen=True)
 class ServerOnTop(Predictor):
-    """A client's extractor and the server's network as one model; the Tree holds the latter under `top.`.
+    """Predicts with a client's extractor and the server's network, whose names begin with `top.` in the Tree.
 
     Attributes:
         hidden: hidden sizes of the server's towers.
-        embedding: their width.
+        embedding: output size of the server's towers.
     """
 
     hidden: tuple[int, ...]
@@ -87,23 +97,24 @@ class ServerOnTop(Predictor):
         return mlps(shapes, self.hidden, self.embedding, model.num_classes)
 
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
-        """See `Predictor.logits`."""
-        above = {name.removeprefix(TOP): value for name, value in w.items() if name.startswith(TOP)}
-        return self.top(model).logits(above, replace(batch, x=model.vectors(w, batch)))
+        """Logits (B, C) of the server's network on the features of the client's extractor."""
+        top = {name.removeprefix(TOP): value for name, value in w.items() if name.startswith(TOP)}
+        return self.top(model).logits(top, replace(batch, x=model.vectors(w, batch)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedGKT(Algorithm):
-    """See the module.
+    """Group knowledge transfer.
 
     Attributes:
-        alpha: weight of the distillation term on the clients, and of the cross-entropy on the server; the released
-            configuration says 0.5 (algorithms.md 5.13).
-        temperature: of the distillation; 100 in the released configuration makes targets nearly uniform, so 3 here.
-        server_epochs: passes of the server over what a round brought.
+        alpha: weight of the distillation term on the clients, and of the cross-entropy on the server; 0.5 in the
+            authors' configuration.
+        temperature: temperature of the distillation; the authors' configuration has 100, which makes the targets nearly
+            uniform, so the default here is 3.
+        server_epochs: epochs of the server over the features of a round.
         server_hidden: hidden sizes of the server's towers.
-        server_embedding: their width.
-        selector: which clients take part, the [selection] section.
+        server_embedding: output size of the server's towers.
+        selector: which clients take part in a round, the [selection] section; only `uniform`.
     """
 
     alpha: Annotated[float, NOT_NEGATIVE] = 1.0
@@ -116,21 +127,23 @@ class FedGKT(Algorithm):
     handles_missing_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuse selectors that need a global model."""
+        """Refuse selectors other than `uniform`, which need a global model that clients train.
+
+        Raises:
+            RecipeError: for another selector.
+        """
         super().__post_init__()
         must_be_uniform(self.selector, "fedgkt")
 
     # the clients' half
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The client's own model, from the common start."""
+        """The client's own model: the common initial model."""
         return dict(context.initial)
 
     @task()
-    def extract(
-        self, context: ClientContext, data: ClientData, local: Tree, got: LocalTraining
-    ) -> tuple[Extract, Tree]:
-        """Train the client's model, then tell what it makes of all rows."""
+    def extract(self, context: ClientContext, data: ClientData, local: Tree, got: ServerLogits) -> tuple[Extract, Tree]:
+        """Train the client's model, then compute features and logits of all rows."""
         model = context.model
 
         def loss(w: Tree, batch: Batch) -> Tensor:
@@ -138,58 +151,57 @@ class FedGKT(Algorithm):
             value = cross_entropy(logits, batch)
             if not (got.logits and self.alpha):
                 return value
-            taught = distillation(logits, got.logits["shared"][batch.rows], batch, self.temperature)
-            return value + self.alpha * taught
+            return value + self.alpha * distillation(logits, got.logits[SHARED][batch.rows], batch, self.temperature)
 
-        def tell(batch: Batch) -> Tree:
+        def outputs(batch: Batch) -> Tree:
             z = model.features(fit.params, batch)
             logits = model.fuse(fit.params, z, batch)
             return {m: model.vector(v) for m, v in z.items()} | {"logits": logits, "labels": batch.y}
 
         fit = data.minimise(loss, local, train=self.train)
-        told = data.collect(tell)
-        features = {m: told[m] for m in context.modalities}
-        return Extract(features, told["logits"], told["labels"], fit.loss, data.num_rows), fit.params
+        rows = data.collect(outputs)
+        features = {m: rows[m] for m in context.modalities}
+        return Extract(features, rows["logits"], rows["labels"], fit.loss, data.num_rows), fit.params
 
     # the server's half
 
     def top(self, model: Model) -> Model:
-        """The server's network: features of every modality to logits."""
+        """The server's network, which maps features of all modalities to logits."""
         return self.predictor.top(model)
 
     def init(self, fed: Federation, params: Tree) -> GktState:
-        """The server's network; the recipe's model is the clients'."""
+        """The first state, with a freshly initialised server network. The recipe's model is that of the clients."""
         start = self.top(fed.context.model).init(keys.key(fed.seed, "init", "top"))
         device = next(iter(params.values())).device
         return GktState({n: v.to(device) for n, v in start.items()}, memory=self.selector.start(params))
 
     def round(self, state: GktState, fed: Federation) -> GktState:
-        """The cohort trains and tells, the server learns from it and answers in each client's next round."""
+        """Let the cohort train, then train the server's network; its logits reach each client in its next round."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
-        lessons = {k: training(state.logits.get(k)) for k in cohort}
-        replies = fed.ask(self.extract, cohort, lessons)
+        sends = {k: server_logits(state.logits.get(k)) for k in cohort}
+        replies = fed.ask(self.extract, cohort, sends)
         state = state.with_(memory=memory)
         return self.learn(state, replies, fed) if replies else state
 
     def learn(self, state: GktState, replies: Replies, fed: Federation) -> GktState:
-        """Train the server's network on all features at once, and note its logits for each client."""
+        """Train the server's network on the features of all replies, and keep its logits for each client."""
         model = self.top(fed.context.model)
         x, present = stacked(replies, model)
         y = torch.cat([replies[k].labels for k in replies])
-        told = torch.cat([replies[k].logits for k in replies])
+        teacher = torch.cat([replies[k].logits for k in replies])
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             logits = model.logits(w, batch)
-            taught = distillation(logits, told[batch.rows], batch, self.temperature)
-            return taught + self.alpha * cross_entropy(logits, batch)
+            distilled = distillation(logits, teacher[batch.rows], batch, self.temperature)
+            return distilled + self.alpha * cross_entropy(logits, batch)
 
-        view = fed.server_data(x, y, present=present)
+        data = fed.server_data(x, y, present=present)
         after = None
         if state.steps:
             after = TrainingResult({}, torch.zeros(()), torch.tensor(state.steps), moments=state.optimiser)
         train = replace(self.train, epochs=self.server_epochs, steps=None)
-        fit = view.minimise(loss, state.params, train=train, model=model, after=after)
-        logits = view.collect(lambda batch: {"shared": model.logits(fit.params, batch)})["shared"]
+        fit = data.minimise(loss, state.params, train=train, model=model, after=after)
+        logits = data.collect(lambda batch: {SHARED: model.logits(fit.params, batch)})[SHARED]
         parts = torch.split(logits, [len(replies[k].labels) for k in replies])
         answers = {k: part.clone() for k, part in zip(replies, parts, strict=True)}
         steps = int(fit.num_steps)
@@ -202,15 +214,15 @@ class FedGKT(Algorithm):
             train_loss=mean_loss(replies, fed),
         )
 
-    # judging: pairs of a client's extractor and the server's network, on the client's own test rows; none is global
+    # evaluation: a client's extractor with the server's network, on the client's own test rows; no model is global
 
     @property
     def predictor(self) -> ServerOnTop:
-        """The client's extractor, then the server's network."""
+        """The client's extractor followed by the server's network."""
         return ServerOnTop(self.server_hidden, self.server_embedding)
 
     def to_judge(self, state: GktState, fed: Federation, clients: Sequence[int]) -> Broadcast:
-        """The server's network."""
+        """Every client receives the server's network."""
         return Broadcast(state.params)
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
@@ -218,19 +230,23 @@ class FedGKT(Algorithm):
         return local | {TOP + name: value for name, value in got.params.items()}
 
     def observe(self, state: GktState) -> dict[str, float]:
-        """The server's loss."""
+        """The training loss of the server's network."""
         return {"loss_server": state.server_loss}
 
 
-def training(logits: Tensor | None) -> LocalTraining:
-    """What a client is told."""
+def server_logits(logits: Tensor | None) -> ServerLogits:
+    """The message with the server's logits for a client, empty if there are none yet."""
     if logits is None:
-        return LocalTraining({}, torch.tensor(0))
-    return LocalTraining({"shared": logits}, torch.tensor(len(logits)))
+        return ServerLogits({}, torch.tensor(0))
+    return ServerLogits({SHARED: logits}, torch.tensor(len(logits)))
 
 
 def stacked(replies: Mapping[int, Extract], model: Model) -> tuple[Tree, Tree]:
-    """Features of all clients under each other, and for a modality that some lack, whose rows have it."""
+    """Concatenate the features of all clients, with zeros where a client lacks a modality.
+
+    Returns:
+        Features (N, ...) by modality, and bool (N,) for every modality that some clients lack.
+    """
     x: Tree = {}
     present: Tree = {}
     for m, shape in model.shapes.items():

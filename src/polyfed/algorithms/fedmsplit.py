@@ -1,12 +1,15 @@
 """FedMSplit: personal models at the server, mixed block by block with those of similar clients.
 
-Chen, Zhang, "FedMSplit: Correlation-Adaptive Federated Multi-Task Learning across Multimodal Split Networks", KDD 2022,
-in the third-party reading of algorithms.md 5.8: neither the paper's text nor its code is open. Blocks of two clients
-attend to each other by how alike their weights are, and the more so the more modalities the clients share.
+Chen, Zhang, "FedMSplit: Correlation-Adaptive Federated Multi-Task Learning across Multimodal Split Networks", KDD 2022.
+Neither the paper's text nor its code is open, so this follows third-party descriptions. The server keeps a model for
+each client. After every round the blocks of the cohort are mixed: the weight of another client's block grows with the
+similarity of the parameters and with the number of modalities that the two clients share.
 
-Raw dot products of whole weight vectors make the attention one-hot on the client itself, so nothing is shared: the
-default is the cosine with a temperature; `similarity = "dot"` is the literal version. For a global score the personal
-blocks of all clients that took part are averaged by rows.
+polyfed's choices: dot products of whole parameter vectors make the attention one-hot on the client itself, so nothing
+would be shared; the default is the cosine with a temperature, and `similarity = "dot"` the literal version. The global
+model for server evaluation is the mean, by rows, of the personal models of all clients that took part.
+
+What crosses: as under FedAvg, with a model of its own for each client. Page: docs/algorithms/fedmsplit.md.
 """
 
 import math
@@ -29,21 +32,26 @@ from polyfed.federation.federation import Federation
 
 @dataclass(frozen=True)
 class SplitState(State):
-    """Averaging's state, whose `params` are the mean of the personal models, and the models by client."""
+    """Server state; `params` is the mean of the personal models.
+
+    Attributes:
+        models: client -> its personal model.
+    """
 
     models: dict[int, Tree] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedMSplit(Averaging):
-    """See the module.
+    """Personal models that are mixed by attention.
 
     Attributes:
-        mode: `personal`, or `block_mean`: FedAvg with the per-block rule, which is what the unfinished file behind the
-            rows of CMSFed's tables amounts to.
-        lam: weight of lam * ||w - received||^2 in `personal`; 0.01 to 0.1.
-        similarity: of weight vectors: `cosine` / temperature, or `dot` / sqrt(entries).
-        temperature: of `cosine`.
+        mode: `personal`, or `block_mean`: FedAvg per block, which is what CMSFed's tables seem to report, according to
+            the unfinished file in the authors' code.
+        lam: lambda, weight of the proximal term lambda * ||w - w_received||^2 in `personal`; 0.01 to 0.1.
+        similarity: of parameter vectors: `cosine`, divided by the temperature, or `dot`, the dot product divided by
+            the square root of the number of entries.
+        temperature: temperature of `cosine`.
     """
 
     mode: Literal["personal", "block_mean"] = "personal"
@@ -52,11 +60,11 @@ class FedMSplit(Averaging):
     temperature: Annotated[float, POSITIVE] = 0.1
 
     def init(self, fed: Federation, params: Tree) -> SplitState:
-        """Averaging's state; every client starts from the common model."""
+        """The first state; every client starts from the common initial model."""
         return SplitState(**vars(super().init(fed, params)))
 
     def round(self, state: SplitState, fed: Federation) -> SplitState:
-        """The cohort trains its personal models, which are then mixed among the cohort; the others keep theirs."""
+        """Let the cohort train its personal models, then mix them within the cohort; other clients keep theirs."""
         if self.mode == "block_mean":
             return super().round(state, fed)  # type: ignore[no-any-return]
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
@@ -71,7 +79,7 @@ class FedMSplit(Averaging):
         return state.with_(memory=memory, models=models, params=params, train_loss=mean_loss(replies, fed))
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
-        """Cross-entropy, and in `personal` the pull to the received model."""
+        """Cross-entropy, plus in `personal` the proximal term towards the received model."""
         loss = super().loss(context, w, batch, got, local)
         if self.mode == "block_mean":
             return loss
@@ -87,13 +95,21 @@ class FedMSplit(Averaging):
         return state.params
 
     def to_judge(self, state: SplitState, fed: Federation, clients: Sequence[int]) -> Send:
-        """Clients are judged with their own models."""
+        """In `personal` every client receives its own model."""
         if self.mode == "block_mean":
             return super().to_judge(state, fed, clients)
         return {client: Broadcast(self._own(state, client, fed)) for client in clients}
 
     def mixed(self, trained: Mapping[int, Tree], fed: Federation) -> dict[int, Tree]:
-        """Every client's blocks as means over the cohort, weighted by attention and by shared modalities."""
+        """Mix the models of a cohort block by block, weighted by attention and by shared modalities.
+
+        Args:
+            trained: client -> its trained model.
+            fed: the federation.
+
+        Returns:
+            client -> its next personal model.
+        """
         clients = sorted(trained)
         attention = self._attention(trained, clients, fed)
         owned = {client: set(fed.clients.owned(client)) for client in clients}
@@ -106,14 +122,14 @@ class FedMSplit(Averaging):
             after[client] = {}
             for block in blocks(trained[client]):
                 share = attention[block][i] * bond
-                if not bool(share.sum() > 0):  # `dot` can put all attention on one with whom nothing is common
+                if not bool(share.sum() > 0):  # `dot` can give all attention to a client that shares no modality
                     share = torch.zeros_like(share).index_fill(0, torch.tensor([i]), 1.0)
                 own = select(trained[client], [block])
                 after[client] |= _mix(own, share / share.sum(), [trained[other] for other in clients])
         return after
 
     def _attention(self, trained: Mapping[int, Tree], clients: list[int], fed: Federation) -> dict[str, Tensor]:
-        """A by block, (S, S) over the cohort: rows sum to 1 over the block's owners, zero elsewhere."""
+        """By block, attention (S, S) over the cohort: rows sum to 1 over the block's owners and are zero elsewhere."""
         found = {}
         for block in (*fed.clients.modalities, SHARED):
             own = [select(fed.context.model.trainable(trained[client]), [block]) for client in clients]
@@ -123,7 +139,7 @@ class FedMSplit(Averaging):
             flat = [vector(tree) for tree in own]
             longest = max(flat, key=len)
             rows = torch.stack([row if len(row) else torch.zeros_like(longest) for row in flat])
-            # on the host from here: a few numbers, which are looked at one by one
+            # on the host from here on: there are few numbers and they are read one by one
             scores = self._scores(rows).cpu().masked_fill(~owners, float("-inf"))
             found[block] = torch.softmax(scores, 1) * owners.unsqueeze(1)
         return found
@@ -141,7 +157,7 @@ class FedMSplit(Averaging):
 
 
 def mean_model(models: Mapping[int, Tree], fed: Federation) -> Tree:
-    """Per name the mean over the clients that hold it, by rows."""
+    """The mean of models, each tensor over the clients that have it, weighted by their training rows."""
     total: Tree = {}
     rows = fed.clients.rows_of(models)
     for name in dict.fromkeys(name for tree in models.values() for name in tree):
@@ -154,7 +170,9 @@ def mean_model(models: Mapping[int, Tree], fed: Federation) -> Tree:
 def _mix(own: Tree, shares: Tensor, others: list[Tree]) -> Tree:
     block = block_of(next(iter(own)))
     used = [(float(share), tree) for share, tree in zip(shares, others, strict=True) if float(share) > 0]
-    assert all(any(block_of(name) == block for name in tree) for _, tree in used), "a share for who lacks the block"
+    assert all(any(block_of(name) == block for name in tree) for _, tree in used), (
+        "a positive weight for a client that lacks the block"
+    )
     return {name: _weighted([tree[name] for _, tree in used], [share for share, _ in used]) for name in own}
 
 

@@ -1,11 +1,14 @@
-"""FedOGM: OGM-GE on every client, FedAvg between them.
+"""FedOGM: local training with OGM-GE on every client, averaging as in FedAvg.
 
-Peng, Wei, Deng, Wang, Hu, "Balanced Multimodal Learning via On-the-fly Gradient Modulation", CVPR 2022 (algorithms.md
-5.4). The modality that is ahead in a batch has the gradients of its convolutions scaled down (OGM); noise as large as
-these gradients vary keeps its generalisation (GE).
+Peng, Wei, Deng, Wang, Hu, "Balanced Multimodal Learning via On-the-fly Gradient Modulation", CVPR 2022. In every batch,
+the modality that predicts better on its own has the gradients of its convolutions scaled down (on-the-fly gradient
+modulation, OGM); Gaussian noise with the standard deviation of these gradients is added for generalisation
+(generalisation enhancement, GE).
 
-The coefficient uses the ratio itself, so it jumps from 1 to 1 - tanh(alpha) where the ratio crosses 1: kept as in the
-released code. With more than two modalities each is compared with the mean of the others.
+The coefficient reads the ratio itself, as in the authors' code, so it jumps from 1 to 1 - tanh(alpha) where the ratio
+crosses 1. polyfed's choice: with more than two modalities, each is compared with the mean of the others.
+
+What crosses: as under FedAvg. Page: docs/algorithms/fedogm.md.
 """
 
 from collections.abc import Mapping
@@ -32,14 +35,15 @@ from polyfed.training.prototypes import FLOOR, there
 
 @dataclass(frozen=True, kw_only=True)
 class FedOgm(Averaging):
-    """See the module. A client with one modality trains as under FedAvg.
+    """FedAvg with gradient modulation. A client with one modality trains as under FedAvg.
 
     Attributes:
-        alpha: strength; 0.8 on CREMA-D, 0.1 on VGGSound (released code).
-        ge: whether noise is added.
-        active_rounds: rounds in which gradients are modulated; 71 in CMSFed's comparison, which counts 0 to 70.
-        scale_params: `conv4d`, four-dimensional convolution weights of the encoders; `all_weights`, all of their
-            weight matrices, for encoders without convolutions.
+        alpha: strength of the modulation; 0.8 on CREMA-D, 0.1 on VGGSound in the authors' code.
+        ge: whether to add noise (generalisation enhancement).
+        active_rounds: number of rounds, from the first, in which gradients are modulated; 71 in CMSFed's comparison,
+            which counts them from 0 to 70.
+        scale_params: which gradients are modulated: `conv4d`, those of the encoders' four-dimensional convolution
+            weights, or `all_weights`, those of all their weight matrices, for encoders without convolutions.
     """
 
     alpha: Annotated[float, NOT_NEGATIVE] = 0.8
@@ -48,10 +52,10 @@ class FedOgm(Averaging):
     scale_params: Literal["conv4d", "all_weights"] = "conv4d"
 
     def init(self, fed: Federation, params: Tree) -> Any:
-        """Averaging's state.
+        """The first state, as under FedAvg.
 
         Raises:
-            RecipeError: an encoder has nothing to modulate.
+            RecipeError: an encoder has no parameters to modulate.
         """
         model = fed.context.model
         plain = [m for m in model.modalities if not self._scaled(model, params, m)]
@@ -60,34 +64,34 @@ class FedOgm(Averaging):
             if self.scale_params == "all_weights":
                 what, fix = "weight matrices", "let some of them train, or use fedavg"
             raise RecipeError(
-                f"fedogm scales gradients of {what}, and the encoder of {', '.join(plain)} has none that trains; {fix}"
+                f"fedogm scales gradients of {what}, but the encoder of {', '.join(plain)} has none to train; {fix}"
             )
         return super().init(fed, params)
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
-        """Cross-entropy; on the side, how sure each modality alone is of the right class."""
+        """Cross-entropy, and as aux the score of each modality alone."""
         features = context.model.features(w, batch)
         logits = context.model.fuse(w, features, batch)
         if len(context.modalities) < 2:
             return cross_entropy(logits, batch)
         mode: Literal["head", "zero"] = "head" if context.model.linear_head else "zero"
-        calm = {name: z.detach() for name, z in features.items()}
+        fixed = {name: z.detach() for name, z in features.items()}
         with torch.no_grad():
-            alone = {m: context.model.unimodal_logits(w, calm, m, batch, mode) for m in features}
-        return cross_entropy(logits, batch), {m: sureness(logit, batch, m).detach() for m, logit in alone.items()}
+            alone = {m: context.model.unimodal_logits(w, fixed, m, batch, mode) for m in features}
+        return cross_entropy(logits, batch), {m: modality_score(logit, batch, m).detach() for m, logit in alone.items()}
 
     def direction(
         self, context: ClientContext, data: ClientData, got: Any, local: Tree
     ) -> tuple[Direction, Tree] | None:
-        """Modulation of the encoders' convolution gradients."""
+        """Modulate the gradients of the encoders."""
         if len(context.modalities) < 2 or data.round > self.active_rounds:
             return None
         targets = {m: self._scaled(context.model, got.params, m) for m in context.modalities}
 
-        def modulate(grads: Tree, w: Tree, sure: Mapping[str, Tensor], carry: Tree) -> tuple[Tree, Tree]:
+        def modulate(grads: Tree, w: Tree, scores: Mapping[str, Tensor], carry: Tree) -> tuple[Tree, Tree]:
             out = dict(grads)
             for m, names in targets.items():
-                k = coefficient(m, sure, self.alpha)
+                k = coefficient(m, scores, self.alpha)
                 for name in names:
                     out[name] = grads[name] * k
                     if self.ge:
@@ -97,10 +101,10 @@ class FedOgm(Averaging):
         return modulate, {"step": torch.zeros((), dtype=torch.int32, device=data.num_rows.device)}
 
     def _noise(self, data: ClientData, name: str, grad: Tensor, step: Tensor) -> Tensor:
-        """Gaussian, as wide as the entries of the unscaled gradient are spread, from a stream of its own."""
+        """Gaussian noise with the standard deviation of the unscaled gradient's entries."""
         key = keys.fold_in(data.draw(f"ogm-noise/{name}"), step)
-        spread = grad.std() if grad.numel() > 1 else torch.zeros_like(grad).sum()  # one entry has no spread
-        return keys.normal(key, tuple(grad.shape)) * (spread + 1e-8)
+        deviation = grad.std() if grad.numel() > 1 else torch.zeros_like(grad).sum()  # undefined for a single entry
+        return keys.normal(key, tuple(grad.shape)) * (deviation + 1e-8)
 
     def _scaled(self, model: Model, params: Tree, modality: str) -> list[str]:
         head = model.head_slice(modality)
@@ -110,14 +114,14 @@ class FedOgm(Averaging):
         return [n for n, v in own.items() if v.dim() >= 2]
 
 
-def sureness(logits_BC: Tensor, batch: Batch, modality: str) -> Tensor:
-    """s: the sum over a batch's rows of the probability of the right class."""
+def modality_score(logits_BC: Tensor, batch: Batch, modality: str) -> Tensor:
+    """The paper's s: the sum over a batch's rows of the probability of the true class, for one modality alone."""
     own = torch.softmax(logits_BC, -1).gather(-1, batch.y.unsqueeze(-1)).squeeze(-1)
     return torch.where(there(batch, modality), own, 0.0).sum()
 
 
-def coefficient(modality: str, sure: Mapping[str, Tensor], alpha: float) -> Tensor:
-    """k: 1 - tanh(alpha * ratio) for a modality that is ahead of the others' mean, 1 for one that is not."""
-    others = torch.stack([value for name, value in sure.items() if name != modality]).mean()
-    ratio = sure[modality] / others.clamp(min=FLOOR)
+def coefficient(modality: str, scores: Mapping[str, Tensor], alpha: float) -> Tensor:
+    """The paper's k: 1 - tanh(alpha * ratio) where the ratio of the score to the others' mean is above 1, else 1."""
+    others = torch.stack([value for name, value in scores.items() if name != modality]).mean()
+    ratio = scores[modality] / others.clamp(min=FLOOR)
     return torch.where(ratio > 1, 1 - torch.tanh(alpha * ratio), 1.0)

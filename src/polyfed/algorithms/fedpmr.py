@@ -1,11 +1,13 @@
-"""FedPMR: prototypical modal rebalance on every client, FedAvg between them.
+"""FedPMR: local training with prototypical modal rebalance on every client, averaging as in FedAvg.
 
-Fan, Xu, Wang, Wang, Guo, "PMR: Prototypical Modal Rebalance for Multimodal Learning", CVPR 2023 (algorithms.md 5.5).
-A client compares its modalities by how sure their distances to its own class prototypes are; the modality that is
-behind gets the prototypical cross-entropy as a second loss, weighted by how far it is behind. Prototypes are taken from
-all of the client's rows, under the received model and again after every epoch.
+Fan, Xu, Wang, Wang, Guo, "PMR: Prototypical Modal Rebalance for Multimodal Learning", CVPR 2023. A client compares its
+modalities by the confidence of predictions from distances to its own class prototypes. A weaker modality gets the
+prototypical cross-entropy (PCE) as a second loss, with a weight that grows with the gap. Prototypes are computed from
+all of the client's rows, before every local epoch.
 
-With more than two modalities each is compared with the strongest.
+polyfed's choice: with more than two modalities, each is compared with the strongest.
+
+What crosses: as under FedAvg; prototypes stay on the client. Page: docs/algorithms/fedpmr.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,15 +33,17 @@ from polyfed.training.prototypes import Prototypes
 
 @dataclass(frozen=True, kw_only=True)
 class FedPmr(Averaging):
-    """See the module. A client with one modality trains as under FedAvg: its ratio is undefined.
+    """FedAvg with modal rebalance. A client with one modality trains as under FedAvg.
 
     Attributes:
-        alpha: strength of the term; 1 or 2 in the paper.
-        coef: `clip`, alpha * clip(ratio - 1, 0, 1), the paper; `hard`, alpha or nothing, CMSFed's comparison.
-        active_rounds: rounds with the term; 71 in CMSFed's comparison, which counts 0 to 70.
-        per: add prototype entropy regularisation of the modality that is ahead.
-        mu: its strength; 1e-2 or 1e-3 in the paper.
-        per_epochs: it acts in so many first local epochs of the run (E_r of the paper).
+        alpha: weight of the prototypical cross-entropy; 1 or 2 in the paper.
+        coef: how the imbalance ratio scales it: `clip`, alpha * clip(ratio - 1, 0, 1), as in the paper, or `hard`,
+            alpha if the ratio is above 1 and else 0, as in CMSFed's comparison.
+        active_rounds: number of rounds, from the first, with this term; 71 in CMSFed's comparison, which counts them
+            from 0 to 70.
+        per: whether to add prototypical entropy regularisation (PER) to the strongest modality.
+        mu: weight of the regularisation; 1e-2 or 1e-3 in the paper.
+        per_epochs: number of local epochs, from the first of the run, with the regularisation (E_r in the paper).
     """
 
     alpha: Annotated[float, NOT_NEGATIVE] = 1.0
@@ -51,11 +55,11 @@ class FedPmr(Averaging):
 
     @task()
     def update(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Update, Tree]:  # type: ignore[override]
-        """Train epoch by epoch, each with prototypes of the model it starts from."""
+        """Train epoch by epoch, each with prototypes under the model that it starts from."""
         balanced = len(context.modalities) > 1 and data.round <= self.active_rounds
         sizes = {m: context.model.feature_size(m) for m in context.modalities}
         fit: TrainingResult | None = None
-        for epoch, leg in enumerate(legs(self.train) if balanced else [self.train]):
+        for epoch, train in enumerate(legs(self.train) if balanced else [self.train]):
             start = fit.params if fit else got.params
             near: dict[str, Prototypes] = {}
             if balanced:
@@ -63,7 +67,7 @@ class FedPmr(Averaging):
                     data.fold, partial(context.model.vectors, start), sizes, context.num_classes
                 )
             regularised = self.per and (data.round - 1) * self.train.epochs + epoch < self.per_epochs
-            fit = data.minimise(self._objective(context, near, regularised), start, train=leg, after=fit)
+            fit = data.minimise(self._objective(context, near, regularised), start, train=train, after=fit)
         assert fit is not None
         return Update(fit.params, fit.loss, data.num_rows), local
 
@@ -76,22 +80,29 @@ class FedPmr(Averaging):
             if not near:
                 return loss
             z = {m: context.model.vector(value) for m, value in features.items()}
-            sure = prototypes.confidence(near, {m: value.detach() for m, value in z.items()}, batch)
-            weights = balance(sure, self.alpha, self.coef)
+            scores = prototypes.confidence(near, {m: value.detach() for m, value in z.items()}, batch)
+            weights = modality_weights(scores, self.alpha, self.coef)
             for m, weight in weights.items():
                 loss = loss + weight * prototypes.cross_entropy(near[m], z[m], batch, m)
                 if regularised:
-                    ahead = 1.0 * (sure[m] >= torch.stack(list(sure.values())).amax())
-                    behind = torch.stack(list(weights.values())).sum() / self.alpha if self.alpha else 0.0
-                    loss = loss - self.mu * ahead * behind * prototypes.entropy(near[m], z[m], batch, m)
+                    strongest = 1.0 * (scores[m] >= torch.stack(list(scores.values())).amax())
+                    gap = torch.stack(list(weights.values())).sum() / self.alpha if self.alpha else 0.0
+                    loss = loss - self.mu * strongest * gap * prototypes.entropy(near[m], z[m], batch, m)
             return loss
 
         return objective
 
 
-def balance(sure: Mapping[str, Tensor], alpha: float, mode: str) -> dict[str, Tensor]:
-    """Weight of each modality's PCE: by how far the strongest is ahead of it; none for the strongest itself."""
-    strongest = torch.stack(list(sure.values())).amax()
+def modality_weights(scores: Mapping[str, Tensor], alpha: float, mode: str) -> dict[str, Tensor]:
+    """Weight of each modality's prototypical cross-entropy, from the strongest one's lead; 0 for the strongest.
+
+    Args:
+        scores: modality -> confidence of its prototype predictions, a sum over the batch.
+        alpha: see `FedPmr`.
+        mode: `clip` or `hard`, see `FedPmr.coef`.
+    """
+    strongest = torch.stack(list(scores.values())).amax()
     return {
-        m: prototypes.modulation(prototypes.imbalance_ratio(strongest, value), alpha, mode) for m, value in sure.items()
+        m: prototypes.modulation(prototypes.imbalance_ratio(strongest, value), alpha, mode)
+        for m, value in scores.items()
     }

@@ -1,6 +1,9 @@
 """FedProx: FedAvg with a proximal term that keeps a client near the model it received.
 
 Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020, Eq. 2.
+The local loss is the cross-entropy plus (mu / 2) * ||w - w_received||^2 over trainable parameters; all else is FedAvg.
+
+What crosses: as under FedAvg. Page: docs/algorithms/fedprox.md.
 """
 
 from dataclasses import dataclass
@@ -15,15 +18,15 @@ from polyfed.federation.context import ClientContext
 
 @dataclass(frozen=True, kw_only=True)
 class FedProx(Averaging):
-    """Adds (mu / 2) * ||w - received||^2 over trainable parameters.
+    """FedAvg with a proximal term in the local loss.
 
     Attributes:
-        mu: strength of the pull; 0 is FedAvg. The PartialFL paper uses 0.01, the original searches 0.001 to 1.
+        mu: weight of the proximal term; 0 is FedAvg. The PartialFL paper uses 0.01, the FedProx paper 0.001 to 1.
     """
 
     mu: Annotated[float, NOT_NEGATIVE] = 0.01
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
-        """Cross-entropy and the proximal term."""
-        pull = squared_distance(context.model.trainable(w), got.params)
-        return super().loss(context, w, batch, got, local) + self.mu / 2 * pull
+        """Cross-entropy plus the proximal term."""
+        distance = squared_distance(context.model.trainable(w), got.params)
+        return super().loss(context, w, batch, got, local) + self.mu / 2 * distance

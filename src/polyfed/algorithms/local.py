@@ -1,8 +1,11 @@
-"""Local: every client trains alone and nothing but statistics leaves while it does. The control for all other methods.
+"""Local: every client trains its own model alone; the baseline without any exchange.
 
-Local is FedAvg without the averaging (algorithms.md 5.10): same initial model, same batches, optimiser fresh every
-round, so that equal numbers of local epochs compare. Two things are reported: how right each client's model is on the
-client's own test rows, and on the server's, for which models are uploaded once they are trained.
+No paper. Local is FedAvg without the averaging: the same initial model, the same batches and a fresh optimiser in every
+round, so that runs with equal numbers of local epochs compare. Each client's model is evaluated on the client's own
+test rows, and on the server's, for which clients upload their trained models (`global_test`).
+
+What crosses: training loss and number of rows in every round; models only for the server evaluation. Page:
+docs/algorithms/local.md.
 """
 
 import warnings
@@ -29,13 +32,13 @@ from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training import ClientData
 from polyfed.training.losses import cross_entropy
 
-AT_ONCE = 32
-"""Models of clients that the server holds at the same time while it judges them."""
+MODELS_AT_ONCE = 32
+"""How many clients' models the server holds at the same time while it evaluates them."""
 
 
 @message
 class Start(Message):
-    """Nothing: the signal to train."""
+    """Tells a client to start. Has no fields."""
 
 
 @message
@@ -48,33 +51,37 @@ class Done(Message):
 
 @message
 class Trained(Message):
-    """A client's own model, to be judged on the server's test rows."""
+    """A client's own model, for evaluation on the server's test rows."""
 
     params: Tree = carries("parameters")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Algorithm):
-    """See the module.
+    """Clients train alone.
 
     Attributes:
         selector: which clients train in a round, the [selection] section; only `uniform`.
-        global_test: when every client uploads its model to be judged on the server's test rows, one pass over them for
-            each: after the `last` round, at every evaluation (`always`), or `never`.
+        global_test: when every client uploads its model, which the server evaluates on its test rows: after the `last`
+            round, at every evaluation (`always`), or `never`.
     """
 
     selector: Selector = Uniform()
     global_test: Literal["last", "always", "never"] = "last"
 
     def __post_init__(self) -> None:
-        """Refuse selectors that judge clients by a global model: there is none, and they would never learn."""
+        """Refuse selectors other than `uniform`: they need a global model, and there is none.
+
+        Raises:
+            RecipeError: for another selector.
+        """
         super().__post_init__()
         must_be_uniform(self.selector, "local")
 
     def init(self, fed: Federation, params: Tree) -> State:
-        """The server keeps nothing but the selector's memory; `params` stay the initial model.
+        """The first state: the selector's memory; `params` stay the initial model.
 
-        A policy under which the server cannot judge the models is told, not refused: training needs no upload.
+        Warns where the policy forbids the uploads: training does not need them, but the server evaluation does.
         """
         if (
             self.global_test != "never"
@@ -82,44 +89,41 @@ class Local(Algorithm):
             and not fed.context.policy.allows_models("server")
         ):
             warnings.warn(
-                "local: under [egress] models may not reach the server, which therefore does not judge them: no "
-                "metrics.global. Allow parameters for that, or set [algorithm] global_test = 'never'",
+                "local: under [egress] models may not reach the server, so it cannot evaluate them and there will be "
+                "no metrics.global. Allow parameters to the server, or set [algorithm] global_test = 'never'",
                 PolyfedWarning,
                 stacklevel=2,
             )
         return State(params, memory=self.selector.start(params))
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The client's own model, from the common start."""
+        """The client's own model: the common initial model."""
         return dict(context.initial)
 
     def round(self, state: State, fed: Federation) -> State:
-        """The cohort trains on."""
+        """Ask the cohort to continue training."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
-        replies = fed.ask(self.practise, cohort, Start())
+        replies = fed.ask(self.train_own, cohort, Start())
         return state.with_(memory=memory, train_loss=mean_loss(replies, fed)) if replies else state
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Uploads are for judging alone, and nothing is asked for that the policy forbids."""
+        """Models are uploaded for the server evaluation only, and only where the policy allows it."""
         return task != "upload" or (self.global_test != "never" and policy.allows("parameters", block, "server"))
 
     def evaluate(self, state: State, fed: Federation) -> Measured:
-        """Every client's own model on its own test rows, and on the server's (algorithms.md 5.10)."""
+        """Evaluate every client's own model on its own test rows, and on the server's."""
         now = self.global_test == "always" or (self.global_test == "last" and fed.round == fed.rounds)
         possible = TEST in fed.evaluation_clients and fed.context.policy.allows_models("server")
-        measured = self._judged_by_server(fed) if now and possible else {}
+        measured = self._evaluate_on_server(fed) if now and possible else {}
         own = super().evaluate(state, fed)
         return Measured(measured | own.metrics, own.personal)
 
-    def _judged_by_server(self, fed: Federation) -> dict[str, dict[str, float]]:
-        """The mean over clients of every number, and the accuracy's mean by rows, least and spread.
-
-        A client that does not answer is left out.
-        """
+    def _evaluate_on_server(self, fed: Federation) -> dict[str, dict[str, float]]:
+        """Server evaluation of every client's model, without the clients that do not answer; see `over_clients`."""
         scores: dict[int, dict[str, float]] = {}
         everyone = list(fed.clients.eligible)
-        for first in range(0, len(everyone), AT_ONCE):
-            uploads = fed.ask(self.upload, everyone[first : first + AT_ONCE], Start(), quorum=False)
+        for first in range(0, len(everyone), MODELS_AT_ONCE):
+            uploads = fed.ask(self.upload, everyone[first : first + MODELS_AT_ONCE], Start(), quorum=False)
             for client, upload in uploads.items():
                 sums: Scores = fed.ask(self.score, [TEST], ModelToEvaluate(upload.params, {}, {}))[TEST]
                 fed.emit("judged", round=fed.round, confusion=sums.confusion)
@@ -127,12 +131,12 @@ class Local(Algorithm):
         return over_clients(scores, fed.clients.rows_of(scores))
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """A client is judged with its own model."""
+        """A client is evaluated with its own model."""
         return local
 
     @task()
-    def practise(self, context: ClientContext, data: ClientData, local: Tree, got: Start) -> tuple[Done, Tree]:
-        """Train the client's own model."""
+    def train_own(self, context: ClientContext, data: ClientData, local: Tree, got: Start) -> tuple[Done, Tree]:
+        """Train the client's own model on its rows."""
 
         def loss(w: Tree, batch: Any) -> Tensor:
             return cross_entropy(context.model.logits(w, batch), batch)
@@ -142,16 +146,20 @@ class Local(Algorithm):
 
     @task()
     def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Start) -> tuple[Trained, Tree]:
-        """Hand the own model over."""
+        """Send the client's own model."""
         return Trained(local), local
 
 
 def over_clients(scores: Mapping[int, dict[str, float]], rows: Mapping[int, float]) -> dict[str, dict[str, float]]:
-    """The groups `global`, each number's unweighted mean over clients, and `global_by_client`, of the accuracy.
+    """The groups of result.json for a server evaluation of one model per client.
 
     Args:
-        scores: by client, as `metrics.summary` gives them.
-        rows: training rows by client, the weights of `weighted`.
+        scores: client -> its model's scores, as `metrics.summary` returns them.
+        rows: client -> number of training rows, the weights of `weighted`.
+
+    Returns:
+        `global`, the unweighted mean over clients of every score, and `global_by_client`, the accuracy's mean, mean
+        weighted by rows, worst and standard deviation over clients. Empty without clients.
     """
     if not scores:
         return {}

@@ -1,12 +1,15 @@
 """MOON: model-contrastive federated learning.
 
-Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, Eq. 3: a client's representation is pulled towards the
-received model's and away from its own at the end of its last participation.
+Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, Eq. 3. The local loss has a contrastive term that pulls
+the representation of a sample towards that of the received model and pushes it away from that of the client's previous
+model, the one at the end of its last participation.
 
-Ours: the representation is the concatenation of the modalities' features (or each modality by itself, summed, with
-`per_modality`), through the paper's two-layer projection head; the head travels with the shared block. On a client's
-first participation both references are the same model, so the term is the constant ln 2: it is left out
-(algorithms.md 5.19).
+polyfed's choices: the representation is the concatenation of the modalities' features (with `per_modality` there is one
+term for each modality, and they are summed), mapped by the paper's two-layer projection head, which is sent with the
+model. When a client takes part for the first time, both reference models are the same and the term is the constant
+ln 2, so it is left out.
+
+What crosses: as under FedAvg; the previous model stays on the client. Page: docs/algorithms/moon.md.
 """
 
 import math
@@ -32,21 +35,21 @@ from polyfed.training import ClientData, TrainingResult
 from polyfed.training.losses import cross_entropy
 
 PREVIOUS = "previous."
-"""Where a client keeps its last model among its local state."""
+"""Prefix of the previous model in a client's local state."""
 
 SEEN = "seen"
-"""1 once the client has taken part."""
+"""Name of the flag in a client's local state that is 1 once the client has taken part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moon(Averaging):
-    """See the module.
+    """FedAvg with a model-contrastive term in the local loss.
 
     Attributes:
-        mu: weight of the contrastive term; the paper searches {0.1, 1, 5, 10}, 5 on CIFAR-10.
-        temperature: of the cosine similarities; 0.5 in the paper.
+        mu: weight of the contrastive term; the paper tries 0.1, 1, 5 and 10, and uses 5 on CIFAR-10.
+        temperature: temperature tau of the cosine similarities; 0.5 in the paper.
         projection: width of the projection head; 256 in the paper, 0 leaves the head out.
-        per_modality: contrast each modality by itself instead of their concatenation.
+        per_modality: contrast the features of each modality instead of their concatenation; without projection head.
     """
 
     mu: Annotated[float, NOT_NEGATIVE] = 1.0
@@ -55,38 +58,36 @@ class Moon(Averaging):
     per_modality: bool = False
 
     def init(self, fed: Federation, params: Tree) -> Any:
-        """Averaging's state; the projection head joins the shared block."""
+        """The first state, as under FedAvg; the parameters of the projection head are added to the model's."""
         return super().init(fed, params | self._head(fed.context, fed.seed))
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """No previous model yet."""
-        widths = self._head(context, 0)
-        return {PREVIOUS + n: torch.zeros_like(v) for n, v in (context.initial | widths).items()} | {
-            SEEN: torch.zeros(())
-        }
+        """Zeros in place of the previous model, which does not exist yet."""
+        params = context.initial | self._head(context, 0)
+        return {PREVIOUS + n: torch.zeros_like(v) for n, v in params.items()} | {SEEN: torch.zeros(())}
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Tensor:
-        """Cross-entropy and the model-contrastive term."""
+        """Cross-entropy plus the model-contrastive term."""
         features = context.model.features(w, batch)
         logits = context.model.fuse(w, features, batch)
         previous = {n.removeprefix(PREVIOUS): v for n, v in local.items() if n.startswith(PREVIOUS)}
         with torch.no_grad():
-            calm = batch.evaluation()
-            received = self._views(context, got.params, context.model.features(got.params, calm), batch)
-            last = self._views(context, previous, context.model.features(previous, calm), batch)
-        own = self._views(context, w, features, batch)
+            plain = batch.evaluation()  # no dropout, no update of batch statistics
+            received = self._represent(context, got.params, context.model.features(got.params, plain), batch)
+            last = self._represent(context, previous, context.model.features(previous, plain), batch)
+        own = self._represent(context, w, features, batch)
         terms = [contrast(z, g, p, self.temperature) for z, g, p in zip(own, received, last, strict=True)]
         return cross_entropy(logits, batch) + self.mu * local[SEEN] * batch.mean(torch.stack(terms).sum(0))
 
     def reply(
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Broadcast, local: Tree
     ) -> tuple[Message, Tree]:
-        """The update; the trained model stays as the next round's "previous"."""
+        """The update; the client keeps the trained model as the previous model of its next round."""
         kept = {PREVIOUS + name: value for name, value in fit.params.items()} | {SEEN: torch.ones_like(local[SEEN])}
         return Update(fit.params, fit.loss, data.num_rows), kept
 
-    def _views(self, context: ClientContext, w: Tree, features: Mapping[str, Tensor], batch: Batch) -> list[Tensor]:
-        """What is contrasted: one representation (B, P), or one per modality; zero where a row lacks it."""
+    def _represent(self, context: ClientContext, w: Tree, features: Mapping[str, Tensor], batch: Batch) -> list[Tensor]:
+        """The representations to contrast, one (B, P) or one for each modality; zero where a row lacks a modality."""
         flat = [context.model.vector(z) for z in masked(features, batch.present).values()]
         if self.per_modality:
             return flat
@@ -100,14 +101,17 @@ class Moon(Averaging):
         return [F.linear(F.relu(hidden), w["shared.projection.1.weight"], w["shared.projection.1.bias"])]
 
     def _head(self, context: ClientContext, seed: int) -> Tree:
-        """The projection head, its first layer split by modality so that every client can use its own part."""
+        """The projection head; its first layer is split by modality, so that every client has the part for its own."""
         if not self.projection or self.per_modality:
             return {}
         return projection_head(context, self.projection, seed)
 
 
 def contrast(z_BP: Tensor, received_BP: Tensor, previous_BP: Tensor, temperature: float) -> Tensor:
-    """Eq. 3 row by row, (B,): -log(e^(cos(z, received)/t) / (e^(cos(z, received)/t) + e^(cos(z, previous)/t)))."""
+    """The contrastive term of Eq. 3 for each row, (B,).
+
+    With t the temperature: -log(e^(cos(z, received) / t) / (e^(cos(z, received) / t) + e^(cos(z, previous) / t))).
+    """
     near = F.cosine_similarity(z_BP, received_BP, dim=-1)
     far = F.cosine_similarity(z_BP, previous_BP, dim=-1)
     term: Tensor = F.softplus((far - near) / temperature)
@@ -115,7 +119,13 @@ def contrast(z_BP: Tensor, received_BP: Tensor, previous_BP: Tensor, temperature
 
 
 def projection_head(context: ClientContext, width: int, seed: int) -> Tree:
-    """Two linear layers as PyTorch would initialise them: uniform in +-1/sqrt(inputs)."""
+    """Initial parameters of the projection head, two linear layers initialised as in PyTorch.
+
+    Args:
+        context: the client context, or that of the server.
+        width: output size of both layers.
+        seed: the run's seed.
+    """
     sizes = {m: context.model.feature_size(m) for m in context.modalities}
     total = sum(context.model.feature_size(m) for m in context.model.modalities)
 

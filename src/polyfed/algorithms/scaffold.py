@@ -1,11 +1,13 @@
-"""SCAFFOLD: control variates that take the drift of local training out of every step.
+"""SCAFFOLD: control variates that correct client drift in every step of local training.
 
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
-ICML 2020, Algorithm 1 with option II. Letters as there: x the global model, c the server's and c_k the client's control
-variate, K steps at rate eta.
+ICML 2020, Algorithm 1 with option II. A client replaces each gradient g by g - c_k + c. Letters as in the paper: x the
+global model, y a client's trained model, c the server's and c_k client k's control variate, K steps at rate eta.
 
-Ours goes per block (algorithms.md 5.18): a block a client lacks has no c_k, and the denominator N of the server's
-update counts the owners of that block. Buffers have no control variate.
+polyfed's choices: all of this works per block, so a client has no c_k for a block that it lacks, and the denominator N
+of the server's update of c counts the owners of that block. Buffers have no control variate.
+
+What crosses: parameters and control variates, both ways. Page: docs/algorithms/scaffold.md.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +30,7 @@ from polyfed.training.client_data import Direction
 
 @message
 class Controlled(Message):
-    """The model and the server's control variate."""
+    """The global model x and the server's control variate c."""
 
     params: Tree = carries("parameters")
     control: Tree = carries("gradients")
@@ -36,7 +38,7 @@ class Controlled(Message):
 
 @message
 class ControlledUpdate(Message):
-    """Trained parameters and the change of the client's control variate."""
+    """The trained parameters y and the change of the client's control variate c_k."""
 
     params: Tree = carries("parameters")
     control: Tree = carries("gradients")
@@ -46,18 +48,18 @@ class ControlledUpdate(Message):
 
 @dataclass(frozen=True)
 class ScaffoldState(State):
-    """Averaging's state and the server's control variate c."""
+    """Server state.
+
+    Attributes:
+        control: the server's control variate c.
+    """
 
     control: Tree = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(Averaging):
-    """See the module. The mean is uniform, as in the paper; set `aggregation = "weighted"` for the other.
-
-    Raises:
-        RecipeError: with momentum or Adam: option II reads the mean gradient off x - y, which holds for plain SGD only.
-    """
+    """Federated averaging with control variates. The mean is uniform by default, as in the paper."""
 
     aggregation: Literal["weighted", "uniform"] = "uniform"
 
@@ -65,28 +67,33 @@ class Scaffold(Averaging):
     replies: ClassVar[type[Message]] = ControlledUpdate
 
     def __post_init__(self) -> None:
-        """Refuse optimisers for which option II is wrong."""
+        """Check the options.
+
+        Raises:
+            RecipeError: the optimiser is not plain SGD, for which alone option II can compute the mean gradient from
+                x - y.
+        """
         super().__post_init__()
         if self.train.optimiser != "sgd" or self.train.momentum or self.train.clip_norm:
-            raise RecipeError("scaffold needs plain SGD: [train] optimiser = 'sgd', momentum = 0, clip_norm = 0")
+            raise RecipeError("scaffold needs plain SGD: set [train] optimiser = 'sgd', momentum = 0, clip_norm = 0")
 
     def init(self, fed: Federation, params: Tree) -> ScaffoldState:
-        """Averaging's state and c = 0."""
+        """The first state, with c = 0."""
         state = super().init(fed, params)
         return ScaffoldState(**vars(state), control=like(fed.context.model.trainable(params)))
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """c_k = 0."""
+        """The client's first control variate, c_k = 0."""
         return like(context.model.trainable(context.initial))
 
     def outgoing(self, state: ScaffoldState, cohort: list[int], fed: Federation) -> Controlled:
-        """x and c."""
+        """Every client receives x and c."""
         return Controlled(state.params, state.control)
 
     def direction(
         self, context: ClientContext, data: ClientData, got: Controlled, local: Tree
     ) -> tuple[Direction, Tree]:
-        """g - c_k + c."""
+        """Replace each gradient g by g - c_k + c."""
 
         def corrected(grads: Tree, w: Tree, aux: Any, carry: Tree) -> tuple[Tree, Tree]:
             return {name: g - local[name] + got.control[name] for name, g in grads.items()}, carry
@@ -96,17 +103,17 @@ class Scaffold(Averaging):
     def reply(
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Controlled, local: Tree
     ) -> tuple[ControlledUpdate, Tree]:
-        """y and the change of c_k, which becomes c_k - c + (x - y) / (K eta)."""
+        """Reply with y and the change of c_k, and keep the new c_k = c_k - c + (x - y) / (K eta) (option II)."""
         lr = self.train.lr_at(data.round, data.rounds)
-        travelled = {name: got.params[name] - fit.params[name] for name in local}
+        moved = {name: got.params[name] - fit.params[name] for name in local}
         scale = 1.0 / (fit.num_steps.clamp(min=1) * lr) if lr else torch.zeros_like(fit.loss)
-        moved = (fit.num_steps > 0).to(fit.loss.dtype)
-        change = {n: moved * (scale * travelled[n] - got.control[n]) for n in local}
+        trained = (fit.num_steps > 0).to(fit.loss.dtype)  # a client that took no step keeps its c_k
+        change = {n: trained * (scale * moved[n] - got.control[n]) for n in local}
         after = add(local, change)
         return ControlledUpdate(fit.params, change, fit.loss, data.num_rows), after
 
     def merge(self, state: ScaffoldState, replies: Replies, fed: Federation) -> ScaffoldState:
-        """x by the mean of y, c by the mean change times the share of a block's owners that took part."""
+        """Set x to the mean of y, and add to c the mean change times the share of a block's owners that took part."""
         after: ScaffoldState = super().merge(state, replies, fed)
         mean = replies.mean("control", dict.fromkeys(replies, 1.0))
         took_part = {m: sum(m in fed.clients.owned(c) for c in replies) for m in fed.clients.modalities}

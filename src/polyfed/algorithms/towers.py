@@ -1,4 +1,8 @@
-"""Models beside the recipe's: towers that methods keep on devices or on the server, and embeddings to match."""
+"""Helpers of methods that train a second model beside the recipe's: one MLP for each modality and a linear head.
+
+FedGKT uses it as the server's network, PartialFL as the clients' private models. `embed` gives embeddings of the
+recipe's model that those of the second model can be compared with.
+"""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -11,11 +15,14 @@ from polyfed.model import Model, ModelSpec, build_model
 from polyfed.model.encoder import Mlp
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Sample shapes by modality, in a form that can be looked up."""
+"""Sample shapes by modality, as a hashable tuple so that `mlps` can cache its results."""
 
 
 def embed(model: Model, w: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The embedding (B, d) of the global model, one modality's feature or the joint representation, and logits."""
+    """The embedding (B, d) of a model and its logits (B, C).
+
+    The embedding is the joint representation, or the feature of the only modality.
+    """
     features = model.features(w, batch)
     if len(model.modalities) == 1:
         return model.vector(features[model.modalities[0]]), model.fuse(w, features, batch)
@@ -24,17 +31,26 @@ def embed(model: Model, w: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def embedding_size(model: Model) -> int:
-    """d, the width that all three models' embeddings share."""
+    """d, the width of the embedding that `embed` returns."""
     return model.feature_size(model.modalities[0]) if len(model.modalities) == 1 else model.joint_size
 
 
 def shapes_of(model: Model, modalities: Iterable[str]) -> Shapes:
-    """Sample shapes of these modalities, whether or not the model reads them."""
+    """Sample shapes of the given modalities, whether or not the model reads them."""
     return tuple((m, model.shapes[m]) for m in modalities)
 
 
 @lru_cache(maxsize=64)
 def mlps(shapes: Shapes, hidden: tuple[int, ...], embedding: int, num_classes: int) -> Model:
-    """One MLP per modality and a linear head; the same object for the same arguments, as building one takes time."""
+    """Build a model of one MLP per modality and a linear head.
+
+    Equal arguments return the same object, as building one takes time.
+
+    Args:
+        shapes: sample shapes by modality.
+        hidden: hidden sizes of each MLP.
+        embedding: output size of each MLP.
+        num_classes: number of classes.
+    """
     encoders = {name: Mlp(hidden=hidden) for name, _ in shapes}
     return build_model(ModelSpec(embedding=embedding, encoders=encoders), dict(shapes), num_classes)

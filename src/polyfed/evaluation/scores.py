@@ -1,4 +1,9 @@
-"""Judging models: which ones a method has trained, what an examiner and a client report, how the sums are made."""
+"""Scores of models: which models a method has trained, and what clients and evaluation clients report about them.
+
+Server evaluation: the global model is sent to the evaluation clients, which hold the server's test and validation rows
+and answer with `Scores`. Personal evaluation: clients answer with an `OwnScore` on their own test rows. Both contain
+sums, which `metrics.py` turns into metrics. `TrainedModels` has the hooks by which a method names its models.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,8 +30,10 @@ from polyfed.training.prototypes import Prototypes
 
 @message
 class ModelToEvaluate(Message):
-    """A model to judge. With `unimodal = "prototype"` also class means (C, E) by modality of its features over the
-    clients' training rows, and which classes have one, bool (C,); nothing otherwise.
+    """The model to evaluate.
+
+    With `unimodal = "prototype"` also class means (C, E) of its features over the clients' training rows, by modality,
+    and which classes have one, bool (C,); both are empty otherwise.
     """
 
     params: Tree = carries("parameters")
@@ -36,8 +43,10 @@ class ModelToEvaluate(Message):
 
 @message
 class ClassMeans(Message):
-    """Of a client's training rows: class means (C, E) of the features by modality, zeros for a class without rows, and
-    rows per class (C,), under `shared` and under each modality that rows lack.
+    """Class means of a client's training rows.
+
+    Class means (C, E) of the features by modality, zeros for a class without rows, and rows per class (C,), under
+    `shared` and under each modality that some rows lack.
     """
 
     prototypes: Tree = carries("prototypes", shape=("classes", "features"), blocks=(READ,))
@@ -48,7 +57,11 @@ class ClassMeans(Message):
 
 @message
 class Scores(Message):
-    """Sums over an examiner's rows: confusion (C, C), hits, summed loss; per modality a confusion matrix."""
+    """Sums over the rows of an evaluation client.
+
+    The confusion matrix (C, C), the number of top-5 hits, the sum of the loss, and for each modality the confusion
+    matrix (C, C) of predictions from this modality alone.
+    """
 
     confusion: Tensor = carries("statistic", shape=("classes", "classes"))
     top5_hits: Tensor = carries("statistic")
@@ -58,7 +71,7 @@ class Scores(Message):
 
 @message
 class OwnScore(Message):
-    """How many of its own test rows a client gets right."""
+    """How many of a client's own test rows its model predicts correctly, and how many there are."""
 
     hits: Tensor = carries("statistic", within=NOT_NEGATIVE)
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
@@ -69,12 +82,12 @@ class Evaluation:
     """When and how to evaluate: the [evaluate] section.
 
     Attributes:
-        every: rounds between evaluations; the last round is always evaluated; 0 means only the last.
-        personal: whether clients with test rows of their own are asked how many they get right.
-        unimodal: how one modality alone is judged: `head` (its slice of a linear head, OGM-GE's way), `zero`
-            (other features zero), `prototype` (the nearest class mean of its features over the training rows, which
-            every client sends before each evaluation: kind `prototypes`); see algorithms.md 7.3. `auto` takes `head`
-            where the model has a linear head, else `zero`. Only methods that average parameters know `prototype`.
+        every: rounds between two evaluations; the last round is always evaluated; 0 evaluates only the last.
+        personal: whether clients with test rows of their own are evaluated on them.
+        unimodal: how one modality alone predicts: `head`, its slice of a linear head (as in OGM-GE); `zero`, the model
+            with all other features set to zero; `prototype`, the nearest class mean of its features over the training
+            rows, which every client sends before each evaluation (kind `prototypes`; only with methods that average
+            parameters). `auto` is `head` where the model has a linear head, else `zero`.
     """
 
     every: Annotated[int, EVERY] = 1
@@ -82,17 +95,26 @@ class Evaluation:
     unimodal: Literal["auto", "head", "zero", "prototype"] = "auto"
 
     def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
+        """Check the options.
+
+        Raises:
+            RecipeError: an option is out of range.
+        """
         check_ranges("[evaluate]", self)
 
     def due(self, round: int, rounds: int) -> bool:
-        """Whether this round is evaluated."""
+        """Whether round number `round` of `rounds` is evaluated."""
         return round == rounds or (self.every > 0 and round % self.every == 0)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of an evaluation: groups as in result.json, and accuracy by client on its own test rows."""
+    """The result of an evaluation.
+
+    Attributes:
+        metrics: group -> metric -> value, as in result.json.
+        personal: client -> accuracy on its own test rows.
+    """
 
     metrics: dict[str, dict[str, float]]
     personal: dict[int, float] = field(default_factory=dict)
@@ -100,57 +122,65 @@ class Measured:
 
 @dataclass(frozen=True)
 class Predictor:
-    """How a client's own model, a Tree, becomes logits: by the model itself. A subclass predicts in another way."""
+    """How a client's own model predicts: here by the logits of the recipe's model. A subclass predicts otherwise."""
 
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
-        """Logits (B, C), or scores of which the largest is the predicted class; runs under vmap."""
+        """Logits (B, C) of the model with parameters `w`, or other scores whose largest is the predicted class's.
+
+        Runs under vmap.
+        """
         return model.logits(w, batch)
 
 
 class TrainedModels(ABC):
-    """Which models an algorithm trains. `evaluate` and `Run.predict` both ask these methods, so that they agree."""
+    """Which models a method trains. `Algorithm.evaluate` and `Run.predict` both use these hooks, so that they agree."""
 
     model_for: ClassVar[str] = "client"
-    """Whose own model it is where clients have their own: a `client`'s, or a `silo`'s, whose devices share one."""
+    """Whom a personal model belongs to: a `client`, or a `silo`, whose clients share one."""
 
     @property
     def own_models(self) -> Literal["none", "server", "clients"]:
-        """Who keeps a model of each client's own: nobody, the server in its state, or the clients in their local state.
+        """Where personal models are kept: nowhere, in the server's state, or in the clients' local state.
 
-        A method that overrides `own_params` judges clients with what they keep; others say otherwise here.
+        The default is `clients` for a method that overrides `own_params`, else `none`.
         """
         return "none" if type(self).own_params is TrainedModels.own_params else "clients"
 
     @property
     def predictor(self) -> Predictor:
-        """How a client's own model predicts."""
+        """How a personal model predicts."""
         return Predictor()
 
     def global_params(self, state: Any) -> Tree | None:
-        """The trained model of all clients, which `evaluate` judges on the server's rows; None where there is none."""
+        """The global model, which is evaluated on the server's rows; None where the method has none."""
         return state.params if self.own_models == "none" else None
 
     @abstractmethod
     def to_judge(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
-        """What these clients receive to judge their model on their own test rows: one message, or one for each."""
+        """What these clients receive for personal evaluation: one message, or a mapping with one for each."""
 
     def own_params(self, got: Any, local: Tree) -> Tree:
-        """The model a client is judged with on its own test rows: the global one unless it keeps its own."""
+        """The model that a client is evaluated with on its own test rows: the received one unless it keeps its own.
+
+        Args:
+            got: the message from `to_judge`.
+            local: the client's local state.
+        """
         params: Tree = got.params
         return params
 
     def client_modalities(self, client: int, fed: Federation) -> tuple[str, ...]:
-        """The modalities that the model of a client can read: its own."""
+        """The modalities that a client's model reads: those of the client."""
         return fed.clients.owned(client)
 
     def client_model(self, client: int, state: Any, fed: Federation, local: Callable[[int], Tree]) -> Tree:
-        """The model that a client is judged with, made where all clients are at hand.
+        """The model that a client is evaluated with, computed in a simulation, where all local states are available.
 
         Args:
-            client: its number.
+            client: the client's number.
             state: the server's state.
-            fed: facts about the clients; nobody is asked.
-            local: the local state of a client.
+            fed: the federation; this hook sends no requests.
+            local: returns the local state of a client, given its number.
         """
         send = self.to_judge(state, fed, [client])
         got = cut(send if isinstance(send, Message) else send[client], fed.clients[client].blocks)
@@ -158,28 +188,28 @@ class TrainedModels(ABC):
 
 
 def scores(model: Model, got: ModelToEvaluate, modalities: Iterable[str], data: ClientData, unimodal: str) -> Scores:
-    """Judge a model on all rows of a view, fused and one modality at a time.
+    """Compute the scores of a model on all rows of a client dataset, from all modalities and from each one alone.
 
     Args:
-        model: the model.
-        got: its parameters, and class means where one modality alone is judged by them. A model of a client that lacks
-            modalities is judged by what it has (algorithms.md 7.4).
-        modalities: those judged alone; one of which no class mean is known is left out under `prototype`.
-        data: the rows.
-        unimodal: as in `Evaluation`.
+        model: the recipe's model.
+        got: the parameters, and class means under `unimodal = "prototype"`. Parameters of a client that lacks
+            modalities predict from the modalities that they have.
+        modalities: the modalities to evaluate alone; under `prototype` those without class means are left out.
+        data: the client dataset.
+        unimodal: how one modality alone predicts, see `Evaluation`.
     """
     size = model.num_classes
     w = got.params
     near = {m: Prototypes(mean, got.known[m]) for m, mean in got.prototypes.items()}
     zero = torch.zeros(size, size, device=data.num_rows.device)
     lacking = set(blocks(model.names(model.modalities))) - set(blocks(w))
-    # `head` asked for by name goes through: a model without a linear head then refuses, saying so
+    # an explicit `head` is passed on even if the model has no linear head, so that the model raises its own error
     by_head = unimodal == "head" or (unimodal == "auto" and model.linear_head)
     mode: Literal["head", "zero"] = "head" if by_head else "zero"
 
     def single(features: Mapping[str, Tensor], modality: str, batch: Batch) -> Tensor:
         if unimodal == "prototype":
-            return nearness(model, features, modality, batch, near[modality])
+            return class_mean_scores(model, features, modality, batch, near[modality])
         return model.unimodal_logits(w, features, modality, batch, mode)
 
     def step(carry: Any, batch: Batch) -> Any:
@@ -204,10 +234,12 @@ def scores(model: Model, got: ModelToEvaluate, modalities: Iterable[str], data: 
     return Scores(*data.fold(step, (zero, zero[0, 0], zero[0, 0], dict.fromkeys(evaluated, zero))))
 
 
-def nearness(model: Model, features: Mapping[str, Tensor], modality: str, batch: Batch, near: Prototypes) -> Tensor:
-    """Minus the Euclidean distance of each row's feature to each class mean, (B, C); -inf for a class without one.
+def class_mean_scores(
+    model: Model, features: Mapping[str, Tensor], modality: str, batch: Batch, near: Prototypes
+) -> Tensor:
+    """The negative Euclidean distance of each row's feature to each class mean, (B, C); -inf for a class without one.
 
-    A row that lacks the modality has a zero feature, as everywhere else (algorithms.md 7.3).
+    A row that lacks the modality has a zero feature, as in training.
     """
     z = model.vector(masked({modality: features[modality]}, batch.present)[modality])
     return (-near.distances(z)).masked_fill(~near.active, float("-inf"))
@@ -222,18 +254,19 @@ def predict(
     present: Mapping[str, Any] | None = None,
     predictor: Predictor = Predictor(),
 ) -> Tensor:
-    """Logits (n, C) of samples that lie in no table, batch by batch, as in an evaluation.
+    """Logits (n, C) of the given samples, computed in batches as in an evaluation.
 
     Args:
-        model: the model.
-        w: its parameters, which say the device.
-        x: modality -> samples (n, ...), tensors or arrays; one that is not read is ignored.
-        reads: the modalities that are read; None: all of the model's.
-        present: modality -> bool (n,), for one that some rows lack.
+        model: the recipe's model.
+        w: its parameters; the computation runs on their device.
+        x: modality -> samples (n, ...), tensors or arrays; modalities that are not read are ignored.
+        reads: the modalities to read; None means all of the model's.
+        present: modality -> bool (n,), for modalities that some rows lack.
         predictor: how `w` predicts.
 
     Raises:
-        RecipeError: an unknown modality, samples of another shape, unequal numbers of rows, or nothing that is read.
+        RecipeError: a modality is unknown, samples have the wrong shape, the modalities have different numbers of rows,
+            or none of the given modalities is read.
     """
     read = [m for m in model.modalities if reads is None or m in reads]
     given = {m: torch.as_tensor(value) for m, value in x.items()}
@@ -253,27 +286,34 @@ def predict(
 
 
 def _rows_of(model: Model, x: Tree, present: Tree) -> int:
-    """How many samples these are, all checked."""
+    """The number of samples, after checking names, shapes and lengths."""
     for m in (*x, *present):
         if m not in model.shapes:
             raise RecipeError(f"x has '{m}', which is no modality of this model; {did_you_mean(m, model.shapes)}")
     for m, value in x.items():
         if not value.dim() or tuple(value.shape[1:]) != model.shapes[m]:
             wanted = ", ".join(map(str, ("n", *model.shapes[m])))
-            raise RecipeError(f"x['{m}'] has the shape {tuple(value.shape)}; it must be ({wanted}), one sample a row")
+            raise RecipeError(f"x['{m}'] has the shape {tuple(value.shape)}; it must be ({wanted}) for n samples")
     counts = {m: len(value) for m, value in x.items()} | {f"present of {m}": len(rows) for m, rows in present.items()}
     if len(set(counts.values())) > 1:
-        raise RecipeError(f"every modality needs as many rows as the others; there are {counts}")
+        raise RecipeError(f"every modality must have as many rows as the others; there are {counts}")
     return max(counts.values(), default=0)
 
 
 def own_score(model: Model, w: Tree, data: ClientData, predictor: Predictor = Predictor()) -> OwnScore:
-    """Count how many rows of a view a client's model gets right."""
+    """Count how many rows of a client dataset a client's model predicts correctly.
+
+    Args:
+        model: the recipe's model.
+        w: the client's own model.
+        data: the client dataset.
+        predictor: how `w` predicts.
+    """
 
     def step(hits: Tensor, batch: Batch) -> Tensor:
         logits = predictor.logits(model, w, batch)
         right = (logits.argmax(-1) == batch.y).to(torch.float32)
-        # a row without finite logits is no hit and no miss: the count tells it, and the reply is dropped as diverged
+        # non-finite logits make the count NaN, so that reply validation drops the reply as diverged
         return hits + batch.sum(torch.where(logits.isfinite().all(-1), right, torch.nan))
 
     return OwnScore(data.fold(step, torch.zeros((), device=data.num_rows.device)), data.num_rows)

@@ -1,4 +1,8 @@
-"""Selectors by their name in `[selection] name`. They combine with every averaging algorithm."""
+"""Which clients take part in a round? Selectors, which combine with every method that extends `Averaging`.
+
+Open `base.py` first: `Selector` is the base class, `Uniform` the default. `power_of_choice.py` and `divfl.py` are the
+other two; `submodular.py` is the greedy choice that DivFL and CMSFed use. Page: docs/algorithms/selection.md.
+"""
 
 from polyfed.selection.base import Selector, Uniform, must_be_uniform
 from polyfed.selection.divfl import DivFl

@@ -1,4 +1,9 @@
-"""Selectors: which clients take part in a round. They combine with every averaging algorithm."""
+"""`Selector`: the base class of the rules that choose the cohort of a round, and `Uniform`, the default rule.
+
+A method calls a selector's hooks in this order: `start` once, then in every round `choose`, `learn` once the cohort has
+answered, and `weigh` when replies are averaged. What a selector must remember from round to round is its memory, which
+the method keeps in the server state; the selector itself is frozen.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -15,50 +20,72 @@ from polyfed.federation.replies import Replies
 
 @dataclass(frozen=True, kw_only=True)
 class Selector(ABC):
-    """Chooses the cohort of a round.
+    """Chooses the clients that take part in a round, the cohort.
 
     Attributes:
-        participation: how many clients a round: a fraction of all (0 < float <= 1), or a count (int >= 1).
+        participation: size of the cohort: a fraction of all clients (0 < float <= 1), or a count (int >= 1).
     """
 
     participation: float | int = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse a share or a count that has no meaning."""
+        """Check the options.
+
+        Raises:
+            RecipeError: `participation` is neither a fraction nor a count.
+        """
         check_ranges("[selection]", self)
         value = self.participation
         if not (value >= 1 if isinstance(value, int) else 0 < value <= 1):
             raise RecipeError(
-                f"[clients] participation = {value}: a fraction above 0 and at most 1, or a count of at least 1 "
-                "(1.0 is all clients, 1 is one client)"
+                f"[clients] participation = {value}: must be a fraction above 0 and at most 1, or a count of at least "
+                "1 (1.0 is all clients, 1 is one client)"
             )
 
     def size(self, fed: Federation) -> int:
-        """Cohort size: `max(1, round(rate * K))` of all clients, never more than have rows (algorithms.md 0.5).
+        """Cohort size: `max(1, round(participation * K))` of K clients, but not more than have training rows.
 
         Raises:
-            RecipeError: for a count above the number of clients.
+            RecipeError: `participation` is a count above the number of clients.
         """
         value, total = self.participation, len(fed.clients)
         if isinstance(value, int) and value > total:
-            raise RecipeError(f"[clients] participation = {value}, but there are {total} clients")
+            raise RecipeError(
+                f"[clients] participation = {value}, but there are {total} clients: set a count of at most {total}"
+            )
         wanted = value if isinstance(value, int) else max(1, round(value * total))
         return min(wanted, len(fed.clients.eligible))
 
     def start(self, params: Tree) -> Any:
-        """What the selector remembers before the first round: a tree, or any nest of tensors and numbers."""
+        """The memory before the first round: a Tree, or nested containers and dataclasses of tensors and numbers."""
         return {}
 
     @abstractmethod
     def choose(self, memory: Any, params: Tree, fed: Federation) -> tuple[list[int], Any]:
-        """The cohort of this round, ascending, and the memory after choosing."""
+        """Choose the cohort of this round.
+
+        Args:
+            memory: the selector's memory.
+            params: the global model.
+            fed: the federation; `fed.ask` may send requests to clients first.
+
+        Returns:
+            The clients in ascending order, and the next memory.
+        """
 
     def learn(self, memory: Any, params: Tree, replies: Replies, fed: Federation) -> Any:
-        """The memory after the cohort answered; `params` are those it started from."""
+        """The next memory once the cohort has answered.
+
+        Args:
+            memory: the selector's memory.
+            params: the global model that the cohort received.
+            replies: the cohort's replies.
+            fed: the federation.
+        """
         return memory
 
     def weigh(self, memory: Any, weights: Mapping[int, float]) -> Mapping[int, float]:
-        """Weights of those who answered in the mean, given the algorithm's own."""
+        """Weights in the mean of the clients that answered, given the weights that the method would use."""
         return weights
 
 
@@ -67,20 +94,24 @@ class Uniform(Selector):
     """Each client with rows is equally likely, drawn without replacement (McMahan et al. 2017)."""
 
     def choose(self, memory: Any, params: Tree, fed: Federation) -> tuple[list[int], Any]:
-        """A cohort from the stream (seed, "cohort", round)."""
+        """Draw the cohort uniformly."""
         eligible = fed.clients.eligible
         key = keys.key(fed.seed, "cohort", fed.round)
         return [eligible[i] for i in keys.choice(key, len(eligible), self.size(fed))], memory
 
 
 def must_be_uniform(selector: Selector, method: str) -> None:
-    """Refuse a selector that judges clients by a global model which a method does not have.
+    """Refuse a selector other than `Uniform` for a method without a global model that every client trains.
+
+    Args:
+        selector: the selector.
+        method: the method's name, for the error.
 
     Raises:
-        RecipeError: naming both.
+        RecipeError: the selector compares clients by a global model.
     """
     if type(selector) is not Uniform:
         raise RecipeError(
-            f"[selection] {type(selector).__name__} judges clients by a global model, and {method} has none that every "
-            "client trains: remove the section, clients are then drawn uniformly"
+            f"[selection] {type(selector).__name__} compares clients by a global model, and {method} has none that "
+            "every client trains: remove [selection], so that clients are drawn uniformly"
         )

@@ -1,8 +1,12 @@
-"""DivFL: a cohort whose gradients stand for everybody's.
+"""DivFL: the cohort is the set of clients whose gradients represent those of all clients best.
 
 Balakrishnan, Li, Zhou, Himayat, Smith, Bilmes, "Diverse Client Selection for Federated Learning via Submodular
-Maximization", ICLR 2022 (algorithms.md 5.7). In the first round every client gives a gradient; afterwards only the
-cohort's are renewed ("no overheads"), so that gradients taken at different models are compared: the method accepts it.
+Maximization", ICLR 2022. The server keeps a gradient vector of each client and chooses the cohort greedily by facility
+location (`submodular.py`). In the first round every client sends a vector; afterwards only those of the cohort are
+replaced (the paper's "no overheads"), so vectors from different rounds are compared, as in the paper.
+
+What crosses: the global model to the clients, one gradient or parameter change from each to the server. Page:
+docs/algorithms/selection.md.
 """
 
 from collections.abc import Mapping
@@ -29,22 +33,27 @@ from polyfed.training.optimisers import Train
 
 
 @message
-class Point(Message):
-    """The global model, where gradients are to be taken."""
+class GlobalModel(Message):
+    """The global model, at which clients compute their gradients."""
 
     params: Tree = carries("parameters")
 
 
 @message
 class Gradient(Message):
-    """The gradient of the cross-entropy over all of a client's rows, or what local training would change."""
+    """The gradient of the cross-entropy on all of a client's rows, or the parameter change of local training."""
 
     gradient: Tree = carries("gradients")
 
 
 @dataclass(frozen=True)
 class Diversity:
-    """What DivFL remembers: vectors and distances, and who was chosen last."""
+    """The selector's memory.
+
+    Attributes:
+        similarity: the clients' vectors and their distances; None before the first round.
+        chosen: the last cohort.
+    """
 
     similarity: Similarity | None = None
     chosen: list[int] = field(default_factory=list)
@@ -52,16 +61,18 @@ class Diversity:
 
 @dataclass(frozen=True, kw_only=True)
 class DivFl(Selector):
-    """See the module. Blocks that a client lacks count as zeros.
+    """Chooses diverse clients. Blocks that a client lacks count as zeros.
 
     Attributes:
-        grad: what is compared: `delta`, the change of parameters in local training (CMSFed's comparison), or
-            `at_global`, the full-batch gradient at the received model (DivFL's code), asked for in every round.
-        greedy: `lazy` and `full` give the same choice; `stochastic` looks at max(b, N / 10) candidates a pass.
-        weights: the mean by `samples`, or by `clusters`: how many clients each chosen one is nearest to (in the
-            paper, commented out in its code).
-        sketch: project vectors to so many entries; 0 keeps them exact.
-        train: local training, the [train] section, with which `delta` is found in the first round.
+        grad: the vector of a client: `delta`, the change of its parameters in local training (CMSFed's comparison), or
+            `at_global`, the full-batch gradient at the global model (DivFL's code), requested in every round.
+        greedy: `full` tries every client in each pass; `lazy` makes the same choice with fewer evaluations;
+            `stochastic` tries max(b, N / 10) random clients in each pass, where b is the cohort's size and N the
+            number of clients.
+        weights: weights of the mean: `samples`, the method's own, or `clusters`, the number of clients that each chosen
+            one is nearest to (in the paper, but commented out in its code).
+        sketch: size to which vectors are projected; 0 keeps them as they are.
+        train: local training, the [train] section, with which `delta` is computed in the first round.
     """
 
     grad: Literal["delta", "at_global"] = "delta"
@@ -71,34 +82,34 @@ class DivFl(Selector):
     train: Train = Train()
 
     def start(self, params: Tree) -> Diversity:
-        """Nobody known."""
+        """No vector is known yet."""
         return Diversity()
 
     def choose(self, memory: Diversity, params: Tree, fed: Federation) -> tuple[list[int], Diversity]:
-        """The greedy choice of this round."""
+        """The greedy choice of this round; in the first round every client is asked for its vector."""
         similarity = memory.similarity
         if similarity is None:
             size = sum(value.numel() for value in fed.context.model.trainable(params).values())
             similarity = Similarity.empty(len(fed.clients), size, self.sketch, keys.key(fed.seed, "sketch"))
-            similarity = self._asked(similarity, list(fed.clients.eligible), params, fed)
+            similarity = self._refresh(similarity, list(fed.clients.eligible), params, fed)
         chosen = self._greedy(similarity, fed)
         if self.grad == "at_global":
-            similarity = self._asked(similarity, chosen, params, fed)
+            similarity = self._refresh(similarity, chosen, params, fed)
         return sorted(chosen), Diversity(similarity, sorted(chosen))
 
     def learn(self, memory: Diversity, params: Tree, replies: Replies, fed: Federation) -> Diversity:
-        """Under `delta`, the cohort's vectors are what its training changed."""
+        """Under `delta`, replace the cohort's vectors by the parameter changes of its training."""
         if self.grad == "at_global" or memory.similarity is None:
             return memory
         own = fed.context.model.trainable(params)
         fresh = {}
         for client, reply in replies.items():
-            moved = {name: value for name, value in reply.params.items() if name in own}
-            fresh[client] = whole(subtract(moved, own), own)
+            trained = {name: value for name, value in reply.params.items() if name in own}
+            fresh[client] = flat_vector(subtract(trained, own), own)
         return Diversity(memory.similarity.refreshed(fresh), memory.chosen)
 
     def weigh(self, memory: Diversity, weights: Mapping[int, float]) -> Mapping[int, float]:
-        """gamma_i = |C_i| / K under `clusters`: clients whose nearest among those who answered is i."""
+        """Under `clusters`, the weight gamma_i = |C_i| / K of client i; C_i are the clients that it is nearest to."""
         if self.weights == "samples" or memory.similarity is None:
             return weights
         answered = sorted(weights)
@@ -113,14 +124,17 @@ class DivFl(Selector):
         of, key = sample_size(size, len(fed.clients)), keys.key(fed.seed, "greedy", fed.round)
         return stochastic_greedy(similarity, size, pool, of=of, key=key)
 
-    def _asked(self, similarity: Similarity, clients: list[int], params: Tree, fed: Federation) -> Similarity:
+    def _refresh(self, similarity: Similarity, clients: list[int], params: Tree, fed: Federation) -> Similarity:
+        """Ask clients for their vectors, and replace these."""
         own = fed.context.model.trainable(params)
-        replies = fed.ask(self.explore, clients, Point(params))
-        return similarity.refreshed({client: whole(reply.gradient, own) for client, reply in replies.items()})
+        replies = fed.ask(self.gradient, clients, GlobalModel(params))
+        return similarity.refreshed({client: flat_vector(reply.gradient, own) for client, reply in replies.items()})
 
     @task()
-    def explore(self, context: ClientContext, data: ClientData, local: Tree, got: Point) -> tuple[Gradient, Tree]:
-        """The full-batch gradient of the cross-entropy, or what local training changes; the model is thrown away."""
+    def gradient(
+        self, context: ClientContext, data: ClientData, local: Tree, got: GlobalModel
+    ) -> tuple[Gradient, Tree]:
+        """Compute the full-batch gradient of the cross-entropy, or the parameter change of one local training."""
         own = context.model.trainable(got.params)
 
         def loss(w: Tree, batch: Batch) -> Tensor:
@@ -139,6 +153,6 @@ class DivFl(Selector):
         return Gradient(fit.carry), local
 
 
-def whole(part: Tree, template: Tree) -> Tensor:
-    """One vector (P,) of a tree that may lack blocks, zeros in their place."""
+def flat_vector(part: Tree, template: Tree) -> Tensor:
+    """Flatten a tree into a vector (P,), with zeros for the tensors of `template` that it lacks."""
     return vector({name: part.get(name, torch.zeros_like(value)) for name, value in template.items()})

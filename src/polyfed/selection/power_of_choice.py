@@ -1,7 +1,10 @@
-"""Power-of-choice: of d candidates, those on whose rows the global model is worst.
+"""Power-of-choice: of d random candidates, the cohort is those with the largest loss of the global model.
 
-Cho, Wang, Joshi, "Towards Understanding Biased Client Selection in Federated Learning", AISTATS 2022 (algorithms.md
-5.6).
+Cho, Wang, Joshi, "Towards Understanding Biased Client Selection in Federated Learning", AISTATS 2022. Every round the
+server draws d candidates, sends them the global model, and asks for its loss on their training rows; the clients with
+the largest losses form the cohort.
+
+What crosses: the global model to the candidates, one loss from each to the server. Page: docs/algorithms/selection.md.
 """
 
 import math
@@ -29,7 +32,7 @@ from polyfed.training.optimisers import Train
 
 @message
 class Candidate(Message):
-    """The global model, to be judged."""
+    """The global model, sent to a candidate that is asked for its loss."""
 
     params: Tree = carries("parameters")
 
@@ -43,16 +46,18 @@ class OwnLoss(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class PowD(Selector):
-    """See the module.
+    """Chooses clients with large losses.
 
     Attributes:
-        d: candidates a round; 10 in CMSFed's comparison.
-        candidates: drawn without replacement in proportion to their rows (`size`, the paper) or `uniform`.
-        variant: `full` asks candidates for the loss on all of their rows; `batch` (cpow-d) on one mini-batch;
-            `reported` (rpow-d) asks nobody and goes by the training loss each client last reported, never-seen
-            clients first.
-        batch_size: of `batch`.
-        allow_incongruent: losses of clients with different modalities are not comparable, which is refused otherwise.
+        d: number of candidates in a round; 10 in CMSFed's comparison.
+        candidates: how they are drawn, without replacement: in proportion to their training rows (`size`, the paper)
+            or `uniform`.
+        variant: `full` asks candidates for the loss on all of their rows; `batch` (cpow-d in the paper) for the loss on
+            one mini-batch; `reported` (rpow-d) sends no request and uses the training loss that each client last
+            reported, with clients that never reported one first.
+        batch_size: batch size of `batch`.
+        allow_incongruent: accept clients with different modalities, whose losses are not comparable; they are refused
+            by default.
     """
 
     d: Annotated[int, AT_LEAST_ONE] = 10
@@ -62,21 +67,25 @@ class PowD(Selector):
     allow_incongruent: bool = False
 
     def start(self, params: Tree) -> dict[int, float]:
-        """No loss known."""
+        """No client has reported a loss yet."""
         return {}
 
     def choose(self, memory: dict[int, float], params: Tree, fed: Federation) -> tuple[list[int], dict[int, float]]:
-        """The candidates with the largest losses; among equals the smallest numbers."""
+        """The candidates with the largest losses; of equal losses, the clients with the smallest numbers.
+
+        Raises:
+            RecipeError: `d` is out of range, or clients hold different modalities.
+        """
         size, pool = self.size(fed), list(fed.clients.eligible)
         if not size <= self.d <= len(pool):
             raise RecipeError(
-                f"[selection] d = {self.d}: must lie between the cohort's size, {size}, and the number of clients "
-                f"with rows, {len(pool)}"
+                f"[selection] d = {self.d}: must be at least the cohort's size, {size}, and at most the number of "
+                f"clients with training rows, {len(pool)}"
             )
         if not self.allow_incongruent and not bool((fed.clients.holds == fed.clients.holds[0]).all()):
             raise RecipeError(
-                "pow-d compares losses of clients that hold different modalities, which mean different things; "
-                "choose another selector, or set [selection] allow_incongruent = true"
+                "[selection] pow-d compares losses, and those of clients that hold different modalities are not "
+                "comparable: choose another selector, or set [selection] allow_incongruent = true"
             )
         drawn = self._draw(pool, fed)
         losses = self._losses(drawn, memory, params, fed)
@@ -84,11 +93,11 @@ class PowD(Selector):
         return sorted(sorted(answered, key=lambda client: (-losses[client], client))[:size]), memory
 
     def learn(self, memory: dict[int, float], params: Tree, replies: Replies, fed: Federation) -> dict[int, float]:
-        """Remember what the cohort reported."""
+        """Under `reported`, remember the training losses of the cohort."""
         return memory | replies.numbers("loss") if self.variant == "reported" else memory
 
     def _draw(self, pool: list[int], fed: Federation) -> list[int]:
-        """d candidates without replacement, by the largest u^(1/weight) (Efraimidis, Spirakis, 2006)."""
+        """Draw d candidates without replacement: those with the largest u^(1/weight) (Efraimidis, Spirakis, 2006)."""
         noise = keys.uniform(keys.key(fed.seed, "candidates", fed.round), len(pool)).to(torch.float64)
         rows = fed.clients.num_rows[torch.tensor(pool)].to(torch.float64)
         score = (noise + 2.0**-25).log() / (rows if self.candidates == "size" else 1.0)
@@ -97,15 +106,13 @@ class PowD(Selector):
     def _losses(self, drawn: list[int], memory: dict[int, float], params: Tree, fed: Federation) -> dict[int, float]:
         if self.variant == "reported":
             return {client: memory.get(client, math.inf) for client in drawn}
-        return fed.ask(self.require_quorum, drawn, Candidate(params)).numbers("loss")
+        return fed.ask(self.own_loss, drawn, Candidate(params)).numbers("loss")
 
     @task()
-    def require_quorum(
-        self, context: ClientContext, data: ClientData, local: Tree, got: Candidate
-    ) -> tuple[OwnLoss, Tree]:
-        """The received model's mean cross-entropy on the client's rows, or on a mini-batch of them."""
+    def own_loss(self, context: ClientContext, data: ClientData, local: Tree, got: Candidate) -> tuple[OwnLoss, Tree]:
+        """Compute the mean cross-entropy of the received model on the client's rows, or on a mini-batch of them."""
         if self.variant == "batch":
-            # one step of length zero: the loss of a random batch, and nothing moves
+            # one training step with learning rate 0 gives the loss of a random batch
             once = Train(steps=1, batch_size=self.batch_size, lr=0.0)
             fit = data.minimise(
                 lambda w, b: cross_entropy(context.model.logits(w, b.evaluation()), b), got.params, train=once

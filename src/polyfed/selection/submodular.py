@@ -1,10 +1,13 @@
-"""Facility location over clients: choose few whose vectors stand for all.
+"""Which few clients represent all? Submodular selection by facility location, for DivFL and CMSFed.
 
-With distances D the cost of a choice S is G(S) = sum over clients v of the smallest D[v, i], i in S; the utility
-constant - G is monotone and submodular, so greedy choices are within 1 - 1/e of the best (Nemhauser, Wolsey, Fisher,
-1978). Three ways to be greedy: full; lazy, which gives the same choice from fewer evaluations (Minoux, 1978); and
-stochastic, which looks at a random sample of the candidates in each pass (Mirzasoleiman et al., AAAI 2015). DivFL
-(Balakrishnan et al., ICLR 2022) chooses on one D, CMSFed on two at once (algorithms.md 2.3, 5.7).
+The problem: given distances D between the vectors of all clients, choose a set S with a small cost
+G(S) = sum over clients v of min over i in S of D[v, i]. The utility, a constant minus G, is monotone and submodular, so
+a greedy choice reaches at least 1 - 1/e of the best utility (Nemhauser, Wolsey, Fisher, 1978). There are three greedy
+algorithms: `greedy` tries every candidate in each pass; `lazy_greedy` makes the same choice with fewer evaluations
+(Minoux, 1978); `stochastic_greedy` tries a random sample in each pass (Mirzasoleiman et al., AAAI 2015). DivFL
+(Balakrishnan et al., ICLR 2022) uses one D, CMSFed two at once.
+
+`Similarity` has the vectors and D, `Cover` the cost of a choice while it grows. Page: docs/algorithms/selection.md.
 
 Shape letters: `N` clients, `P` entries of a vector, `S` candidates.
 """
@@ -23,14 +26,14 @@ from polyfed.core.tree import keep_on_host
 
 @dataclass(frozen=True)
 class Similarity:
-    """What is remembered of every client: a vector, and the distances between them.
+    """The last vector of every client, and the distances between these vectors.
 
     Attributes:
         vectors: (N, P) float32, or (N, `sketch`) after projection.
-        known: whether a client has ever given a vector, bool (N,).
-        distance: Euclidean, (N, N) float32, symmetric, zero diagonal; +inf to and from clients that are not known.
-        sketch: entries of a sketched vector; 0 keeps vectors whole.
-        key: of the sketch.
+        known: whether a client has sent a vector, bool (N,).
+        distance: Euclidean distances, (N, N) float32, symmetric, zero diagonal; +inf to and from unknown clients.
+        sketch: entries of a projected vector; 0 keeps vectors as they are.
+        key: the key of the random projection.
     """
 
     vectors: Tensor
@@ -40,23 +43,27 @@ class Similarity:
     key: int = 0
 
     def __post_init__(self) -> None:
-        """Greedy choices look distances up one by one, which an accelerator is slow at."""
+        """Keep all tensors on the host: greedy choices read distances one by one, which is slow on an accelerator."""
         keep_on_host(self, "vectors", "known", "distance")
 
     @classmethod
     def empty(cls, num: int, size: int, sketch: int = 0, key: int = 0) -> "Similarity":
-        """Nobody known yet; vectors will have `size` entries.
+        """No vector is known yet.
 
-        A vector shorter than the sketch is kept whole: there is nothing to save.
+        Args:
+            num: number of clients.
+            size: entries of a vector.
+            sketch: entries of a projected vector; 0, or at least `size`, keeps vectors as they are.
+            key: the key of the random projection.
         """
         sketch = sketch if sketch < size else 0
         distance = torch.full((num, num), float("inf")).fill_diagonal_(0.0)
         return cls(torch.zeros(num, sketch or size), torch.zeros(num, dtype=torch.bool), distance, sketch, key)
 
     def refreshed(self, fresh: Mapping[int, Tensor]) -> "Similarity":
-        """With the vectors (P,) of some clients replaced, and only the rows and columns of these recomputed.
+        """Replace the vectors (P,) of some clients and recompute their distances.
 
-        This is DivFL's "no-overheads" update: everything between other clients stays as it was, however old.
+        This is DivFL's "no-overheads" update: distances between the other clients stay as they are, however old.
         """
         if not fresh:
             return self
@@ -65,7 +72,7 @@ class Similarity:
         vectors, known, distance = self.vectors.clone(), self.known.clone(), self.distance.clone()
         vectors[changed] = sketched(rows, self.sketch, self.key) if self.sketch else rows
         known[changed] = True
-        # direct differences: the shortcut through dot products leaves equal vectors at a distance above zero
+        # by differences: computed from dot products, the distance of equal vectors would not be exactly zero
         fresh_rows = torch.cdist(vectors[changed], vectors, compute_mode="donot_use_mm_for_euclid_dist")
         fresh_rows[:, ~known] = float("inf")
         distance[changed] = fresh_rows
@@ -74,9 +81,9 @@ class Similarity:
 
 
 def sketched(vectors_NP: Tensor, size: int, key: int) -> Tensor:
-    """Count sketch (N, size): every entry is added, with a random sign, to one random bucket (Charikar et al., 2002).
+    """Count sketch (N, size): adds every entry, with a random sign, to one random bucket (Charikar et al., 2002).
 
-    Inner products and so squared distances are kept in expectation; their relative error falls as 1/sqrt(size).
+    Inner products, and so squared distances, are preserved in expectation; their relative error falls as 1/sqrt(size).
     """
     bucket, sign = _places(vectors_NP.shape[1], size, key)
     return torch.zeros(len(vectors_NP), size).index_add_(1, bucket, vectors_NP * sign)
@@ -84,17 +91,17 @@ def sketched(vectors_NP: Tensor, size: int, key: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _places(width: int, size: int, key: int) -> tuple[Tensor, Tensor]:
-    """Bucket and sign of every entry: a pure function of the key, kept because a run asks every round."""
+    """Bucket and sign of every entry; cached, as every round of a run needs the same ones."""
     bucket = keys.bits(keys.fold_in(key, 0), width).to(torch.int64).remainder_(size)
     return bucket, 1.0 - 2.0 * (keys.bits(keys.fold_in(key, 1), width) & 1)
 
 
 class Cover:
-    """One facility-location problem while a choice is being made.
+    """The facility-location cost of a choice that grows client by client.
 
     Args:
         distance: D (N, N), symmetric.
-        known: who takes part; the others neither stand for anybody nor want to be stood for.
+        known: which clients have a vector, bool (N,); the others count neither as candidates nor in the cost.
     """
 
     def __init__(self, distance: Tensor, known: Tensor) -> None:
@@ -102,17 +109,21 @@ class Cover:
         self.nearest = torch.where(known, float("inf"), 0.0)
 
     def costs(self, candidates: Sequence[int]) -> Tensor:
-        """G(S and the candidate) for each candidate, float64 (S,); +inf for those not known."""
+        """The cost of the choice with each candidate added, float64 (S,); +inf for unknown candidates."""
         index = torch.tensor(candidates, dtype=torch.int64)
-        # sums in double precision: ties between candidates then stay ties, whatever the order of the sum; a few
-        # candidates at a time: their rows then stay in the cache
+        # in double precision, so that ties between candidates do not depend on the order of summation; 64 candidates
+        # at a time, so that their rows stay in the processor's cache
         parts = [
             torch.minimum(self.nearest, self.distance[i]).sum(1, dtype=torch.float64) for i in torch.split(index, 64)
         ]
         return torch.cat(parts).masked_fill(~self.known[index], float("inf"))
 
     def best(self, candidates: Sequence[int]) -> int | None:
-        """The candidate (ascending) that leaves the smallest cost, the first among equals; None if none is known."""
+        """The candidate with the smallest cost, the first of equals; None if no candidate is known.
+
+        Args:
+            candidates: clients in ascending order.
+        """
         if not candidates:
             return None
         costs = self.costs(candidates)
@@ -120,13 +131,13 @@ class Cover:
         return candidates[place] if bool(torch.isfinite(costs[place])) else None
 
     def add(self, client: int) -> None:
-        """Let a client join the choice."""
+        """Add a client to the choice."""
         if bool(self.known[client]):
             self.nearest = torch.minimum(self.nearest, self.distance[client])
 
 
 def cost(similarity: Similarity, chosen: Sequence[int]) -> float:
-    """G of a choice; +inf for the empty one."""
+    """The cost G of a choice; +inf for an empty choice."""
     cover = Cover(similarity.distance, similarity.known)
     for client in chosen:
         cover.add(client)
@@ -134,29 +145,34 @@ def cost(similarity: Similarity, chosen: Sequence[int]) -> float:
 
 
 def sample(pool: Sequence[int], size: int, key: int) -> list[int]:
-    """`size` random members of the pool, ascending; all of it when it has no more."""
+    """Draw `size` random members of the pool, ascending; the whole pool if it has fewer."""
     if len(pool) <= size:
         return sorted(pool)
     return sorted(pool[i] for i in keys.permutation(key, len(pool))[:size].tolist())
 
 
 def sample_size(size: int, num: int) -> int:
-    """Candidates of a pass of the stochastic greedy: max(b, floor(N / 10)) (CMSFed's code, algorithms.md 2.4)."""
+    """Candidates in each pass of `stochastic_greedy`: max(b, floor(N / 10)), as in the authors' code of CMSFed.
+
+    Args:
+        size: b, the size of the choice.
+        num: N, the number of clients.
+    """
     return max(size, num // 10)
 
 
 def greedy(similarity: Similarity, size: int, pool: Sequence[int]) -> list[int]:
-    """Full greedy: in every pass the best of all candidates; `size` members of the pool, in order of choice."""
+    """Choose `size` members of the pool, in every pass the best of all candidates; in order of choice."""
     return _passes(similarity, size, pool, lambda rest, _: rest)
 
 
 def stochastic_greedy(similarity: Similarity, size: int, pool: Sequence[int], *, of: int, key: int) -> list[int]:
-    """In every pass the best of `of` random candidates, drawn from the stream (key, pass)."""
+    """Choose `size` members of the pool, in every pass the best of `of` random candidates; in order of choice."""
     return _passes(similarity, size, pool, lambda rest, step: sample(rest, of, keys.key(key, step)))
 
 
 def lazy_greedy(similarity: Similarity, size: int, pool: Sequence[int]) -> list[int]:
-    """The choice of `greedy` from fewer evaluations: a gain can only fall, so an old one is an upper bound."""
+    """Make the choice of `greedy` with fewer evaluations: gains only fall, so an old gain is an upper bound."""
     cover = Cover(similarity.distance, similarity.known)
     able = [client for client in sorted(pool) if bool(similarity.known[client])]
     chosen = [_take(cover, cover.best(able))] if able and size else []
@@ -184,7 +200,7 @@ def _passes(
     while rest and len(chosen) < size:
         candidates = look(rest, len(chosen))
         best = cover.best(candidates)
-        # nobody there has ever given a vector: the first will do
+        # where no candidate is known, take the first one
         chosen.append(_take(cover, candidates[0] if best is None else best))
         rest.remove(chosen[-1])
     return chosen

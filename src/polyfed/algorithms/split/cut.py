@@ -1,18 +1,26 @@
-"""A model cut in two: the clients keep the encoders, the server has what comes after (algorithms.md 5.11, 5.12).
+"""A model cut in two: the clients have the encoders (lower half), the server has the rest (upper half).
 
-The cut runs where the modalities' features enter the fusion. U-shaped, the head comes back to the client, and with it
-the labels stay there. Each batch is an exchange: activations up, their gradients down; on both sides a step is one of
-`ClientData.minimise` on that batch, the optimiser going on from the step before.
+The cut is where the features of the modalities enter the fusion. If the model is U-shaped, the client has the head too,
+so that labels stay on the client. In every training step the activations of a batch go to the server and their
+gradients come back. A step is one call of `ClientData.minimise` on that batch, on both sides, with an optimiser that
+continues from the step before.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from polyfed.algorithms.split.messages import Cue, Evaluated, Feedback, Half, Joint, Ready, Smashed
+from polyfed.algorithms.split.local_state import (
+    client_half,
+    earlier_steps,
+    fresh_local,
+    last_loss,
+    local_after,
+    padded,
+)
+from polyfed.algorithms.split.messages import CutGradients, Half, HeadGradient, HeadInput, Ready, Smashed, StepNumber
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
@@ -30,13 +38,13 @@ from polyfed.training.client_data import steps_trained
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Moments, Train
 
-WEIGHT, MOMENT = "weight.", "moment."
-"""Prefixes of a client's half and of its optimiser among the client's local state."""
+COMMON = -1
+"""The key of a server's half that serves all clients, where each client could have one of its own."""
 
 
 @dataclass(frozen=True)
-class Upper:
-    """The server's half: its parameters, and its optimiser after `steps` steps."""
+class ServerHalf:
+    """The server's half: its parameters, and the moments of its optimiser after `steps` steps."""
 
     params: Tree
     moments: Moments
@@ -45,10 +53,10 @@ class Upper:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The tasks of the clients, and the server's step.
+    """The client tasks and the server's step of a cut model.
 
     Attributes:
-        train: of both halves.
+        train: training options of both halves.
         u_shaped: whether the head and the labels stay on the client.
     """
 
@@ -56,84 +64,90 @@ class Cut:
     u_shaped: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what needs the whole gradient or the whole training at once."""
+        """Check the options.
+
+        Raises:
+            RecipeError: `train.clip_norm` is set, but neither side has the whole gradient; or `train.steps` is set.
+        """
         if self.train.clip_norm or self.train.steps is not None:
             raise RecipeError(
-                "a model that is cut in two has no norm of the whole gradient and counts in epochs: "
-                "leave out train.clip_norm and train.steps"
+                "[train] clip_norm and steps cannot be used with a model that is cut in two: neither side has the "
+                "whole gradient, and training is counted in epochs. Remove clip_norm and steps"
             )
 
     def lower(self, tree: Tree) -> Tree:
-        """The client's half of a tree."""
+        """The client's half of a tree: the encoders, and the head if U-shaped."""
         return {n: v for n, v in tree.items() if ".encoder." in n or (self.u_shaped and n.startswith("shared.head."))}
 
     def upper(self, tree: Tree) -> Tree:
-        """The server's half."""
+        """The server's half of a tree: everything else."""
         low = self.lower(tree)
         return {n: v for n, v in tree.items() if n not in low}
 
     def check(self, model: Model) -> None:
-        """Refuse a model that leaves the server nothing, or the client no head."""
+        """Check that both halves of a model have parameters.
+
+        Raises:
+            RecipeError: nothing is left for the server, or the client of a U-shaped model has no head.
+        """
         if not self.upper(model.template) or (self.u_shaped and not model.joint_size):
             raise RecipeError(
-                "u_shaped = true needs a head for the client and a fusion with parameters for the server: "
-                "[model] fusion = 'concat' and head = [64], for example"
+                "[algorithm] u_shaped = true needs a model with a head, for the client, and a fusion with parameters, "
+                "for the server: set [model] fusion = 'concat' and head = [64], for example"
             )
 
     # the clients' half
 
     def local(self, context: ClientContext) -> Tree:
-        """Room for the client's half and its optimiser."""
-        return self._kept(context.model, self.lower(context.initial))
-
-    def _kept(self, model: Model, half: Tree) -> Tree:
-        """A half with a fresh optimiser."""
-        moments = self.train.moments(model.trainable(half))
-        kept = {f"{MOMENT}{kind}/{n}": v for kind, tree in moments.items() for n, v in tree.items()}
-        return {WEIGHT + n: v for n, v in half.items()} | kept
+        """The client's local state: its half and a fresh optimiser."""
+        return fresh_local(context.model, self.lower(context.initial), self.train)
 
     @task()
     def start(self, context: ClientContext, data: ClientData, local: Tree, got: Half) -> tuple[Ready, Tree]:
-        """Take the half; its optimiser starts afresh (algorithms.md 5.11)."""
-        return Ready(data.num_rows), self._kept(context.model, got.params)
+        """Store the received half and start a fresh optimiser for it."""
+        return Ready(data.num_rows), fresh_local(context.model, got.params, self.train)
 
     @task()
-    def forward(self, context: ClientContext, data: ClientData, local: Tree, got: Cue) -> tuple[Smashed, Tree]:
-        """Embed the batch of this step."""
+    def forward(self, context: ClientContext, data: ClientData, local: Tree, got: StepNumber) -> tuple[Smashed, Tree]:
+        """Compute the activations of this step's batch."""
         batch = data.batch(self.train, got.step)
         with torch.no_grad():
-            w = {n: v.clone() for n, v in half_of(local).items()}  # batch statistics are written in `backward`
+            # a copy, as `backward` is where batch statistics are updated
+            w = {n: v.clone() for n, v in client_half(local).items()}
             activations = masked(context.model.features(w, batch), batch.present)
         labels = {} if self.u_shaped else {LABELS: batch.y}
         return Smashed(activations, labels, batch.num_real.to(torch.int64)), local
 
     @task()
-    def close(self, context: ClientContext, data: ClientData, local: Tree, got: Joint) -> tuple[Evaluated, Tree]:
-        """U-shaped: judge the batch with the client's own head, and train that."""
+    def train_head(
+        self, context: ClientContext, data: ClientData, local: Tree, got: HeadInput
+    ) -> tuple[HeadGradient, Tree]:
+        """U-shaped: compute the loss of this step's batch with the client's head, and train the head."""
         batch, model = data.batch(self.train, got.step), context.model
         joint = padded(got.joint, batch)
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             return cross_entropy(model.classify(w, w["shared.cut"], batch), batch)
 
-        def apart(grads: Tree, w: Tree, aux: Tree, carry: Tree) -> tuple[Tree, Tree]:
+        def without_cut(grads: Tree, w: Tree, aux: Tree, carry: Tree) -> tuple[Tree, Tree]:
             return {n: g for n, g in grads.items() if n != "shared.cut"}, {"cut": grads["shared.cut"]}
 
         fit = data.minimise(
             loss,
-            half_of(local) | {"shared.cut": joint},
+            client_half(local) | {"shared.cut": joint},
             train=self.train,
-            direction=apart,
+            direction=without_cut,
             carry={"cut": torch.zeros_like(joint)},
             only=("shared",),
-            after=leg(local, got.step),
+            after=earlier_steps(local, got.step),
             on=batch,
         )
-        return Evaluated(fit.carry["cut"], last_loss(fit), batch.num_real.to(torch.int64)), kept_after(fit, local)
+        reply = HeadGradient(fit.carry["cut"], last_loss(fit), batch.num_real.to(torch.int64))
+        return reply, local_after(fit, local)
 
     @task()
-    def backward(self, context: ClientContext, data: ClientData, local: Tree, got: Feedback) -> tuple[Ready, Tree]:
-        """Train the encoders on the gradients that came back."""
+    def backward(self, context: ClientContext, data: ClientData, local: Tree, got: CutGradients) -> tuple[Ready, Tree]:
+        """Train the encoders with the gradients at the cut."""
         batch, model = data.batch(self.train, got.step), context.model
         gradients = {m: padded(g, batch) for m, g in got.gradients.items()}
 
@@ -142,67 +156,78 @@ class Cut:
             products = [(z[m] * g).flatten(1).sum(1) for m, g in gradients.items()]
             return batch.sum(torch.stack(products).sum(0))
 
-        names = [n for n in half_of(local) if ".encoder." in n]
-        after = leg(local, got.step)
-        fit = data.minimise(loss, half_of(local), train=self.train, only=names, after=after, on=batch)
-        return Ready(data.num_rows), kept_after(fit, local)
+        half, after = client_half(local), earlier_steps(local, got.step)
+        names = [n for n in half if ".encoder." in n]
+        fit = data.minimise(loss, half, train=self.train, only=names, after=after, on=batch)
+        return Ready(data.num_rows), local_after(fit, local)
 
     @task()
-    def finish(self, context: ClientContext, data: ClientData, local: Tree, got: Cue) -> tuple[Half, Tree]:
-        """Give the half back."""
-        return Half(half_of(local)), local
+    def finish(self, context: ClientContext, data: ClientData, local: Tree, got: StepNumber) -> tuple[Half, Tree]:
+        """Return the client's half."""
+        return Half(client_half(local)), local
 
     # the server's half
 
-    def fresh(self, model: Model, params: Tree) -> Upper:
+    def fresh(self, model: Model, params: Tree) -> ServerHalf:
         """A server's half with a fresh optimiser."""
-        return Upper(params, self.train.moments(model.trainable(params)))
+        return ServerHalf(params, self.train.moments(model.trainable(params)))
 
-    def teach(
-        self, fed: Federation, upper: Upper, k: int, sent: Smashed, evaluated: Evaluated | None
-    ) -> tuple[Upper, TrainingResult]:
-        """One step of the server's half on a client's activations; `carry` holds the gradients at the cut."""
+    def server_step(
+        self, fed: Federation, half: ServerHalf, k: int, sent: Smashed, head: HeadGradient | None
+    ) -> tuple[ServerHalf, TrainingResult]:
+        """One training step of the server's half on the activations of client k.
+
+        Args:
+            fed: the federation.
+            half: the server's half before the step.
+            k: the client.
+            sent: its activations, with labels unless the model is U-shaped.
+            head: the gradient from the client's head if the model is U-shaped, else None.
+
+        Returns:
+            The server's half after the step, and the training result, whose `carry` has the gradients at the cut.
+        """
         model = fed.context.model
         cuts = {f"{m}.cut": z for m, z in sent.activations.items()}
-        batch = self.received(fed, k, sent, upper.steps)
+        batch = self.received(fed, k, sent, half.steps)
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             features = {m: w[f"{m}.cut"] for m in sent.activations}
-            if evaluated is None:
+            if head is None:
                 return cross_entropy(model.fuse(w, features, batch), batch)
-            product: Tensor = model.joint(w, features, batch) * evaluated.gradient
+            product: Tensor = model.joint(w, features, batch) * head.gradient
             return product.sum()
 
-        def apart(grads: Tree, w: Tree, aux: Tree, carry: Tree) -> tuple[Tree, Tree]:
+        def without_cut(grads: Tree, w: Tree, aux: Tree, carry: Tree) -> tuple[Tree, Tree]:
             return {n: g for n, g in grads.items() if n not in cuts}, {n: grads[n] for n in cuts}
 
-        view = fed.server_data(sent.activations, number=k)
-        after = TrainingResult({}, torch.zeros(()), torch.tensor(upper.steps), moments=upper.moments)
-        fit = view.minimise(loss, upper.params | cuts, train=self.train, direction=apart, after=after, on=batch)
+        data = fed.server_data(sent.activations, number=k)
+        after = TrainingResult({}, torch.zeros(()), torch.tensor(half.steps), moments=half.moments)
+        fit = data.minimise(loss, half.params | cuts, train=self.train, direction=without_cut, after=after, on=batch)
         params = {n: v for n, v in fit.params.items() if n not in cuts}
-        return Upper(params, fit.moments, upper.steps + 1), fit
+        return ServerHalf(params, fit.moments, half.steps + 1), fit
 
     def received(self, fed: Federation, k: int, sent: Smashed, step: int) -> Batch:
-        """The rows a client sent as a training batch."""
+        """The rows that client k sent, as a training batch without samples."""
         n = int(sent.num_rows)
         rows = torch.arange(n, device=next(iter(sent.activations.values())).device)
         key = keys.key(fed.seed, "server dropout", k, fed.round, step)
         return Batch(x={}, y=sent.labels.get(LABELS, torch.zeros_like(rows)), rows=rows, key=key)
 
     def exchange(
-        self, fed: Federation, order: Sequence[int], params: Tree, uppers: dict[int, Upper]
+        self, fed: Federation, order: Sequence[int], params: Tree, halves: dict[int, ServerHalf]
     ) -> tuple[Replies, float]:
-        """All steps of a round with these clients, who work side by side.
+        """Run all training steps of a round with these clients in parallel.
 
         Args:
             fed: the federation.
-            order: clients, in the order in which the server serves them within a step.
-            params: the whole model; its lower half is where the clients start.
-            uppers: the server's half of each client, or one for all under number -1; changed in place.
+            order: the clients, in the order in which the server serves them within a step.
+            params: the whole model, whose lower half the clients start from.
+            halves: the server's half for each client, or one for all clients under `COMMON`; changed in place.
 
         Returns:
-            The halves that came back, without those of clients that were lost on the way, and the mean loss of a row.
-            Whoever is missing is missing there: with turns, other clients have answered or are still to be asked.
+            The clients' halves after training, and the mean loss of a row. Clients that failed in any step are among
+            the `missing` of the replies. No quorum is required here: the caller does that once per round.
         """
         started = fed.ask(self.start, order, Half(self.lower(params)), quorum=False)
         there, lost = list(started), dict(started.missing)
@@ -215,22 +240,24 @@ class Cut:
         for step in range(1, max(lengths.values(), default=0) + 1):
             active = [k for k in order if k in there and lengths[k] >= step]
             number = torch.tensor(step)
-            smashed = fed.ask(self.forward, active, Cue(number), quorum=False, accept=self._at_the_cut(fed))
-            evaluated = self._judged(fed, smashed, uppers, number)
-            feedback = {}
-            for k in [k for k in active if k in (evaluated if self.u_shaped else smashed)]:
-                sent, place = smashed[k], k if k in uppers else -1
-                uppers[place], fit = self.teach(fed, uppers[place], k, sent, evaluated.get(k))
-                feedback[k] = Feedback({m: fit.carry[f"{m}.cut"] for m in sent.activations}, number, sent.num_rows)
-                loss = evaluated[k].loss if self.u_shaped else last_loss(fit)
+            smashed = fed.ask(self.forward, active, StepNumber(number), quorum=False, accept=self._as_cut(fed))
+            heads = self._head_gradients(fed, smashed, halves, number)
+            gradients = {}
+            for k in [k for k in active if k in (heads if self.u_shaped else smashed)]:
+                sent, place = smashed[k], k if k in halves else COMMON
+                halves[place], fit = self.server_step(fed, halves[place], k, sent, heads.get(k))
+                cut = {m: fit.carry[f"{m}.cut"] for m in sent.activations}
+                gradients[k] = CutGradients(cut, number, sent.num_rows)
+                loss = heads[k].loss if self.u_shaped else last_loss(fit)
                 total, rows = total + float(loss) * int(sent.num_rows), rows + int(sent.num_rows)
-            trained = fed.ask(self.backward, list(feedback), feedback, quorum=False)
+            trained = fed.ask(self.backward, list(gradients), gradients, quorum=False)
             there = [k for k in there if k not in active or k in trained]
-            lost |= smashed.missing | evaluated.missing | trained.missing
-        done = fed.ask(self.finish, there, Cue(torch.tensor(0)), quorum=False)
+            lost |= smashed.missing | heads.missing | trained.missing
+        done = fed.ask(self.finish, there, StepNumber(torch.tensor(0)), quorum=False)
         return Replies(done.parts, lost | done.missing), total / max(rows, 1)
 
-    def _at_the_cut(self, fed: Federation) -> Accept:
+    def _as_cut(self, fed: Federation) -> Accept:
+        """A check for `fed.ask(..., accept=)`: activations of all modalities of the client, and labels if expected."""
         labels = set() if self.u_shaped else {LABELS}
 
         def flaw(client: int, reply: Smashed) -> str:
@@ -239,73 +266,44 @@ class Cut:
 
         return flaw
 
-    def _judged(self, fed: Federation, smashed: Replies, uppers: dict[int, Upper], step: Tensor) -> Replies:
-        """U-shaped: the way up to the clients' heads and back; nothing otherwise."""
+    def _head_gradients(
+        self, fed: Federation, smashed: Replies, halves: dict[int, ServerHalf], step: Tensor
+    ) -> Replies:
+        """U-shaped: send the input of the head to each client and get its gradient back; else no replies."""
         if not self.u_shaped:
             return Replies([])
         sends = {}
         for k, sent in smashed.items():
-            upper = uppers[k if k in uppers else -1]
+            half = halves[k if k in halves else COMMON]
             with torch.no_grad():
-                batch = self.received(fed, k, sent, upper.steps)
-                joint = fed.context.model.joint(upper.params, sent.activations, batch)
-            sends[k] = Joint(joint, step, sent.num_rows)
+                batch = self.received(fed, k, sent, half.steps)
+                joint = fed.context.model.joint(half.params, sent.activations, batch)
+            sends[k] = HeadInput(joint, step, sent.num_rows)
 
-        def flaw(client: int, reply: Evaluated) -> str:
+        def flaw(client: int, reply: HeadGradient) -> str:
             return "" if reply.gradient.shape == sends[client].joint.shape else "sent a gradient of another shape"
 
-        return fed.ask(self.close, list(sends), sends, quorum=False, accept=flaw)
+        return fed.ask(self.train_head, list(sends), sends, quorum=False, accept=flaw)
 
 
 def will_send(cut: Cut, task: str, field: str, block: str) -> bool:
-    """What `Algorithm.will_send` says of a cut's tasks."""
-    if task == "cut.close" or (task == "cut.finish" and block == SHARED):  # the head, which a client has under a U
+    """The answer of `Algorithm.will_send` for the tasks of a cut."""
+    if task == "cut.train_head" or (task == "cut.finish" and block == SHARED):  # only a U-shaped client has a head
         return cut.u_shaped
     return not (field == "labels" and cut.u_shaped)
 
 
-def half_of(local: Tree) -> Tree:
-    """The client's half among its local state."""
-    return {n.removeprefix(WEIGHT): v for n, v in local.items() if n.startswith(WEIGHT)}
-
-
-def leg(local: Tree, step: Tensor) -> TrainingResult:
-    """The client's training up to before this step."""
-    moments: Moments = {}
-    for name, value in local.items():
-        if name.startswith(MOMENT):
-            kind, _, of = name.removeprefix(MOMENT).partition("/")
-            moments.setdefault(kind, {})[of] = value
-    return TrainingResult({}, torch.zeros((), device=step.device), step - 1, moments=moments)
-
-
-def kept_after(fit: TrainingResult, local: Tree) -> Tree:
-    """The local state after a step."""
-    kept = {f"{MOMENT}{kind}/{n}": v for kind, tree in fit.moments.items() for n, v in tree.items()}
-    found = {WEIGHT + n: v for n, v in fit.params.items()} | kept
-    return {name: found[name] for name in local}
-
-
-def last_loss(fit: TrainingResult) -> Tensor:
-    """The loss of a single step whose `after` had a loss of 0: the mean over all steps is a share of it."""
-    return fit.loss * fit.num_steps
-
-
-def padded(rows: Tensor, batch: Batch) -> Tensor:
-    """Rows that came back for a batch, with zeros where the batch is padded further than they are."""
-    missing = batch.y.shape[0] - rows.shape[0]
-    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
-
-
-def one_turn(cut: Cut, fed: Federation, params: Tree, k: int, uppers: dict[int, Upper]) -> tuple[Tree, float, Replies]:
-    """Split learning's turn of one client: the whole model after it, its loss, and its half if it came back."""
-    done, loss = cut.exchange(fed, [k], params, uppers)
+def train_one(
+    cut: Cut, fed: Federation, params: Tree, k: int, halves: dict[int, ServerHalf]
+) -> tuple[Tree, float, Replies]:
+    """Train with one client: the whole model after that, the loss, and the client's half, if it came back."""
+    done, loss = cut.exchange(fed, [k], params, halves)
     lower = done[k].params if k in done else {}
-    return params | lower | uppers[-1].params, loss, done
+    return params | lower | halves[COMMON].params, loss, done
 
 
-def halves_of(params: Tree, cut: Cut, clients: Sequence[int], fed: Federation) -> dict[int, Upper]:
-    """An upper half of its own for every client, with the parts of the modalities that it owns."""
+def server_halves(params: Tree, cut: Cut, clients: Sequence[int], fed: Federation) -> dict[int, ServerHalf]:
+    """A server's half for each client, with the blocks that the client owns."""
     found = {}
     for k in clients:
         own = {n: v for n, v in cut.upper(params).items() if block_of(n) in fed.clients[k].blocks}

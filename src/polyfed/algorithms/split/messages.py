@@ -1,4 +1,4 @@
-"""What crosses between the two halves of a cut model."""
+"""What crosses between the client's half and the server's half of a cut model."""
 
 from torch import Tensor
 
@@ -9,28 +9,28 @@ from polyfed.core.tree import Tree
 
 @message
 class Half(Message):
-    """The client's half of the model, on its way there or back."""
+    """The client's half of the model, to the client at the start of a round and back at its end."""
 
     params: Tree = carries("parameters", partial=True)
 
 
 @message
-class Cue(Message):
-    """The number of a step, from 1."""
+class StepNumber(Message):
+    """The number of a training step, from 1."""
 
     step: Tensor = carries("statistic")
 
 
 @message
 class Ready(Message):
-    """The client has done it."""
+    """Confirms that the client has carried out the request."""
 
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
 @message
 class Smashed(Message):
-    """Activations at the cut (B, ...) by modality, and the labels (B,) where they may go along."""
+    """Smashed data: activations at the cut (B, ...) by modality, and the labels (B,) unless the model is U-shaped."""
 
     activations: Tree = carries("embeddings", rows="num_rows", shape=("encoded",))
     labels: Tree = carries("labels", rows="num_rows", shape=(), blocks=(LABELS,))
@@ -38,8 +38,8 @@ class Smashed(Message):
 
 
 @message
-class Feedback(Message):
-    """Gradients of the loss in the activations (B, ...), by modality."""
+class CutGradients(Message):
+    """Gradients of the loss with respect to the activations at the cut, (B, ...) by modality."""
 
     gradients: Tree = carries("embeddings", rows="num_rows")
     step: Tensor = carries("statistic")
@@ -47,8 +47,8 @@ class Feedback(Message):
 
 
 @message
-class Joint(Message):
-    """U-shaped: what the head reads (B, J)."""
+class HeadInput(Message):
+    """U-shaped: the joint representation (B, J), which is the input of the client's head."""
 
     joint: Tensor = carries("embeddings", rows="num_rows")
     step: Tensor = carries("statistic")
@@ -56,8 +56,8 @@ class Joint(Message):
 
 
 @message
-class Evaluated(Message):
-    """U-shaped: the gradient of the loss in what the head read (B, J), and the loss."""
+class HeadGradient(Message):
+    """U-shaped: the loss, and its gradient with respect to the input of the client's head (B, J)."""
 
     gradient: Tensor = carries("embeddings", rows="num_rows")
     loss: Tensor = carries("statistic")

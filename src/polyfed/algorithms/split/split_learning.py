@@ -1,17 +1,21 @@
-"""Split learning: one client after the other trains the lower half, the server the upper one.
+"""Split learning: the clients train the lower half of one model in turn, the server trains the upper half.
 
-Gupta, Raskar, "Distributed learning of deep neural network over multiple agents", JNCA 2018; algorithms.md 5.11. A
-client forwards a batch to the cut and sends activations and labels; the server goes on, steps, and returns the gradient
-at the cut. After its epochs the client's half goes to the next, through the server. The cohort's order is drawn afresh
-every round. The server's optimiser outlives clients and rounds, a client's does not. With `u_shaped` the head, and with
-it the labels, stay on the client (Vepakomma et al., "Split learning for health", 2018).
+Gupta, Raskar, "Distributed learning of deep neural network over multiple agents", JNCA 2018. A client computes the
+activations of a batch at the cut and sends them with the labels; the server computes the loss, updates its half, and
+returns the gradients at the cut, with which the client updates its half. After its local epochs the client returns its
+half, and the server sends it to the next client, in a random order that changes every round. The server's optimiser
+continues over clients and rounds, a client's starts afresh. With `u_shaped` the head and the labels stay on the client
+(Vepakomma, Gupta, Swedish, Raskar, "Split learning for health", 2018).
+
+What crosses: activations and labels to the server and gradients to the clients in every step, the lower half in every
+round. Page: docs/algorithms/split-learning.md.
 """
 
 from dataclasses import dataclass, field
 
 from polyfed.algorithms.averaging import State
 from polyfed.algorithms.base import Algorithm
-from polyfed.algorithms.split.cut import Cut, Upper, one_turn, will_send
+from polyfed.algorithms.split.cut import COMMON, Cut, ServerHalf, train_one, will_send
 from polyfed.core import keys
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
@@ -24,32 +28,41 @@ from polyfed.training.optimisers import Moments
 
 @dataclass(frozen=True)
 class SplitState(State):
-    """The whole model, and the server's optimiser after `steps` steps."""
+    """Server state; `params` is the whole model.
+
+    Attributes:
+        optimiser: moments of the optimiser of the server's half.
+        steps: its training steps so far.
+    """
 
     optimiser: Moments = field(default_factory=dict)
     steps: int = 0
 
 
 def first_state(cut: Cut, selector: Selector, fed: Federation, params: Tree) -> SplitState:
-    """The whole model; a fresh optimiser for the upper half."""
+    """The state before the first round: the whole model, and a fresh optimiser for the server's half.
+
+    Raises:
+        RecipeError: the model cannot be cut, see `Cut.check`.
+    """
     cut.check(fed.context.model)
     moments = cut.fresh(fed.context.model, cut.upper(params)).moments
     return SplitState(params, memory=selector.start(params), optimiser=moments)
 
 
-def turns(cohort: list[int], fed: Federation) -> list[int]:
-    """The cohort in this round's random order."""
+def shuffled(cohort: list[int], fed: Federation) -> list[int]:
+    """The cohort in a random order, drawn for this round."""
     return [cohort[i] for i in keys.permutation(keys.key(fed.seed, "turns", fed.round), len(cohort)).tolist()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitLearning(Algorithm):
-    """See the module.
+    """Clients train in turn.
 
     Attributes:
-        selector: which clients take a turn in a round, the [selection] section.
-        u_shaped: keep the head and the labels on the clients, for one more exchange per batch.
-        cut: the tasks; made from the above.
+        selector: which clients train in a round, the [selection] section; only `uniform`.
+        u_shaped: keep the head and the labels on the clients, at the price of one more exchange per batch.
+        cut: the client tasks and the server's step, made from the other options.
     """
 
     selector: Selector = Uniform()
@@ -57,34 +70,38 @@ class SplitLearning(Algorithm):
     cut: Cut = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Make the tasks' owner."""
+        """Check the options and make `cut`.
+
+        Raises:
+            RecipeError: an option is out of range, or the selector needs a global model that clients train.
+        """
         super().__post_init__()
         must_be_uniform(self.selector, "split learning")
         object.__setattr__(self, "cut", Cut(train=self.train, u_shaped=self.u_shaped))
 
     def init(self, fed: Federation, params: Tree) -> SplitState:
-        """See `first_state`."""
+        """The first state, see `first_state`."""
         return first_state(self.cut, self.selector, fed, params)
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Room for the lower half and its optimiser."""
+        """The client's half and its optimiser, which `Cut.start` replaces."""
         return self.cut.local(context)
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Labels only where they do not stay."""
+        """Labels leave the client unless the model is U-shaped, see `cut.will_send`."""
         return will_send(self.cut, task, field, block)
 
     def round(self, state: SplitState, fed: Federation) -> SplitState:
-        """One turn for each of the cohort, in a random order."""
+        """Train the clients of the cohort one after the other, in a random order."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         params, losses, rows, requests = state.params, 0.0, 0, list[Replies]()
-        uppers = {-1: Upper(self.cut.upper(params), state.optimiser, state.steps)}
-        for k in turns(cohort, fed):
-            params, loss, done = one_turn(self.cut, fed, params, k, uppers)
+        halves = {COMMON: ServerHalf(self.cut.upper(params), state.optimiser, state.steps)}
+        for k in shuffled(cohort, fed):
+            params, loss, done = train_one(self.cut, fed, params, k, halves)
             requests.append(done)
             losses, rows = losses + loss * int(fed.clients.num_rows[k]), rows + int(fed.clients.num_rows[k])
         fed.require_quorum(joined(requests), "cut")
-        after = uppers[-1]
+        after = halves[COMMON]
         return SplitState(
             params, {}, memory, train_loss=losses / max(rows, 1), optimiser=after.moments, steps=after.steps
         )

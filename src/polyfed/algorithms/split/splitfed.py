@@ -1,10 +1,11 @@
-"""SplitFed: split learning with all clients of a round side by side, and federated averaging of the halves.
+"""SplitFed: split learning with all clients of a round in parallel, and federated averaging of the halves.
 
-Thapa, Arachchige, Camtepe, Sun, "SplitFed: When federated learning meets split learning", AAAI 2022; algorithms.md
-5.12.
-Version 1: the server keeps a copy of the upper half per client during a round and averages the copies, as it averages
-the lower halves; this is FedAvg of the unsplit model. Version 2: one upper half serves the clients one by one, in an
-order drawn afresh every round, and only the lower halves are averaged; its optimiser outlives the rounds.
+Thapa, Arachchige, Camtepe, Sun, "SplitFed: When federated learning meets split learning", AAAI 2022. Version 1: during
+a round the server keeps a copy of the upper half for each client, and averages the copies like the lower halves; this
+equals FedAvg of the uncut model. Version 2: one upper half serves the clients one after the other, in a random order
+that changes every round; only the lower halves are averaged, and the server's optimiser continues over rounds.
+
+What crosses: as in split learning. Page: docs/algorithms/splitfed.md.
 """
 
 from collections.abc import Mapping
@@ -12,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from polyfed.algorithms.base import Algorithm
-from polyfed.algorithms.split.cut import Cut, Upper, halves_of, will_send
-from polyfed.algorithms.split.split_learning import SplitState, first_state, turns
+from polyfed.algorithms.split.cut import COMMON, Cut, ServerHalf, server_halves, will_send
+from polyfed.algorithms.split.split_learning import SplitState, first_state, shuffled
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -23,14 +24,14 @@ from polyfed.selection import Selector, Uniform, must_be_uniform
 
 @dataclass(frozen=True, kw_only=True)
 class SplitFed(Algorithm):
-    """See the module.
+    """Clients train in parallel.
 
     Attributes:
-        version: 1 or 2, see above.
+        version: 1, one upper half for each client in a round, averaged at its end; 2, one upper half for all clients.
         aggregation: weights of the means: `weighted` by rows, or `uniform` as in the authors' code.
-        selector: which clients take part, the [selection] section.
-        u_shaped: keep the head and the labels on the clients, for one more exchange per batch.
-        cut: the tasks; made from the above.
+        selector: which clients take part in a round, the [selection] section; only `uniform`.
+        u_shaped: keep the head and the labels on the clients, at the price of one more exchange per batch.
+        cut: the client tasks and the server's step, made from the other options.
     """
 
     version: Literal[1, 2] = 1
@@ -40,45 +41,53 @@ class SplitFed(Algorithm):
     cut: Cut = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Make the tasks' owner."""
+        """Check the options and make `cut`.
+
+        Raises:
+            RecipeError: an option is out of range, or the selector needs a global model that clients train.
+        """
         super().__post_init__()
         must_be_uniform(self.selector, "splitfed")
         object.__setattr__(self, "cut", Cut(train=self.train, u_shaped=self.u_shaped))
 
     def init(self, fed: Federation, params: Tree) -> SplitState:
-        """See `first_state`."""
+        """The first state, see `split_learning.first_state`."""
         return first_state(self.cut, self.selector, fed, params)
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Room for the lower half and its optimiser."""
+        """The client's half and its optimiser, which `Cut.start` replaces."""
         return self.cut.local(context)
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Labels only where they do not stay."""
+        """Labels leave the client unless the model is U-shaped, see `cut.will_send`."""
         return will_send(self.cut, task, field, block)
 
     def round(self, state: SplitState, fed: Federation) -> SplitState:
-        """All clients of the cohort at once, then the means."""
+        """Train all clients of the cohort in parallel, then average the halves."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         if self.version == 1:
-            order, uppers = cohort, halves_of(state.params, self.cut, cohort, fed)
+            order, halves = cohort, server_halves(state.params, self.cut, cohort, fed)
         else:
-            order = turns(cohort, fed)
-            uppers = {-1: Upper(self.cut.upper(state.params), state.optimiser, state.steps)}
-        done, loss = self.cut.exchange(fed, order, state.params, uppers)
+            order = shuffled(cohort, fed)
+            halves = {COMMON: ServerHalf(self.cut.upper(state.params), state.optimiser, state.steps)}
+        done, loss = self.cut.exchange(fed, order, state.params, halves)
         fed.require_quorum(done, "cut")
         weights = fed.clients.rows_of(done) if self.aggregation == "weighted" else dict.fromkeys(done, 1.0)
-        halves = {k: uppers[k].params for k in done} if self.version == 1 else {}
-        upper = mean(halves, weights) if self.version == 1 else uppers[-1].params
+        upper = mean({k: halves[k].params for k in done}, weights) if self.version == 1 else halves[COMMON].params
         params = state.params | done.mean("params", weights) | upper
         after = state.with_(params=params, memory=memory, train_loss=loss)
         if self.version == 2:
-            after = after.with_(optimiser=uppers[-1].moments, steps=uppers[-1].steps)
+            after = after.with_(optimiser=halves[COMMON].moments, steps=halves[COMMON].steps)
         return after
 
 
 def mean(trees: Mapping[int, Tree], weights: Mapping[int, float]) -> Tree:
-    """Per name, the weighted mean over the trees that have it, in ascending order of clients."""
+    """The weighted mean of trees, each tensor over the clients that have it, in ascending order of clients.
+
+    Args:
+        trees: client -> its tree.
+        weights: client -> its weight.
+    """
     found: Tree = {}
     for name in dict.fromkeys(n for tree in trees.values() for n in tree):
         owners = [k for k in sorted(trees) if name in trees[k]]

@@ -1,4 +1,4 @@
-"""Facility location: greedy choices against brute force, the three kinds against each other, and what is refreshed."""
+"""Submodular selection: greedy choices compared with brute force and with each other, and updates of distances."""
 
 import itertools
 import math
@@ -105,7 +105,7 @@ def test_only_rows_and_columns_of_the_refreshed_change() -> None:
     assert torch.equal(before.distance, similarity(cloud(10)).distance), "the old one is left alone"
 
 
-def test_clients_without_a_vector_neither_stand_for_others_nor_count() -> None:
+def test_clients_without_a_vector_neither_represent_others_nor_count() -> None:
     points = cloud(6)
     known = {c: v for c, v in points.items() if c not in (0, 3)}
     case = similarity(known, num=6)
