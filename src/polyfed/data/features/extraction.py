@@ -22,6 +22,7 @@ import numpy as np
 from polyfed.core.errors import DataError
 from polyfed.data.features.listing import Listing, Sample
 from polyfed.data.features.prepared import MANIFEST, Prepared, replace_file, sha256
+from polyfed.data.files import read_npy
 from polyfed.data.media import Clip, Extractor
 from polyfed.data.media.clip import Array
 
@@ -168,7 +169,7 @@ class Extraction:
 
     def _features(self, modality: str, kept: Sequence["Kept"]) -> dict[str, Any]:
         """One array of all parts, row by row: no more than one is in memory."""
-        first = next(_load(parts[modality]) for _, parts in kept if modality in parts)
+        first = next(read_npy(parts[modality]) for _, parts in kept if modality in parts)
         by_client = self.extractors[modality].by_client
         moments = _moments(modality, kept) if by_client else {}
         path = self.target / f".{modality}.partial"
@@ -176,7 +177,7 @@ class Extraction:
         for row, (sample, parts) in enumerate(kept):
             if modality not in parts:
                 continue
-            part = _load(parts[modality])
+            part = read_npy(parts[modality])
             if part.shape != first.shape:
                 clip = sample.media[modality].name
                 raise DataError(
@@ -224,20 +225,13 @@ def _moments(modality: str, kept: Sequence[Kept]) -> dict[str, tuple[Array, Arra
 def _frames(modality: str, kept: Sequence[Kept]) -> Iterator[tuple[str, Array]]:
     for sample, parts in kept:
         if modality in parts:
-            x = _load(parts[modality]).astype(np.float64)
+            x = read_npy(parts[modality]).astype(np.float64)
             yield sample.client, x[(x != 0).any(-1)]
 
 
 def _standardised(x: Array, mean: Array, deviation: Array) -> Array:
     real = (x != 0).any(-1, keepdims=True)
     return np.asarray(np.where(real, (x - mean) / (deviation + _EPS), 0.0))
-
-
-def _load(path: Path) -> Array:
-    try:
-        return np.asarray(np.load(path, allow_pickle=False))
-    except (ValueError, EOFError, OSError) as error:
-        raise DataError(f"'{path}' is damaged ({error}). Delete it and prepare again") from error
 
 
 def _id(name: str) -> int:

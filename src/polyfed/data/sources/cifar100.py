@@ -98,7 +98,7 @@ def _arrays(path: Path) -> _Read:
     image = arrays.features("image")
     if image.dtype != torch.uint8 or tuple(image.shape[1:]) != (32, 32, 3):
         raise DataError(f"'{path}': image is {image.dtype} {tuple(image.shape)}, expected uint8 (N, 32, 32, 3)")
-    names = tuple(str(name) for name in arrays["label_name"]) if "label_name" in arrays else None
+    names = arrays.strings("label_name") if "label_name" in arrays else None
     split = arrays.integers("split").to(torch.int8)
     return image.permute(0, 3, 1, 2).contiguous(), arrays.integers("label"), split, names
 

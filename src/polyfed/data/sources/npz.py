@@ -143,7 +143,7 @@ class Npz(Source):
 
     def _strings(self, arrays: Arrays) -> tuple[str, ...] | None:
         name = self._named(arrays, "class_names")
-        return None if name is None else tuple(str(text) for text in arrays[name])
+        return None if name is None else arrays.strings(name)
 
     def _presence(self, arrays: Arrays) -> dict[str, Tensor]:
         found = (name for name in self.modalities if f"{name}_present" in arrays)
