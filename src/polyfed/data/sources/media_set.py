@@ -58,6 +58,7 @@ class MediaSet(Source):
         """The table, its features memory mapped."""
         root = existing(self.path, self.NAME)
         prepared = Prepared.read(root) or self._cached(root)
+        prepared.require_arrays()
         extractors = self.extractors()
         prepared.check(self.NAME, extractors, self.chosen())
         columns = prepared.columns(extractors)
@@ -98,7 +99,7 @@ class MediaSet(Source):
         digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
         folder = _cache(self.cache) / f"{self.NAME}-{digest}"
         found = Prepared.read(folder)
-        if found is not None and self.matches(found):
+        if found is not None and self.matches(found) and not found.incomplete():
             return found
         return self.prepare(folder)
 
