@@ -110,7 +110,9 @@ class Arrays:
                     stream.seek(0)
                     return np.asarray(np.lib.format.read_array(stream, allow_pickle=False))
         except _UNREADABLE as error:
-            raise DataError(f"{where} is damaged or cut short ({_words(error)}). Copy or build the file again") from error
+            raise DataError(
+                f"{where} is damaged or cut short ({_words(error)}). Copy or build the file again"
+            ) from error
 
     def _check_member(self, member: zipfile.ZipInfo, where: str) -> None:
         """Raise DataError if a member of the archive claims more bytes than the archive can hold, or cannot be read."""

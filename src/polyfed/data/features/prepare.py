@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import RecipeError, did_you_mean
-from polyfed.data.checks import need
+from polyfed.data.checks import require
 from polyfed.data.features.extraction import Listener, OnCorrupt
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.sources import SOURCES
@@ -45,8 +45,8 @@ def prepare(
         RecipeError: The source or an option is unknown, the source reads its files directly, or a package is missing.
         DataError: A file is missing, malformed or damaged.
     """
-    need(workers >= 1, "workers", workers, "at least 1")
-    need(on_corrupt in ("skip", "fail"), "on_corrupt", on_corrupt, "'skip' or 'fail'")
+    require(workers >= 1, "workers", workers, "at least 1")
+    require(on_corrupt in ("skip", "fail"), "on_corrupt", on_corrupt, "'skip' or 'fail'")
     source, target = _source(name, source_dir, options), Path(target_dir).expanduser()
     found = Prepared.read(target)
     if found is not None:

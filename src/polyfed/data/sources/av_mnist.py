@@ -14,7 +14,7 @@ from polyfed.core.errors import DataError
 from polyfed.core.schema import FRACTION, check_ranges
 from polyfed.data.columns import TEST, TRAIN, Column, Columns, standardised
 from polyfed.data.files import Arrays, existing
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.sources.mnist import LAYOUT, LICENCE, OBTAIN, read_mnist
 from polyfed.data.splits import subset
 

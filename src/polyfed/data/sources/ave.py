@@ -10,7 +10,7 @@ from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of, folder, lines
 from polyfed.data.media import Clip, Extractor, Frames, LogSpectrogram
 from polyfed.data.media.video import Pick
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities
 
 _FILES = (("trainSet.txt", TRAIN), ("valSet.txt", VALIDATION), ("testSet.txt", TEST))

@@ -7,7 +7,7 @@ import torch
 from polyfed.core import keys
 from polyfed.data.columns import Columns, standardised
 from polyfed.data.sources import colour
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import stratified
 
 

@@ -12,7 +12,7 @@ from polyfed.core.schema import FRACTION, check_ranges
 from polyfed.data.columns import TEST, TRAIN, Columns
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources import colour, mnist
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import subset
 
 # Norms that the CMSFed and PMR releases use, on a scale of [0, 1] (6.6)

@@ -13,7 +13,7 @@ from polyfed.core.errors import DataError
 from polyfed.core.schema import FRACTION, check_ranges
 from polyfed.data.columns import TEST, TRAIN, Column, Columns, moments
 from polyfed.data.files import Arrays, existing, stored_name
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import subset
 
 LAYOUT = (

@@ -12,7 +12,7 @@ from polyfed.core.errors import DataError
 from polyfed.core.schema import AT_LEAST_ONE, check_ranges
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, Column, Columns
 from polyfed.data.files import Arrays, existing
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.sources.media_set import check_modalities
 
 MODALITIES = ("text", "audio", "vision")

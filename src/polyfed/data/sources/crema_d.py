@@ -14,7 +14,7 @@ from polyfed.data.features.listing import Listing, Sample, class_of, folder, rec
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.media import Clip, Extractor, Frames, LogSpectrogram, StftMagnitude
 from polyfed.data.media.video import Pick
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities, fold_of_clients
 
 CLASSES = ("NEU", "HAP", "SAD", "FEA", "DIS", "ANG")

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of, table
 from polyfed.data.media import Clip
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.image_text import ImageText
 
 CLASSES = (

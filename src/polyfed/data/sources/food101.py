@@ -12,7 +12,7 @@ from polyfed.core.errors import DataError
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, folder, records
 from polyfed.data.media import Clip
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.image_text import ImageText
 
 _VALIDATION = 10  # percent of every class, rounded up (6.3)

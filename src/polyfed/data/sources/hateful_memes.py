@@ -9,7 +9,7 @@ from polyfed.core.errors import DataError
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, lines
 from polyfed.data.media import Clip
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.image_text import ImageText
 
 CLASSES = ("not hateful", "hateful")

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from polyfed.core.errors import DataError, did_you_mean
-from polyfed.data.checks import need
+from polyfed.data.checks import require
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of
 from polyfed.data.media import Clip, Extractor, Image, LogMel, TextEmbedding, Tokens, Values
 from polyfed.data.media.clip import optional
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet
 
 Kind = Literal["image", "text", "tokens", "audio", "values"]
@@ -50,11 +50,11 @@ class HuggingFace(MediaSet):
     size: int = 224
 
     def __post_init__(self) -> None:
-        need(bool(self.modalities), "data.modalities", dict(self.modalities), "at least one: modality = kind")
+        require(bool(self.modalities), "data.modalities", dict(self.modalities), "at least one: modality = kind")
         for name, kind in self.modalities.items():
-            need(kind in _KINDS, f"data.modalities.{name}", kind, did_you_mean(kind, _KINDS))
+            require(kind in _KINDS, f"data.modalities.{name}", kind, did_you_mean(kind, _KINDS))
         for name in self.columns:
-            need(name in self.modalities, "data.columns", name, ", ".join(self.modalities))
+            require(name in self.modalities, "data.columns", name, ", ".join(self.modalities))
 
     def extractors(self) -> dict[str, Extractor]:
         """See `MediaSet.extractors`."""

@@ -12,7 +12,7 @@ from polyfed.core.schema import AT_LEAST_ONE, between, check_ranges
 from polyfed.data.features.listing import Listing, Sample, class_of, folder, lines
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.media import Clip, Extractor, LogMel, TextEmbedding
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities, fold_of_groups
 
 CLASSES = ("ang", "neu", "sad", "hap")

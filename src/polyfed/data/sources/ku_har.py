@@ -14,7 +14,7 @@ from polyfed.data.columns import LEFT_OUT
 from polyfed.data.features.listing import Listing, Sample, folder
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.media import Clip, Extractor, SensorWindow
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities, fold_of_clients
 
 EIGHT = ("0.Stand", "1.Sit", "11.Walk", "5.Lay", "8.Jump", "14.Run", "15.Stair-up", "16.Stair-down")

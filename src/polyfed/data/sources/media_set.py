@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import DataError, did_you_mean
-from polyfed.data.checks import need
+from polyfed.data.checks import require
 from polyfed.data.columns import TEST, TRAIN, Columns
 from polyfed.data.features.extraction import Extraction, Listener, OnCorrupt
 from polyfed.data.features.listing import Listing
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.files import existing
 from polyfed.data.media import Extractor
-from polyfed.data.sources.facts import Source
+from polyfed.data.sources.base import Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +106,10 @@ class MediaSet(Source):
 
 def check_modalities(given: tuple[str, ...], allowed: tuple[str, ...]) -> None:
     """Raise RecipeError unless `given` are distinct members of `allowed`, at least one."""
-    need(bool(given), "data.modalities", given, ", ".join(allowed))
+    require(bool(given), "data.modalities", given, ", ".join(allowed))
     for name in given:
-        need(name in allowed, "data.modalities", name, did_you_mean(name, allowed))
-    need(len(set(given)) == len(given), "data.modalities", given, "distinct names")
+        require(name in allowed, "data.modalities", name, did_you_mean(name, allowed))
+    require(len(set(given)) == len(given), "data.modalities", given, "distinct names")
 
 
 def fold_of_groups(groups: Tensor, test: int, what: str) -> Tensor:

@@ -10,7 +10,7 @@ from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of, folder, table
 from polyfed.data.media import Clip, Extractor, LogMel
 from polyfed.data.media.embedding import TextKind, text_extractor
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities
 
 CLASSES = ("neutral", "sadness", "joy", "anger", "surprise", "fear", "disgust")

@@ -13,7 +13,7 @@ from polyfed.core.schema import FRACTION, check_ranges
 from polyfed.data.columns import Column, Columns
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources import mnist
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.sources.pictures import pictures, read_picture
 from polyfed.data.splits import subset
 

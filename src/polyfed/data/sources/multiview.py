@@ -11,10 +11,10 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError, did_you_mean
 from polyfed.core.schema import AT_LEAST_ONE, check_ranges
-from polyfed.data.checks import need
+from polyfed.data.checks import require
 from polyfed.data.columns import TEST, TRAIN, Column, Columns
 from polyfed.data.files import existing, stored_name
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.sources.pictures import SUFFIXES, read_picture
 
 LAYOUT = (
@@ -47,7 +47,7 @@ class MultiView(Source):
 
     def __post_init__(self) -> None:
         check_ranges("[data]", self)
-        need(all(self.views.values()), "data.views", dict(self.views), "one view or more for each modality")
+        require(all(self.views.values()), "data.views", dict(self.views), "one view or more for each modality")
 
     def load(self) -> Columns:
         """Find the objects, read the pictures."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.core.schema import BELOW_ONE, check_ranges
-from polyfed.data.checks import need
+from polyfed.data.checks import require
 from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.files import Arrays, stored_name
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import stratified
 
 Layout = Literal["F", "TF", "FT", "HW", "HWC", "CHW"]
@@ -63,7 +63,7 @@ class Npz(Source):
 
     def __post_init__(self) -> None:
         check_ranges("[data]", self)
-        need(
+        require(
             len(set(self.modalities)) == len(self.modalities),
             "data.modalities",
             self.modalities,
@@ -98,7 +98,7 @@ class Npz(Source):
             found = ", ".join(name for name in arrays.names if name not in special)
             raise RecipeError(f"data.modalities is empty; name some of the arrays of '{arrays.path}': {found}")
         for name in self.layout:
-            need(name in self.modalities, "data.layout", name, ", ".join(self.modalities))
+            require(name in self.modalities, "data.layout", name, ", ".join(self.modalities))
 
     def _named(self, arrays: Arrays, key: str) -> str | None:
         """The array behind an option; None if the file lacks it and the recipe did not name it."""

@@ -10,7 +10,7 @@ from polyfed.core.errors import DataError
 from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of, table
 from polyfed.data.media import Clip, Ecg, Extractor
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities
 
 CLASSES = ("NORM", "MI", "STTC", "CD", "HYP")

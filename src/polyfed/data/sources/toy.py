@@ -9,9 +9,9 @@ import torch
 
 from polyfed.core import keys
 from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, check_ranges
-from polyfed.data.checks import need
+from polyfed.data.checks import require
 from polyfed.data.columns import Column, Columns
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import stratified
 
 
@@ -43,15 +43,15 @@ class Toy(Source):
 
     def __post_init__(self) -> None:
         check_ranges("[data]", self)
-        need(bool(self.shapes), "data.shapes", self.shapes, "at least one modality")
-        need(
+        require(bool(self.shapes), "data.shapes", self.shapes, "at least one modality")
+        require(
             0 <= self.natural_clients <= self.rows,
             "data.natural_clients",
             self.natural_clients,
             "0 up to data.rows",
         )
         for name, shape in self.shapes.items():
-            need(bool(shape) and min(shape) >= 1, f"data.shapes.{name}", shape, "positive lengths")
+            require(bool(shape) and min(shape) >= 1, f"data.shapes.{name}", shape, "positive lengths")
 
     def load(self) -> Columns:
         """Draw the data set."""

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError, did_you_mean
 from polyfed.core.schema import check_ranges
-from polyfed.data.checks import need
+from polyfed.data.checks import require
 from polyfed.data.columns import TEST, TRAIN, Column, Columns, standardised
 from polyfed.data.files import Arrays, existing
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 
 CLASSES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
 STEPS = 128  # 2.56 s at 50 Hz
@@ -43,9 +43,9 @@ class UciHar(Source):
     normalise: Literal["train", "window", "none"] = "train"
 
     def __post_init__(self) -> None:
-        need(bool(self.modalities), "data.modalities", self.modalities, ", ".join(_FILES))
+        require(bool(self.modalities), "data.modalities", self.modalities, ", ".join(_FILES))
         for name in self.modalities:
-            need(name in _FILES, "data.modalities", name, did_you_mean(name, _FILES))
+            require(name in _FILES, "data.modalities", name, did_you_mean(name, _FILES))
         check_ranges("[data]", self)
 
     def load(self) -> Columns:
