@@ -97,7 +97,7 @@ def test_a_lying_header_in_a_folder_is_refused_by_name(tmp_path: Path, lie: byte
     (tmp_path / "text.npy").write_bytes(lie + b"\0" * 64)
     with pytest.raises(DataError, match="array 'text'"):
         Arrays(tmp_path)["text"]
-    with pytest.raises(DataError, match="text.npy'"):
+    with pytest.raises(DataError, match=r"text\.npy'"):
         read_npy(tmp_path / "text.npy")
 
 

@@ -35,17 +35,17 @@ class ClientsSpec:
         on_shortage: With "main-class": what to do if a class is too rare for its clients: "reduce" makes every client
             smaller, "cap" lets a client take what is left of its class and fills it up from the others.
         silos: With "silos": number of silos; a silo has one device per entry of `holdings`, or per modality.
-        participation: Clients in each round: a float is a share of all clients in (0, 1], an int is a number of clients.
+        participation: Clients in each round: a float is a share of all clients in (0, 1], an int is their number.
         missing: Modality -> share of clients that lack it: exactly round(share * K), drawn among the clients that hold
             another modality.
         keep_both: Share p of clients that keep all modalities, int(p * K) of them. The other clients are divided evenly
             over the modalities, in order, and hold one each; of two modalities the first goes to the smaller half.
         only: Modality -> clients that hold nothing else; a client that is not listed holds all.
         holdings: Client k holds the modalities `holdings[k mod len]`.
-        personal_test: Each client's own test rows. A share: split off its training rows. "split_personal": the rows that
-            the data marks as such; guard rows are left out. "matched": drawn from the global test set in the
-            proportions of the client's labels, about the client's share of it; clients may overlap. None: no own test
-            rows.
+        personal_test: Each client's own test rows. A share: split off its training rows. "split_personal": the rows
+            that the data marks as such; guard rows are left out. "matched": drawn from the global test set in the
+            proportions of the client's labels, about the client's share of it; clients may overlap. None: no own
+            test rows.
         seed: Seed of the partition, the validation split and the modality assignment; None: the run's own seed. With a
             fixed seed, runs with different seeds differ only by what training itself draws.
         validation: Share of each client's training rows that is pooled at the server, to choose the best round by. With

@@ -1,4 +1,4 @@
-"""Read arrays from files that nobody vouches for: no pickle, and no allocation that the file's own size does not justify.
+"""Read arrays from untrusted files: without pickle, and without allocating more than the file's size justifies.
 
 `Arrays` reads `.npz` files and folders of `.npy` files, `read_npy` a single `.npy` file, `read_idx` MNIST's format.
 Each checks what a header claims against the bytes that are there before it allocates anything. Every fault is a
@@ -129,7 +129,7 @@ class Arrays:
             )
         if member.file_size > max(_LARGE, _HIGHEST_RATIO * member.compress_size):
             raise DataError(
-                f"{where} would expand from {member.compress_size:,} to {member.file_size:,} bytes, as a zip bomb does. "
+                f"{where} would expand from {member.compress_size:,} to {member.file_size:,} bytes, like a zip bomb. "
                 "If the data is yours, save it with numpy.savez (not compressed), or as a folder of .npy files"
             )
 
@@ -239,8 +239,8 @@ def _idx(stream: IO[bytes], path: Path) -> Tensor:
     raw = stream.read(claimed + 1) if 0 <= claimed <= possible else b""
     if len(raw) != claimed:
         raise DataError(
-            f"'{path}' is cut short or too long: its header says {shape}, which its {path.stat().st_size:,} bytes do not "
-            "hold. Fetch it again"
+            f"'{path}' is cut short or too long: its header says {shape}, which its {path.stat().st_size:,} bytes do "
+            "not hold. Fetch it again"
         )
     return torch.from_numpy(np.frombuffer(raw, np.uint8).reshape(shape).copy())
 

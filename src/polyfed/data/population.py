@@ -25,8 +25,8 @@ class Population:
         columns: The table.
         train: Training rows of each client.
         test: Own test rows of each client, of which some may have none; None: no client has any.
-        holds: bool (K, M), which modalities each client holds, in the order of `columns.modalities`.
-        silo: int64 (K,), silo of each client; None: there are no silos.
+        holds: Bool (K, M), which modalities each client holds, in the order of `columns.modalities`.
+        silo: Int64 (K,), silo of each client; None: there are no silos.
         test_rows: Global test set, int64, ascending; the union of the clients' own test rows if the data has no global
             test set.
         validation_rows: Pooled validation set, int64, ascending.
@@ -198,19 +198,19 @@ def _check_partition(partition: Partition, shards: Shards, rows: np.ndarray, num
         if given.sum() == len(rows) - len(used):
             return
         wrong = int(np.flatnonzero(np.bincount(used) > 1)[0])
-        fault = "assigns it twice"
+        fault = "twice"
     else:
         outside = (used < 0) | (used >= num_rows)
         wrong = int(used[outside][0] if outside.any() else used[~given[used]][0])
-        fault = "was not given it"
+        fault = "that it was not given"
     raise RecipeError(
-        f"clients.partition: {type(partition).__name__}.split returns row {wrong}, but {fault}. It must return each of "
+        f"clients.partition: {type(partition).__name__}.split returns row {wrong} {fault}. It must return each of "
         "the given rows at most once"
     )
 
 
 def _check(population: Population, clients: ClientsSpec) -> None:
-    """Raise if a client has no row or no modality, or a round needs more clients than there are; warn of odd data."""
+    """Raise if a client has no row or no modality, or if a round needs more clients than there are."""
     empty = (population.train.sizes == 0).nonzero()[:, 0]
     if len(population.train) == 0 or len(empty):
         who = f"client {int(empty[0])} has no training rows" if len(empty) else "there are no clients"
@@ -224,7 +224,7 @@ def _check(population: Population, clients: ClientsSpec) -> None:
     for name, there in population.columns.present.items():
         if not bool(there.any()):
             warnings.warn(
-                f"no row has the modality {name} ('{name}_present'): it is never trained", PolyfedWarning, stacklevel=3
+                f"no row has {name} ('{name}_present'): this modality is never trained", PolyfedWarning, stacklevel=3
             )
     count = clients.participation
     if isinstance(count, int) and count > population.num_clients:

@@ -3,8 +3,8 @@
     [data]
     stack = { image = ["rgb", "gray"] }
 
-concatenates rgb (3, H, W) and gray (1, H, W) to one modality `image` (4, H, W), which HFM's controls Local and HFL train
-on (docs/algorithms/hfl.md). A row that lacks one of the parts lacks the new modality.
+concatenates rgb (3, H, W) and gray (1, H, W) to one modality `image` (4, H, W), which HFM's controls Local and HFL
+train on (docs/algorithms/hfl.md). A row that lacks one of the parts lacks the new modality.
 """
 
 from collections.abc import Mapping, Sequence

@@ -24,9 +24,9 @@ def prepare(
 ) -> Prepared:
     """Extract the features of a data set once.
 
-    The target folder then holds one `.npy` file for each array (modalities, label, split, client, ...), which the source
-    itself and the source `npz` read memory mapped, and a manifest with checksums. A stopped preparation continues; an
-    unchanged, undamaged folder is left as it is.
+    The target folder then holds one `.npy` file for each array (modalities, label, split, client, ...), which the
+    source itself and the source `npz` read memory mapped, and a manifest with checksums. A stopped
+    preparation continues; an unchanged, undamaged folder is left as it is.
 
     Args:
         name: Name of the data source, as in `[data] name`.

@@ -24,8 +24,8 @@ Counts = NDArray[np.int64]
 class Partition(ABC):
     """Splits training rows over clients.
 
-    A partition is a frozen dataclass whose fields take the values of the keys of `[clients]` with the same names. One of
-    your own extends this class and is named `package.module:Class` in `[clients] partition`.
+    A partition is a frozen dataclass whose fields take the values of the keys of `[clients]` with the same names.
+    One of your own extends this class and is named `package.module:Class` in `[clients] partition`.
     """
 
     @abstractmethod
@@ -54,7 +54,7 @@ def split_by_counts(columns: Columns, rows: Rows, counts: Counts, key: int) -> R
     Args:
         columns: The table.
         rows: The rows to split.
-        counts: int64 (classes, K): a line for each of the C classes, or only for those that occur in `rows`, ascending.
+        counts: Int64 (classes, K): a line for each of the C classes, or only for those that occur in `rows`, ascending.
         key: Key of the shuffles.
     """
     label = labels_of(columns, rows)

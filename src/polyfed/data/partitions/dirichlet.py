@@ -1,4 +1,4 @@
-"""Label skew by a Dirichlet distribution: `dirichlet` of NIID-Bench, and `dirichlet-authors` of CMSFed's released code."""
+"""Label skew by a Dirichlet distribution: `dirichlet` of NIID-Bench, `dirichlet-authors` of CMSFed's released code."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Label skew as in the FMML paper: clients that own a few classes (`classes-per-client`) or mostly one (`main-class`)."""
+"""Label skew of the FMML paper: clients that own a few classes (`classes-per-client`) or mostly one (`main-class`)."""
 
 import warnings
 from collections.abc import Sequence
@@ -141,7 +141,7 @@ class MainClass(Partition):
             left -= taken
         if short:
             warnings.warn(
-                f"main-class: {short} clients have a smaller share of their main class than clients.main_share asks for",
+                f"main-class: {short} clients have a smaller share of their main class than clients.main_share",
                 PolyfedWarning,
                 stacklevel=3,
             )

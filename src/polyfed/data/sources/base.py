@@ -9,8 +9,8 @@ from polyfed.data.columns import Columns
 class Source(ABC):
     """A data set that a recipe can name.
 
-    A source is a frozen dataclass whose fields are the keys of `[data]`. One of your own extends this class and is named
-    `package.module:Class` in `[data] name`.
+    A source is a frozen dataclass whose fields are the keys of `[data]`. One of your own extends this class and is
+    named `package.module:Class` in `[data] name`.
     """
 
     @abstractmethod
