@@ -365,7 +365,7 @@ def arrays(**changes: Any) -> dict[str, Any]:
         ({"label": np.full(40, -1)}, "-1"),
         ({"label": np.arange(40) + 0.5}, "label"),
         ({"split": np.full(40, 7)}, "split"),
-        ({"split": np.ones(40, int)}, "no training row to deal"),
+        ({"split": np.ones(40, int)}, "no training row to split over clients"),
         ({"a": np.zeros((40, 0), np.float32)}, "no numbers"),
         ({"label": np.r_[np.arange(39) % 3, 10**7]}, "10000001 classes of 40 rows"),
     ],

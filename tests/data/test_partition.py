@@ -6,7 +6,8 @@ import torch
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.data import ClientsSpec, Shards
-from polyfed.data.partitions.partition import PARTITIONS, natural_clients
+from polyfed.data.partitions import PARTITIONS
+from polyfed.data.partitions.by_client import natural_clients
 
 ALL = [
     ("iid", {"num": 7}),
@@ -102,7 +103,7 @@ def test_dirichlet_that_cannot_reach_its_least_size_says_what_to_change(table):
 @pytest.mark.parametrize("name", ["iid", "dirichlet", "dirichlet-authors", "main-class"])
 def test_more_clients_than_rows_is_refused(table, name):
     options = {"num": 501} | ({"alpha": 1.0} if "dirichlet" in name else {})
-    with pytest.raises(RecipeError, match="500 to deal"):
+    with pytest.raises(RecipeError, match=r"has 500\. Use fewer clients"):
         deal(table(), name, options)
 
 
@@ -125,7 +126,7 @@ def test_shards_of_a_natural_client_are_cut_from_it_alone(table):
 
 
 def test_a_natural_client_too_small_to_be_cut_is_named(table):
-    with pytest.raises(RecipeError, match=r"natural client 0 has \d+ rows to deal, too few for clients.shards = 9"):
+    with pytest.raises(RecipeError, match=r"natural client 0 has \d+ training rows, too few for clients.shards = 9"):
         deal(table(), "by-client", {"shards": 9, "min_size": 10})
 
 
@@ -205,7 +206,7 @@ def test_a_rare_main_class_makes_all_clients_smaller(table):
 
 def test_a_rare_main_class_may_be_capped_with_a_warning(table):
     columns = rare_class(table)
-    with pytest.warns(UserWarning, match="1 clients got less"):
+    with pytest.warns(UserWarning, match="1 clients have a smaller share"):
         counts = histograms(columns, deal(columns, "main-class", {"num": 5, "on_shortage": "cap"}))
     assert (counts.sum(1) == 100).all()
     assert counts[4, 4] == 40

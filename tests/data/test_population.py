@@ -257,7 +257,7 @@ def test_misspelt_and_contradicting_options_are_refused(table):
         ClientsSpec(partition="dirichlett")
     with pytest.raises(RecipeError, match="missing and keep_both"):
         ClientsSpec(missing={"a": 0.1}, keep_both=0.5)
-    with pytest.raises(RecipeError, match="holdings, one entry per device"):
+    with pytest.raises(RecipeError, match="holdings, with one entry per device"):
         ClientsSpec(partition="silos", keep_both=0.5)
     with pytest.raises(RecipeError, match="num is missing"):
         populate(table(), ClientsSpec(), 1)

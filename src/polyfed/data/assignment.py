@@ -1,4 +1,4 @@
-"""Which client holds which modality (specification 6.11)."""
+"""Which client holds which modality; docs/partitions.md has the rules."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +11,20 @@ from polyfed.data.clients import ClientsSpec
 
 
 def assign(spec: ClientsSpec, modalities: Sequence[str], num: int, key: int) -> Tensor:
-    """What each client is allowed to hold, bool (K, M); every client at least one modality."""
+    """Which modalities each client may hold; every client holds at least one.
+
+    Args:
+        spec: `[clients]`; `holdings`, `keep_both`, `only` or `missing` decide, or the partition `silos`.
+        modalities: The M modalities of the data, in order.
+        num: Number of clients K.
+        key: Key of the draw.
+
+    Returns:
+        bool (K, M).
+
+    Raises:
+        RecipeError: An option names a modality or a client that does not exist, or takes too much away.
+    """
     if spec.holdings is not None:
         return _cycle(spec.holdings, modalities, num)
     if spec.partition == "silos":
@@ -24,7 +37,7 @@ def assign(spec: ClientsSpec, modalities: Sequence[str], num: int, key: int) -> 
 
 
 def devices_per_silo(spec: ClientsSpec, modalities: Sequence[str]) -> int:
-    """Clients that share the rows of one silo."""
+    """Number of clients that share the rows of one silo."""
     return len(modalities) if spec.holdings is None else len(spec.holdings)
 
 
@@ -70,7 +83,7 @@ def _missing(spec: ClientsSpec, modalities: Sequence[str], num: int, key: int) -
     for place, name in enumerate(modalities):
         count = round(spec.missing.get(name, 0.0) * num)
         order = torch.from_numpy(keys.generator(keys.key(key, name)).permutation(num))
-        # whoever would be left with nothing keeps this one
+        # a client whose only modality this is keeps it
         able = order[holds[order].sum(1) > 1]
         if count > len(able):
             raise RecipeError(

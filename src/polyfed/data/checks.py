@@ -1,9 +1,19 @@
-"""Small checks that the schemas of the data and clients sections share."""
+"""A check that the schemas of `[data]` and `[clients]` share."""
 
 from polyfed.core.errors import RecipeError
 
 
-def need(ok: bool, where: str, value: object, allowed: str) -> None:
-    """Raise RecipeError naming the recipe key, what was given and what is allowed, unless `ok`."""
+def require(ok: bool, where: str, value: object, allowed: str) -> None:
+    """Check a value of a recipe.
+
+    Args:
+        ok: Whether the value is allowed.
+        where: The recipe key, such as `data.modalities`.
+        value: The value.
+        allowed: What is allowed, in words.
+
+    Raises:
+        RecipeError: `ok` is false; the message has the other three.
+    """
     if not ok:
         raise RecipeError(f"{where} = {value!r}; allowed: {allowed}")

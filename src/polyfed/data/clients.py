@@ -1,4 +1,4 @@
-"""The schema of `[clients]`: who the clients are, which rows and which modalities they hold."""
+"""The schema of `[clients]`: how many clients there are, and which rows and modalities each holds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -7,49 +7,49 @@ from typing import Annotated, Any, Literal
 from polyfed.core.errors import RecipeError
 from polyfed.core.registry import find
 from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
-from polyfed.data.checks import need
-from polyfed.data.partitions.dealing import Partition
-from polyfed.data.partitions.partition import PARTITIONS
+from polyfed.data.checks import require
+from polyfed.data.partitions import PARTITIONS, Partition
 
 _ASSIGNMENTS = ("missing", "keep_both", "only", "holdings")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientsSpec:
-    """Clients of a run. Options of a partition that is not chosen have no effect.
+    """The clients of a run. Options of a partition that is not chosen have no effect.
 
-    At most one of `missing`, `keep_both`, `only`, `holdings` says who lacks what; without any, everybody
-    holds all that their rows hold. Nobody is ever left without a modality.
+    At most one of `missing`, `keep_both`, `only` and `holdings` may be given. Without any, every client holds all
+    modalities that its rows have. No client is ever left without a modality.
 
     Attributes:
-        partition: how training rows are dealt: "iid", "dirichlet", "by-client", "classes-per-client", "main-class",
-            "silos", or your own, "package.module:Class": a dataclass that extends `polyfed.data.Partition`, whose
-            fields of the same names as keys of this section take their values. In Python also an object with `split`.
-        num: clients; needed by all but "by-client" and "silos", which count for themselves.
-        alpha: concentration of the Dirichlet partitions; also of the cut of natural clients.
-        min_size: rows of the smallest client in a Dirichlet draw; 10 as in NIID-Bench (6.11).
-        shards: "by-client": clients cut out of each natural client.
-        classes_per_client: "classes-per-client": classes of each client; 3 (6.12).
-        main_share: "main-class": share of the main class; 0.5 is non-IID-2, 0.3 non-IID-3 (6.12).
-        exclude_main: "main-class": no more of the main class in the rest.
-        on_shortage: "main-class": what to do where a class is too rare (see `MainClass`).
-        silos: "silos": number of silos; a silo has one device per entry of `holdings`, or per modality.
-        participation: clients a round: a float is a share of all in (0, 1], an int a count.
-        missing: modality -> share of clients that lack it: exactly round(share * K), drawn among those with
-            another.
-        keep_both: share p of clients that keep all modalities, int(p * K) of them; the rest is dealt evenly
-            over the modalities, one each, in order, so that with two of them the first goes to the smaller
-            half (6.11).
-        only: modality -> clients that hold nothing else; whoever is not listed holds all.
-        holdings: client k holds the modalities `holdings[k mod len]`.
-        personal_test: each client's own test rows. A share: split off its training rows. "split_personal":
-            the rows that the data marks so, guard rows being left out. "matched": drawn from the global test
-            set in the client's label proportions, about its share of it, clients may overlap (6.12). None: no
-            own test.
-        seed: draws partition, validation split and modality assignment; None: the run's own. Fixed, it leaves between
-            runs of several seeds only what training itself draws.
-        validation: share of each client's training rows, pooled at the server for the choice of the best
-            round. With "by-client" it is taken from each natural client before the cut into shards.
+        partition: How training rows are split over clients: "iid", "dirichlet", "dirichlet-authors", "by-client",
+            "classes-per-client", "main-class", "silos", or a partition of your own, "package.module:Class": a dataclass
+            that extends `polyfed.data.Partition`; its fields take the values of the keys of this section with the same
+            names. In Python also an object with the method `split`.
+        num: Number of clients; required, except by "by-client" and "silos", which follow from the data and `silos`.
+        alpha: Concentration of the Dirichlet partitions, and of the cut of natural clients into shards.
+        min_size: Rows of the smallest client in a Dirichlet draw; 10 as in NIID-Bench.
+        shards: With "by-client": number of clients that each natural client is cut into.
+        classes_per_client: With "classes-per-client": classes of each client; 3 in the FMML paper.
+        main_share: With "main-class": share of the main class; 0.5 is non-IID-2, 0.3 non-IID-3 of the FMML paper.
+        exclude_main: With "main-class": take the rest of a client's rows from the other classes only.
+        on_shortage: With "main-class": what to do if a class is too rare for its clients: "reduce" makes every client
+            smaller, "cap" lets a client take what is left of its class and fills it up from the others.
+        silos: With "silos": number of silos; a silo has one device per entry of `holdings`, or per modality.
+        participation: Clients in each round: a float is a share of all clients in (0, 1], an int is their number.
+        missing: Modality -> share of clients that lack it: exactly round(share * K), drawn among the clients that hold
+            another modality.
+        keep_both: Share p of clients that keep all modalities, int(p * K) of them. The other clients are divided evenly
+            over the modalities, in order, and hold one each; of two modalities the first goes to the smaller half.
+        only: Modality -> clients that hold nothing else; a client that is not listed holds all.
+        holdings: Client k holds the modalities `holdings[k mod len]`.
+        personal_test: Each client's own test rows. A share: split off its training rows. "split_personal": the rows
+            that the data marks as such; guard rows are left out. "matched": drawn from the global test set in the
+            proportions of the client's labels, about the client's share of it; clients may overlap. None: no own
+            test rows.
+        seed: Seed of the partition, the validation split and the modality assignment; None: the run's own seed. With a
+            fixed seed, runs with different seeds differ only by what training itself draws.
+        validation: Share of each client's training rows that is pooled at the server, to choose the best round by. With
+            "by-client" it is taken from each natural client before the client is cut into shards.
     """
 
     partition: Any = "iid"
@@ -82,10 +82,15 @@ class ClientsSpec:
         self._check_assignment()
 
     def build_partition(self) -> Partition:
-        """The chosen partition, with its options taken from here."""
+        """The chosen partition, with the values of this section's keys as its options.
+
+        Raises:
+            RecipeError: `num` is missing, or is given to a partition that counts its clients itself; or the class of
+                the recipe's own partition has a field that is not a key of this section.
+        """
         if not isinstance(self.partition, str):
-            own: Partition = self.partition
-            return own
+            given: Partition = self.partition
+            return given
         cls = self._partition_class()
         options = {f.name: getattr(self, f.name) for f in fields(cls) if hasattr(self, f.name)}
         if "num" in options and self.num is None:
@@ -97,12 +102,12 @@ class ClientsSpec:
             )
         try:
             partition: Partition = cls(**options)
-        except TypeError as error:  # a field that is no key of this section, or a method that is missing
+        except TypeError as error:  # a field that is not a key of this section, or a method that is missing
             raise RecipeError(f"clients.partition = '{self.partition}': {error}") from None
         return partition
 
     def _partition_class(self) -> Any:
-        """The class that `partition` names, or that it is an object of."""
+        """The class that `partition` names or, if it is an object, its class."""
         if isinstance(self.partition, str):
             return find(self.partition, PARTITIONS, Partition)
         if not hasattr(self.partition, "split"):
@@ -112,9 +117,9 @@ class ClientsSpec:
     def _check_participation(self) -> None:
         share = self.participation
         if isinstance(share, int):
-            need(share >= 1, "clients.participation", share, "a count of at least 1, or a share such as 0.1")
+            require(share >= 1, "clients.participation", share, "a count of at least 1, or a share such as 0.1")
         else:
-            need(
+            require(
                 0.0 < share <= 1.0,
                 "clients.participation",
                 share,
@@ -125,22 +130,22 @@ class ClientsSpec:
         share = self.personal_test
         if isinstance(share, str):
             allowed = ("split_personal", "matched")
-            need(share in allowed, "clients.personal_test", share, "a share, 'split_personal' or 'matched'")
+            require(share in allowed, "clients.personal_test", share, "a share, 'split_personal' or 'matched'")
         elif share is not None:
-            need(0.0 < share < 1.0, "clients.personal_test", share, "a share between 0 and 1")
+            require(0.0 < share < 1.0, "clients.personal_test", share, "a share between 0 and 1")
 
     def _check_assignment(self) -> None:
         given = [name for name in _ASSIGNMENTS if getattr(self, name) not in (None, {})]
         if len(given) > 1:
-            raise RecipeError(f"clients: {' and '.join(given)} both say who lacks what; keep one of them")
+            raise RecipeError(f"clients: {' and '.join(given)} both say which client lacks what; keep one of them")
         if self.partition == "silos" and given and given != ["holdings"]:
             raise RecipeError(
-                f"clients.{given[0]} cannot be used with silos; say clients.holdings, one entry per device"
+                f"clients.{given[0]} cannot be used with silos; use clients.holdings, with one entry per device"
             )
         for name, share in self.missing.items():
-            need(0.0 <= share <= 1.0, f"clients.missing.{name}", share, "a share from 0 to 1")
+            require(0.0 <= share <= 1.0, f"clients.missing.{name}", share, "a share from 0 to 1")
         if self.holdings is not None:
-            need(
+            require(
                 bool(self.holdings) and all(self.holdings),
                 "clients.holdings",
                 self.holdings,

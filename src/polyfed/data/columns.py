@@ -1,6 +1,6 @@
-"""The table every data source gives: one column per modality, and what is known of each row.
+"""The table that every data source loads: a column of features for each modality, and what is known of each row.
 
-Shape letters: `N` rows of the whole data set, `C` classes, `M` modalities.
+Shapes: N rows of the whole data set, C classes, M modalities.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ TRAIN, TEST, VALIDATION, LEFT_OUT = 0, 1, 2, 3
 """Codes of `Columns.split`."""
 
 OWN_TRAIN, OWN_TEST, GUARD = 0, 1, 2
-"""Codes of `Columns.split_personal`; a guard row overlaps a test row (as windows do) and is left out."""
+"""Codes of `Columns.split_personal`; a guard row overlaps a test row (as sliding windows do) and is left out."""
 
-_CHUNK = 1 << 22  # entries looked at in one go: 16 MiB as float32, whatever the size of the file behind
+_CHUNK = 1 << 22  # entries read at a time: 16 MiB as float32, whatever the size of the file
 
-_LOOKED_AT = 256  # rows whose features make a fingerprint
+_FINGERPRINT_ROWS = 256  # rows whose features enter a fingerprint
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,10 @@ class Column:
     """The values of one modality: `take(rows)` is `(values[rows] - shift) / scale`, in float32.
 
     Attributes:
-        values: (N, *shape), any real type; may be memory mapped. With `index`, (U, *shape) for U distinct
-            samples.
-        shift: broadcasts over one sample; None is 0.
-        scale: broadcasts over one sample; None is 1.
-        index: int64 (N,), the entry of `values` behind each row, where several rows share one; None: row i
-            has entry i.
+        values: (N, *shape), any real type; may be memory mapped. With `index`, (U, *shape) for U distinct samples.
+        shift: Broadcasts over one sample; None is 0.
+        scale: Broadcasts over one sample; None is 1.
+        index: Int64 (N,), the entry of `values` for each row, if several rows share one; None: row i has entry i.
     """
 
     values: Tensor
@@ -51,16 +49,30 @@ class Column:
         return tuple(self.values.shape[1:])
 
     def raw(self, rows: Tensor) -> Tensor:
-        """The stored values of these rows (...), before shift and scale: (..., *shape), stored type."""
+        """The stored values of `rows`, before shift and scale.
+
+        Args:
+            rows: Int64 (...).
+
+        Returns:
+            (..., *shape) in the stored type.
+        """
         entries = rows if self.index is None else self.index[rows]
         if not self.values.is_contiguous():
             return self.values[entries]
-        # an embedding copies whole rows; `values[entries]` walks them entry by entry and takes three times as long
+        # an embedding copies whole rows; `values[entries]` copies number by number and takes three times as long
         picked = torch.nn.functional.embedding(entries, self.values.view(len(self.values), math.prod(self.shape)))
         return picked.view((*entries.shape, *self.shape))
 
     def take(self, rows: Tensor) -> Tensor:
-        """The samples of `rows` (...), int64, which `torch.func.vmap` may batch: float32 (..., *shape)."""
+        """The samples of `rows`, shifted and scaled.
+
+        Args:
+            rows: Int64 (...); `torch.func.vmap` may batch it.
+
+        Returns:
+            float32 (..., *shape).
+        """
         x = self.raw(rows).to(torch.float32)
         if self.shift is not None:
             x = x - self.shift
@@ -76,19 +88,22 @@ class Column:
 
 @dataclass(frozen=True)
 class Columns:
-    """A data set as a table. Building one checks that its arrays fit together (DataError if not).
+    """A data set as a table. Building one checks that its arrays fit together.
 
     Attributes:
-        name: of the data set, as results show it.
-        modalities: column of each modality; the order is the order of modalities everywhere.
-        label: int64 (N,), in range(num_classes).
+        name: Name of the data set, as results show it.
+        modalities: Modality -> its column; this order is the order of the modalities everywhere.
+        label: Int64 (N,), in range(num_classes).
         num_classes: C, at least the largest label + 1.
-        split: int8 (N,): 0 train, 1 test, 2 validation, 3 left out.
-        ids: int64 (N,), stable and distinct sample ids, by which the parties of a silo align their rows.
+        split: Int8 (N,): 0 train, 1 test, 2 validation, 3 left out.
+        ids: Int64 (N,), stable and distinct sample ids, by which the devices of a silo align their rows.
         class_names: C names.
-        present: bool (N,), only for a modality that some rows lack.
-        client: int64 (N,), natural client (speaker, subject, video) of each row.
-        split_personal: int8 (N,): 0 train, 1 test of the row's natural client, 2 guard row.
+        present: Modality -> bool (N,), only for a modality that some rows lack.
+        client: Int64 (N,), natural client (speaker, subject, video) of each row.
+        split_personal: Int8 (N,): 0 train, 1 test of the row's natural client, 2 guard row.
+
+    Raises:
+        DataError: There is no modality or no row, lengths differ, or a label or code is out of range.
     """
 
     name: str
@@ -104,17 +119,17 @@ class Columns:
 
     def __post_init__(self) -> None:
         if not self.modalities:
-            raise DataError(f"data '{self.name}': no modality. Name at least one in data.modalities")
+            raise DataError(f"data '{self.name}' has no modality. Name at least one in data.modalities")
         for name, column in self.modalities.items():
             if not isinstance(column, Column):
                 kind = type(column).__name__
                 raise DataError(f"data '{self.name}': modality '{name}' is a {kind}, not a Column; write Column(...)")
             if 0 in column.shape:
                 raise DataError(
-                    f"data '{self.name}': modality '{name}' has samples of shape {column.shape}, no numbers"
+                    f"data '{self.name}': modality '{name}' has samples of shape {column.shape}, which hold no numbers"
                 )
         if len(self.label) == 0:
-            raise DataError(f"data '{self.name}': no rows")
+            raise DataError(f"data '{self.name}' has no rows. Check the path and the files behind it")
         self._check_lengths()
         self._check_labels()
         self._check_codes("split", self.split, LEFT_OUT, "0 train, 1 test, 2 validation, 3 left out")
@@ -127,23 +142,27 @@ class Columns:
         return len(self.label)
 
     def column(self, modality: str) -> Column:
-        """The column of a modality; a DataError that names the nearest one if there is none."""
+        """The column of a modality.
+
+        Raises:
+            DataError: There is no such modality; the message names the nearest one.
+        """
         if modality not in self.modalities:
             hint = did_you_mean(modality, self.modalities)
             raise DataError(f"data '{self.name}' has no modality '{modality}'; {hint}")
         return self.modalities[modality]
 
     def rows(self, *splits: int) -> Tensor:
-        """Rows of these splits, ascending, int64 on the CPU."""
+        """Rows whose split code is one of `splits`, ascending, int64 on the CPU."""
         codes = torch.tensor(splits, dtype=self.split.dtype)
         return torch.isin(self.split.cpu(), codes).nonzero()[:, 0]
 
     def fingerprint(self) -> str:
-        """SHA-256 of what a run depends on: labels, splits and ids of all rows, features of some, evenly spaced.
+        """SHA-256 of what a run depends on: labels, splits, ids and presence of all rows, and features of some rows.
 
-        A look at every feature of a large set would take as long as a round of training.
+        Those rows are evenly spaced; reading every feature of a large set would take as long as a round of training.
         """
-        some = torch.linspace(0, len(self) - 1, min(len(self), _LOOKED_AT), dtype=torch.float64).long()
+        some = torch.linspace(0, len(self) - 1, min(len(self), _FINGERPRINT_ROWS), dtype=torch.float64).long()
         sha = hashlib.sha256(f"{self.name}|{self.num_classes}".encode())
         parts = {"label": self.label, "split": self.split, "ids": self.ids, "client": self.client}
         parts |= {f"{name}.present": mask for name, mask in self.present.items()}
@@ -155,7 +174,7 @@ class Columns:
         return sha.hexdigest()
 
     def to(self, device: torch.device | str) -> "Columns":
-        """Features, labels and presence on another device; the book-keeping stays where it is."""
+        """The same table with features, labels and presence on another device; split, ids and clients stay in place."""
         return replace(
             self,
             modalities={name: column.to(device) for name, column in self.modalities.items()},
@@ -203,7 +222,7 @@ class Columns:
 
 
 def check_finite(columns: Columns) -> None:
-    """Raise DataError at the first modality that holds NaN or infinity (as float32) in a row that has it."""
+    """Raise DataError if a modality has NaN or infinity, as float32, in a row that has the modality."""
     for name, column in columns.modalities.items():
         if not column.values.is_floating_point():
             continue
@@ -219,18 +238,21 @@ def check_finite(columns: Columns) -> None:
 
 
 def standardised(columns: Columns) -> Columns:
-    """The same table, every modality shifted and scaled to mean 0 and deviation 1 over its *training* rows.
+    """The same table, with every modality shifted and scaled to mean 0 and deviation 1 over its training rows.
 
-    Training rows are those of split 0 that are nobody's own test or guard row. Statistics are per feature:
-    the last axis of vectors (F,) and sequences (T, F), the first of images (C, H, W) and anything larger.
-    They are summed in float64, chunk by chunk, so a memory-mapped column is never copied. A constant feature
-    is only centred.
+    Training rows are the rows of split 0 that are neither own test rows nor guard rows of a client. Statistics are per
+    feature: along the last axis of vectors (F,) and sequences (T, F), along the first of images (C, H, W) and larger
+    samples. They are summed in float64, chunk by chunk, so that a memory-mapped column is never copied. A constant
+    feature is only centred.
+
+    Raises:
+        DataError: There is no training row, or a feature is not finite.
     """
     train = columns.split == TRAIN
     if columns.split_personal is not None:
         train = train & (columns.split_personal == OWN_TRAIN)
     if not train.any():
-        raise DataError(f"data '{columns.name}': no training rows to standardise with")
+        raise DataError(f"data '{columns.name}': no training rows to standardise with. Check the array of split codes")
     modalities = {}
     for name, column in columns.modalities.items():
         use = train & columns.present[name] if name in columns.present else train
@@ -242,7 +264,7 @@ def standardised(columns: Columns) -> Columns:
 
 
 def moments(column: Column, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population deviation of each feature over `rows`, float64, broadcasting over a sample."""
+    """Mean and population deviation of each feature over `rows`, both float64 and broadcasting over a sample."""
     kept = 0 if len(column.shape) > 2 else len(column.shape) - 1
     axes = [axis for axis in range(len(column.shape) + 1) if axis != kept + 1]
     count, mean, squares = 0, torch.zeros(()), torch.zeros(())
@@ -255,7 +277,7 @@ def moments(column: Column, rows: Tensor) -> tuple[Tensor, Tensor]:
         squares = squares + (x - part_mean).square().sum(axes, keepdim=True)[0] + delta.square() * count * n / total
         mean, count = mean + delta * n / total, total
     deviation = (squares / max(count, 1)).sqrt()
-    # below the spacing of float32 around the mean, a deviation is rounding and not signal
+    # a deviation below the spacing of float32 numbers around the mean is rounding, not signal
     constant = deviation <= 1e-6 * mean.abs().clamp(min=1e-30)
     return mean, torch.where(constant, torch.ones_like(deviation), deviation)
 

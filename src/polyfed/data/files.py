@@ -1,13 +1,20 @@
-"""Reading arrays from disk without trusting them: no pickle, and errors that name file, array and cure."""
+"""Read arrays from untrusted files: without pickle, and without allocating more than the file's size justifies.
+
+`Arrays` reads `.npz` files and folders of `.npy` files, `read_npy` a single `.npy` file, `read_idx` MNIST's format.
+Each checks what a header claims against the bytes that are there before it allocates anything. Every fault is a
+`DataError` that names the file, the array and what to do.
+"""
 
 import gzip
+import io
 import math
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -18,11 +25,35 @@ from polyfed.core.errors import DataError, did_you_mean
 
 Array = NDArray[Any]
 
-_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError)
+_UNREADABLE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    tokenize.TokenError,  # numpy tokenizes headers that Python 2 wrote
+    struct.error,
+    EOFError,
+    OSError,
+    ValueError,
+    KeyError,
+    OverflowError,
+    RuntimeError,  # an encrypted member, a header nested too deeply
+    MemoryError,
+)
+"""What numpy, zipfile and the decompressors raise at a damaged or crafted file."""
+
+_HEADER_BYTES = 16_384  # numpy writes headers of at most 10,000 characters
+
+_LARGE, _HIGHEST_RATIO = 1 << 28, 100
+"""A compressed member of more than 256 MiB must not expand more than a hundredfold: else it counts as a zip bomb."""
+
+_MOST_AXES = 8  # of an idx file; MNIST's images have three
 
 
 def existing(path: str | Path, what: str) -> Path:
-    """The path if it is there; else a DataError that says what was looked for."""
+    """The path, with `~` expanded.
+
+    Raises:
+        DataError: Nothing is there; the message names `what` was looked for.
+    """
     found = Path(path).expanduser()
     if not found.exists():
         raise DataError(f"{what}: '{found}' does not exist (looked from '{Path.cwd()}'). Give the right data path")
@@ -32,7 +63,13 @@ def existing(path: str | Path, what: str) -> Path:
 class Arrays:
     """Named arrays of an `.npz` file, or of a folder of `<name>.npy` files, which are memory mapped.
 
-    Object arrays are refused, since reading one would run code from the file.
+    Object arrays are refused, because reading one would run code from the file.
+
+    Args:
+        path: The `.npz` file or the folder.
+
+    Raises:
+        DataError: Nothing is there, the folder has no `.npy` file, or the file is not a zip archive.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -46,9 +83,9 @@ class Arrays:
         try:
             with zipfile.ZipFile(self.path) as archive:
                 self.names = tuple(name.removesuffix(".npy") for name in archive.namelist())
-        except _DAMAGED as error:
+        except _UNREADABLE as error:
             raise DataError(
-                f"'{self.path}' is not a whole .npz file ({error}). Copy or build it again with numpy.savez"
+                f"'{self.path}' is not a whole .npz file ({_words(error)}). Copy or build it again with numpy.savez"
             ) from error
 
     def __contains__(self, name: str) -> bool:
@@ -57,21 +94,52 @@ class Arrays:
     def __getitem__(self, name: str) -> Array:
         if name not in self.names:
             raise DataError(f"'{self.path}' has no array '{name}'; {did_you_mean(name, self.names)}")
+        where = f"'{self.path}': array '{name}'"
         try:
             if self.path.is_dir():
-                # copy on write: pages come from the file, and PyTorch gets an array it may call writable
-                return np.asarray(np.load(self.path / f"{name}.npy", mmap_mode="c", allow_pickle=False))
-            with np.load(self.path, allow_pickle=False) as archive:
-                return np.asarray(archive[name])
-        except _DAMAGED as error:
-            if "allow_pickle" in str(error):
-                fix = "holds Python objects, which polyfed never unpickles. Save it as a plain numeric array"
-            else:
-                fix = f"is damaged or cut short ({error}). Copy or build the file again"
-            raise DataError(f"'{self.path}': array '{name}' {fix}") from error
+                file = self.path / f"{name}.npy"
+                with file.open("rb") as stream:
+                    _check_header(stream, file.stat().st_size, where)
+                # copy on write: pages come from the file, and PyTorch gets an array that it may call writable
+                return np.asarray(np.load(file, mmap_mode="c", allow_pickle=False))
+            with zipfile.ZipFile(self.path) as archive:
+                member = archive.getinfo(f"{name}.npy" if f"{name}.npy" in archive.namelist() else name)
+                self._check_member(member, where)
+                with archive.open(member) as stream:
+                    _check_header(stream, member.file_size, where)
+                    stream.seek(0)
+                    return np.asarray(np.lib.format.read_array(stream, allow_pickle=False))
+        except _UNREADABLE as error:
+            raise DataError(
+                f"{where} is damaged or cut short ({_words(error)}). Copy or build the file again"
+            ) from error
+
+    def _check_member(self, member: zipfile.ZipInfo, where: str) -> None:
+        """Raise DataError if a member of the archive claims more bytes than the archive can hold, or cannot be read."""
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            # numpy writes no others, and the header of an LZMA member may ask the decoder for gigabytes
+            raise DataError(
+                f"{where} is compressed by method {member.compress_type}, which numpy never writes. "
+                "Build the file with numpy.savez or numpy.savez_compressed"
+            )
+        if member.compress_size > self.path.stat().st_size:
+            raise DataError(
+                f"{where} claims {member.compress_size:,} bytes in a file of {self.path.stat().st_size:,}. "
+                "Copy or build the file again"
+            )
+        if member.file_size > max(_LARGE, _HIGHEST_RATIO * member.compress_size):
+            raise DataError(
+                f"{where} would expand from {member.compress_size:,} to {member.file_size:,} bytes, like a zip bomb. "
+                "If the data is yours, save it with numpy.savez (not compressed), or as a folder of .npy files"
+            )
 
     def integers(self, name: str) -> Tensor:
-        """An array of whole numbers (N,) as int64; floats are refused: rounding would hide a mistake."""
+        """An array of whole numbers (N,) as int64.
+
+        Raises:
+            DataError: The array is missing, unreadable, not of one axis or not of integers. Floats are refused, since
+                rounding them would hide a mistake.
+        """
         array = self[name]
         if array.dtype.kind not in "iub" or array.ndim != 1:
             raise DataError(
@@ -80,8 +148,29 @@ class Arrays:
             )
         return torch.from_numpy(array.astype(np.int64))
 
+    def strings(self, name: str) -> tuple[str, ...]:
+        """An array of texts or whole numbers (N,), as texts.
+
+        Raises:
+            DataError: The array is missing, unreadable, or neither texts nor integers of one axis.
+        """
+        array = self[name]
+        if array.dtype.kind not in "iuUS" or array.ndim != 1:
+            raise DataError(
+                f"'{self.path}': array '{name}' must hold strings or integers, one for each entry; "
+                f"it is {array.dtype} {array.shape}. Save it as strings of shape (N,)"
+            )
+        try:
+            return tuple(text.decode() if isinstance(text, bytes) else str(text) for text in array.tolist())
+        except ValueError as error:  # bytes that are no text
+            raise DataError(f"'{self.path}': array '{name}' holds no valid text ({error}). Save it again") from error
+
     def features(self, name: str) -> Tensor:
-        """An array of numbers (N, ...) in the nearest type that PyTorch can index."""
+        """An array of numbers (N, ...) in the nearest type that PyTorch can index.
+
+        Raises:
+            DataError: The array is missing, unreadable, not of numbers, or has one axis only.
+        """
         array = self[name]
         if array.dtype.kind not in "fiub" or array.ndim < 2:
             raise DataError(
@@ -102,25 +191,88 @@ _SUBSTITUTES: Mapping[str, str] = {
 }
 
 
+def read_npy(path: Path) -> Array:
+    """The array of a `.npy` file, read into memory.
+
+    Raises:
+        DataError: The file is missing, damaged, or its header claims more than the file holds.
+    """
+    try:
+        with path.open("rb") as stream:
+            _check_header(stream, path.stat().st_size, f"'{path}'")
+            stream.seek(0)
+            return np.asarray(np.lib.format.read_array(stream, allow_pickle=False))
+    except _UNREADABLE as error:
+        raise DataError(f"'{path}' is damaged ({_words(error)}). Delete it and build it again") from error
+
+
 def stored_name(path: Path) -> str:
     """A name for the data set in this file or folder."""
     return path.stem if path.is_file() else path.name
 
 
 def read_idx(path: Path) -> Tensor:
-    """An idx file of unsigned bytes (MNIST's format), plain or `.gz`: uint8, shape as its header says.
+    """An idx file of unsigned bytes (MNIST's format), plain or `.gz`: uint8, of the shape in its header.
 
-    Header: two zero bytes, type 0x08, number of axes, then each axis as a big-endian 32-bit integer.
+    The header is two zero bytes, the type 0x08, the number of axes, then each axis as a big-endian 32-bit integer.
+
+    Raises:
+        DataError: The file is damaged, of another type, or its header claims another length than the file has.
     """
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except _DAMAGED as error:
-        raise DataError(f"'{path}' is damaged or cut short ({error}). Fetch it again") from error
-    if len(raw) < 4 or raw[:3] != b"\x00\x00\x08":
-        raise DataError(f"'{path}' is not an idx file of unsigned bytes: it starts with {raw[:4].hex() or 'nothing'}")
-    axes = raw[3]
-    header = 4 + 4 * axes
-    shape = struct.unpack(f">{axes}I", raw[4:header]) if len(raw) >= header else (-1,)
-    if len(raw) != header + math.prod(shape):
-        raise DataError(f"'{path}' is cut short or too long: header says {shape}, file has {len(raw)} bytes")
-    return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=header).reshape(shape).copy())
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            return _idx(stream, path)
+    except _UNREADABLE as error:
+        raise DataError(f"'{path}' is damaged or cut short ({_words(error)}). Fetch it again") from error
+
+
+def _idx(stream: IO[bytes], path: Path) -> Tensor:
+    start = stream.read(4)
+    if len(start) < 4 or start[:3] != b"\x00\x00\x08" or not 1 <= start[3] <= _MOST_AXES:
+        raise DataError(
+            f"'{path}' is not an idx file of unsigned bytes: it starts with {start.hex() or 'nothing'}. Fetch it again"
+        )
+    axes = stream.read(4 * start[3])
+    shape = struct.unpack(f">{start[3]}I", axes) if len(axes) == 4 * start[3] else (-1,)
+    # deflate, behind .gz, expands a byte to 1,032 at most: a header that claims more is wrong
+    claimed, possible = math.prod(shape), path.stat().st_size * (1032 if path.suffix == ".gz" else 1)
+    raw = stream.read(claimed + 1) if 0 <= claimed <= possible else b""
+    if len(raw) != claimed:
+        raise DataError(
+            f"'{path}' is cut short or too long: its header says {shape}, which its {path.stat().st_size:,} bytes do "
+            "not hold. Fetch it again"
+        )
+    return torch.from_numpy(np.frombuffer(raw, np.uint8).reshape(shape).copy())
+
+
+def _check_header(stream: IO[bytes], size: int, where: str) -> None:
+    """Compare the header of a `.npy` stream of `size` bytes with that size, before anything is allocated.
+
+    Raises:
+        DataError: The array holds Python objects, or claims more bytes than the stream has.
+        ValueError: The header cannot be read.
+    """
+    head = io.BytesIO(stream.read(_HEADER_BYTES))
+    version = np.lib.format.read_magic(head)
+    if version not in ((1, 0), (2, 0), (3, 0)):
+        raise ValueError(f"unknown version {version} of the .npy format")
+    # headers of version 3 differ from those of version 2 in their encoding only, which matters to names of fields
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(head)
+    if dtype.hasobject:
+        raise DataError(
+            f"{where} holds Python objects, which polyfed never unpickles. Save it as a plain numeric array"
+        )
+    if any(length < 0 for length in shape) or (dtype.itemsize == 0 and math.prod(shape)):
+        raise ValueError(f"shape {shape} of {dtype}")
+    claimed, there = math.prod(shape) * dtype.itemsize, size - head.tell()
+    if claimed > there:
+        raise DataError(
+            f"{where} claims shape {shape} of {dtype}, {claimed:,} bytes, but {there:,} bytes are there. "
+            "Copy or build the file again"
+        )
+
+
+def _words(error: BaseException) -> str:
+    """The message of an error, or its name where it has none (as MemoryError)."""
+    return str(error) or type(error).__name__

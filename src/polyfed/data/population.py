@@ -1,4 +1,4 @@
-"""From a table of rows to clients: who has which rows, who holds which modality, who is tested on what."""
+"""Split a table over clients: which rows and modalities each client holds, and which rows it is tested on."""
 
 import warnings
 from dataclasses import dataclass
@@ -12,24 +12,24 @@ from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.data.assignment import assign, devices_per_silo
 from polyfed.data.clients import ClientsSpec
 from polyfed.data.columns import GUARD, OWN_TEST, TEST, TRAIN, VALIDATION, Columns, check_finite
-from polyfed.data.partitions.dealing import Partition
-from polyfed.data.partitions.partition import ByClient, natural_clients
+from polyfed.data.partitions.base import Partition
+from polyfed.data.partitions.by_client import ByClient, natural_clients
 from polyfed.data.partitions.shards import Shards
 
 
 @dataclass(frozen=True)
 class Population:
-    """A data set dealt to K clients.
+    """A data set split over K clients.
 
     Attributes:
-        columns: the table.
-        train: training rows of each client.
-        test: own test rows of each client (some may have none), or None.
-        holds: bool (K, M), which modalities a client has, in the order of `columns.modalities`.
-        silo: int64 (K,), silo of each client, or None.
-        test_rows: global test set, int64, ascending; the union of own test rows where the data has no global
-            one.
-        validation_rows: pooled validation set, int64, ascending.
+        columns: The table.
+        train: Training rows of each client.
+        test: Own test rows of each client, of which some may have none; None: no client has any.
+        holds: Bool (K, M), which modalities each client holds, in the order of `columns.modalities`.
+        silo: Int64 (K,), silo of each client; None: there are no silos.
+        test_rows: Global test set, int64, ascending; the union of the clients' own test rows if the data has no global
+            test set.
+        validation_rows: Pooled validation set, int64, ascending.
     """
 
     columns: Columns
@@ -42,30 +42,30 @@ class Population:
 
     @property
     def num_clients(self) -> int:
-        """K."""
+        """Number of clients K."""
         return len(self.train)
 
     def modalities(self, client: int) -> tuple[str, ...]:
-        """Modalities that a client holds."""
+        """Names of the modalities that a client holds."""
         held = self.holds[client].tolist()
         return tuple(name for name, has in zip(self.columns.modalities, held, strict=True) if has)
 
 
 def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
-    """Deal a data set to clients.
+    """Split a data set over clients.
 
     Args:
-        columns: the table; features are checked for NaN and infinity here.
-        clients: the schema of `[clients]`.
-        key: of the run; partition, validation split and modality assignment each draw from a stream of their
-            own.
+        columns: The table; its features are checked for NaN and infinity here.
+        clients: The schema of `[clients]`.
+        key: Key of the run; partition, validation split, own test rows and modality assignment each draw from a stream
+            of their own.
 
     Raises:
-        DataError: features that are not finite; a client without rows or without a modality.
-        RecipeError: options that the data cannot serve.
+        DataError: A feature is not finite, or a client has no row or no modality.
+        RecipeError: The data does not have what an option asks for.
     """
     check_finite(columns)
-    train, own_test, validation = _deal(columns, clients, clients.build_partition(), key)
+    train, own_test, validation = _split(columns, clients, clients.build_partition(), key)
     silo = None
     if clients.partition == "silos":
         devices = devices_per_silo(clients, tuple(columns.modalities))
@@ -88,10 +88,10 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     return population
 
 
-def _deal(
+def _split(
     columns: Columns, clients: ClientsSpec, partition: Partition, key: int
 ) -> tuple[Shards, Shards | None, Tensor]:
-    """Training rows, own test rows, pooled validation rows."""
+    """Training rows and own test rows of each client, and pooled validation rows, int64."""
     own_test, trainable = _roles(columns, clients)
     rows = (trainable | own_test).nonzero()[:, 0].numpy()
     val_key, part_key, own_key = (keys.key(key, part) for part in ("validation", "partition", "own test"))
@@ -116,12 +116,19 @@ def _deal(
 
 
 def matched(columns: Columns, train: Shards, key: int) -> Shards:
-    """Own test rows drawn from the global test set in the label proportions of each client's training rows
-    (6.12).
+    """Draw own test rows from the global test set, in the label proportions of each client's training rows.
 
-    A client gets about the share of the test set that it has of the training rows; fewer if a class is too
-    rare in the test set, but at least one row of every class that it owns and the test set holds. A client's
-    rows are distinct; clients may overlap. [I]: the paper gives no size.
+    A client gets about the share of the test set that it has of the training rows; fewer if a class is too rare in the
+    test set, but at least one row of every class that it owns and the test set has. A client's rows are distinct;
+    clients may overlap. For the FMML paper, which gives no size: docs/partitions.md.
+
+    Args:
+        columns: The table.
+        train: Training rows of each client.
+        key: Key of the draws.
+
+    Raises:
+        RecipeError: The data has no global test set.
     """
     label, test_rows = columns.label.cpu(), columns.rows(TEST)
     if len(test_rows) == 0:
@@ -140,7 +147,7 @@ def matched(columns: Columns, train: Shards, key: int) -> Shards:
         draw = keys.generator(keys.key(key, number))
         pool = pool[torch.from_numpy(draw.permutation(len(pool)))]
         owner = torch.repeat_interleave(torch.arange(len(train)), wanted[:, number])
-        # a run of the shuffled class from a random place on: distinct within a client, cheap for many
+        # a slice of the shuffled class from a random place on: distinct rows within a client, and cheap
         first = torch.from_numpy(draw.integers(0, max(1, len(pool)), len(train)))[owner]
         begin = (wanted[:, number].cumsum(0) - wanted[:, number])[owner]
         rows.append(pool[(first + torch.arange(len(owner)) - begin) % max(1, len(pool))])
@@ -159,7 +166,7 @@ def _rounded(share: Tensor, size: Tensor) -> Tensor:
 
 
 def _roles(columns: Columns, clients: ClientsSpec) -> tuple[Tensor, Tensor]:
-    """Which rows may become own test rows and which training rows, both bool (N,); guard rows neither."""
+    """Which rows may become own test rows, and which training rows: both bool (N,); a guard row becomes neither."""
     train = columns.split.cpu() == TRAIN
     if clients.personal_test != "split_personal":
         return torch.zeros_like(train), train
@@ -173,7 +180,7 @@ def _roles(columns: Columns, clients: ClientsSpec) -> tuple[Tensor, Tensor]:
 
 
 def _holds(columns: Columns, clients: ClientsSpec, train: Shards, key: int) -> Tensor:
-    """What a client may hold and at least one of its rows has."""
+    """Which modalities each client holds, bool (K, M): those that it may hold and at least one of its rows has."""
     holds = assign(clients, tuple(columns.modalities), len(train), key)
     for place, name in enumerate(columns.modalities):
         if name in columns.present:
@@ -182,23 +189,28 @@ def _holds(columns: Columns, clients: ClientsSpec, train: Shards, key: int) -> T
 
 
 def _check_partition(partition: Partition, shards: Shards, rows: np.ndarray, num_rows: int) -> None:
-    given = np.zeros(num_rows, dtype=np.bool_)  # a byte a row: counts would be the most that start-up ever holds
+    """Raise RecipeError unless the partition returned rows that it was given, each at most once."""
+    given = np.zeros(num_rows, dtype=np.bool_)  # a byte for each row: counts would be the peak of a run's memory
     given[rows] = True
-    dealt = shards.rows.numpy()
-    if len(dealt) == 0 or (dealt.min() >= 0 and dealt.max() < num_rows and given[dealt].all()):
-        given[dealt] = False
-        if given.sum() == len(rows) - len(dealt):
+    used = shards.rows.numpy()
+    if len(used) == 0 or (used.min() >= 0 and used.max() < num_rows and given[used].all()):
+        given[used] = False
+        if given.sum() == len(rows) - len(used):
             return
-        wrong = int(np.flatnonzero(np.bincount(dealt) > 1)[0])
+        wrong = int(np.flatnonzero(np.bincount(used) > 1)[0])
+        fault = "twice"
     else:
-        outside = (dealt < 0) | (dealt >= num_rows)
-        wrong = int(dealt[outside][0] if outside.any() else dealt[~given[dealt]][0])
+        outside = (used < 0) | (used >= num_rows)
+        wrong = int(used[outside][0] if outside.any() else used[~given[used]][0])
+        fault = "that it was not given"
     raise RecipeError(
-        f"partition {type(partition).__name__} deals row {wrong} twice, or it is none of the training rows it was given"
+        f"clients.partition: {type(partition).__name__}.split returns row {wrong} {fault}. It must return each of "
+        "the given rows at most once"
     )
 
 
 def _check(population: Population, clients: ClientsSpec) -> None:
+    """Raise if a client has no row or no modality, or if a round needs more clients than there are."""
     empty = (population.train.sizes == 0).nonzero()[:, 0]
     if len(population.train) == 0 or len(empty):
         who = f"client {int(empty[0])} has no training rows" if len(empty) else "there are no clients"
@@ -206,17 +218,19 @@ def _check(population: Population, clients: ClientsSpec) -> None:
     bare = (~population.holds.any(1)).nonzero()[:, 0]
     if len(bare):
         raise DataError(
-            f"client {int(bare[0])} has no modality ({len(bare)} such clients): its rows lack what it may "
-            "hold. Change clients.missing, only, keep_both or holdings, or the arrays of present rows"
+            f"client {int(bare[0])} has no modality ({len(bare)} such clients): its rows lack the modalities "
+            "that it may hold. Change clients.missing, only, keep_both or holdings, or the arrays of present rows"
         )
     for name, there in population.columns.present.items():
         if not bool(there.any()):
-            warnings.warn(f"no row has {name} ('{name}_present'): it is never trained", PolyfedWarning, stacklevel=3)
+            warnings.warn(
+                f"no row has {name} ('{name}_present'): this modality is never trained", PolyfedWarning, stacklevel=3
+            )
     count = clients.participation
     if isinstance(count, int) and count > population.num_clients:
         raise RecipeError(f"clients.participation = {count}, but there are {population.num_clients} clients")
     label, rows = population.columns.label.cpu(), population.train.rows
     only = label[rows[0]]
-    # piece by piece: nearly always the first one ends it, and a copy of all labels would be the peak of start-up
+    # piece by piece: the first piece nearly always decides, and a copy of all labels would be the peak of memory
     if all(bool((label[piece] == only).all()) for piece in torch.split(rows, 65_536)):
         warnings.warn(f"all training rows have label {int(only)}: nothing can be learnt", PolyfedWarning, stacklevel=3)

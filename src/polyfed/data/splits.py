@@ -1,4 +1,4 @@
-"""Fixed splits that a data set draws once, whatever the run's seed."""
+"""Test sets and subsets that a source draws with a seed of its own, so that they are the same in every run."""
 
 import numpy as np
 import torch
@@ -9,7 +9,16 @@ from polyfed.data.columns import TEST, TRAIN
 
 
 def stratified(label: Tensor, share: float, key: int) -> Tensor:
-    """Split codes, int8 (N,): of every class, `round(share * rows)` random rows are test, the rest train."""
+    """Draw a test set: `round(share * rows)` random rows of every class, the rest is for training.
+
+    Args:
+        label: Int64 (N,).
+        share: Share of every class.
+        key: Key of the draw.
+
+    Returns:
+        Split codes, int8 (N,).
+    """
     split = np.full(len(label), TRAIN, dtype=np.int8)
     draw = keys.generator(key)
     classes = label.numpy()
@@ -20,7 +29,7 @@ def stratified(label: Tensor, share: float, key: int) -> Tensor:
 
 
 def subset(label: Tensor, split: Tensor, share: float, key: int) -> Tensor:
-    """Ascending rows that keep `share` of every class of every split; all rows when share is 1."""
+    """Draw a subset that keeps `share` of every class in every split, as ascending rows; all rows if `share` is 1."""
     if share == 1.0:
         return torch.arange(len(label))
     group = label * 4 + split.to(torch.int64)

@@ -1,10 +1,10 @@
-"""Early fusion as a matter of data: several modalities stacked into one, before any model sees them.
+"""Early fusion: several modalities concatenated into one, before any model sees them.
 
     [data]
     stack = { image = ["rgb", "gray"] }
 
-makes of rgb (3, H, W) and gray (1, H, W) one modality `image` (4, H, W), as HFM's controls Local and HFL train on
-(algorithms.md 3.4). Of rows that lack one of the parts, the whole is missing.
+concatenates rgb (3, H, W) and gray (1, H, W) to one modality `image` (4, H, W), which HFM's controls Local and HFL
+train on (docs/algorithms/hfl.md). A row that lacks one of the parts lacks the new modality.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,18 +18,18 @@ from polyfed.data.columns import Column, Columns
 
 
 def stacked(columns: Columns, stack: Mapping[str, Sequence[str]]) -> Columns:
-    """The table with modalities put together.
+    """The table with some modalities concatenated.
 
-    Samples that agree in all axes but the first are stacked along it (channels of images, features of vectors). If one
-    of them is a vector, all are flattened first.
+    Samples that agree in all axes but the first are concatenated along it (channels of images, features of vectors). If
+    one of them is a vector, all are flattened first.
 
     Args:
-        columns: the table.
-        stack: new modality -> its parts, in order; parts no longer stand by themselves.
+        columns: The table.
+        stack: New modality -> its parts, in order; the parts are no longer modalities of their own.
 
     Raises:
-        RecipeError: a part that is named twice, fewer than two parts, a name that is taken.
-        DataError: a part that the data lacks, or images of different sizes.
+        RecipeError: A part is named twice, there are fewer than two parts, or the new name is taken.
+        DataError: The data lacks a part, or images differ in size.
     """
     parts = [name for names in stack.values() for name in names]
     rest = {name: column for name, column in columns.modalities.items() if name not in parts}
@@ -68,7 +68,7 @@ def _shaped(values: Tensor, flat: bool) -> Tensor:
 
 
 def _norms(norms: Sequence[Tensor | None], parts: Sequence[Column], flat: bool, neutral: float) -> Tensor | None:
-    """Shifts or scales of the parts as one, an entry for every entry of a stacked sample."""
+    """Shifts or scales of the parts as one tensor, with an entry for every entry of a concatenated sample."""
     if all(norm is None for norm in norms):
         return None
     wide = [torch.tensor(neutral) if norm is None else norm for norm in norms]

@@ -1,9 +1,11 @@
-"""Extracting the features of a listing, once: several workers, resumable, every file written whole or not at all.
+"""Extract the features of a listing once, with several workers; a stopped extraction can continue.
 
-A worker is a thread: decoders, Fourier transforms and models release the interpreter while they work, and nothing has
-to be copied between processes. The features of a clip are cached under `parts/`, named by a hash of the clip's
-content and of the extractor's settings, so a stopped run goes on where it was and a changed file is the only one to be
-read again. `parts/` may be deleted once the manifest is there.
+A worker is a thread: decoders, Fourier transforms and models release the interpreter lock while they work, and nothing
+has to be copied between processes. The features of a clip are cached under `parts/`, named by a hash of the clip's
+content and of the extractor's settings. A stopped extraction therefore continues where it stopped, and after a change
+only the changed files are read again. `parts/` may be deleted once the manifest is there.
+
+Every file is written under another name and then renamed, so that no half-written file is ever read.
 """
 
 import hashlib
@@ -22,25 +24,29 @@ import numpy as np
 from polyfed.core.errors import DataError
 from polyfed.data.features.listing import Listing, Sample
 from polyfed.data.features.prepared import MANIFEST, Prepared, replace_file, sha256
+from polyfed.data.files import read_npy
 from polyfed.data.media import Clip, Extractor
 from polyfed.data.media.clip import Array
 
 Listener = Callable[..., None]
-"""Called as `listener(event, **facts)`: prepare-started, clip-done, clip-skipped, prepare-finished."""
+"""Called as `listener(event, **facts)`; events are prepare-started, clip-done, clip-skipped and prepare-finished."""
 
 OnCorrupt = Literal["skip", "fail"]
 
-_EPS = 1e-5  # of a speaker's deviation (6.1)
+_EPS = 1e-5  # added to a speaker's deviation, as in public code for IEMOCAP (docs/data.md)
 
 
 @dataclass
 class Extraction:
-    """One pass over a listing.
+    """One pass over a listing: extract the features of every clip, and write them as one array for each modality.
 
     Attributes:
-        target: folder of the features.
-        workers: threads.
-        on_corrupt: "skip" leaves a sample with an unusable clip out and reports it; "fail" stops.
+        listing: The samples of the data set.
+        extractors: Modality -> extractor of its features.
+        target: Folder that the features are written to; it must exist.
+        workers: Number of threads that extract at the same time.
+        on_corrupt: "skip" leaves out and reports a sample with an unusable clip; "fail" stops at the first.
+        listener: Is told about progress.
     """
 
     listing: Listing
@@ -54,10 +60,14 @@ class Extraction:
     _cached: int = 0
 
     def run(self, source: str, options: Mapping[str, Any]) -> Prepared:
-        """Extract, assemble, write the manifest.
+        """Extract the features, write the arrays, and last the manifest, without which the folder counts as unfinished.
+
+        Args:
+            source: Name of the data source, which the manifest records.
+            options: Options of the source that decide which samples there are; the manifest records them.
 
         Raises:
-            DataError: an unusable clip with "fail", no usable sample, or clips whose features differ in shape.
+            DataError: A clip is unusable (with "fail"), no sample is usable, or features differ in shape.
         """
         began = time.monotonic()
         total = sum(len(sample.media) for sample in self.listing.samples)
@@ -67,7 +77,7 @@ class Extraction:
             raise DataError(
                 f"{source}: none of the {len(self.listing.samples)} samples can be used: {skipped[0]['reason']}"
             )
-        (self.target / MANIFEST).unlink(missing_ok=True)  # from here on the arrays may be of two minds
+        self._remove_previous()
         arrays = self._assemble(kept)
         names = self.listing.class_names
         counts = np.bincount([sample.label for sample, _ in kept], minlength=len(names))
@@ -87,8 +97,20 @@ class Extraction:
         self.listener("prepare-finished", name=source, seconds=time.monotonic() - began, **facts)
         return prepared
 
+    def _remove_previous(self) -> None:
+        """Delete the arrays of an earlier extraction, then its manifest: none of them may survive unlisted.
+
+        The marks `<modality>_present` also go where no manifest lists them, since an extraction may have stopped after
+        it wrote them. The manifest goes last: if deleting is interrupted, it still lists what is left to delete.
+        """
+        previous = Prepared.read(self.target)
+        names = set(previous.arrays if previous else ()) | {f"{name}_present.npy" for name in self.extractors}
+        for name in names:
+            (self.target / name).unlink(missing_ok=True)
+        (self.target / MANIFEST).unlink(missing_ok=True)
+
     def _extract(self, total: int) -> tuple[list["Kept"], list[dict[str, str]]]:
-        """Samples with the parts of their clips, in the listing's order, and what had to be left out."""
+        """The usable samples with the cache files of their clips, in the listing's order, and the skipped ones."""
         found: dict[int, dict[str, Path]] = {}
         skipped: dict[int, dict[str, str]] = {}
         samples = self.listing.samples
@@ -130,7 +152,7 @@ class Extraction:
         return parts
 
     def _part(self, modality: str, clip: Clip) -> tuple[Path, bool]:
-        """File with the features of a clip, and whether it was there already."""
+        """The cache file with the features of a clip, and whether it was there already."""
         extractor = self.extractors[modality]
         key = hashlib.blake2b(f"{clip.digest()} {extractor!r}".encode(), digest_size=16).hexdigest()
         part = self.target / "parts" / modality / key[:2] / f"{key}.npy"
@@ -139,12 +161,13 @@ class Extraction:
         content = io.BytesIO()
         np.save(content, extractor(clip), allow_pickle=False)
         part.parent.mkdir(parents=True, exist_ok=True)
-        with self._lock:  # two samples may share a clip: one name for what is not yet whole
+        with self._lock:  # two samples may share a clip, and would write the same temporary file
             replace_file(part, content.getvalue())
         return part, False
 
     def _assemble(self, kept: Sequence["Kept"]) -> dict[str, dict[str, Any]]:
-        arrays = self._book(kept)
+        """Write one file for each array; file name -> its dtype, shape, size and checksum."""
+        arrays = self._records(kept)
         for modality in self.extractors:
             have = np.array([modality in parts for _, parts in kept])
             if not have.any():
@@ -154,7 +177,8 @@ class Extraction:
         written = {f"{name}.npy": self._write(name, array) for name, array in arrays.items()}
         return written | {f"{name}.npy": self._features(name, kept) for name in self.extractors}
 
-    def _book(self, kept: Sequence["Kept"]) -> dict[str, Array]:
+    def _records(self, kept: Sequence["Kept"]) -> dict[str, Array]:
+        """Everything that is known of the rows apart from their features, by the name of the array."""
         samples = [sample for sample, _ in kept]
         return {
             "id": np.array([_id(sample.name) for sample in samples]),
@@ -167,8 +191,8 @@ class Extraction:
         }
 
     def _features(self, modality: str, kept: Sequence["Kept"]) -> dict[str, Any]:
-        """One array of all parts, row by row: no more than one is in memory."""
-        first = next(_load(parts[modality]) for _, parts in kept if modality in parts)
+        """Write the features of a modality as one array, row by row, so that one clip at a time is in memory."""
+        first = next(read_npy(parts[modality]) for _, parts in kept if modality in parts)
         by_client = self.extractors[modality].by_client
         moments = _moments(modality, kept) if by_client else {}
         path = self.target / f".{modality}.partial"
@@ -176,12 +200,12 @@ class Extraction:
         for row, (sample, parts) in enumerate(kept):
             if modality not in parts:
                 continue
-            part = _load(parts[modality])
+            part = read_npy(parts[modality])
             if part.shape != first.shape:
                 clip = sample.media[modality].name
                 raise DataError(
                     f"'{clip}': '{modality}' has shape {part.shape}, other samples have {first.shape}. "
-                    "Remove the odd file, or prepare it apart"
+                    "Remove this file, or prepare it into another folder"
                 )
             array[row] = _standardised(part, *moments[sample.client]) if by_client else part
         array.flush()
@@ -203,11 +227,11 @@ class Extraction:
 
 
 Kept = tuple[Sample, dict[str, Path]]
-"""A sample and, by modality, the file with its features."""
+"""A sample, and for each of its modalities the cache file with the features."""
 
 
 def _moments(modality: str, kept: Sequence[Kept]) -> dict[str, tuple[Array, Array]]:
-    """Mean and deviation of each feature over the real frames of a natural client."""
+    """Natural client -> mean and deviation of each feature over its frames, padding left out; float64 (features,)."""
     sums: dict[str, list[Any]] = {}
     for client, x in _frames(modality, kept):
         entry = sums.setdefault(client, [0, 0.0, 0.0])
@@ -224,20 +248,13 @@ def _moments(modality: str, kept: Sequence[Kept]) -> dict[str, tuple[Array, Arra
 def _frames(modality: str, kept: Sequence[Kept]) -> Iterator[tuple[str, Array]]:
     for sample, parts in kept:
         if modality in parts:
-            x = _load(parts[modality]).astype(np.float64)
+            x = read_npy(parts[modality]).astype(np.float64)
             yield sample.client, x[(x != 0).any(-1)]
 
 
 def _standardised(x: Array, mean: Array, deviation: Array) -> Array:
     real = (x != 0).any(-1, keepdims=True)
     return np.asarray(np.where(real, (x - mean) / (deviation + _EPS), 0.0))
-
-
-def _load(path: Path) -> Array:
-    try:
-        return np.asarray(np.load(path, allow_pickle=False))
-    except (ValueError, EOFError, OSError) as error:
-        raise DataError(f"'{path}' is damaged ({error}). Delete it and prepare again") from error
 
 
 def _id(name: str) -> int:

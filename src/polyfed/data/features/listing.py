@@ -1,4 +1,4 @@
-"""What a data set on disk holds, before any media file is opened."""
+"""The list of a data set's samples, made before any media file is opened, and readers for the tables behind it."""
 
 import csv
 import hashlib
@@ -14,15 +14,15 @@ from polyfed.data.media import Clip
 
 @dataclass(frozen=True)
 class Sample:
-    """One row-to-be.
+    """A sample of a data set, which becomes one row of the table.
 
     Attributes:
-        name: stable and distinct within the data set; the sample id is its hash.
-        label: class number.
-        media: modality -> where it is; a modality that the sample lacks has no entry.
-        split: code of `Columns.split`.
-        client: natural client (speaker, subject, site).
-        group: number by which some sets cut folds (session); 0 elsewhere.
+        name: Stable and distinct within the data set; the sample id is its hash.
+        label: Class number.
+        media: Modality -> clip that it is in; a modality that the sample lacks has no entry.
+        split: Code of `Columns.split`.
+        client: Natural client (speaker, subject, site), empty if there is none.
+        group: Number by which some data sets cut folds (a session); 0 elsewhere.
     """
 
     name: str
@@ -38,7 +38,10 @@ class Listing:
     """All samples of a data set, in a fixed order.
 
     Attributes:
-        published: class -> count that the whole data set is known to give, for the reader to compare; or empty.
+        samples: The samples; their order is the order of the table's rows.
+        class_names: Names of the classes, in order of their numbers.
+        published: Class -> number of samples that the whole data set is known to have, shown for comparison; may be
+            empty.
     """
 
     samples: Sequence[Sample]
@@ -46,7 +49,14 @@ class Listing:
     published: Mapping[str, int] = field(default_factory=dict)
 
     def checked(self, where: Path) -> "Listing":
-        """This listing; DataError if it is empty or repeats a name."""
+        """This listing, once it is known to have samples and to repeat no name.
+
+        Args:
+            where: Folder of the data set, for the message.
+
+        Raises:
+            DataError: The listing is empty, or two samples have the same name.
+        """
         if not self.samples:
             raise DataError(f"'{where}': no sample is left after the labels and files that this data set uses")
         name, count = Counter(sample.name for sample in self.samples).most_common(1)[0]
@@ -55,8 +65,8 @@ class Listing:
         return self
 
     def fingerprint(self) -> str:
-        """Hash of all that features depend on, found without opening a media file (size and time of change)."""
-        seen = hashlib.sha256()
+        """Hash of everything that a prepared folder depends on. Of media files it sees size and time of change only."""
+        seen = hashlib.sha256(repr(self.class_names).encode())
         for sample in self.samples:
             seen.update(repr((sample.name, sample.label, sample.split, sample.client, sample.group)).encode())
             for modality, clip in sample.media.items():
@@ -72,7 +82,11 @@ def _stamp(path: Path | None) -> tuple[int, int] | None:
 
 
 def folder(path: Path, name: str, what: str) -> Path:
-    """`path / name`, which must be a folder."""
+    """The folder `name` inside `path`, or `path` itself if `name` is empty.
+
+    Raises:
+        DataError: It is missing. `what` is the source's name, for the message.
+    """
     found = path / name if name else path
     if not found.is_dir():
         raise DataError(f"{what}: folder '{found}' is missing. See the layout in `polyfed data {what}`")
@@ -80,7 +94,11 @@ def folder(path: Path, name: str, what: str) -> Path:
 
 
 def lines(path: Path, what: str) -> list[str]:
-    """The lines of a text file that are not blank."""
+    """The lines of a text file that are not blank.
+
+    Raises:
+        DataError: The file is missing or empty. `what` is the source's name, for the message.
+    """
     if not path.is_file():
         raise DataError(f"{what}: file '{path}' is missing. See the layout in `polyfed data {what}`")
     # a byte order mark and stray bytes of other encodings occur in published files; neither is in a name or a label
@@ -91,10 +109,16 @@ def lines(path: Path, what: str) -> list[str]:
 
 
 def table(path: Path, columns: Sequence[str], what: str, delimiter: str = ",") -> list[dict[str, str]]:
-    """The lines of a table with a header, as name -> value.
+    """The lines of a table with a header, each as column -> value.
+
+    Args:
+        path: The file.
+        columns: Columns that must be there; others are kept too.
+        what: Name of the source, for messages.
+        delimiter: What separates fields; with a tab, quotation marks have no meaning.
 
     Raises:
-        DataError: no such file, a column that is missing, or a line with more or fewer fields than the header.
+        DataError: The file or a column is missing, or a line has more or fewer fields than the header.
     """
     found = records(path, what, delimiter)
     header = [name.strip() for name in found[0]]
@@ -107,11 +131,21 @@ def table(path: Path, columns: Sequence[str], what: str, delimiter: str = ",") -
 
 
 def records(path: Path, what: str, delimiter: str = ",", width: int | None = None) -> list[list[str]]:
-    """The lines of a table without a header; with `width`, each must have that many fields."""
+    """The lines of a table without a header, each as a list of fields.
+
+    Args:
+        path: The file.
+        what: Name of the source, for messages.
+        delimiter: What separates fields; with a tab, quotation marks have no meaning.
+        width: Number of fields that each line must have; None: any.
+
+    Raises:
+        DataError: The file is missing or empty, or a line has another number of fields.
+    """
     if not path.is_file():
         raise DataError(f"{what}: file '{path}' is missing. See the layout in `polyfed data {what}`")
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        if delimiter == "\t":  # quotes in a tweet are only quotes
+        if delimiter == "\t":  # a quotation mark in a tweet does not begin a quoted field
             found = [record for record in csv.reader(file, delimiter=delimiter, quoting=csv.QUOTE_NONE) if record]
         else:
             found = [record for record in csv.reader(file, delimiter=delimiter) if record]
@@ -132,7 +166,11 @@ def _check_width(path: Path, number: int, record: Sequence[str], width: int) -> 
 
 
 def class_of(label: str, classes: Iterable[str], where: str) -> int:
-    """Number of a class; DataError names the place and the nearest class."""
+    """Number of a class, by its name.
+
+    Raises:
+        DataError: There is no such class; the message names the place (`where`) and the nearest class.
+    """
     names = list(classes)
     if label not in names:
         raise DataError(f"{where}: unknown label '{label}'; {did_you_mean(label, names)}. Restore the published file")

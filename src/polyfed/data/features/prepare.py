@@ -1,11 +1,11 @@
-"""`polyfed data prepare NAME`: features of a published data set, extracted once into a folder."""
+"""Extract the features of a published data set into a folder, as `polyfed data prepare NAME` does."""
 
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import RecipeError, did_you_mean
-from polyfed.data.checks import need
+from polyfed.data.checks import require
 from polyfed.data.features.extraction import Listener, OnCorrupt
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.sources import SOURCES
@@ -24,26 +24,29 @@ def prepare(
 ) -> Prepared:
     """Extract the features of a data set once.
 
-    The target folder then holds one `.npy` file per array (modalities, label, split, client, ...) that the source
-    itself and `npz` read memory mapped, and a manifest with checksums. A run that was stopped goes on; an unchanged,
-    undamaged folder is left as it is.
+    The target folder then holds one `.npy` file for each array (modalities, label, split, client, ...), which the
+    source itself and the source `npz` read memory mapped, and a manifest with checksums. A stopped
+    preparation continues; an unchanged, undamaged folder is left as it is.
 
     Args:
-        name: of the data source, as in `[data] name`.
-        source_dir: the published folder.
-        target_dir: is created; a second data set in it is an error.
-        workers: threads that extract at the same time.
+        name: Name of the data source, as in `[data] name`.
+        source_dir: The published folder.
+        target_dir: Folder for the features; it is created if need be, and may not hold features of another data set.
+        workers: Number of threads that extract at the same time.
         on_corrupt: "skip" leaves out and reports samples with an unusable file; "fail" stops at the first.
-        listener: called as `listener(event, **facts)`, see `polyfed.data.features.extraction`;
-            "prepare-unchanged" when there is nothing to do.
-        options: further options of the source, as in `[data]`.
+        listener: Called as `listener(event, **facts)`, see `polyfed.data.features.extraction`, and with
+            "prepare-unchanged" where there is nothing to do.
+        options: Further options of the source, as in `[data]`.
+
+    Returns:
+        The manifest of the target folder.
 
     Raises:
-        RecipeError: unknown source or option, or a source that reads its files directly.
-        DataError: a file is missing, odd or damaged; a package is missing.
+        RecipeError: The source or an option is unknown, the source reads its files directly, or a package is missing.
+        DataError: A file is missing, malformed or damaged.
     """
-    need(workers >= 1, "workers", workers, "at least 1")
-    need(on_corrupt in ("skip", "fail"), "on_corrupt", on_corrupt, "'skip' or 'fail'")
+    require(workers >= 1, "workers", workers, "at least 1")
+    require(on_corrupt in ("skip", "fail"), "on_corrupt", on_corrupt, "'skip' or 'fail'")
     source, target = _source(name, source_dir, options), Path(target_dir).expanduser()
     found = Prepared.read(target)
     if found is not None:

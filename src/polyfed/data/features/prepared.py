@@ -1,4 +1,4 @@
-"""A folder of features: one .npy file per array, memory mapped, and a manifest with checksums."""
+"""A folder of extracted features: one `.npy` file for each array, read memory mapped, and a manifest with checksums."""
 
 import hashlib
 import json
@@ -26,15 +26,15 @@ class Prepared:
     """The manifest of a folder of features.
 
     Attributes:
-        folder: where it is.
-        source: name of the data source.
-        fingerprint: of the files that the features were made from, see `Listing.fingerprint`.
-        extractors: modality -> settings of its extractor.
-        listing: options of the source on which the choice of samples depends.
-        classes: class -> number of rows, in order of the class numbers.
-        published: class -> number of rows that the whole data set is known to give; may be empty.
-        skipped: clips that could not be used: sample, file, reason.
-        arrays: file -> dtype, shape, bytes, sha256.
+        folder: The folder.
+        source: Name of the data source.
+        fingerprint: Fingerprint of the files that the features were made from, see `Listing.fingerprint`.
+        extractors: Modality -> settings of its extractor.
+        listing: Options of the source that decide which samples there are.
+        classes: Class -> number of rows, in order of the class numbers.
+        published: Class -> number of rows that the whole data set is known to have; may be empty.
+        skipped: Samples that were left out, each with the keys "sample" and "reason".
+        arrays: File name -> dtype, shape, bytes, sha256.
     """
 
     folder: Path
@@ -49,17 +49,21 @@ class Prepared:
 
     @property
     def num_rows(self) -> int:
-        """Rows of every array."""
+        """Number of rows, the same for every array."""
         return sum(self.classes.values())
 
     def write(self) -> None:
-        """Write the manifest, whole or not at all."""
+        """Write the manifest into the folder; an interruption leaves either the whole file or none."""
         content = {"polyfed_features": FORMAT} | {k: v for k, v in vars(self).items() if k != "folder"}
         replace_file(self.folder / MANIFEST, json.dumps(content, indent=1).encode())
 
     @classmethod
     def read(cls, folder: Path) -> "Prepared | None":
-        """The manifest of a folder; None if there is none; DataError if a file does not fit it."""
+        """The manifest of a folder; None if there is none. It says nothing about the arrays, see `require_arrays`.
+
+        Raises:
+            DataError: The file is not a manifest of this version of polyfed.
+        """
         path = folder / MANIFEST
         if not path.is_file():
             return None
@@ -68,22 +72,38 @@ class Prepared:
             if content.pop("polyfed_features") != FORMAT:
                 raise ValueError("another format")
             found = cls(folder=folder, **content)
+            if not all(Path(name).name == name and name.endswith(".npy") for name in found.arrays):
+                raise ValueError("it lists a file that is not an array of this folder")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(
-                f"'{path}' is no manifest of this version of polyfed ({error}). Prepare into an empty folder"
+                f"'{path}' is not a manifest of this version of polyfed ({error}). Prepare into an empty folder"
             ) from error
-        for name, facts in found.arrays.items():
-            size = (folder / name).stat().st_size if (folder / name).is_file() else -1
-            if size != facts["bytes"]:
-                raise DataError(f"'{folder / name}' is missing or cut short: prepare again into the same folder")
         return found
 
+    def incomplete(self) -> list[str]:
+        """Files that are missing or have another size than the manifest says. Quick: no file is opened."""
+        sizes = {file.name: file.stat().st_size for file in self.folder.glob("*.npy") if file.is_file()}
+        return [name for name, facts in self.arrays.items() if sizes.get(name) != facts["bytes"]]
+
+    def require_arrays(self) -> None:
+        """Raise DataError if an array is missing or has another size than the manifest says."""
+        for name in self.incomplete():
+            raise DataError(f"'{self.folder / name}' is missing or cut short: prepare again into the same folder")
+
     def damaged(self) -> list[str]:
-        """Files whose content does not have the checksum of the manifest."""
-        return [name for name, facts in self.arrays.items() if sha256(self.folder / name) != facts["sha256"]]
+        """Files that are missing, or whose content does not have the checksum of the manifest."""
+        lost = self.incomplete()
+        sums = {name: facts["sha256"] for name, facts in self.arrays.items() if name not in lost}
+        return lost + [name for name, found in sums.items() if sha256(self.folder / name) != found]
 
     def check(self, source: str, extractors: Mapping[str, Extractor], listing: Mapping[str, Any]) -> None:
-        """DataError if the features are of another data set, or were made with other options."""
+        """Raise DataError if the features are of another data set, or were made with other options.
+
+        Args:
+            source: Name of the data source that the recipe names.
+            extractors: Modality -> extractor, as the recipe's options build them.
+            listing: Options of the source that decide which samples there are, as in the recipe.
+        """
         fix = "change the recipe, or prepare again into another folder"
         if self.source != source:
             raise DataError(f"'{self.folder}' holds features of '{self.source}', not of '{source}': {fix}")
@@ -105,7 +125,11 @@ class Prepared:
                 )
 
     def columns(self, extractors: Mapping[str, Extractor]) -> Columns:
-        """The table; features stay on disk, and are read page by page as batches take them."""
+        """The table; features stay on disk, and are read page by page as batches take them.
+
+        Args:
+            extractors: Modality -> extractor, for the modalities to read; each gives its column's shift and scale.
+        """
         arrays = Arrays(self.folder)
         clients = np.unique(arrays["client"], return_inverse=True)[1].astype(np.int64)
         return Columns(
@@ -120,13 +144,15 @@ class Prepared:
             ids=arrays.integers("id"),
             class_names=tuple(self.classes),
             present={
-                name: arrays.integers(f"{name}_present").bool() for name in extractors if f"{name}_present" in arrays
+                name: arrays.integers(f"{name}_present").bool()
+                for name in extractors
+                if f"{name}_present.npy" in self.arrays
             },
             client=torch.from_numpy(clients) if self.has_clients(arrays) else None,
         )
 
     def has_clients(self, arrays: Arrays) -> bool:
-        """Whether the data set has natural clients at all."""
+        """Whether every row belongs to a natural client."""
         return bool((arrays["client"] != "").all())
 
     def groups(self) -> Tensor:
@@ -139,13 +165,13 @@ class Prepared:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file under another name and rename it, so that an interruption never leaves a part of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_bytes(content)
     os.replace(partial, path)
 
 
 def sha256(path: Path) -> str:
-    """Checksum of a file."""
+    """SHA-256 of a file's content, as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

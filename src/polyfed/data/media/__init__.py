@@ -1,4 +1,16 @@
-"""From media files to arrays: clips, and the extractors that turn one into the features of one sample."""
+"""How does a media file become the features of one sample? Each extractor here turns a `Clip` into an array.
+
+- `clip`: `Clip`, the place of one modality of one sample, and `Extractor`, what an extractor must do.
+- `audio`: reads sound, and resamples and tiles it.
+- `spectra`: spectrograms and log-mels of sound.
+- `image`: pixels of images.
+- `video`: frames of videos.
+- `embedding`: embeddings by pretrained models, and token ids.
+- `signals`: windows of motion sensors, and electrocardiograms.
+- `values`: numbers that need no extraction.
+
+A new extractor is a frozen dataclass that extends `clip.PlainExtractor`; docs/data.md lists what each computes.
+"""
 
 from polyfed.data.media.clip import Clip, Extractor, Norm
 from polyfed.data.media.embedding import ImageEmbedding, TextEmbedding, Tokens

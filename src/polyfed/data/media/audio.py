@@ -1,4 +1,4 @@
-"""Reading sound: soundfile for sound files, PyAV for the sound of videos."""
+"""Read sound with soundfile, and the sound of videos with PyAV; resample it; tile it to a fixed length."""
 
 from math import gcd
 from pathlib import Path
@@ -14,10 +14,17 @@ _SOUND = (".wav", ".flac", ".ogg", ".mp3", ".aiff", "")
 
 
 def read_wave(clip: Clip, rate: int) -> Wave:
-    """The part of the clip that is used, mono in [-1, 1], float32 (samples,) at `rate` Hz.
+    """Read the part of a clip that is used, as mono sound.
+
+    Args:
+        clip: A sound file or a video.
+        rate: Sampling rate of the result in Hz.
+
+    Returns:
+        Samples in [-1, 1], float32 (samples,).
 
     Raises:
-        DataError: not a sound, no sound, or nothing in the part.
+        DataError: The file cannot be read as sound, or has no sound in this part.
     """
     is_sound = Path(clip.path or "").suffix.lower() in _SOUND
     wave, found = (_from_sound if is_sound else _from_video)(clip)
@@ -31,7 +38,13 @@ def read_wave(clip: Clip, rate: int) -> Wave:
 
 
 def resampled(wave: Wave, found: int, rate: int) -> Wave:
-    """The wave at another rate, through a polyphase low-pass filter."""
+    """The sound at another sampling rate, by a polyphase low-pass filter.
+
+    Args:
+        wave: Float32 (samples,).
+        found: Its sampling rate in Hz.
+        rate: Sampling rate of the result in Hz.
+    """
     if found == rate:
         return wave
     signal = optional("scipy.signal", "audio")
@@ -41,10 +54,10 @@ def resampled(wave: Wave, found: int, rate: int) -> Wave:
 
 
 def tiled(wave: Wave, samples: int) -> Wave:
-    """The wave, repeated as often as needed and cut to `samples`, clipped to [-1, 1].
+    """The sound, repeated until it has `samples` samples, cut to that length, and clipped to [-1, 1].
 
-    The releases repeat three times and cut (6.4); so does this, and more often where a clip is shorter than a
-    third, which would give them another shape.
+    The releases of CMSFed and FMML repeat a clip three times and cut it. This repeats it more often if it is shorter
+    than a third of the length, for which their features would have another shape (docs/data.md).
     """
     return np.clip(np.tile(wave, -(-samples // len(wave)))[:samples], -1.0, 1.0)
 

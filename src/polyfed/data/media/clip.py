@@ -1,4 +1,4 @@
-"""What an extractor reads, and what an extractor is."""
+"""`Clip`, the place of one modality of one sample, and `Extractor`, what turns a clip into features."""
 
 import hashlib
 import io
@@ -16,20 +16,20 @@ from polyfed.core.errors import DataError, RecipeError
 
 Array = NDArray[Any]
 Norm = tuple[Tensor, Tensor]
-"""Shift and scale of a column, see `Column`."""
+"""Shift and scale of a column, see `polyfed.data.Column`."""
 
 
 @dataclass(frozen=True)
 class Clip:
-    """Where one modality of one sample is.
+    """The place of one modality of one sample: a file, a part of a file, or content in memory.
 
     Attributes:
-        name: what messages call it: the file, or the row of a table.
-        path: the file; None when the content is held.
-        held: gives the content (bytes of a file, text or numbers) when there is no file of its own.
-        start: where the sample begins in the file: seconds of media, lines of a table.
-        end: where it ends, same unit; None is the end of the file.
-        stamp: changes when held content changes, so that a cache notices.
+        name: What messages call it: the file, or the row of a table.
+        path: The file; None if the content does not come from a file of its own.
+        held: Without `path`: returns the content (the bytes of a file, text or numbers).
+        start: Where the sample begins in the file: in seconds of media, or in lines of a table.
+        end: Where it ends, in the same unit; None is the end of the file.
+        stamp: Changes when content without a file changes, so that a cache notices.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Clip:
 
     @classmethod
     def at(cls, path: Path, start: float = 0.0, end: float | None = None) -> "Clip":
-        """A file, or a part of it."""
+        """A clip of a file, or of a part of it."""
         return cls(str(path), path, None, start, end)
 
     @classmethod
     def of(cls, name: str, content: Any) -> "Clip":
-        """Content that is already in memory: text, numbers or the bytes of a file."""
+        """A clip of content that is already in memory: text, numbers or the bytes of a file."""
         return cls(name, None, lambda: content, stamp=content if isinstance(content, str) else "")
 
     @property
@@ -55,7 +55,11 @@ class Clip:
         return self.start, self.end
 
     def content(self) -> Any:
-        """The held content, or the bytes of the file; DataError if it is missing or empty."""
+        """The content in memory, or the bytes of the file.
+
+        Raises:
+            DataError: The file is missing or empty.
+        """
         if self.path is None:
             assert self.held is not None
             return self.held()
@@ -69,21 +73,29 @@ class Clip:
         return found
 
     def text(self) -> str:
-        """The content as text; a file is read as UTF-8."""
+        """The content as text; a file is read as UTF-8.
+
+        Raises:
+            DataError: The file is missing or empty, or the content is not text.
+        """
         found = self.content()
         if not isinstance(found, bytes | str):
-            raise corrupt(self, f"is not a text but a {type(found).__name__}")
+            raise corrupt(self, f"is not text but a {type(found).__name__}")
         return found.decode("utf-8", "replace") if isinstance(found, bytes) else found
 
     def stream(self) -> io.BytesIO:
-        """The content as an open file."""
+        """The content as an open file.
+
+        Raises:
+            DataError: The file is missing or empty, or the content is not bytes.
+        """
         found = self.content()
         if not isinstance(found, bytes):
             raise corrupt(self, f"is not a file but a {type(found).__name__}")
         return io.BytesIO(found)
 
     def digest(self) -> str:
-        """Hash of the content and of the part that is used."""
+        """Hash of the content and of the part that is used, as hexadecimal digits."""
         found = self.content()
         seen = hashlib.blake2b(repr(self.part).encode(), digest_size=16)
         if isinstance(found, bytes):
@@ -97,44 +109,55 @@ class Clip:
 
 
 class Extractor(Protocol):
-    """Features of a clip. An implementation is a frozen dataclass: its `repr` names its settings, and so its cache.
+    """Turns a clip into features.
+
+    An implementation is a frozen dataclass, because its `repr` must name all settings: the feature cache uses it as
+    key.
 
     Attributes:
-        norm: shift and scale of the column that holds the features; None leaves them as they are.
-        by_client: whether the features are standardised over all clips of their natural client.
+        norm: Shift and scale of the column that holds the features; None leaves them as they are.
+        by_client: Whether the features are standardised over all clips of their natural client.
     """
 
     @property
     def norm(self) -> Norm | None:
-        """See above."""
+        """Shift and scale of the column."""
         ...
 
     @property
     def by_client(self) -> bool:
-        """See above."""
+        """Whether features are standardised by natural client."""
         ...
 
     def __call__(self, clip: Clip) -> Array:
-        """The features, of one shape and type for all clips; DataError names the clip and the cure."""
+        """The features, of one shape and type for all clips.
+
+        Raises:
+            DataError: The clip cannot be used; the message names it and says what to do.
+        """
         ...
 
 
-class Plain:
-    """Base of the extractors: features stay as they are extracted."""
+class PlainExtractor:
+    """Base of extractors whose features stay as they are: without shift and scale, not standardised by client."""
 
     @property
     def norm(self) -> Norm | None:
-        """None."""
+        """None: batches take the features as they are."""
         return None
 
     @property
     def by_client(self) -> bool:
-        """False."""
+        """False: features are not standardised by natural client."""
         return False
 
 
 def optional(module: str, extra: str) -> Any:
-    """A module of an optional dependency; RecipeError names the extra that installs it."""
+    """A module of an optional dependency.
+
+    Raises:
+        RecipeError: The package is not installed; the message names the extra that installs it.
+    """
     try:
         return import_module(module)
     except ImportError as error:
@@ -144,5 +167,5 @@ def optional(module: str, extra: str) -> Any:
 
 
 def corrupt(clip: Clip, why: object) -> DataError:
-    """The error of a clip that cannot be used."""
+    """The error for a clip that cannot be used; `why` is a phrase with the clip as its subject."""
     return DataError(f"'{clip.name}' {why}. Fetch it again, or prepare with on_corrupt='skip'")

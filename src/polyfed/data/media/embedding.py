@@ -1,4 +1,4 @@
-"""Embeddings by models of `transformers`, from a local folder or the hub's cache; nothing is downloaded."""
+"""Embeddings by models of `transformers`, read from a folder or the hub's cache; nothing is downloaded."""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from polyfed.data.media.clip import Clip, Plain, corrupt
+from polyfed.data.media.clip import Clip, PlainExtractor, corrupt
 from polyfed.data.media.image import IMAGENET, Image
 from polyfed.model import pretrained
 
@@ -18,13 +18,13 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextEmbedding(Plain):
-    """Vector (hidden,) of a text: the masked mean of the last hidden layer, or its first token (P8).
+class TextEmbedding(PlainExtractor):
+    """Embedding of a text, float32 (hidden,).
 
     Attributes:
-        model: folder, or name in the hub's cache.
-        pool: "mean" or "cls".
-        tokens: longest text; the rest is cut (512 [inferred], 6.3).
+        model: Folder, or name in the hub's cache.
+        pool: "mean" takes the mean of the last hidden layer over the text's tokens, "cls" its first token.
+        tokens: Maximum number of tokens; the rest of a text is cut off (512 is inferred, see docs/data.md).
     """
 
     model: str
@@ -32,7 +32,11 @@ class TextEmbedding(Plain):
     tokens: int = 512
 
     def __call__(self, clip: Clip) -> Floats:
-        """Features of a text; an empty one is the vector of the model's special tokens."""
+        """Embedding of a text; that of an empty text is the mean of the model's special tokens.
+
+        Raises:
+            DataError: The clip is missing, or is not text.
+        """
         tokenizer, network = _tokenizer(self.model), _backbone(self.model)
         given = tokenizer(clip.text(), truncation=True, max_length=self.tokens, return_tensors="pt")
         with torch.no_grad():
@@ -43,41 +47,49 @@ class TextEmbedding(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokens(Plain):
-    """Token ids of a text, int32 (tokens,), filled with the padding id: what the encoder `hf` reads.
+class Tokens(PlainExtractor):
+    """Token ids of a text, int32 (tokens,), padded with the padding id; the encoder `hf` reads them.
 
     Attributes:
-        model: folder, or name in the hub's cache.
-        tokens: length of every sample.
+        model: Folder, or name in the hub's cache, of the tokenizer.
+        tokens: Length of every sample; the rest of a text is cut off.
     """
 
     model: str
     tokens: int = 64
 
     def __call__(self, clip: Clip) -> NDArray[np.int32]:
-        """Features of a text."""
+        """Token ids of a text, int32 (tokens,).
+
+        Raises:
+            DataError: The clip is missing, or is not text.
+        """
         tokenizer = _tokenizer(self.model)
         given = tokenizer(clip.text(), truncation=True, max_length=self.tokens, padding="max_length")
         return np.asarray(given["input_ids"], np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageEmbedding(Plain):
-    """Vector of an image: the model's pooled output, 1280 for MobileNetV2 (6.3); else the mean over its patches.
+class ImageEmbedding(PlainExtractor):
+    """Embedding of an image, float32 (hidden,): the model's pooled output, else the mean over its patches.
 
-    The image is scaled and cut to 224 x 224 (see `Image`) and normalised as the model's
-    `preprocessor_config.json` says, or by ImageNet's norm if there is none.
+    MobileNetV2 gives 1280 numbers. The image is scaled and cropped to `size` (see `Image`) and normalised as the
+    model's `preprocessor_config.json` says, or by ImageNet's norm if there is none.
 
     Attributes:
-        model: folder, or name in the hub's cache.
-        size: height and width that the model sees.
+        model: Folder, or name in the hub's cache.
+        size: Height and width that the model sees.
     """
 
     model: str
     size: int = 224
 
     def __call__(self, clip: Clip) -> Floats:
-        """Features of an image file."""
+        """Embedding of an image file, float32 (hidden,).
+
+        Raises:
+            DataError: The file is not a whole image, or its embedding is not finite.
+        """
         pixels = torch.from_numpy(Image(size=self.size)(clip)).float()[None] / 255.0
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in _norm(self.model))
         with torch.no_grad():
@@ -96,12 +108,12 @@ ImageKind = Literal["embedding", "pixels"]
 
 
 def text_extractor(kind: TextKind, model: str) -> TextEmbedding | Tokens:
-    """What a recipe's `text` and `text_model` say: a vector of the text, or token ids for the encoder `hf`."""
+    """The extractor for a recipe's `text` and `text_model`: an embedding, or token ids for the encoder `hf`."""
     return Tokens(model=model) if kind == "tokens" else TextEmbedding(model=model)
 
 
 def image_extractor(kind: ImageKind, model: str, size: int) -> ImageEmbedding | Image:
-    """What a recipe's `image`, `image_model` and `size` say: a vector of the image, or its pixels."""
+    """The extractor for a recipe's `image`, `image_model` and `size`: an embedding of the image, or its pixels."""
     return Image(size=size) if kind == "pixels" else ImageEmbedding(model=model, size=size)
 
 

@@ -1,4 +1,4 @@
-"""Images, by Pillow."""
+"""Read images with Pillow, as pixels of a fixed size."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -7,28 +7,32 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from polyfed.data.media.clip import Clip, Norm, Plain, corrupt, optional
+from polyfed.data.media.clip import Clip, Norm, PlainExtractor, corrupt, optional
 
 IMAGENET: tuple[tuple[float, ...], tuple[float, ...]] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and deviation of ImageNet's channels, on a scale of [0, 1]."""
 
-_MARGIN = 256 / 224  # resize 256, centre crop 224 (6.3)
+_MARGIN = 256 / 224  # as for MobileNetV2 in docs/data.md: shorter side 256, middle 224
 
 
 def bytes_norm(axes: int) -> Norm:
-    """Shift and scale that bring bytes (3, ...) of `axes` axes to ImageNet's mean and deviation."""
+    """Shift and scale that standardise bytes by ImageNet's mean and deviation.
+
+    Args:
+        axes: Number of axes of a sample (3, ...), of which the first are the channels.
+    """
     mean, std = (255.0 * torch.tensor(values).view(3, *(1,) * (axes - 1)) for values in IMAGENET)
     return mean, std
 
 
 @dataclass(frozen=True, kw_only=True)
-class Image(Plain):
-    """Bytes (3, size, size) of an image; ImageNet's norm is applied when a batch is taken.
+class Image(PlainExtractor):
+    """Pixels of an image, uint8 (3, size, size); ImageNet's norm is applied when a batch is taken.
 
     Attributes:
-        size: height and width.
-        fit: "crop" scales the shorter side to 256/224 of the size and cuts the middle out (6.3); "stretch" scales
-            both sides (6.4).
+        size: Height and width.
+        fit: "crop" scales the shorter side to 256/224 of the size and cuts the middle out, as is usual for ImageNet's
+            models; "stretch" scales both sides.
     """
 
     size: int = 224
@@ -36,11 +40,15 @@ class Image(Plain):
 
     @property
     def norm(self) -> Norm:
-        """ImageNet's."""
+        """Shift and scale by ImageNet's mean and deviation."""
         return bytes_norm(3)
 
     def __call__(self, clip: Clip) -> NDArray[np.uint8]:
-        """Features of an image file."""
+        """Pixels of an image file, uint8 (3, size, size).
+
+        Raises:
+            DataError: The file is not a whole image.
+        """
         pillow = optional("PIL.Image", "image")
         try:
             with pillow.open(clip.stream()) as opened:
@@ -50,7 +58,7 @@ class Image(Plain):
 
 
 def fitted(image: Any, size: int, fit: str) -> NDArray[np.uint8]:
-    """A Pillow image as bytes (3, size, size)."""
+    """A Pillow image, fitted as `Image` describes, as uint8 (3, size, size)."""
     pillow = optional("PIL.Image", "image")
     wide, high = size, size
     if fit == "crop":

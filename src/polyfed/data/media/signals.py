@@ -1,4 +1,4 @@
-"""Windows of motion sensors and electrocardiograms."""
+"""Windows of motion sensors, and electrocardiograms."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,22 +9,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core.errors import DataError
-from polyfed.data.media.clip import Clip, Plain, corrupt
+from polyfed.data.media.clip import Clip, PlainExtractor, corrupt
 
 Floats = NDArray[np.float32]
 
-_EPS = 1e-5  # of the deviation of a window (FedMultimodal, peers.md 3.3 item 2)
+_EPS = 1e-5  # added to the deviation of a window, as in FedMultimodal
 
 
 @dataclass(frozen=True, kw_only=True)
-class SensorWindow(Plain):
-    """Lines [start, end) of a table of numbers, every `stride`-th, some of its columns: float32 (steps, columns).
+class SensorWindow(PlainExtractor):
+    """Some columns of a part of a table of numbers: float32 (steps, columns).
+
+    The part is the clip's: its lines from `start` up to, not including, `end`.
 
     Attributes:
-        columns: which columns, from 0.
-        width: number of columns that the table must have.
+        columns: Numbers of the columns to take, from 0.
+        width: Number of columns that the table must have.
         stride: 2 takes every second line.
-        normalise: "window" shifts and scales every column by its mean and deviation (+ 1e-5) over the window.
+        normalise: "window" shifts and scales every column by its mean and deviation (+ 1e-5) over the window; "none"
+            leaves the numbers as they are.
     """
 
     columns: tuple[int, ...]
@@ -33,16 +36,26 @@ class SensorWindow(Plain):
     normalise: Literal["window", "none"] = "window"
 
     def __call__(self, clip: Clip) -> Floats:
-        """Features of a part of a table."""
+        """Features of a part of a table.
+
+        Raises:
+            DataError: The file is missing, or is not a table of `width` columns of finite numbers.
+        """
         assert clip.path is not None
         table = _numbers(clip.path, self.width, clip.path.stat().st_mtime_ns if clip.path.is_file() else 0)
         part = table[int(clip.start) : None if clip.end is None else int(clip.end) : self.stride, list(self.columns)]
         return _by_window(part) if self.normalise == "window" else part
 
 
-@lru_cache(maxsize=8)  # the windows of a file follow one another
+@lru_cache(maxsize=8)  # the windows of a file are read one after the other
 def _numbers(path: Path, width: int, changed: int) -> Floats:
-    """The numbers of a csv file without a header, float32 (lines, width); `changed` is its time of change."""
+    """The numbers of a csv file without a header, float32 (lines, width).
+
+    Args:
+        path: The file.
+        width: Number of columns that it must have.
+        changed: Time of the file's last change, so that the cache notices one.
+    """
     try:
         table = np.loadtxt(path, delimiter=",", dtype=np.float32, ndmin=2)
     except OSError as error:
@@ -57,13 +70,14 @@ def _numbers(path: Path, width: int, changed: int) -> Floats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ecg(Plain):
-    """Leads of a WFDB record (`<name>.hea` beside `<name>.dat`, format 16): float32 (samples, leads), millivolt.
+class Ecg(PlainExtractor):
+    """Leads of a WFDB record (`<name>.hea` beside `<name>.dat`, format 16): float32 (samples, leads), in millivolts.
 
     Attributes:
-        leads: names as in the header, in any case.
-        samples: length that a record must have.
-        normalise: "window" shifts and scales every lead by its mean and deviation (+ 1e-5) over the record.
+        leads: Names of the leads, as in the header, in upper or lower case.
+        samples: Length that a record must have.
+        normalise: "window" shifts and scales every lead by its mean and deviation (+ 1e-5) over the record; "none"
+            leaves millivolts.
     """
 
     leads: tuple[str, ...]
@@ -71,7 +85,11 @@ class Ecg(Plain):
     normalise: Literal["window", "none"] = "window"
 
     def __call__(self, clip: Clip) -> Floats:
-        """Features of the record whose .dat file the clip is."""
+        """Features of a record; the clip is its `.dat` file.
+
+        Raises:
+            DataError: A file is missing or damaged, the length is wrong, or a lead is missing.
+        """
         assert clip.path is not None
         signals, names = _record(clip)
         if len(signals) != self.samples:
@@ -84,7 +102,7 @@ class Ecg(Plain):
 
 
 def _record(clip: Clip) -> tuple[Floats, list[str]]:
-    """Millivolts (samples, leads) and upper-case names of the leads (WFDB header, signal format 16)."""
+    """Millivolts, float32 (samples, leads), and the names of the leads in upper case (WFDB, signal format 16)."""
     assert clip.path is not None
     header = clip.path.with_suffix(".hea")
     if not header.is_file():
@@ -108,7 +126,7 @@ def _record(clip: Clip) -> tuple[Floats, list[str]]:
 
 
 def _gain(gain: str, zero: str) -> tuple[float, float]:
-    """Counts per millivolt, and the count of 0 mV: `1000.0(0)/mV`, where the bracket is optional."""
+    """Counts per millivolt, and the count at 0 mV, of a gain such as `1000.0(0)/mV`; the bracket is optional."""
     number, _, rest = gain.partition("/")[0].partition("(")
     return float(number), float(rest.rstrip(")") or zero)
 

@@ -1,4 +1,4 @@
-"""Spectrograms and log-mels, on PyTorch's Fourier transform; the tests compute them again with SciPy."""
+"""Spectrograms and log-mels of sound. `tests/data/test_media.py` checks them against SciPy."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,27 +8,29 @@ import torch
 from numpy.typing import NDArray
 
 from polyfed.data.media.audio import read_wave, tiled
-from polyfed.data.media.clip import Clip, Plain
+from polyfed.data.media.clip import Clip, PlainExtractor
 
 Floats = NDArray[np.float32]
 
-_WINDOW = 512  # samples: 257 frequencies (6.4)
-_FLOOR = 1e-7  # added before the logarithm (6.4)
-_NORM_EPS = 1e-9  # of the per-clip deviation (6.4)
+# Settings of CMSFed's and FMML's released code, see docs/data.md
+_WINDOW = 512  # samples, which give 257 frequencies
+_FLOOR = 1e-7  # added before the logarithm
+_NORM_EPS = 1e-9  # added to the deviation of a clip
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogSpectrogram(Plain):
-    """CMSFed's spectrogram: (1, 257, 299) of 3 s, (1, 257, 1004) of 10 s; each clip shifted to mean 0, deviation 1.
+class LogSpectrogram(PlainExtractor):
+    """CMSFed's log-spectrogram, float32: (1, 257, 299) of 3 s, (1, 257, 1004) of 10 s.
 
-    Power density per Hz of windows of 512 samples every 159, without padding, each window freed of its mean and
-    shaped by a Tukey window with a quarter of taper (the defaults of SciPy's `spectrogram`, which the release
-    calls); then log(x + 1e-7), then (x - mean) / (std + 1e-9) over the clip (6.4, 6.5).
+    The power spectral density per Hz of windows of 512 samples, one every 159 samples, without padding. The mean of
+    each window is subtracted, and a Tukey window with a taper of a quarter is applied: the defaults of SciPy's
+    `spectrogram`, which the released code calls. Then log(x + 1e-7), then (x - mean) / (deviation + 1e-9) over the
+    clip.
 
     Attributes:
-        seconds: length that every clip is tiled and cut to.
-        rate: samples a second.
-        hop: samples from one window to the next.
+        seconds: Length that every clip is tiled and cut to.
+        rate: Sampling rate in Hz.
+        hop: Samples from one window to the next.
     """
 
     seconds: float = 3.0
@@ -36,7 +38,11 @@ class LogSpectrogram(Plain):
     hop: int = 159
 
     def __call__(self, clip: Clip) -> Floats:
-        """Features of a sound."""
+        """Features of a sound, or of the sound of a video.
+
+        Raises:
+            DataError: The file cannot be read as sound, or has no sound in this part.
+        """
         wave = tiled(read_wave(clip, self.rate), round(self.seconds * self.rate))
         frames = np.lib.stride_tricks.sliding_window_view(wave, _WINDOW)[:: self.hop]
         window = _tukey(_WINDOW, 0.25).astype(np.float32)
@@ -49,17 +55,16 @@ class LogSpectrogram(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StftMagnitude(Plain):
-    """FMML's spectrogram: (1, 257, 188) of 3 s at 22,050 Hz, log(|STFT| + 1e-7), not normalised (6.4).
+class StftMagnitude(PlainExtractor):
+    """FMML's log-spectrogram, float32 (1, 257, 188) of 3 s at 22,050 Hz: log(|STFT| + 1e-7), not normalised.
 
-    Windows of 512 samples every 353, centred on their sample: the wave is mirrored by 256 samples at both ends.
-    The window is Hann's, periodic. The mirror is librosa's default up to 0.9 [inferred from the date of the
-    release].
+    Periodic Hann windows of 512 samples, one every 353 samples and centred there: the sound is mirrored by 256 samples
+    at both ends. The mirror is librosa's default up to version 0.9, inferred from the date of the release.
 
     Attributes:
-        seconds: length that every clip is tiled and cut to.
-        rate: samples a second.
-        hop: samples from one window to the next.
+        seconds: Length that every clip is tiled and cut to.
+        rate: Sampling rate in Hz.
+        hop: Samples from one window to the next.
     """
 
     seconds: float = 3.0
@@ -67,7 +72,11 @@ class StftMagnitude(Plain):
     hop: int = 353
 
     def __call__(self, clip: Clip) -> Floats:
-        """Features of a sound."""
+        """Features of a sound, or of the sound of a video.
+
+        Raises:
+            DataError: The file cannot be read as sound, or has no sound in this part.
+        """
         wave = tiled(read_wave(clip, self.rate), round(self.seconds * self.rate)).astype(np.float64)
         padded = np.pad(wave, _WINDOW // 2, mode="reflect")
         frames = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[:: self.hop]
@@ -77,18 +86,18 @@ class StftMagnitude(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogMel(Plain):
-    """Log-mel frames (frames, bands): 80 bands, 25 ms Hamming windows every 10 ms at 16 kHz (PartialFL, 2.3).
+class LogMel(PlainExtractor):
+    """Log-mel frames, float32 (frames, bands): 25 ms Hamming windows, one every 10 ms at 16 kHz, 80 bands (PartialFL).
 
-    A clip that is shorter than `frames` is filled with zeros at the end, which masked encoders take for padding;
-    a longer one is cut. With `by_client`, every band is standardised over all real frames of its speaker,
-    (x - mean) / (std + 1e-5), before it is filled (6.1).
+    A shorter clip is padded with frames of zeros at the end, which encoders with masks leave out; a longer one is cut.
+    With `per_speaker`, every band is standardised over all frames of its speaker, padding excluded:
+    (x - mean) / (deviation + 1e-5).
 
     Attributes:
-        frames: length of every clip in windows.
-        bands: mel bands between 0 and half the rate, evenly spaced on 2595 log10(1 + f / 700).
-        rate: samples a second.
-        per_speaker: standardise over the speaker.
+        frames: Length of every clip, in windows.
+        bands: Mel bands between 0 and half the rate, evenly spaced on the scale 2595 log10(1 + f / 700).
+        rate: Sampling rate in Hz.
+        per_speaker: Standardise over the speaker, which is the natural client.
     """
 
     frames: int = 600
@@ -98,11 +107,15 @@ class LogMel(Plain):
 
     @property
     def by_client(self) -> bool:
-        """`per_speaker`."""
+        """Whether features are standardised by natural client, the speaker: `per_speaker`."""
         return self.per_speaker
 
     def __call__(self, clip: Clip) -> Floats:
-        """Features of a sound."""
+        """Features of a sound, or of the sound of a video.
+
+        Raises:
+            DataError: The file cannot be read as sound, or has no sound in this part.
+        """
         wave = read_wave(clip, self.rate).astype(np.float64)
         size, hop = self.rate // 40, self.rate // 100  # 25 and 10 ms
         wave = np.pad(wave, (0, max(0, size - len(wave))))
@@ -116,7 +129,13 @@ class LogMel(Plain):
 
 
 def mel_filters(bands: int, rate: int, points: int) -> NDArray[np.float64]:
-    """Triangles of height 1, float64 (bands, points // 2 + 1)."""
+    """Mel filters, triangles of height 1: float64 (bands, points // 2 + 1).
+
+    Args:
+        bands: Number of filters.
+        rate: Sampling rate in Hz.
+        points: Length of the Fourier transform.
+    """
     top = 2595.0 * np.log10(1.0 + rate / 2 / 700.0)
     edges = 700.0 * (10.0 ** (np.linspace(0.0, top, bands + 2) / 2595.0) - 1.0)
     bins = np.linspace(0.0, rate / 2, points // 2 + 1)
@@ -126,13 +145,13 @@ def mel_filters(bands: int, rate: int, points: int) -> NDArray[np.float64]:
 
 
 def _rfft(frames: NDArray[Any]) -> NDArray[Any]:
-    """Spectra (frames, size // 2 + 1) of real frames, in their precision; several times as fast as NumPy's."""
+    """Spectra (frames, size // 2 + 1) of real frames (frames, size), in their precision; much faster than NumPy's."""
     spectra: NDArray[Any] = torch.fft.rfft(torch.from_numpy(frames)).numpy()
     return spectra
 
 
 def _tukey(size: int, taper: float) -> NDArray[np.float64]:
-    """Tukey's window, periodic: a flat middle, cosine flanks over `taper` of the length."""
+    """The periodic Tukey window (size,): flat in the middle, with cosine flanks over `taper` of its length."""
     place = np.arange(size) / size
     flank = np.minimum(np.minimum(place, 1.0 - place) * 2.0 / taper, 1.0)
     window: NDArray[np.float64] = 0.5 * (1.0 - np.cos(np.pi * flank))

@@ -1,19 +1,23 @@
-"""Numbers that need no extraction."""
+"""Numbers of a table, which need no extraction."""
 
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.data.media.clip import Clip, Plain, corrupt
+from polyfed.data.media.clip import Clip, PlainExtractor, corrupt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Values(Plain):
-    """The numbers of a table's cell, in float32."""
+class Values(PlainExtractor):
+    """The numbers in a cell of a table, as float32."""
 
     def __call__(self, clip: Clip) -> NDArray[np.float32]:
-        """A vector or an array of any shape; a single number becomes a vector of one."""
+        """The numbers as an array of their shape, float32; a single number becomes a vector (1,).
+
+        Raises:
+            DataError: The cell does not hold finite numbers.
+        """
         try:
             found = np.atleast_1d(np.asarray(clip.content(), dtype=np.float32))
         except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Frames of videos, by PyAV."""
+"""Read frames of videos with PyAV."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,27 +8,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core import keys
-from polyfed.data.media.clip import Clip, Norm, Plain, corrupt, optional
+from polyfed.data.media.clip import Clip, Norm, PlainExtractor, corrupt, optional
 from polyfed.data.media.image import bytes_norm, fitted
 
 Pick = Literal["random", "even", "first"]
 
-_SLACK = 1.5  # seconds that a container may announce beyond its last frame; beyond that the file is cut short
+_SLACK = 1.5  # a file that ends more than these seconds before the length in its header is cut short
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frames(Plain):
-    """Bytes (3, count, size, size) of frames in order of time; ImageNet's norm is applied when a batch is taken.
+class Frames(PlainExtractor):
+    """Frames of a video in order of time, uint8 (3, count, size, size).
 
-    Candidates are the first frame of every second of the clip; below `least` of them, evenly spaced frames take
-    their place (6.4). A clip with fewer frames than `count` repeats its frames in order (6.5).
+    ImageNet's norm is applied when a batch is taken.
+
+    Candidates are the first frame of every second of the clip; if there are fewer than `least`, evenly spaced frames
+    take their place. A clip with fewer frames than `count` repeats its frames in order. The rules are CMSFed's, see
+    docs/data.md.
 
     Attributes:
-        count: frames of a sample.
-        pick: which candidates: "even" are evenly spaced, "first" the first ones, "random" distinct ones drawn once
-            for each clip and sorted by time. The papers draw again at every step; here a sample is fixed.
-        least: least number of candidates.
-        size: height and width; both sides are scaled.
+        count: Frames of a sample.
+        pick: Which candidates: "even" takes evenly spaced ones, "first" the first ones, "random" distinct ones that are
+            drawn once for each clip and sorted by time. The papers draw again at every step; here a sample is fixed.
+        least: Minimum number of candidates.
+        size: Height and width; both sides are scaled.
     """
 
     count: int = 3
@@ -38,11 +41,15 @@ class Frames(Plain):
 
     @property
     def norm(self) -> Norm:
-        """ImageNet's."""
+        """Shift and scale by ImageNet's mean and deviation."""
         return bytes_norm(4)
 
     def __call__(self, clip: Clip) -> NDArray[np.uint8]:
-        """Features of a video."""
+        """Frames of a video, uint8 (3, count, size, size).
+
+        Raises:
+            DataError: The file cannot be decoded, has no frame in this part, or is cut short.
+        """
         times = _times(clip)
         chosen = self._chosen(_candidates(times, self.least), keys.key(clip.name.rpartition("/")[2], "frames"))
         wanted = set(chosen)
@@ -64,12 +71,12 @@ class Frames(Plain):
 
 
 def _evenly(num: int, count: int) -> list[int]:
-    """Middles of `count` equal parts of range(num): one of them is the middle frame."""
+    """The middles of `count` equal parts of range(num); for an odd count one of them is the middle frame."""
     return [(2 * part + 1) * num // (2 * count) for part in range(count)]
 
 
 def _candidates(times: list[float], least: int) -> list[int]:
-    """Positions of the first frame of every second; evenly spaced ones if those are too few."""
+    """Positions of the first frame of every second; evenly spaced positions if those are fewer than `least`."""
     begun: dict[int, int] = {}
     for place, time in enumerate(times):
         begun.setdefault(int(time - times[0] + 1e-3), place)
@@ -79,7 +86,7 @@ def _candidates(times: list[float], least: int) -> list[int]:
 
 
 def _times(clip: Clip) -> list[float]:
-    """Seconds of every frame of the clip."""
+    """Time of every frame of the clip, in seconds."""
     times = [time for time, _ in _decoded(clip)]
     if not times:
         raise corrupt(clip, "holds no frames" if clip.part == (0.0, None) else f"holds no frames in {clip.part} s")

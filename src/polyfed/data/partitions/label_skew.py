@@ -1,4 +1,4 @@
-"""Label skew of specification 6.12: clients that own a few classes, or mostly one."""
+"""Label skew of the FMML paper: clients that own a few classes (`classes-per-client`) or mostly one (`main-class`)."""
 
 import warnings
 from collections.abc import Sequence
@@ -13,27 +13,32 @@ from numpy.typing import NDArray
 from polyfed.core import keys
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.data.columns import Columns
-from polyfed.data.partitions.dealing import MAX_REDRAWS, Counts, Partition, deal, enough, labels
+from polyfed.data.partitions.base import MAX_REDRAWS, Counts, Partition, labels_of, require_rows, split_by_counts
 from polyfed.data.partitions.shards import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassesPerClient(Partition):
-    """non-IID-1 of 6.12: every client owns a random set of classes; a class is split evenly among its owners.
+    """non-IID-1 of the FMML paper: every client owns a random set of classes; a class is split evenly among its owners.
 
-    The sets are all different while there are enough of them, and overlap at random.
+    The sets of the clients all differ as long as there are enough different sets, and overlap at random.
 
     Attributes:
-        num: clients.
-        classes_per_client: classes of each client; 3 in the paper.
+        num: Number of clients.
+        classes_per_client: Classes of each client; 3 in the paper.
     """
 
     num: int
     classes_per_client: int = 3
 
     def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
-        """Deal the rows out."""
-        classes, sizes = np.unique(labels(columns, rows), return_counts=True)
+        """Split each class evenly among the clients that own it; see `Partition.split`.
+
+        Raises:
+            RecipeError: There are too few classes, or the clients together cannot own all classes.
+            DataError: In every draw some class had no owner, or more owners than rows.
+        """
+        classes, sizes = np.unique(labels_of(columns, rows), return_counts=True)
         if self.classes_per_client > len(classes):
             raise RecipeError(
                 f"clients.classes_per_client = {self.classes_per_client}, but the training rows hold "
@@ -49,9 +54,10 @@ class ClassesPerClient(Partition):
         rank = np.cumsum(owned, axis=1) - 1
         # split evenly: the first (size mod owners) of them get one row more
         counts = owned * (sizes[:, None] // owners + (rank < sizes[:, None] % owners))
-        return deal(columns, rows, counts, key)
+        return split_by_counts(columns, rows, counts, key)
 
     def _owners(self, num_classes: int, sizes: Counts, draw: np.random.Generator) -> NDArray[np.bool_]:
+        """Which client owns which class, bool (C, K): every class has an owner, and a row for each owner."""
         for _ in range(MAX_REDRAWS):
             sets = _class_sets(num_classes, self.classes_per_client, self.num, draw)
             owned = np.zeros((num_classes, self.num), dtype=bool)
@@ -67,17 +73,17 @@ class ClassesPerClient(Partition):
 
 @dataclass(frozen=True, kw_only=True)
 class MainClass(Partition):
-    """non-IID-2 and -3 of 6.12: equal clients of floor(N/K) rows, a share of each from its main class, k mod
-    C.
+    """non-IID-2 and non-IID-3 of the FMML paper: equal clients, each with a share of its rows from one main class.
 
-    The rest comes uniformly at random from what is left of all classes; what remains at the end is unused.
+    A client has floor(N/K) rows; the main class of client k is k mod C. The rest of its rows comes uniformly at random
+    from what is left of all classes. Rows that remain at the end are unused.
 
     Attributes:
-        num: clients.
-        main_share: share of the main class: 0.5 is non-IID-2, 0.3 non-IID-3.
-        exclude_main: draw the rest from the other classes only, so that the share is exact.
-        on_shortage: when a class is too rare for its clients: "reduce" makes every client smaller until
-            shares are exact, "cap" lets a client take what is left of its class, fills up from the others and
+        num: Number of clients.
+        main_share: Share of the main class: 0.5 is non-IID-2, 0.3 is non-IID-3.
+        exclude_main: Draw the rest from the other classes only, so that the share is exact.
+        on_shortage: What to do if a class is too rare for its clients: "reduce" makes every client smaller until the
+            shares are exact; "cap" lets a client take what is left of its class, fills it up from the other classes and
             warns.
     """
 
@@ -87,9 +93,13 @@ class MainClass(Partition):
     on_shortage: Literal["reduce", "cap"] = "reduce"
 
     def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
-        """Deal the rows out."""
-        enough(columns, rows, self.num, 1)
-        left = np.bincount(labels(columns, rows), minlength=columns.num_classes)
+        """Give each client its share of its main class, and random other rows; see `Partition.split`.
+
+        Raises:
+            DataError: A class is too rare, or clients find too few other rows.
+        """
+        require_rows(columns, rows, self.num, 1)
+        left = np.bincount(labels_of(columns, rows), minlength=columns.num_classes)
         devices = np.bincount(np.arange(self.num) % columns.num_classes, minlength=columns.num_classes)
         size = len(rows) // self.num
         if self.on_shortage == "reduce":
@@ -99,14 +109,20 @@ class MainClass(Partition):
                 raise DataError("main-class: a class is too rare for its clients; use on_shortage = 'cap'")
         rest_key = keys.key(key, "rest")
         while (counts := self._table(left, size, keys.generator(rest_key))) is None:
-            # the last clients found little but their main class; 5 % less for everybody leaves them a choice [I]
+            # the last clients found little but their main class; 5 % less for every client leaves them a choice
             size = int(0.95 * size) if self.on_shortage == "reduce" else 0
             if size < 1:
                 raise DataError("main-class: too few other rows; set clients.exclude_main = false")
-        return deal(columns, rows, counts, key)
+        return split_by_counts(columns, rows, counts, key)
 
     def _table(self, sizes: Counts, size: int, draw: np.random.Generator) -> Counts | None:
-        """Rows of each class for each client (C, K); None if the others cannot fill some client up."""
+        """Rows of each class for each client, int64 (C, K); None if the other classes cannot fill some client up.
+
+        Args:
+            sizes: Rows of each class (C,).
+            size: Rows of each client.
+            draw: Source of the draws.
+        """
         left, main = sizes.copy(), np.arange(self.num) % len(sizes)
         wanted = int(np.floor(self.main_share * size + 1e-9))
         counts = np.zeros((len(sizes), self.num), dtype=np.int64)
@@ -115,23 +131,25 @@ class MainClass(Partition):
             left[number] -= counts[number, client]
         short = int((counts.sum(0) < wanted).sum())
         for client, number in enumerate(main):
-            need, pool = size - int(counts[number, client]), left.copy()
+            missing, pool = size - int(counts[number, client]), left.copy()
             if self.exclude_main:
                 pool[number] = 0
-            if need > pool.sum():
+            if missing > pool.sum():
                 return None
-            taken = draw.multivariate_hypergeometric(pool, need)
+            taken = draw.multivariate_hypergeometric(pool, missing)
             counts[:, client] += taken
             left -= taken
         if short:
             warnings.warn(
-                f"main-class: {short} clients got less of their main class than asked", PolyfedWarning, stacklevel=3
+                f"main-class: {short} clients have a smaller share of their main class than clients.main_share",
+                PolyfedWarning,
+                stacklevel=3,
             )
         return counts
 
 
 def _class_sets(num_classes: int, size: int, num: int, draw: np.random.Generator) -> NDArray[np.int64]:
-    """`num` random sets of `size` classes (num, size): as few repeats as possible."""
+    """`num` random sets of `size` classes, int64 (num, size), with as few repeated sets as possible."""
     total = comb(num_classes, size)
     if total <= 2 * num + 1000:
         every = np.array(list(combinations(range(num_classes), size)))

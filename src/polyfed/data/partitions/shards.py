@@ -1,4 +1,4 @@
-"""Which rows each client has, in two arrays whatever the number of clients."""
+"""The rows of all clients, in two arrays whatever the number of clients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +14,15 @@ from polyfed.core import keys
 Rows = NDArray[np.int64]
 
 
-class Stretches(Sequence[Rows]):
-    """The stretches of one array between consecutive bounds, made when they are looked at: a hundred thousand small
-    arrays take as much as the numbers in them."""
+class RowSlices(Sequence[Rows]):
+    """Consecutive slices of one array, each made when it is looked at.
+
+    A list of a hundred thousand small arrays would take several times the memory of the numbers in them.
+
+    Args:
+        rows: Int64 (n,).
+        bounds: Int64 (K + 1,), ascending: slice k is `rows[bounds[k] : bounds[k + 1]]`.
+    """
 
     def __init__(self, rows: Rows, bounds: NDArray[np.int64]) -> None:
         self.rows, self.bounds = rows, bounds
@@ -40,8 +46,8 @@ class Shards:
     """Rows of every client, compressed: client k has `rows[offsets[k] : offsets[k + 1]]`.
 
     Attributes:
-        offsets: int64 (K + 1,), from 0 to the number of rows.
-        rows: int64, rows of the whole table.
+        offsets: Int64 (K + 1,), ascending from 0 to n.
+        rows: Int64 (n,), row numbers of the whole table.
     """
 
     offsets: Tensor
@@ -49,8 +55,8 @@ class Shards:
 
     @classmethod
     def of(cls, parts: Sequence[Rows]) -> "Shards":
-        """From one array of rows per client."""
-        if isinstance(parts, Stretches):
+        """Compress one array of rows per client."""
+        if isinstance(parts, RowSlices):
             bounds = parts.bounds.astype(np.int64)
             return cls(torch.from_numpy(bounds - bounds[0]), torch.from_numpy(parts.rows[bounds[0] : bounds[-1]]))
         sizes = np.fromiter((len(part) for part in parts), np.int64, len(parts))
@@ -79,25 +85,29 @@ class Shards:
 
     @property
     def owner(self) -> Tensor:
-        """Client of every entry of `rows`, int64."""
+        """Client of every entry of `rows`, int64 (n,)."""
         return torch.repeat_interleave(torch.arange(len(self)), self.sizes)
 
     def held_out(self, share: float, key: int) -> tuple["Shards", "Shards"]:
-        """Split off `floor(share * n_k)` random rows of every client: (what stays, what was split off)."""
+        """Split `floor(share * n_k)` random rows off every client.
+
+        Returns:
+            The rows that stay, and the rows that were split off.
+        """
         if share == 0.0:
             return self, self.where(torch.zeros(len(self.rows), dtype=torch.bool))
         sizes, owner = self.sizes.numpy(), self.owner.numpy()
         order = np.lexsort((keys.generator(key).random(len(owner)), owner))
         rank = np.empty(len(owner), np.int64)
         rank[order] = np.arange(len(owner)) - self.offsets.numpy()[owner]
-        # 1e-9: a share such as 0.29 times 100 must give 29, and is 28.999999999999996 in binary
+        # 1e-9: 0.29 * 100 must give 29 rows, but is 28.999999999999996 in binary
         off = rank < np.floor(share * sizes + 1e-9).astype(np.int64)[owner]
         return self.where(torch.from_numpy(~off)), self.where(torch.from_numpy(off))
 
     def where(self, keep: Tensor) -> "Shards":
-        """Only the entries where `keep` (bool, as long as `rows`) is true; clients may become empty."""
+        """Only the entries where `keep`, bool (n,), is true; clients may become empty."""
         if bool(keep.all()):
-            return self  # nothing to copy: with many clients these arrays are what a run holds
+            return self  # no copy: with many clients these arrays are most of what a run holds
         if not bool(keep.any()):
             return Shards(torch.zeros_like(self.offsets), self.rows[:0])
         sizes = torch.bincount(self.owner[keep], minlength=len(self))
@@ -114,5 +124,10 @@ class Shards:
         return Shards.of([part.numpy() for k in range(len(self)) for part in [self[k]] * times])
 
     def counts(self, values: Tensor, num: int) -> Tensor:
-        """How often a client's rows hold each of `num` values (N,), int64 (K, num)."""
+        """How often each value occurs among a client's rows, int64 (K, num).
+
+        Args:
+            values: Int64 (N,), a value in range(num) for each row of the whole table.
+            num: Number of different values.
+        """
         return torch.bincount(self.owner * num + values[self.rows], minlength=len(self) * num).view(-1, num)

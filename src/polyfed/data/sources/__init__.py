@@ -1,14 +1,47 @@
-"""Data sources: frozen dataclasses, each the schema of its `[data]`, with `load()` and `describe()`."""
+"""Which data sets can a recipe name? Each `[data] name` is a class here; docs/data.md has a table of them.
+
+A source is a frozen dataclass whose fields are the keys of its `[data]`. `load()` returns the table, `describe()`
+what `polyfed data NAME` prints. A new source is a file here with a class that extends `Source` (or `MediaSet`, if its
+samples are media files), and a line in `SOURCES` below.
+
+Bases and helpers:
+
+- `base`: the base class `Source`, and `Facts`, what `describe()` returns.
+- `media_set`: base of the data sets whose samples are media files, with their feature cache; `image_text`: base of
+  those that pair an image with a text.
+- `mnist`, `pictures`, `colour`: reading MNIST, reading picture files, colouring digits.
+
+Your own arrays and tables:
+
+- `npz`: arrays of an `.npz` file or of a folder of `.npy` files; `hugging_face`: any table of the `datasets` library.
+
+Images and digits:
+
+- `cg_digits`, `cg_mnist`: gray and coloured digits; `mnist_m`: MNIST and MNIST-M; `av_mnist`: written and spoken
+  digits.
+- `cifar100`: colour and gray images; `multiview`: objects seen from several sides.
+
+Emotion and sentiment:
+
+- `iemocap`, `msp_improv`, `meld`: sound and transcript; `crema_d`: sound and video.
+- `cmu`: CMU-MOSEI and CMU-MOSI: text, audio and video features.
+
+Events, images with text, sensors, synthetic data:
+
+- `ave`: audio-visual events; `food101`, `hateful_memes`, `crisismmd`: image and text.
+- `ucihar`, `ku_har`: motion sensors; `ptb_xl`: electrocardiograms.
+- `toy`: synthetic data for tests.
+"""
 
 from polyfed.data.sources.av_mnist import AvMnist
 from polyfed.data.sources.ave import Ave
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.sources.cg_digits import CgDigits
 from polyfed.data.sources.cg_mnist import CgMnist
 from polyfed.data.sources.cifar100 import Cifar100
 from polyfed.data.sources.cmu import Mosei, Mosi
 from polyfed.data.sources.crema_d import CremaD
 from polyfed.data.sources.crisismmd import CrisisMmd
-from polyfed.data.sources.facts import Facts, Source
 from polyfed.data.sources.food101 import Food101
 from polyfed.data.sources.hateful_memes import HatefulMemes
 from polyfed.data.sources.hugging_face import HuggingFace

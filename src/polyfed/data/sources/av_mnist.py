@@ -14,7 +14,7 @@ from polyfed.core.errors import DataError
 from polyfed.core.schema import FRACTION, check_ranges
 from polyfed.data.columns import TEST, TRAIN, Column, Columns, standardised
 from polyfed.data.files import Arrays, existing
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.sources.mnist import LAYOUT, LICENCE, OBTAIN, read_mnist
 from polyfed.data.splits import subset
 
@@ -26,22 +26,20 @@ _FRAME, _HOP, _BANDS = 256, 128, 32
 
 @dataclass(frozen=True, kw_only=True)
 class AvMnist(Source):
-    """Pairs `image` (1, 28, 28) and `audio` (1, 32, 64): log-mel, (band, frame), of the Free Spoken Digit
-    Dataset.
+    """Pairs of a written and a spoken digit: `image` (1, 28, 28), and `audio` (1, 32, 64), a log-mel (1, band, frame).
 
-    Every MNIST image gets a recording of its digit, drawn uniformly among those of the same split: training
-    images pair with training recordings, test with test (both official), so no sound and no image crosses
-    over. Recordings are stored once, however many images share them. The natural client of a pair is its
-    speaker, 0..5 in order of names. Both modalities are standardised with training statistics. Not the
-    AV-MNIST of Vielzeuf et al. (2018), whose images are reduced by PCA and whose sounds are noisy: do not
-    compare numbers.
+    Every MNIST image gets a recording of its digit from the Free Spoken Digit Dataset, drawn uniformly among those of
+    the same split: training images get training recordings, and test images test recordings (both official splits).
+    Recordings are stored once, however many images share them. The natural client of a pair is its speaker, 0..5 in
+    order of names. Both modalities are standardised with training statistics. This is not the AV-MNIST of Vielzeuf et
+    al. (2018), whose images are reduced by PCA and whose sounds are noisy: do not compare results with it.
 
     Attributes:
-        mnist: MNIST, as an .npz or a folder (see `mnist.LAYOUT`).
-        fsdd: folder of `<digit>_<speaker>_<take>.wav` files; or an .npz with logmel or audio (int16, 8 kHz),
+        mnist: MNIST, as an .npz or a folder; `polyfed data av-mnist` has the layout.
+        fsdd: Folder of `<digit>_<speaker>_<take>.wav` files; or an .npz with logmel or audio (int16, 8 kHz),
             label, client and split.
-        subset: share of every digit of both splits of MNIST to keep, drawn at random.
-        seed: of the pairs and the subset; a run's own seed does not enter.
+        subset: Share of every digit to keep in both splits of MNIST, drawn at random.
+        seed: Seed of the pairs and the subset; the run's own seed has no effect.
     """
 
     mnist: str
@@ -53,7 +51,7 @@ class AvMnist(Source):
         check_ranges("[data]", self)
 
     def load(self) -> Columns:
-        """Read both sets and pair them."""
+        """Read both data sets and pair images with recordings."""
         image, label, split = read_mnist(self.mnist)
         rows = subset(label, split, self.subset, keys.key(self.seed, "av-mnist", "subset"))
         spoken, digit, speaker, spoken_split = read_fsdd(self.fsdd)
@@ -76,7 +74,7 @@ class AvMnist(Source):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data av-mnist`."""
+        """Licence, origin and layout, as `polyfed data av-mnist` prints them."""
         return Facts(
             title="written and spoken digits paired on the digit; six speakers are the natural clients",
             modalities={"image": "(1, 28, 28)", "audio": "(1, 32, 64) log-mel (band, frame)"},
@@ -87,7 +85,21 @@ class AvMnist(Source):
 
 
 def pairs(label: Tensor, split: Tensor, digit: Tensor, spoken_split: Tensor, key: int) -> Tensor:
-    """A recording of the same digit and split for every image, drawn uniformly: int64 (N,)."""
+    """Draw a recording of the same digit and split for every image, uniformly.
+
+    Args:
+        label: Digits of the N images, int64 (N,).
+        split: Split codes of the images, int8 (N,).
+        digit: Digits of the U recordings, int64 (U,).
+        spoken_split: Split codes of the recordings, int8 (U,).
+        key: Key of the draw.
+
+    Returns:
+        Number of the recording for each image, int64 (N,).
+
+    Raises:
+        DataError: A digit has images and no recording in one of the splits.
+    """
     partner = torch.full_like(label, -1)
     draw = keys.uniform(key, len(label)).double()
     for code in (TRAIN, TEST):
@@ -102,7 +114,7 @@ def pairs(label: Tensor, split: Tensor, digit: Tensor, spoken_split: Tensor, key
 
 
 def read_fsdd(path: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-mels (U, 32, 64), digits, speakers int64 (U,) and split codes int8 (U,) of the recordings."""
+    """Log-mels float32 (U, 32, 64), digits and speakers int64 (U,), and split codes int8 (U,) of the recordings."""
     found = existing(path, "FSDD")
     if found.is_dir() and (found / "fsdd.npz").exists():
         found = found / "fsdd.npz"
@@ -117,9 +129,15 @@ def read_fsdd(path: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def log_mel(audio: Tensor) -> Tensor:
-    """log(1e-6 + power) in 32 mel bands 0-4 kHz of int16 audio (U, 8192) at 8 kHz: float32 (U, 32, 64).
+    """Log-mels: log(1e-6 + power) in 32 mel bands from 0 to 4 kHz.
 
-    Frames of 256 samples every 128 under a symmetric Hann window, after 64 zeros on each side.
+    Frames of 256 samples, one every 128 samples, under a symmetric Hann window, after 64 zeros on each side.
+
+    Args:
+        audio: Int16 (U, 8192) at 8 kHz.
+
+    Returns:
+        float32 (U, 32, 64).
     """
     wave_form = torch.nn.functional.pad(audio.to(torch.float32) / 32768.0, (64, 64))
     frames = wave_form.unfold(1, _FRAME, _HOP) * torch.hann_window(_FRAME, periodic=False)
@@ -128,7 +146,7 @@ def log_mel(audio: Tensor) -> Tensor:
 
 
 def _mel_filters() -> Tensor:
-    """Triangles of height 1, evenly spaced on the mel scale 2595 log10(1 + f / 700): float32 (32, 129)."""
+    """Mel filters, triangles of height 1, evenly spaced on 2595 log10(1 + f / 700): float32 (32, 129)."""
     top = 2595.0 * np.log10(1.0 + RATE / 2 / 700.0)
     edges = 700.0 * (10.0 ** (np.linspace(0.0, top, _BANDS + 2) / 2595.0) - 1.0)
     bins = np.linspace(0.0, RATE / 2, _FRAME // 2 + 1)

@@ -1,4 +1,4 @@
-"""AVE: audio-visual events in videos, spectrogram and frames (algorithms.md 6.5)."""
+"""AVE: audio-visual events in videos, as spectrogram and frames (docs/data.md)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of, folder, lines
 from polyfed.data.media import Clip, Extractor, Frames, LogSpectrogram
 from polyfed.data.media.video import Pick
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities
 
 _FILES = (("trainSet.txt", TRAIN), ("valSet.txt", VALIDATION), ("testSet.txt", TEST))
@@ -19,18 +19,19 @@ _FIELDS = "category&id&quality&start&end"
 
 @dataclass(frozen=True, kw_only=True)
 class Ave(MediaSet):
-    """`audio` (1, 257, 1004) and `visual` (3, 4, 224, 224) of the part of each video in which the event happens.
+    """`audio` (1, 257, 1004) and `visual` (3, 4, 224, 224) of the part of each video in which an event happens.
 
-    28 classes, numbered in order of their names; official split 3,339 / 402 / 402. There are no natural clients. A
-    sample is a segment (id, start, end): some videos have several.
+    There are 28 classes, numbered in order of their names, an official split of 3,339 / 402 / 402 samples, and no
+    natural clients. A sample is a segment (id, start, end); some videos have several.
 
     Attributes:
-        path: folder AVE_Dataset, or a prepared one.
-        cache: see `MediaSet`.
+        path: Folder AVE_Dataset, or a folder of prepared features.
+        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "audio", "visual".
-        frames: frames of a sample (4 in CMSFed), out of one a second.
-        frame_pick: see `Frames`.
-        size: height and width of a frame.
+        frames: Frames of a sample, out of one for every second; 4 in CMSFed.
+        frame_pick: Which frames, out of one for every second: "even" takes evenly spaced ones, "first" the first ones,
+            "random" distinct ones, drawn once for each clip.
+        size: Height and width of a frame.
     """
 
     NAME: ClassVar[str] = "ave"
@@ -45,7 +46,7 @@ class Ave(MediaSet):
         check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:
-        """See `MediaSet.extractors`."""
+        """Modality -> extractor of its features."""
         every: dict[str, Extractor] = {
             "audio": LogSpectrogram(seconds=10.0),
             "visual": Frames(count=self.frames, pick=self.frame_pick, least=1, size=self.size),
@@ -53,7 +54,7 @@ class Ave(MediaSet):
         return {name: every[name] for name in self.modalities}
 
     def listing(self, root: Path) -> Listing:
-        """See `MediaSet.listing`."""
+        """List the samples of the published folder; see `MediaSet.listing`."""
         folder(root, "AVE", self.NAME)
         categories = sorted({_fields(root / "Annotations.txt", line)[0] for line in _annotations(root)})
         samples = []
@@ -68,7 +69,7 @@ class Ave(MediaSet):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data ave`."""
+        """Licence, origin and layout, as `polyfed data ave` prints them."""
         return Facts(
             title="audio-visual events in videos, 28 classes, 3,339 / 402 / 402 segments of at most 10 s",
             modalities={"audio": "(1, 257, 1004) log-spectrogram", "visual": "(3, 4, 224, 224) frames, bytes"},
@@ -89,7 +90,9 @@ def _fields(file: Path, line: str) -> tuple[str, str, float, float]:
         category, video, _, start, end = parts
         begin, finish = float(start), float(end)
     except ValueError:
-        raise DataError(f"'{file}': odd line '{line[:80]}': expected {_FIELDS}. Restore the published file") from None
+        raise DataError(
+            f"'{file}': malformed line '{line[:80]}': expected {_FIELDS}. Restore the published file"
+        ) from None
     if not 0.0 <= begin < finish:
         raise DataError(f"'{file}', {video}: the event ends ({finish:g} s) before it begins ({begin:g} s)")
     return category, video, begin, finish

@@ -1,4 +1,4 @@
-"""cg-digits: the embedded default, scikit-learn's scanned digits as gray and coloured pairs."""
+"""cg-digits: scikit-learn's scanned digits as gray and coloured pairs, which need no files."""
 
 from dataclasses import dataclass
 
@@ -7,26 +7,26 @@ import torch
 from polyfed.core import keys
 from polyfed.data.columns import Columns, standardised
 from polyfed.data.sources import colour
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import stratified
 
 
 @dataclass(frozen=True, kw_only=True)
 class CgDigits(Source):
-    """1,797 real 8x8 scans, each as `gray` (1, 8, 8) and `color` (3, 8, 8), coloured by the recipe of 6.6.
+    """1,797 scans of 8 x 8 pixels, each as `gray` (1, 8, 8) and `color` (3, 8, 8), coloured like `cg-mnist`.
 
-    The training colours give the label away, the test colours do not: a model that leans on colour fails the
-    test. A fifth of every digit is the test set, always the same rows. Both modalities are standardised per
-    channel with training statistics.
+    Training colours reveal the label, test colours do not: a model that relies on colour fails the test. A fifth of
+    every digit is the test set, always the same rows. Both modalities are standardised per channel with training
+    statistics.
 
     Attributes:
-        seed: of the colours; a run's own seed does not enter, so runs over seeds share one data set.
+        seed: Seed of the colours; the run's own seed has no effect, so that all runs share one data set.
     """
 
     seed: int = 0
 
     def load(self) -> Columns:
-        """Colour the scans that scikit-learn brings along."""
+        """Colour the scans that scikit-learn contains."""
         from sklearn.datasets import load_digits  # slow to import, and needed by this source alone
 
         scans = load_digits()
@@ -49,9 +49,9 @@ class CgDigits(Source):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data cg-digits`."""
+        """Licence, origin and layout, as `polyfed data cg-digits` prints them."""
         return Facts(
-            title="1,797 scanned digits as gray and coloured pairs; training colours mislead",
+            title="1,797 scanned digits as gray and coloured pairs; only training colours reveal the label",
             modalities={"gray": "(1, 8, 8)", "color": "(3, 8, 8)"},
             licence="UCI Optical Recognition of Handwritten Digits, CC BY 4.0, as bundled with scikit-learn",
             obtain="nothing to fetch: scikit-learn contains the scans",

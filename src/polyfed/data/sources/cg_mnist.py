@@ -1,4 +1,4 @@
-"""cg-mnist: MNIST as gray and coloured pairs (specification 6.6)."""
+"""cg-mnist: MNIST as gray and coloured pairs (docs/data.md)."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -12,10 +12,10 @@ from polyfed.core.schema import FRACTION, check_ranges
 from polyfed.data.columns import TEST, TRAIN, Columns
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources import colour, mnist
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import subset
 
-# Norms that the CMSFed and PMR releases use, on a scale of [0, 1] (6.6)
+# Norms that the releases of CMSFed and PMR use, on a scale of [0, 1]
 _GRAY = (torch.tensor(0.1307), torch.tensor(0.3081))
 _COLOR = (
     torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1),
@@ -27,16 +27,17 @@ _COLOR = (
 class CgMnist(Source):
     """60,000 / 10,000 digits, each as `gray` (1, 28, 28) and `color` (3, 28, 28) of the same image.
 
-    Training colours follow the label with noise of variance 0.03 a channel, test colours are those of a digit
-    drawn at random. Images are kept as bytes; the norms of 6.6 are applied when a batch is taken.
+    Training colours follow the label, with noise of variance 0.03 on each channel; test colours are those of a digit
+    drawn at random. Images are kept as bytes; the norms of the CMSFed and PMR releases are applied when a batch is
+    taken.
 
     Attributes:
-        path: MNIST, as an .npz or a folder (see `mnist.LAYOUT`).
-        colored: empty to draw the colours; or an .npz with the arrays train_image, train_label, test_image,
-            test_label (N, 28, 28, 3) of the learning-not-to-learn release, in MNIST's order. The release
-            itself is a pickle, which polyfed does not open: convert it once.
-        subset: share of every class of both splits to keep, drawn at random.
-        seed: of the colours and the subset; a run's own seed does not enter.
+        path: MNIST, as an .npz or a folder; `polyfed data cg-mnist` has the layout.
+        colored: Empty: draw the colours. Otherwise an .npz with the arrays train_image and test_image (N, 28, 28, 3),
+            train_label and test_label of the learning-not-to-learn release, in MNIST's order. The release itself is a
+            pickle, which polyfed does not open: convert it once.
+        subset: Share of every class to keep in both splits, drawn at random.
+        seed: Seed of the colours and the subset; the run's own seed has no effect.
     """
 
     path: str
@@ -48,7 +49,7 @@ class CgMnist(Source):
         check_ranges("[data]", self)
 
     def load(self) -> Columns:
-        """Read MNIST, draw or read the colours."""
+        """Read MNIST, and draw or read the colours."""
         gray, label, split = mnist.read_mnist(self.path)
         rows = subset(label, split, self.subset, keys.key(self.seed, "cg-mnist", "subset"))
         if self.colored:
@@ -72,9 +73,9 @@ class CgMnist(Source):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data cg-mnist`."""
+        """Licence, origin and layout, as `polyfed data cg-mnist` prints them."""
         return Facts(
-            title="MNIST as gray and coloured pairs; training colours tell the label, test colours mislead",
+            title="MNIST as gray and coloured pairs; only training colours reveal the label",
             modalities={"gray": "(1, 28, 28)", "color": "(3, 28, 28)"},
             licence=mnist.LICENCE,
             obtain=mnist.OBTAIN,
@@ -83,7 +84,19 @@ class CgMnist(Source):
 
 
 def _published(path: str, label: Tensor, split: Tensor) -> Tensor:
-    """Coloured images of the published file, uint8 (N, 3, 28, 28) in the order of `label`."""
+    """Read the coloured images of the published file, in the order of `label`.
+
+    Args:
+        path: The file.
+        label: Labels of MNIST, int64 (N,), which the file's labels must equal.
+        split: Split codes of MNIST, int8 (N,).
+
+    Returns:
+        uint8 (N, 3, 28, 28).
+
+    Raises:
+        DataError: The file is a pickle, or does not have MNIST's images in MNIST's order.
+    """
     if existing(path, "coloured MNIST").suffix == ".npy":
         raise DataError(
             f"'{path}' is a pickled dictionary, which polyfed never opens. Convert it once, if you trust it: "
@@ -94,12 +107,15 @@ def _published(path: str, label: Tensor, split: Tensor) -> Tensor:
     color = torch.empty(len(label), 3, 28, 28, dtype=torch.uint8)
     for part, code in (("train", TRAIN), ("test", TEST)):
         rows = split == code
-        theirs = arrays.integers(f"{part}_label")
-        if not torch.equal(theirs, label[rows]):
-            raise DataError(f"'{path}': '{part}_label' differs from MNIST's {part} labels: pairs would be wrong")
+        published = arrays.integers(f"{part}_label")
+        if not torch.equal(published, label[rows]):
+            raise DataError(
+                f"'{path}': '{part}_label' differs from MNIST's {part} labels, so pairs would be wrong. "
+                "Convert the file again, in MNIST's order"
+            )
         images = arrays.features(f"{part}_image")
-        if images.dtype != torch.uint8 or tuple(images.shape) != (len(theirs), 28, 28, 3):
+        if images.dtype != torch.uint8 or tuple(images.shape) != (len(published), 28, 28, 3):
             found = f"{images.dtype} {tuple(images.shape)}"
-            raise DataError(f"'{path}': '{part}_image' must be uint8 ({len(theirs)}, 28, 28, 3), found {found}")
+            raise DataError(f"'{path}': '{part}_image' must be uint8 ({len(published)}, 28, 28, 3), found {found}")
         color[rows] = images.permute(0, 3, 1, 2)
     return color

@@ -1,4 +1,4 @@
-"""cifar100: CIFAR-100 as colour and gray pairs (specification 6.7)."""
+"""cifar100: CIFAR-100 as colour and gray pairs (docs/data.md)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from polyfed.core.errors import DataError
 from polyfed.core.schema import FRACTION, check_ranges
 from polyfed.data.columns import TEST, TRAIN, Column, Columns, moments
 from polyfed.data.files import Arrays, existing, stored_name
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import subset
 
 LAYOUT = (
@@ -21,30 +21,31 @@ LAYOUT = (
     "test.bin (a record is coarse label, fine label, 3 x 32 x 32 bytes)"
 )
 
-# Mean and deviation of the training images by channel, on a scale of [0, 1] (6.7)
+# Mean and deviation of the training images by channel, on a scale of [0, 1]
 _MEAN = torch.tensor([0.5071, 0.4866, 0.4409]).view(3, 1, 1)
 _DEVIATION = torch.tensor([0.2673, 0.2564, 0.2762]).view(3, 1, 1)
 
-# Weights of the channels in the gray image (6.7), those of ITU-R BT.601
+# Weights of the channels in the gray image, those of ITU-R BT.601, as in HFM's report
 _LUMA = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)
 
 _RECORD = 2 + 3 * 32 * 32  # bytes of a record of the binary version
 
-_ROWS_AT_ONCE = 4096  # turned gray in one go, so that 60,000 images never stand as floats side by side
+_ROWS_AT_ONCE = 4096  # converted at a time, so that 60,000 images are never in memory as floats
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cifar100(Source):
-    """Images as `rgb` (3, 32, 32) and `gray` (1, 32, 32), row by row of the same picture; no augmentation.
+    """Images as `rgb` (3, 32, 32) and `gray` (1, 32, 32): a row holds both of the same image. No augmentation.
 
-    Images are kept as bytes (gray is rounded); the norms of 6.7 are applied when a batch is taken, those of gray are
-    its own over the training rows.
+    Images are kept as bytes (gray is rounded) and standardised when a batch is taken: `rgb` by the usual mean and
+    deviation of CIFAR-100, `gray` by its own over the training rows.
 
     Attributes:
-        path: see `LAYOUT`. The python version of CIFAR is a pickle, which polyfed does not open.
-        labels: of the binary files, `fine` (100 classes) or `coarse` (20 superclasses).
-        subset: share of every class of both splits to keep, drawn at random.
-        seed: of the subset; a run's own seed does not enter.
+        path: An .npz, or the folder of CIFAR's binary version; `polyfed data cifar100` has the layout. The python
+            version of CIFAR is a pickle, which polyfed does not open.
+        labels: With the binary version: "fine" (100 classes) or "coarse" (20 superclasses).
+        subset: Share of every class to keep in both splits, drawn at random.
+        seed: Seed of the subset; the run's own seed has no effect.
     """
 
     path: str
@@ -56,7 +57,7 @@ class Cifar100(Source):
         check_ranges("[data]", self)
 
     def load(self) -> Columns:
-        """Read the images, make the gray ones."""
+        """Read the images and compute the gray ones."""
         path = existing(self.path, "CIFAR-100")
         image, label, split, names = _binary(path, self.labels) if path.is_dir() else _arrays(path)
         rows = subset(label, split, self.subset, keys.key(self.seed, "cifar100", "subset"))
@@ -78,7 +79,7 @@ class Cifar100(Source):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data cifar100`."""
+        """Licence, origin and layout, as `polyfed data cifar100` prints them."""
         return Facts(
             title="CIFAR-100 as colour and gray pairs, two devices of a silo in HFM",
             modalities={"rgb": "(3, 32, 32)", "gray": "(1, 32, 32)"},
@@ -98,7 +99,7 @@ def _arrays(path: Path) -> _Read:
     image = arrays.features("image")
     if image.dtype != torch.uint8 or tuple(image.shape[1:]) != (32, 32, 3):
         raise DataError(f"'{path}': image is {image.dtype} {tuple(image.shape)}, expected uint8 (N, 32, 32, 3)")
-    names = tuple(str(name) for name in arrays["label_name"]) if "label_name" in arrays else None
+    names = arrays.strings("label_name") if "label_name" in arrays else None
     split = arrays.integers("split").to(torch.int8)
     return image.permute(0, 3, 1, 2).contiguous(), arrays.integers("label"), split, names
 

@@ -1,4 +1,4 @@
-"""CMU-MOSEI and CMU-MOSI: sentiment of opinion videos, three sequences a sample (algorithms.md 6.10)."""
+"""CMU-MOSEI and CMU-MOSI: sentiment of opinion videos, three sequences for each sample (docs/data.md)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from polyfed.core.errors import DataError
 from polyfed.core.schema import AT_LEAST_ONE, check_ranges
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, Column, Columns
 from polyfed.data.files import Arrays, existing
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.sources.media_set import check_modalities
 
 MODALITIES = ("text", "audio", "vision")
@@ -79,17 +79,17 @@ class _Cmu(Source):
 class Mosei(_Cmu):
     """`text` (steps, 300) GloVe, `audio` (steps, 74), `vision` (steps, 35); 16,326 / 1,871 / 4,659 segments.
 
-    Infinite and missing numbers become 0. A step of zeros is padding, which masked encoders (`transformer`) leave
-    out; scaling keeps such steps at zero. The natural clients are the videos, where the file has ids. All arrays are
-    read into memory.
+    Infinite and missing numbers become 0. A step of zeros is padding, which encoders with masks (`transformer`) leave
+    out; scaling keeps such steps at zero. The natural clients are the videos, if the file has ids. All arrays are read
+    into memory.
 
     Attributes:
-        path: .npz (or folder of .npy) converted from mosei_senti_data.pkl, aligned, or ..._noalign.pkl; the message
-            about a .pkl says how.
+        path: The .npz (or folder of .npy) converted from mosei_senti_data.pkl, aligned, or ..._noalign.pkl; the error
+            for a .pkl prints the command that converts it.
         modalities: "text", "audio", "vision".
-        classes: 7: round(clip(score, -3, 3)) + 3; 2: score >= 0 (both inferred, 6.10).
-        steps: real steps of a sample that are kept, from its first; aligned files have 50.
-        standardise: shift and scale `audio` and `vision` by training statistics over real steps.
+        classes: 7: round(clip(score, -3, 3)) + 3; 2: score >= 0. Both are inferred, see docs/data.md.
+        steps: Steps of a sample that are kept, from the first one that is not padding; aligned files have 50.
+        standardise: Shift and scale `audio` and `vision` by training statistics over steps that are not padding.
     """
 
     NAME: ClassVar[str] = "mosei"
@@ -97,7 +97,7 @@ class Mosei(_Cmu):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data mosei`."""
+        """Licence, origin and layout, as `polyfed data mosei` prints them."""
         return Facts(
             title="sentiment of opinion videos, 7 classes, 16,326 / 1,871 / 4,659 segments",
             modalities={"text": "(50, 300) GloVe", "audio": "(50, 74) COVAREP", "vision": "(50, 35) FACET"},
@@ -112,22 +112,23 @@ class Mosei(_Cmu):
 class Mosi(_Cmu):
     """`text` (steps, 300) GloVe, `audio` (steps, ...), `vision` (steps, ...); 1,284 / 229 / 686 segments.
 
-    Treated as CMU-MOSEI, see `Mosei`. Feature widths differ between releases and are taken from the file. For the
-    utterance-level vectors of Poria et al. use the source `npz`.
+    CMU-MOSI is read like CMU-MOSEI, see `Mosei`. Feature widths differ between releases and are taken from the file.
+    For the utterance-level vectors of Poria et al. use the source `npz`.
 
     Attributes:
-        path: .npz (or folder of .npy) converted from mosi_data.pkl; the message about a .pkl says how.
+        path: The .npz (or folder of .npy) converted from mosi_data.pkl; the error for a .pkl prints the command that
+            converts it.
         modalities: "text", "audio", "vision".
-        classes: see `Mosei`.
-        steps: see `Mosei`.
-        standardise: see `Mosei`.
+        classes: 7: round(clip(score, -3, 3)) + 3; 2: score >= 0. Both are inferred, see docs/data.md.
+        steps: Steps of a sample that are kept, from the first one that is not padding.
+        standardise: Shift and scale `audio` and `vision` by training statistics over steps that are not padding.
     """
 
     NAME: ClassVar[str] = "mosi"
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data mosi`."""
+        """Licence, origin and layout, as `polyfed data mosi` prints them."""
         return Facts(
             title="sentiment of opinion videos, 7 classes, 1,284 / 229 / 686 segments",
             modalities={"text": "(50, 300) GloVe", "audio": "(50, ...)", "vision": "(50, ...)"},
@@ -160,7 +161,7 @@ def _labels(arrays: Arrays, name: str) -> Tensor:
 
 
 def _cut(x: Tensor, steps: int) -> Tensor:
-    """Finite float32 (N, steps, F): real steps in front, in order; the rest zeros."""
+    """The first `steps` steps that are not padding, in order, then zeros: float32 (N, steps, F), all finite."""
     if x.dim() != 3:
         raise DataError(f"sequences of shape {tuple(x.shape)}: expected (N, steps, features). Convert the file again")
     x = torch.nan_to_num(x.to(torch.float32), nan=0.0, posinf=0.0, neginf=0.0)
@@ -171,7 +172,7 @@ def _cut(x: Tensor, steps: int) -> Tensor:
 
 
 def _scaled(x: Tensor, train: Tensor) -> Tensor:
-    """Every feature with mean 0 and deviation 1 over the real steps of the training rows; padding stays 0."""
+    """Shift and scale every feature to mean 0 and deviation 1 over the training rows' steps; padding stays 0."""
     real = (x != 0).any(-1)
     seen = x[train][real[train]].double()
     mean, deviation = seen.mean(0), seen.std(0, correction=0)
@@ -180,7 +181,10 @@ def _scaled(x: Tensor, train: Tensor) -> Tensor:
 
 
 def _videos(arrays: Arrays, num: int) -> Tensor | None:
-    """Number of the video of every row, from `<part>_id`: `video[segment]`, or (video, start, end)."""
+    """Number of the video of every row, int64 (N,), from the arrays `<part>_id`; None if the file has none.
+
+    An id is `video[segment]`, or the triple (video, start, end).
+    """
     if any(f"{part}_id" not in arrays for part, _ in _PARTS):
         return None
     ids = [arrays[f"{part}_id"] for part, _ in _PARTS]

@@ -1,4 +1,4 @@
-"""Gray and coloured pairs of one digit image (specification 6.6), behind cg-digits and cg-mnist."""
+"""Colour digits: the gray and coloured pairs of `cg-digits` and `cg-mnist` (docs/data.md)."""
 
 import torch
 from torch import Tensor
@@ -21,20 +21,28 @@ MEAN_COLOURS = torch.tensor(
     ],
     dtype=torch.float32,
 )
-"""Mean colour of each digit, RGB 0..255 (10, 3): the table of 6.6, from the learning-not-to-learn project."""
+"""Mean colour of each digit, RGB 0..255 (10, 3), from the learning-not-to-learn project."""
 
 VARIANCE = 0.03
-"""Variance of the noise on each channel of a colour, on a scale of [0, 1] (6.6)."""
+"""Variance of the noise on each channel of a colour, on a scale of [0, 1]."""
 
-_ROWS_AT_ONCE = 4096  # painted in one go, so that 60,000 images never stand as floats side by side
+_ROWS_AT_ONCE = 4096  # coloured at a time, so that 60,000 images are never in memory as floats
 
 
 def colours(label: Tensor, split: Tensor, seed: int) -> Tensor:
-    """A colour for every row, float32 (N, 3) in [0, 1].
+    """Draw a colour for every row.
 
-    A training row takes the mean colour of its label, every other row that of a digit drawn uniformly from
-    the ten, so that colour predicts the label in training and says nothing in the test. Then N(0, 0.03) per
-    channel, clipped.
+    A training row takes the mean colour of its label, every other row that of a digit drawn uniformly from the ten, so
+    that colour predicts the label in training and not in the test. Then noise N(0, 0.03), 0.03 being the variance, is
+    added to each channel, and the result is clipped.
+
+    Args:
+        label: Int64 (N,).
+        split: Split codes, int8 (N,).
+        seed: Seed of the draws.
+
+    Returns:
+        float32 (N, 3) in [0, 1].
     """
     rows = len(label)
     drawn = (keys.uniform(keys.key(seed, "colour", "digit"), rows) * 10).long().clamp(max=9)
@@ -44,7 +52,15 @@ def colours(label: Tensor, split: Tensor, seed: int) -> Tensor:
 
 
 def painted(gray: Tensor, colour: Tensor) -> Tensor:
-    """Coloured stroke on black, gray * colour rounded: uint8 (N, H, W), (N, 3) -> uint8 (N, 3, H, W)."""
+    """Colour gray images: gray * colour, rounded, so that the stroke is coloured and the background stays black.
+
+    Args:
+        gray: Uint8 (N, H, W).
+        colour: Float32 (N, 3) in [0, 1].
+
+    Returns:
+        uint8 (N, 3, H, W).
+    """
     out = torch.empty(len(gray), 3, *gray.shape[1:], dtype=torch.uint8)
     for part in torch.split(torch.arange(len(gray)), _ROWS_AT_ONCE):
         out[part] = (gray[part, None].float() * colour[part, :, None, None]).round_().to(torch.uint8)
@@ -52,6 +68,6 @@ def painted(gray: Tensor, colour: Tensor) -> Tensor:
 
 
 def pair(gray: Tensor, color: Tensor) -> dict[str, Column]:
-    """The two columns, uint8 scaled to [0, 1] on the way out: `gray` (1, H, W) and `color` (3, H, W)."""
+    """The columns `gray` (1, H, W) and `color` (3, H, W): bytes that are scaled to [0, 1] when a batch is taken."""
     scale = torch.tensor(255.0)
     return {"gray": Column(gray[:, None], scale=scale), "color": Column(color, scale=scale)}

@@ -1,4 +1,4 @@
-"""CREMA-D: acted emotions of 91 actors, spectrogram and frames, two settings (algorithms.md 6.4)."""
+"""CREMA-D: acted emotions of 91 actors, as spectrogram and frames, in the settings of two papers (docs/data.md)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,35 +14,36 @@ from polyfed.data.features.listing import Listing, Sample, class_of, folder, rec
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.media import Clip, Extractor, Frames, LogSpectrogram, StftMagnitude
 from polyfed.data.media.video import Pick
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities, fold_of_clients
 
 CLASSES = ("NEU", "HAP", "SAD", "FEA", "DIS", "ANG")
 COUNTS = {"NEU": 1087, "HAP": 1271, "SAD": 1271, "FEA": 1271, "DIS": 1271, "ANG": 1271}
-"""Clips of the whole set: train and test counts of 6.4, added."""
+"""Clips of the whole data set, by class: those of the released train.csv and test.csv together."""
 
 _SPECTRA: Mapping[str, Extractor] = {"257x299": LogSpectrogram(), "257x188": StftMagnitude()}
-_FOLDS = 5  # FedMultimodal's folds of actors (peers.md 3.2)
+_FOLDS = 5  # folds of actors, as in FedMultimodal
 
 
 @dataclass(frozen=True, kw_only=True)
 class CremaD(MediaSet):
     """`audio`, a log-spectrogram (1, 257, 299) or (1, 257, 188), and `visual`, frames (3, count, size, size).
 
-    7,442 clips, 6 acted emotions, the label is the third field of a clip's name. The 91 actors are the natural
-    clients. The files train.csv and test.csv that CMSFed, OGM-GE and PMR release split clips at random, so that
-    an actor is on both sides; "actors" keeps them apart.
+    7,442 clips of 6 acted emotions; the label is the third field of a clip's name. The 91 actors are the natural
+    clients. The files train.csv and test.csv that CMSFed, OGM-GE and PMR release split clips at random, so that an
+    actor can be in both; `split = "actors"` keeps training and test actors apart.
 
     Attributes:
-        path: folder with AudioWAV/ and VideoFlash/, or a prepared one.
-        cache: see `MediaSet`.
+        path: Folder with AudioWAV/ and VideoFlash/, or a folder of prepared features.
+        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "audio", "visual".
         spectrogram: "257x299" of CMSFed, each clip normalised; "257x188" of FMML, not normalised.
-        frames: frames of a sample; 3 in CMSFed, 1 (the middle one) in FMML.
-        frame_pick: see `Frames`.
-        size: height and width of a frame.
+        frames: Frames of a sample; 3 in CMSFed, 1 (the middle one) in FMML.
+        frame_pick: Which frames, out of one for every second: "even" takes evenly spaced ones, "first" the first ones,
+            "random" distinct ones, drawn once for each clip.
+        size: Height and width of a frame.
         split: "files" reads train.csv and test.csv (lines `name,EMO`); "actors" makes a fifth of the actors test.
-        fold: which fifth, 1 to 5.
+        fold: Which fifth, 1 to 5.
     """
 
     NAME: ClassVar[str] = "crema-d"
@@ -61,7 +62,7 @@ class CremaD(MediaSet):
         check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:
-        """See `MediaSet.extractors`."""
+        """Modality -> extractor of its features."""
         every: dict[str, Extractor] = {
             "audio": _SPECTRA[self.spectrogram],
             "visual": Frames(count=self.frames, pick=self.frame_pick, size=self.size),
@@ -69,7 +70,7 @@ class CremaD(MediaSet):
         return {name: every[name] for name in self.modalities}
 
     def listing(self, root: Path) -> Listing:
-        """See `MediaSet.listing`."""
+        """List the samples of the published folder; see `MediaSet.listing`."""
         sound, film = folder(root, "AudioWAV", self.NAME), root / "VideoFlash"
         if "visual" in self.modalities:
             folder(root, "VideoFlash", self.NAME)
@@ -86,12 +87,12 @@ class CremaD(MediaSet):
         return Listing(samples, CLASSES, COUNTS)
 
     def split_of(self, prepared: Prepared, split: Tensor) -> Tensor:
-        """A fifth of the actors is test, unless files say who."""
+        """With `split = "actors"`, a fifth of the actors is the test set; otherwise the released files decide."""
         return split if self.split == "files" else fold_of_clients(prepared.clients(), _FOLDS, self.fold)
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data crema-d`."""
+        """Licence, origin and layout, as `polyfed data crema-d` prints them."""
         return Facts(
             title="acted emotions of 91 actors, 6 classes, 7,442 clips; 6,698 train and 744 test by the released files",
             modalities={
@@ -105,12 +106,12 @@ class CremaD(MediaSet):
 
 
 def _listed(root: Path) -> dict[str, int]:
-    """Names of the clips in the released files, with their split."""
+    """Names of the clips in the released files, each with its split code."""
     names: dict[str, int] = {}
     for file, code in ((root / "train.csv", TRAIN), (root / "test.csv", TEST)):
         if not file.is_file():
             raise DataError(
-                f"crema-d: '{file}' is missing: take it from a release that has it, or set data.split = 'actors'"
+                f"crema-d: '{file}' is missing: copy it from a release that has it, or set data.split = 'actors'"
             )
         for name, label in records(file, "crema-d", width=2):
             if name in names:
@@ -124,5 +125,5 @@ def _listed(root: Path) -> dict[str, int]:
 def _fields(name: str, root: Path) -> tuple[str, int]:
     parts = name.split("_")
     if len(parts) != 4 or not parts[0].isdigit():
-        raise DataError(f"'{root}': odd clip name '{name}': expected <actor>_<sentence>_<emotion>_<level>")
+        raise DataError(f"'{root}': malformed clip name '{name}': expected <actor>_<sentence>_<emotion>_<level>")
     return parts[0], class_of(parts[2], CLASSES, f"'{name}'")

@@ -1,4 +1,4 @@
-"""CrisisMMD: tweets of disasters with an image, eight humanitarian classes (peers.md 3.2, 3.4)."""
+"""CrisisMMD: tweets of disasters with an image, eight humanitarian classes (FedMultimodal)."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of, table
 from polyfed.data.media import Clip
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.image_text import ImageText
 
 CLASSES = (
@@ -27,21 +27,23 @@ _LINK = re.compile(r"http\S+")
 
 @dataclass(frozen=True, kw_only=True)
 class CrisisMmd(ImageText):
-    """`image` (1280,) and `text` (768,) of tweets, links removed; about 18,100 pairs, 8 classes, official split.
+    """`image` (1280,) and `text` (768,) of tweets, without their links; about 18,100 pairs, 8 classes, official split.
 
-    There are no natural clients; FedMultimodal cuts 100 by Dirichlet. Its released partition script gives test
-    images the texts of the development file; here every image keeps its own, so test numbers differ.
+    There are no natural clients; FedMultimodal makes 100 clients by a Dirichlet partition. Its released partition
+    script gives test images the texts of the development file; here every image keeps its own text, so test results
+    differ.
 
     Attributes:
-        path: folder CrisisMMD_v2.0, or a prepared one.
-        cache: see `MediaSet`.
+        path: Folder CrisisMMD_v2.0, or a folder of prepared features.
+        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "image", "text".
-        label: whose annotation counts: "image" (FedMultimodal), or "text".
-        image: see `ImageText`.
-        image_model: see `ImageText`.
-        size: see `ImageText`.
-        text: see `ImageText`.
-        text_model: see `ImageText`; FedMultimodal takes MobileBERT, 512 entries.
+        label: Which annotation is the label: that of the "image" (FedMultimodal), or that of the "text".
+        image: "embedding" by `image_model`, or "pixels" (3, size, size) for the encoders `resnet18` and `hf`.
+        image_model: Folder, or name in the hub's cache; MobileNetV2 gives 1280 numbers.
+        size: Height and width of the image.
+        text: "embedding" by `text_model`, or "tokens" (64,) for the encoder `hf`.
+        text_model: Folder, or name in the hub's cache; DistilBERT gives 768 numbers. FedMultimodal uses MobileBERT,
+            which gives 512.
     """
 
     NAME: ClassVar[str] = "crisismmd"
@@ -50,7 +52,7 @@ class CrisisMmd(ImageText):
     label: Literal["image", "text"] = "image"
 
     def listing(self, root: Path) -> Listing:
-        """See `MediaSet.listing`."""
+        """List the samples of the published folder; see `MediaSet.listing`."""
         column = f"label_{self.label}"
         samples = []
         for part, code in _FILES:
@@ -67,7 +69,7 @@ class CrisisMmd(ImageText):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data crisismmd`."""
+        """Licence, origin and layout, as `polyfed data crisismmd` prints them."""
         return Facts(
             title="tweets of seven disasters, image and text, 8 humanitarian classes, about 18,100 pairs",
             modalities={"image": "(1280,) MobileNetV2, or pixels", "text": "(768,) DistilBERT, or tokens"},

@@ -1,4 +1,4 @@
-"""UPMC Food-101: images of dishes with the text of their web page (algorithms.md 6.3)."""
+"""UPMC Food-101: images of dishes with the text of their web page (docs/data.md)."""
 
 import math
 from collections import defaultdict
@@ -12,31 +12,31 @@ from polyfed.core.errors import DataError
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, folder, records
 from polyfed.data.media import Clip
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.image_text import ImageText
 
-_VALIDATION = 10  # percent of every class, rounded up (6.3)
+_VALIDATION = 10  # percent of every class, rounded up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Food101(ImageText):
-    """`image` (1280,) and `text` (768,): 101 dishes; images without text are left out.
+    """`image` (1280,) and `text` (768,) of 101 dishes; images without a text are left out.
 
-    58,545 train, 6,556 validation (a tenth of each training class, rounded up, drawn by `seed`: the paper's draw is
-    not published), 21,695 test. There are no natural clients.
+    58,545 samples train, 6,556 validate and 21,695 test. Validation is a tenth of each training class, rounded up and
+    drawn with `seed`, since the draw of PartialFL's paper is not published. There are no natural clients.
 
     Attributes:
-        path: folder with images/ and texts_txt/ or texts/, or a prepared one.
-        cache: see `MediaSet`.
+        path: Folder with images/ and texts_txt/ or texts/, or a folder of prepared features.
+        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "image", "text".
-        text_source: "page" is the web page's text, as in the paper; "title" the csv of titles, another difficulty:
-            never compare it with the paper's numbers.
-        seed: of the validation draw; a run's own seed does not enter.
-        image: see `ImageText`.
-        image_model: see `ImageText`.
-        size: see `ImageText`.
-        text: see `ImageText`.
-        text_model: see `ImageText`.
+        text_source: "page" is the text of the web page, as in the paper; "title" is the csv of titles, a task of
+            another difficulty: do not compare its results with the paper's.
+        seed: Seed of the validation draw; the run's own seed has no effect.
+        image: "embedding" by `image_model`, or "pixels" (3, size, size) for the encoders `resnet18` and `hf`.
+        image_model: Folder, or name in the hub's cache; MobileNetV2 gives 1280 numbers.
+        size: Height and width of the image.
+        text: "embedding" by `text_model`, or "tokens" (64,) for the encoder `hf`.
+        text_model: Folder, or name in the hub's cache; DistilBERT gives 768 numbers.
     """
 
     NAME: ClassVar[str] = "food101"
@@ -46,7 +46,7 @@ class Food101(ImageText):
     seed: int = 0
 
     def listing(self, root: Path) -> Listing:
-        """See `MediaSet.listing`."""
+        """List the samples of the published folder; see `MediaSet.listing`."""
         classes = sorted(place.name for place in folder(root, "images/train", self.NAME).iterdir() if place.is_dir())
         samples = []
         for half, code in (("train", TRAIN), ("test", TEST)):
@@ -66,7 +66,7 @@ class Food101(ImageText):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data food101`."""
+        """Licence, origin and layout, as `polyfed data food101` prints them."""
         return Facts(
             title="101 dishes, image and text of the web page, 58,545 / 6,556 / 21,695",
             modalities={"image": "(1280,) MobileNetV2, or pixels", "text": "(768,) DistilBERT, or tokens"},

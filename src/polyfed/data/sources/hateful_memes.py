@@ -1,4 +1,4 @@
-"""Hateful Memes: is this image with this text hateful? (peers.md 3.2, 3.4)"""
+"""Hateful Memes: is this image with this text hateful? (FedMultimodal)"""
 
 import json
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from polyfed.core.errors import DataError
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, lines
 from polyfed.data.media import Clip
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.image_text import ImageText
 
 CLASSES = ("not hateful", "hateful")
@@ -20,23 +20,24 @@ _FILES = (("train.jsonl", TRAIN), ("dev_seen.jsonl", VALIDATION), ("test_seen.js
 class HatefulMemes(ImageText):
     """`image` (1280,) and `text` (768,) of 10,000 memes, 2 classes; 8,500 / 500 / 1,000 by the released files.
 
-    There are no natural clients; FedMultimodal cuts 40 by Dirichlet.
+    There are no natural clients; FedMultimodal makes 40 clients by a Dirichlet partition.
 
     Attributes:
-        path: folder with img/ and the .jsonl files, or a prepared one.
-        cache: see `MediaSet`.
+        path: Folder with img/ and the .jsonl files, or a folder of prepared features.
+        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "image", "text".
-        image: see `ImageText`.
-        image_model: see `ImageText`.
-        size: see `ImageText`.
-        text: see `ImageText`.
-        text_model: see `ImageText`; FedMultimodal takes MobileBERT, 512 entries.
+        image: "embedding" by `image_model`, or "pixels" (3, size, size) for the encoders `resnet18` and `hf`.
+        image_model: Folder, or name in the hub's cache; MobileNetV2 gives 1280 numbers.
+        size: Height and width of the image.
+        text: "embedding" by `text_model`, or "tokens" (64,) for the encoder `hf`.
+        text_model: Folder, or name in the hub's cache; DistilBERT gives 768 numbers. FedMultimodal uses MobileBERT,
+            which gives 512.
     """
 
     NAME: ClassVar[str] = "hateful-memes"
 
     def listing(self, root: Path) -> Listing:
-        """See `MediaSet.listing`."""
+        """List the samples of the published folder; see `MediaSet.listing`."""
         samples = []
         for name, code in _FILES:
             for number, line in enumerate(lines(root / name, self.NAME), 1):
@@ -50,7 +51,7 @@ class HatefulMemes(ImageText):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data hateful-memes`."""
+        """Licence, origin and layout, as `polyfed data hateful-memes` prints them."""
         return Facts(
             title="memes, image and text, hateful or not, 8,500 / 500 / 1,000",
             modalities={"image": "(1280,) MobileNetV2, or pixels", "text": "(768,) DistilBERT, or tokens"},

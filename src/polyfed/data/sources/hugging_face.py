@@ -1,4 +1,4 @@
-"""Any data set of the Hugging Face `datasets` library with named columns."""
+"""hf: any data set of the Hugging Face `datasets` library."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from polyfed.core.errors import DataError, did_you_mean
-from polyfed.data.checks import need
+from polyfed.data.checks import require
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of
 from polyfed.data.media import Clip, Extractor, Image, LogMel, TextEmbedding, Tokens, Values
 from polyfed.data.media.clip import optional
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet
 
 Kind = Literal["image", "text", "tokens", "audio", "values"]
@@ -24,19 +24,19 @@ _FILES = {".parquet": "parquet", ".csv": "csv", ".jsonl": "json"}
 class HuggingFace(MediaSet):
     """Columns of a `datasets` table become modalities; splits named train, test, validation (valid, dev) are used.
 
-    Nothing is fetched. For a set of the hub, save it once: `load_dataset(NAME).save_to_disk(DIR)`.
+    Nothing is downloaded. Save a data set of the hub once, with `load_dataset(NAME).save_to_disk(DIR)`.
 
     Attributes:
-        path: folder written by `save_to_disk`, or with files `<split>*.parquet`, `.csv` or `.jsonl`; or a prepared
-            one.
-        cache: see `MediaSet`.
-        modalities: modality -> kind: "image" (3, size, size), "text" embedded by `model`, "tokens" (64,), "audio"
+        path: Folder written by `save_to_disk`, or with files `<split>*.parquet`, `.csv` or `.jsonl`; or a folder of
+            prepared features.
+        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        modalities: Modality -> kind: "image" (3, size, size), "text" embedded by `model`, "tokens" (64,), "audio"
             (600, 80) log-mel, "values" (numbers or lists of one shape).
-        columns: modality -> its column, where the names differ.
-        label: column with class numbers or names.
-        client: column with the natural client; empty: none.
-        model: folder or name in the hub's cache, for "text" and "tokens".
-        size: height and width of images.
+        columns: Modality -> column that it is read from, where the names differ.
+        label: Column with class numbers or names.
+        client: Column with the natural client; empty: there are none.
+        model: Folder, or name in the hub's cache, of the model for "text" and "tokens".
+        size: Height and width of images.
     """
 
     NAME: ClassVar[str] = "hf"
@@ -50,14 +50,14 @@ class HuggingFace(MediaSet):
     size: int = 224
 
     def __post_init__(self) -> None:
-        need(bool(self.modalities), "data.modalities", dict(self.modalities), "at least one: modality = kind")
+        require(bool(self.modalities), "data.modalities", dict(self.modalities), "at least one: modality = kind")
         for name, kind in self.modalities.items():
-            need(kind in _KINDS, f"data.modalities.{name}", kind, did_you_mean(kind, _KINDS))
+            require(kind in _KINDS, f"data.modalities.{name}", kind, did_you_mean(kind, _KINDS))
         for name in self.columns:
-            need(name in self.modalities, "data.columns", name, ", ".join(self.modalities))
+            require(name in self.modalities, "data.columns", name, ", ".join(self.modalities))
 
     def extractors(self) -> dict[str, Extractor]:
-        """See `MediaSet.extractors`."""
+        """Modality -> extractor of its features."""
         kinds: dict[str, Extractor] = {
             "image": Image(size=self.size),
             "text": TextEmbedding(model=self.model),
@@ -68,7 +68,7 @@ class HuggingFace(MediaSet):
         return {name: kinds[kind] for name, kind in self.modalities.items()}
 
     def listing(self, root: Path) -> Listing:
-        """See `MediaSet.listing`."""
+        """List the samples of the published folder; see `MediaSet.listing`."""
         parts = {name: part for name, part in _opened(root, self.cache).items() if name in _SPLITS}
         if not parts:
             raise DataError(f"'{root}' has no split named {', '.join(_SPLITS)}; rename one, as train*.parquet")
@@ -119,7 +119,7 @@ class HuggingFace(MediaSet):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data hf`."""
+        """Licence, origin and layout, as `polyfed data hf` prints them."""
         return Facts(
             title="any table of the Hugging Face datasets library, columns chosen by name",
             modalities={"<name>": "image, text, tokens, audio or values"},
@@ -140,7 +140,7 @@ def _cell(part: Any, row: int, column: str) -> Any:
 
 
 def _opened(root: Path, cache: str) -> dict[str, Any]:
-    """Split -> table, media left undecoded."""
+    """Split -> its table, with images and sounds left undecoded."""
     datasets = optional("datasets", "text")
     try:
         if (root / "dataset_dict.json").is_file():

@@ -1,4 +1,4 @@
-"""IEMOCAP: improvised dialogues of ten actors, sound and transcript, four emotions (algorithms.md 6.1)."""
+"""IEMOCAP: improvised dialogues of ten actors, as sound and transcript, with four emotions (docs/data.md)."""
 
 import re
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from polyfed.core.schema import AT_LEAST_ONE, between, check_ranges
 from polyfed.data.features.listing import Listing, Sample, class_of, folder, lines
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.media import Clip, Extractor, LogMel, TextEmbedding
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities, fold_of_groups
 
 CLASSES = ("ang", "neu", "sad", "hap")
 COUNTS = {"ang": 289, "neu": 1099, "sad": 608, "hap": 947}
-"""Utterances in improvised dialogues, excitement counted as happiness (6.1)."""
+"""Utterances in improvised dialogues, with excitement counted as happiness (PartialFL, Table 1)."""
 
 _MERGED = {"exc": "hap"}
 _OTHER = ("dis", "fea", "fru", "oth", "sur", "xxx")  # labels that occur and are left out
@@ -28,18 +28,18 @@ _SESSIONS = (1, 2, 3, 4, 5)
 
 @dataclass(frozen=True, kw_only=True)
 class Iemocap(MediaSet):
-    """`audio` (frames, 80) log-mel, standardised by speaker, and `text` (768,) of the transcript; 4 classes.
+    """`audio` (frames, 80), a log-mel standardised by speaker, and `text` (768,) of the transcript; 4 classes.
 
-    Improvised dialogues only, excitement counted as happiness: 2,943 utterances. The ten speakers are the natural
-    clients, a session is the test set.
+    Only improvised dialogues are used, and excitement counts as happiness: 2,943 utterances. The ten speakers are the
+    natural clients, and one session is the test set.
 
     Attributes:
-        path: folder with Session1..5 (or with IEMOCAP_full_release), or a prepared one.
-        cache: see `MediaSet`.
+        path: Folder with Session1..5 (or with IEMOCAP_full_release), or a folder of prepared features.
+        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "audio", "text".
-        test_session: 1 to 5.
-        frames: length of `audio` in windows of 10 ms.
-        text_model: folder or name in the hub's cache of the model that embeds the transcript.
+        test_session: The session that is the test set, 1 to 5.
+        frames: Length of `audio`, in windows of 10 ms.
+        text_model: Folder, or name in the hub's cache, of the model that embeds the transcript.
     """
 
     NAME: ClassVar[str] = "iemocap"
@@ -54,7 +54,7 @@ class Iemocap(MediaSet):
         check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:
-        """See `MediaSet.extractors`."""
+        """Modality -> extractor of its features."""
         every: dict[str, Extractor] = {
             "audio": LogMel(frames=self.frames),
             "text": TextEmbedding(model=self.text_model),
@@ -62,7 +62,7 @@ class Iemocap(MediaSet):
         return {name: every[name] for name in self.modalities}
 
     def listing(self, root: Path) -> Listing:
-        """See `MediaSet.listing`."""
+        """List the samples of the published folder; see `MediaSet.listing`."""
         if (root / "IEMOCAP_full_release").is_dir():
             root = root / "IEMOCAP_full_release"
         samples = [
@@ -74,12 +74,12 @@ class Iemocap(MediaSet):
         return Listing(samples, CLASSES, COUNTS)
 
     def split_of(self, prepared: Prepared, split: Tensor) -> Tensor:
-        """The test session's rows are test."""
+        """The test session is the test set, all other sessions train."""
         return fold_of_groups(prepared.groups(), self.test_session, "session")
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data iemocap`."""
+        """Licence, origin and layout, as `polyfed data iemocap` prints them."""
         return Facts(
             title="improvised dialogues of 10 actors in 5 sessions, 4 emotions, 2,943 utterances",
             modalities={"audio": "(600, 80) log-mel, by-speaker norm", "text": "(768,) embedding of the transcript"},
@@ -105,8 +105,8 @@ def _dialogue(file: Path, session: Path, number: int) -> list[Sample]:
         found = _LABEL.match(line)
         if found is None:
             if line.startswith("["):
-                _refuse_odd(file, line)
-            continue  # the raters' single votes, and the header
+                _refuse_malformed(file, line)
+            continue  # the votes of single raters, and the header
         name, label = found.groups()
         if label in _OTHER:
             continue
@@ -120,10 +120,11 @@ def _dialogue(file: Path, session: Path, number: int) -> list[Sample]:
     return samples
 
 
-def _refuse_odd(file: Path, line: str) -> None:
+def _refuse_malformed(file: Path, line: str) -> None:
     if "\t" in line:
         raise DataError(
-            f"'{file}': odd label line '{line[:80]}': expected [start - end] TAB utterance TAB emotion TAB [V, A, D]"
+            f"'{file}': malformed label line '{line[:80]}': expected "
+            "[start - end] TAB utterance TAB emotion TAB [V, A, D]. Restore the published file"
         )
 
 

@@ -1,4 +1,4 @@
-"""Base of the sets that pair an image with a text."""
+"""Base of the data sets that pair an image with a text."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,17 +11,17 @@ from polyfed.data.sources.media_set import MediaSet, check_modalities
 
 @dataclass(frozen=True, kw_only=True)
 class ImageText(MediaSet):
-    """An image and a text a sample, each embedded by a frozen model, or raw for an encoder of the recipe.
+    """A data set whose samples are an image and a text, each embedded by a frozen model, or raw for a recipe's encoder.
 
     Attributes:
-        path: see `MediaSet`.
-        cache: see `MediaSet`.
+        path: The data set's folder, or a folder of prepared features.
+        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "image", "text".
-        image: "embedding" by `image_model`; "pixels" (3, size, size) for `resnet18` or `hf`.
-        image_model: folder or name in the hub's cache; MobileNetV2 gives 1280 entries (6.3).
-        size: height and width of the image.
-        text: "embedding" by `text_model`; "tokens" (64,) for `hf`.
-        text_model: folder or name in the hub's cache; DistilBERT gives 768 entries (6.3).
+        image: "embedding" by `image_model`, or "pixels" (3, size, size) for the encoders `resnet18` and `hf`.
+        image_model: Folder, or name in the hub's cache; MobileNetV2 gives 1280 numbers.
+        size: Height and width of the image.
+        text: "embedding" by `text_model`, or "tokens" (64,) for the encoder `hf`.
+        text_model: Folder, or name in the hub's cache; DistilBERT gives 768 numbers.
     """
 
     modalities: tuple[str, ...] = ("image", "text")
@@ -36,7 +36,7 @@ class ImageText(MediaSet):
         check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:
-        """See `MediaSet.extractors`."""
+        """Modality -> extractor of its features."""
         every: dict[str, Extractor] = {
             "image": image_extractor(self.image, self.image_model, self.size),
             "text": text_extractor(self.text, self.text_model),

@@ -1,4 +1,4 @@
-"""KU-HAR: motion of about ninety subjects, accelerometer and gyroscope (peers.md 3.2, 3.4)."""
+"""KU-HAR: motion of about ninety subjects, accelerometer and gyroscope (FedMultimodal)."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from polyfed.data.columns import LEFT_OUT
 from polyfed.data.features.listing import Listing, Sample, folder
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.media import Clip, Extractor, SensorWindow
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities, fold_of_clients
 
 EIGHT = ("0.Stand", "1.Sit", "11.Walk", "5.Lay", "8.Jump", "14.Run", "15.Stair-up", "16.Stair-down")
-"""Activities that FedMultimodal trains, in its order."""
+"""Activities that FedMultimodal trains on, in its order."""
 
 ALL = (
     *("0.Stand", "1.Sit", "2.Talk-sit", "3.Talk-stand", "4.Stand-sit", "5.Lay", "6.Lay-stand", "7.Pick", "8.Jump"),
@@ -36,20 +36,20 @@ _FOLDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class KuHar(MediaSet):
-    """Windows of 128 steps x 3 axes at 50 Hz: `acc` and `gyro`; 8 activities of FedMultimodal, or all 18.
+    """Windows `acc` and `gyro` of 128 steps x 3 axes at 50 Hz; the 8 activities of FedMultimodal, or all 18.
 
     The natural clients are the subjects; a fifth of them is the test set. FedMultimodal counts windows of 256 lines,
-    but its released extractor reads the first half of each, 64 steps; here a window is whole.
+    but its released extractor reads the first half of each, 64 steps; here it reads the whole window.
 
     Attributes:
-        path: the folder that holds Trimmed_interpolated_data, or a prepared one.
-        cache: see `MediaSet`.
+        path: The folder that holds Trimmed_interpolated_data, or a folder of prepared features.
+        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "acc", "gyro".
-        activities: 8 or 18.
-        fold: which fifth of the subjects is test, 1 to 5, in order of their numbers.
-        min_windows: a training subject with fewer is left out; 10 in FedMultimodal.
-        normalise: "window" shifts and scales each window and axis by its own mean and deviation (peers.md 3.3 item
-            2), "none" leaves them.
+        activities: Number of activities, 8 or 18.
+        fold: Which fifth of the subjects, in order of their numbers, is the test set: 1 to 5.
+        min_windows: A training subject with fewer windows is left out; 10 in FedMultimodal.
+        normalise: "window" shifts and scales each window and axis by its own mean and deviation, as FedMultimodal does;
+            "none" leaves the numbers as they are.
     """
 
     NAME: ClassVar[str] = "ku-har"
@@ -66,14 +66,14 @@ class KuHar(MediaSet):
         check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:
-        """See `MediaSet.extractors`."""
+        """Modality -> extractor of its features."""
         return {
             name: SensorWindow(columns=_COLUMNS[name], width=_WIDTH, stride=_STRIDE, normalise=self.normalise)
             for name in self.modalities
         }
 
     def listing(self, root: Path) -> Listing:
-        """See `MediaSet.listing`."""
+        """List the samples of the published folder; see `MediaSet.listing`."""
         found = [root / name for name in _FOLDERS if (root / name).is_dir()]
         classes = EIGHT if self.activities == 8 else ALL
         root = found[0] if found else root
@@ -85,7 +85,7 @@ class KuHar(MediaSet):
         return Listing(samples, classes)
 
     def split_of(self, prepared: Prepared, split: Tensor) -> Tensor:
-        """A fifth of the subjects is test; training subjects with few windows are left out."""
+        """A fifth of the subjects is the test set; training subjects with few windows are left out."""
         clients = prepared.clients()
         codes = fold_of_clients(clients, _FOLDS, self.fold)
         counts = Counter(clients)
@@ -94,7 +94,7 @@ class KuHar(MediaSet):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data ku-har`."""
+        """Licence, origin and layout, as `polyfed data ku-har` prints them."""
         return Facts(
             title="motion of about 90 subjects, 18 activities; FedMultimodal uses 8, about 10,300 windows",
             modalities={"acc": "(128, 3) acceleration, m/s^2", "gyro": "(128, 3) angular velocity, rad/s"},

@@ -1,4 +1,4 @@
-"""Base of the data sets whose samples are media files: list them, extract features once, then read those."""
+"""Base of the data sets whose samples are media files: list them, extract their features once, then read these."""
 
 import hashlib
 import os
@@ -12,38 +12,47 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import DataError, did_you_mean
-from polyfed.data.checks import need
+from polyfed.data.checks import require
 from polyfed.data.columns import TEST, TRAIN, Columns
 from polyfed.data.features.extraction import Extraction, Listener, OnCorrupt
 from polyfed.data.features.listing import Listing
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.files import existing
 from polyfed.data.media import Extractor
-from polyfed.data.sources.facts import Source
+from polyfed.data.sources.base import Source
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaSet(Source):
     """A published data set on disk, or the folder that `polyfed data prepare` made of it.
 
-    From the published folder, features are extracted at first use and kept in the cache; any unusable file stops
-    it. `polyfed data prepare` does the same with a progress bar, several workers and, if asked, skipping.
+    From the published folder, features are extracted at the first use and kept in the cache; any unusable file stops
+    the extraction. `polyfed data prepare` does the same with a progress bar and several workers, and can skip such
+    files.
+
+    A subclass names itself (`NAME`), lists its samples (`listing`) and chooses the extractors (`extractors`).
 
     Attributes:
-        path: the data set's folder, or a prepared one.
-        cache: where features of a data set's folder are kept; empty: `$XDG_CACHE_HOME/polyfed`, by default
+        path: The data set's folder, or a folder of prepared features.
+        cache: Where features of a data set's folder are kept; empty: `$XDG_CACHE_HOME/polyfed`, by default
             `~/.cache/polyfed`.
     """
 
     NAME: ClassVar[str]
+    """Name of the source, as in `[data] name`."""
+
     CHOOSES: ClassVar[tuple[str, ...]] = ()
-    """Options on which it depends which samples there are, or how they are labelled and split."""
+    """Options that decide which samples there are, or how they are labelled and split."""
 
     path: str
     cache: str = ""
 
     def listing(self, root: Path) -> Listing:
-        """All samples of the data set in this folder; DataError names the file that is missing or odd."""
+        """All samples of the data set in the folder `root`.
+
+        Raises:
+            DataError: A file is missing or malformed; the message names it.
+        """
         raise NotImplementedError
 
     def extractors(self) -> dict[str, Extractor]:
@@ -51,13 +60,19 @@ class MediaSet(Source):
         raise NotImplementedError
 
     def split_of(self, prepared: Prepared, split: Tensor) -> Tensor:
-        """Split codes, int8 (N,), where an option of the recipe chooses the fold; else `split` as it is stored."""
+        """Split codes, int8 (N,): `split` as it is stored, unless an option of the recipe chooses the fold.
+
+        Args:
+            prepared: The folder of features.
+            split: Stored split codes, int8 (N,).
+        """
         return split
 
     def load(self) -> Columns:
-        """The table, its features memory mapped."""
+        """Read the table, whose features are memory mapped; extract them first if need be."""
         root = existing(self.path, self.NAME)
         prepared = Prepared.read(root) or self._cached(root)
+        prepared.require_arrays()
         extractors = self.extractors()
         prepared.check(self.NAME, extractors, self.chosen())
         columns = prepared.columns(extractors)
@@ -66,7 +81,7 @@ class MediaSet(Source):
     def prepare(
         self, target: Path, *, workers: int = 1, on_corrupt: OnCorrupt = "fail", listener: Listener | None = None
     ) -> Prepared:
-        """Extract the features into a folder; see `polyfed.data.features.prepare.prepare`."""
+        """Extract the features into the folder `target`; see `polyfed.data.features.prepare.prepare`."""
         root = existing(self.path, self.NAME)
         target.mkdir(parents=True, exist_ok=True)
         work = Extraction(self._used(root), self.extractors(), target, workers, on_corrupt)
@@ -85,11 +100,11 @@ class MediaSet(Source):
         return replace(listing, samples=samples)
 
     def matches(self, prepared: Prepared) -> bool:
-        """Whether the features were made from the files that are in the data set's folder now, and from no others."""
+        """Whether the features were made from exactly the files that are in the data set's folder now."""
         return prepared.fingerprint == self._used(existing(self.path, self.NAME)).fingerprint()
 
     def chosen(self) -> Mapping[str, Any]:
-        """The options of `CHOOSES`, as JSON can hold them."""
+        """The values of the options in `CHOOSES`, as JSON can hold them."""
         values = {name: getattr(self, name) for name in self.CHOOSES}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -98,21 +113,30 @@ class MediaSet(Source):
         digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
         folder = _cache(self.cache) / f"{self.NAME}-{digest}"
         found = Prepared.read(folder)
-        if found is not None and self.matches(found):
+        if found is not None and self.matches(found) and not found.incomplete():
             return found
         return self.prepare(folder)
 
 
 def check_modalities(given: tuple[str, ...], allowed: tuple[str, ...]) -> None:
-    """Raise RecipeError unless `given` are distinct members of `allowed`, at least one."""
-    need(bool(given), "data.modalities", given, ", ".join(allowed))
+    """Raise RecipeError unless `given` has at least one name, all distinct and all in `allowed`."""
+    require(bool(given), "data.modalities", given, ", ".join(allowed))
     for name in given:
-        need(name in allowed, "data.modalities", name, did_you_mean(name, allowed))
-    need(len(set(given)) == len(given), "data.modalities", given, "distinct names")
+        require(name in allowed, "data.modalities", name, did_you_mean(name, allowed))
+    require(len(set(given)) == len(given), "data.modalities", given, "distinct names")
 
 
 def fold_of_groups(groups: Tensor, test: int, what: str) -> Tensor:
-    """Split codes: the rows of one group (session) are test, all others train."""
+    """Split codes, int8 (N,): the rows of one group are the test set, all others train.
+
+    Args:
+        groups: Group of every row, int64 (N,).
+        test: The group that is the test set.
+        what: What a group is, for the message: "session".
+
+    Raises:
+        DataError: No row is in that group, or all are.
+    """
     is_test = groups == test
     if not is_test.any() or is_test.all():
         found = ", ".join(str(group) for group in sorted(set(groups.tolist())))
@@ -121,13 +145,22 @@ def fold_of_groups(groups: Tensor, test: int, what: str) -> Tensor:
 
 
 def fold_of_clients(clients: Sequence[str], folds: int, fold: int) -> Tensor:
-    """Split codes: natural clients in order of their names, cut into `folds` runs, the `fold`-th (from 1) is test.
+    """Split codes, int8 (N,): the natural clients of one fold are the test set, all others train.
 
-    The first runs are one longer where the number is not divisible, as in scikit-learn's `KFold`.
+    A fold is a range of the clients in order of their names; the first folds have one client more if their number is
+    not divisible, as in scikit-learn's `KFold`.
+
+    Args:
+        clients: Natural client of every row.
+        folds: Number of folds.
+        fold: The fold that is the test set, from 1.
+
+    Raises:
+        DataError: There are fewer clients than folds.
     """
     names = sorted(set(clients))
     if len(names) < folds:
-        raise DataError(f"{len(names)} natural clients cannot be cut into {folds} folds")
+        raise DataError(f"{len(names)} natural clients cannot make {folds} folds. Give the whole data set")
     held = set(np.array_split(np.array(names), folds)[fold - 1].tolist())
     return torch.tensor([TEST if name in held else TRAIN for name in clients], dtype=torch.int8)
 

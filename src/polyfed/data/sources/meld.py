@@ -1,4 +1,4 @@
-"""MELD: utterances of a television series, sound and transcript (peers.md 3.2, 3.4)."""
+"""MELD: utterances of a television series, sound and transcript (FedMultimodal)."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of, folder, table
 from polyfed.data.media import Clip, Extractor, LogMel
 from polyfed.data.media.embedding import TextKind, text_extractor
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities
 
 CLASSES = ("neutral", "sadness", "joy", "anger", "surprise", "fear", "disgust")
@@ -23,7 +23,7 @@ COUNTS = {
     "fear": 358,
     "disgust": 361,
 }
-"""Lines of the three csv files together (table in the release's README)."""
+"""Utterances of the three csv files together, from the table in the release's README."""
 
 _COLUMNS = ("Utterance", "Speaker", "Emotion", "Dialogue_ID", "Utterance_ID", "Season")
 _PARTS = (
@@ -35,21 +35,21 @@ _PARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Meld(MediaSet):
-    """`audio` (frames, 80) log-mel, standardised by speaker, and `text` (768,) of utterances; official split.
+    """`audio` (frames, 80), a log-mel standardised by speaker, and `text` (512,) of utterances; official split.
 
-    The natural clients are the speakers of each season. FedMultimodal has 80 MFCCs where this has 80 log-mel bands,
-    which hold the same and can be read by any encoder. A few videos of the release cannot be decoded: prepare with
-    on_corrupt="skip".
+    The natural clients are the speakers of each season. FedMultimodal uses 80 MFCCs; this source uses 80 log-mel bands,
+    which carry the same information and suit any encoder. A few videos of the release cannot be decoded: prepare it
+    with `--on-corrupt skip`.
 
     Attributes:
-        path: folder MELD.Raw, or a prepared one.
-        cache: see `MediaSet`.
+        path: Folder MELD.Raw, or a folder of prepared features.
+        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "audio", "text".
-        classes: 4 (neutral, sadness, joy, anger, as in FedMultimodal) or all 7.
-        min_utterances: a speaker with fewer in a split is left out of it; 11 in FedMultimodal.
-        frames: length of `audio` in windows of 10 ms.
-        text: "embedding" by `text_model`; "tokens" (64,) for `hf`.
-        text_model: folder or name in the hub's cache; FedMultimodal takes MobileBERT, 512 entries.
+        classes: Number of classes: 4 (neutral, sadness, joy, anger, as in FedMultimodal) or all 7.
+        min_utterances: A speaker with fewer utterances in a split is left out of it; 11 in FedMultimodal.
+        frames: Length of `audio`, in windows of 10 ms.
+        text: "embedding" by `text_model`, or "tokens" (64,) for the encoder `hf`.
+        text_model: Folder, or name in the hub's cache; MobileBERT, which FedMultimodal uses, gives 512 numbers.
     """
 
     NAME: ClassVar[str] = "meld"
@@ -67,7 +67,7 @@ class Meld(MediaSet):
         check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:
-        """See `MediaSet.extractors`."""
+        """Modality -> extractor of its features."""
         every: dict[str, Extractor] = {
             "audio": LogMel(frames=self.frames),
             "text": text_extractor(self.text, self.text_model),
@@ -75,7 +75,7 @@ class Meld(MediaSet):
         return {name: every[name] for name in self.modalities}
 
     def listing(self, root: Path) -> Listing:
-        """See `MediaSet.listing`."""
+        """List the samples of the published folder; see `MediaSet.listing`."""
         kept = CLASSES[: self.classes]
         samples = [sample for part in _PARTS for sample in self._part(root, *part) if sample.label < self.classes]
         counts = Counter((sample.split, sample.client) for sample in samples)
@@ -101,7 +101,7 @@ class Meld(MediaSet):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data meld`."""
+        """Licence, origin and layout, as `polyfed data meld` prints them."""
         return Facts(
             title="13,708 utterances of a television series, 7 emotions, of which FedMultimodal uses 4",
             modalities={"audio": "(600, 80) log-mel, by-speaker norm", "text": "(512,) MobileBERT, or tokens"},

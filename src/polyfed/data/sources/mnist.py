@@ -1,4 +1,4 @@
-"""Reading MNIST from whichever of its usual files is at hand."""
+"""Read MNIST from any of its usual files: an .npz, Keras' .npz, or the four idx files."""
 
 from pathlib import Path
 
@@ -19,14 +19,24 @@ OBTAIN = "the four idx files of the MNIST distribution, from any mirror you trus
 
 
 def read_mnist(path: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Images uint8 (N, 28, 28), labels int64 (N,), split codes int8 (N,): 60,000 train, 10,000 test."""
+    """Read MNIST, 60,000 training and 10,000 test images.
+
+    Args:
+        path: A file or a folder, see `LAYOUT`.
+
+    Returns:
+        Images uint8 (N, 28, 28), labels int64 (N,) and split codes int8 (N,).
+
+    Raises:
+        DataError: A file is missing, damaged, or not MNIST.
+    """
     found = existing(path, "MNIST")
     if found.is_dir() and (found / "mnist.npz").exists():
         found = found / "mnist.npz"
     image, label, split = _from_idx(found) if found.is_dir() else _from_npz(found)
     if image.dtype != torch.uint8 or image.dim() != 3 or not len(image) == len(label) == len(split):
         shapes = f"images {image.dtype} {tuple(image.shape)}, {len(label)} labels, {len(split)} split codes"
-        raise DataError(f"'{found}': not MNIST: {shapes}; expected uint8 images (N, 28, 28) and one label each")
+        raise DataError(f"'{found}' is not MNIST: {shapes}; expected uint8 images (N, 28, 28) with one label each")
     return image, label, split
 
 

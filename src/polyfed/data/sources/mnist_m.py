@@ -1,4 +1,4 @@
-"""mnist-m: MNIST and MNIST-M of the same digits (specification 6.8)."""
+"""mnist-m: MNIST and MNIST-M of the same digits (docs/data.md)."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,7 +13,7 @@ from polyfed.core.schema import FRACTION, check_ranges
 from polyfed.data.columns import Column, Columns
 from polyfed.data.files import Arrays, existing
 from polyfed.data.sources import mnist
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.sources.pictures import pictures, read_picture
 from polyfed.data.splits import subset
 
@@ -24,16 +24,16 @@ SIDE = 28
 class MnistM(Source):
     """60,000 / 10,000 digits, each as `mnist` (1, 28, 28) and `mnist_m` (3, 28, 28).
 
-    MNIST-M is |background - digit|, the digit binarised to 0 or 255, the background a random crop of a natural image
-    (Ganin & Lempitsky, ICML 2015). Index-aligned with MNIST, unlike the published files, whose script splits
-    55,000 / 5,000 / 10,000 (6.8). Both are scaled to [0, 1].
+    MNIST-M is |background - digit|, where the digit is binarised to 0 or 255 and the background is a random crop of a
+    natural image (Ganin & Lempitsky, ICML 2015). Rows are those of MNIST, unlike the published files, whose script
+    splits 55,000 / 5,000 / 10,000. Both modalities are scaled to [0, 1].
 
     Attributes:
-        path: MNIST, see `mnist.LAYOUT`.
-        backgrounds: folder of pictures of at least 28 x 28 pixels (BSDS500's training images in the original), or an
+        path: MNIST, as an .npz or a folder; `polyfed data mnist-m` has the layout.
+        backgrounds: Folder of pictures of at least 28 x 28 pixels (BSDS500's training images in the original), or an
             .npz with one uint8 array (n, H, W, 3) named image.
-        subset: share of every class of both splits to keep, drawn at random.
-        seed: of crops and subset; 42 in 6.8. A run's own seed does not enter.
+        subset: Share of every class to keep in both splits, drawn at random.
+        seed: Seed of the crops and the subset; 42 in the public script. The run's own seed has no effect.
     """
 
     path: str
@@ -45,7 +45,7 @@ class MnistM(Source):
         check_ranges("[data]", self)
 
     def load(self) -> Columns:
-        """Read the digits, lay them over crops."""
+        """Read the digits and blend them with crops of the backgrounds."""
         gray, label, split = mnist.read_mnist(self.path)
         rows = subset(label, split, self.subset, keys.key(self.seed, "mnist-m", "subset"))
         crops = _crops(_backgrounds(self.backgrounds), len(label), keys.generator(keys.key(self.seed, "mnist-m")))
@@ -65,7 +65,7 @@ class MnistM(Source):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data mnist-m`."""
+        """Licence, origin and layout, as `polyfed data mnist-m` prints them."""
         return Facts(
             title="MNIST and MNIST-M of the same digits",
             modalities={"mnist": "(1, 28, 28)", "mnist_m": "(3, 28, 28), over natural backgrounds"},
@@ -76,9 +76,14 @@ class MnistM(Source):
 
 
 def blended(gray: Tensor, crops: Tensor) -> Tensor:
-    """|b - d| with the digit binarised at 128 to 0 or 255: uint8 (N, 28, 28), (N, 3, 28, 28) -> (N, 3, 28, 28).
+    """Blend digits d with backgrounds b: |b - d|, where d is binarised at 128 to 0 or 255.
 
-    For d = 255 it is 255 - b, for d = 0 it is b.
+    Args:
+        gray: Digits, uint8 (N, 28, 28).
+        crops: Backgrounds, uint8 (N, 3, 28, 28).
+
+    Returns:
+        uint8 (N, 3, 28, 28): 255 - b where d is 255, b where d is 0.
     """
     return torch.where(gray[:, None] >= 128, 255 - crops, crops)
 
@@ -103,5 +108,7 @@ def _backgrounds(path: str) -> list[Tensor]:
     for number, image in enumerate(images):
         if image.dtype != torch.uint8 or image.shape[0] != 3 or min(image.shape[1:]) < SIDE:
             what = f"{image.dtype} {tuple(image.shape)}"
-            raise DataError(f"'{found}': background {number} is {what}; needed: uint8 (3, 28, 28) or larger")
+            raise DataError(
+                f"'{found}': background {number} is {what}; expected uint8 (3, 28, 28) or larger. Remove it"
+            )
     return images

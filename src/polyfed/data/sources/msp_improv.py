@@ -1,4 +1,4 @@
-"""MSP-Improv: improvised turns of twelve actors, sound and, if given, transcripts (algorithms.md 6.2)."""
+"""MSP-Improv: improvised turns of twelve actors, as sound and, if given, transcripts (docs/data.md)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,33 +11,33 @@ from polyfed.core.schema import AT_LEAST_ONE, between, check_ranges
 from polyfed.data.features.listing import Listing, Sample, class_of, folder, lines, table
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.media import Clip, Extractor, LogMel, TextEmbedding
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities, fold_of_groups
 
 CLASSES = ("N", "H", "S", "A")
 COUNTS = {"N": 2072, "H": 1184, "S": 739, "A": 585}
-"""Turns of the types S and T (6.2)."""
+"""Turns of the types S and T (PartialFL, Table 1)."""
 
 LABELS = "Evalution.txt"  # as it is spelt in the release
-_KINDS = ("S", "T")  # of recording; P is natural interaction, R read: both are left out
-_OTHER = ("X", "O")  # no agreement, other
+_KINDS = ("S", "T")  # types of recording; P (natural interaction) and R (read) are left out
+_OTHER = ("X", "O")  # labels that are left out: no agreement, other
 
 
 @dataclass(frozen=True, kw_only=True)
 class MspImprov(MediaSet):
-    """`audio` (frames, 80) log-mel, standardised by speaker, and `text` (768,); 4 classes, 4,580 turns.
+    """`audio` (frames, 80), a log-mel standardised by speaker, and `text` (768,); 4 classes, 4,580 turns.
 
-    The twelve speakers are the natural clients, a session is the test set. The release has transcripts of a part
-    only, so `text` needs a csv file; a turn without a line in it has no text.
+    The twelve speakers are the natural clients, and one session is the test set. The release has transcripts of some
+    turns only, so `text` needs a csv file; a turn without a line in it lacks the modality.
 
     Attributes:
-        path: folder with Audio/ and Evalution.txt (sic), or a prepared one.
-        cache: see `MediaSet`.
+        path: Folder with Audio/ and Evalution.txt (sic), or a folder of prepared features.
+        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "audio", "text".
-        test_session: 1 to 6.
-        frames: length of `audio` in windows of 10 ms.
-        transcripts: csv file with the columns utt,text; needed for "text".
-        text_model: folder or name in the hub's cache of the model that embeds the transcript.
+        test_session: The session that is the test set, 1 to 6.
+        frames: Length of `audio`, in windows of 10 ms.
+        transcripts: A csv file with the columns utt,text; required for "text".
+        text_model: Folder, or name in the hub's cache, of the model that embeds the transcript.
     """
 
     NAME: ClassVar[str] = "msp-improv"
@@ -53,7 +53,7 @@ class MspImprov(MediaSet):
         check_ranges("[data]", self)
 
     def extractors(self) -> dict[str, Extractor]:
-        """See `MediaSet.extractors`."""
+        """Modality -> extractor of its features."""
         every: dict[str, Extractor] = {
             "audio": LogMel(frames=self.frames),
             "text": TextEmbedding(model=self.text_model),
@@ -61,13 +61,13 @@ class MspImprov(MediaSet):
         return {name: every[name] for name in self.modalities}
 
     def listing(self, root: Path) -> Listing:
-        """See `MediaSet.listing`."""
+        """List the samples of the published folder; see `MediaSet.listing`."""
         folder(root, "Audio", self.NAME)
         spoken = self._spoken()
         samples = []
         for line in lines(root / LABELS, self.NAME):
             if not line.startswith("UTD-IMPROV-"):
-                continue  # the raters' single votes
+                continue  # the votes of single raters
             name, label = _labelled(root / LABELS, line)
             scenario, speaker, kind, _ = _fields(root / LABELS, name)
             if kind not in _KINDS or label in _OTHER:
@@ -82,7 +82,7 @@ class MspImprov(MediaSet):
         return Listing(samples, CLASSES, COUNTS)
 
     def split_of(self, prepared: Prepared, split: Tensor) -> Tensor:
-        """The test session's rows are test."""
+        """The test session is the test set, all other sessions train."""
         return fold_of_groups(prepared.groups(), self.test_session, "session")
 
     def _spoken(self) -> dict[str, str]:
@@ -95,7 +95,7 @@ class MspImprov(MediaSet):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data msp-improv`."""
+        """Licence, origin and layout, as `polyfed data msp-improv` prints them."""
         return Facts(
             title="improvised turns of 12 actors in 6 sessions, 4 emotions, 4,580 turns",
             modalities={"audio": "(600, 80) log-mel, by-speaker norm", "text": "(768,), from a csv of transcripts"},
@@ -109,12 +109,14 @@ class MspImprov(MediaSet):
 def _labelled(file: Path, line: str) -> tuple[str, str]:
     parts = [part.strip() for part in line.split(";")]
     if len(parts) < 2 or not parts[0].endswith(".avi"):
-        raise DataError(f"'{file}': odd label line '{line[:80]}': expected UTD-IMPROV-<turn>.avi; <letter>; ...")
+        raise DataError(f"'{file}': malformed label line '{line[:80]}': expected UTD-IMPROV-<turn>.avi; <letter>; ...")
     return parts[0].removeprefix("UTD-IMPROV-").removesuffix(".avi"), parts[1]
 
 
 def _fields(file: Path, name: str) -> list[str]:
     parts = name.split("-")
     if len(parts) != 4 or parts[1][:1] not in ("F", "M") or not parts[1][1:].isdigit():
-        raise DataError(f"'{file}': odd name '{name}': expected <scenario>-<speaker>-<type>-<pair>, as S01A-F01-S-FM01")
+        raise DataError(
+            f"'{file}': malformed name '{name}': expected <scenario>-<speaker>-<type>-<pair>, as S01A-F01-S-FM01"
+        )
     return parts

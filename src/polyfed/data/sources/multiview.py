@@ -1,4 +1,4 @@
-"""multiview: objects photographed from several sides, in ModelNet's folders (specification 6.9)."""
+"""multiview: objects seen from several sides, in ModelNet's folders (docs/data.md)."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError, did_you_mean
 from polyfed.core.schema import AT_LEAST_ONE, check_ranges
-from polyfed.data.checks import need
+from polyfed.data.checks import require
 from polyfed.data.columns import TEST, TRAIN, Column, Columns
 from polyfed.data.files import existing, stored_name
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.sources.pictures import SUFFIXES, read_picture
 
 LAYOUT = (
@@ -28,16 +28,17 @@ _SPLITS = {"train": TRAIN, "test": TEST}
 
 @dataclass(frozen=True, kw_only=True)
 class MultiView(Source):
-    """Every view, or group of views, of an object is a modality: pictures (C, size, size) scaled to [0, 1].
+    """Each view of an object, or group of views, is a modality: pictures (C, size, size) scaled to [0, 1].
 
-    Objects that lack one of the views are dropped. Classes are numbered by name, rows ordered by class, split, item.
+    Objects that lack one of the views are dropped. Classes are numbered in order of their names; rows are ordered by
+    class, split and object.
 
     Attributes:
-        path: root folder, see `LAYOUT`.
-        views: modality -> names of its views, stacked as channels, as in `{ front = ["v001"], back = ["v007"] }`;
-            empty: each view that the first object has is a modality of its own name.
-        size: pixels a side (224 in 6.9, 64 for quick runs).
-        gray: one channel a view instead of three.
+        path: The data set's folder; `polyfed data multiview` has the layout.
+        views: Modality -> names of its views, stacked as channels, as in `{ front = ["v001"], back = ["v007"] }`;
+            empty: Each view that the first object has is a modality of the view's name.
+        size: Height and width in pixels; 224 in the papers, 64 for quick runs.
+        gray: One channel for each view instead of three.
     """
 
     path: str
@@ -47,10 +48,10 @@ class MultiView(Source):
 
     def __post_init__(self) -> None:
         check_ranges("[data]", self)
-        need(all(self.views.values()), "data.views", dict(self.views), "one view or more for each modality")
+        require(all(self.views.values()), "data.views", dict(self.views), "one view or more for each modality")
 
     def load(self) -> Columns:
-        """Find the objects, read the pictures."""
+        """Find the objects and read their pictures."""
         root = existing(self.path, "multi-view pictures")
         classes = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
         objects = [
@@ -84,7 +85,7 @@ class MultiView(Source):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data multiview`."""
+        """Licence, origin and layout, as `polyfed data multiview` prints them."""
         return Facts(
             title="objects seen from several sides, a modality a view: ModelNet10, ModelNet40, or your own",
             modalities={"<view>": "(1, size, size), or 3 channels with gray = false"},
@@ -95,7 +96,7 @@ class MultiView(Source):
 
 
 def _objects(folder: Path) -> Iterator[tuple[str, dict[str, Path]]]:
-    """Items of a folder with their views by name."""
+    """The objects of a folder: name -> (view -> picture file)."""
     found: dict[str, dict[str, Path]] = {}
     for path in sorted(folder.glob("*")):
         if path.is_dir():

@@ -1,4 +1,4 @@
-"""The generic source: named arrays of one `.npz` file, or of a folder of `.npy` files."""
+"""npz: your own arrays, named in one `.npz` file or in a folder of `.npy` files."""
 
 import warnings
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.core.schema import BELOW_ONE, check_ranges
-from polyfed.data.checks import need
+from polyfed.data.checks import require
 from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.files import Arrays, stored_name
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import stratified
 
 Layout = Literal["F", "TF", "FT", "HW", "HWC", "CHW"]
@@ -23,29 +23,29 @@ Layout = Literal["F", "TF", "FT", "HW", "HWC", "CHW"]
 
 @dataclass(frozen=True, kw_only=True)
 class Npz(Source):
-    """One's own data without code: an array per modality, plus `label` and, if there, the arrays named below.
+    """Your own data, without code: an array for each modality, an array of labels, and optional arrays named below.
 
-    A folder of `<array>.npy` files is read in place of an `.npz` and memory mapped, for data larger than
-    memory. A boolean array `<modality>_present` says which rows have that modality (all, if there is none).
+    A folder of `<array>.npy` files can take the place of an `.npz`; its arrays are memory mapped, for data larger than
+    memory. A boolean array `<modality>_present` says which rows have that modality; without it, all rows have it.
 
     Attributes:
-        path: `.npz` file, or folder of `.npy` files.
-        modalities: arrays that are modalities, in this order.
-        label: integers 0..C-1.
-        client: natural client of each row: integers or strings, numbered in sorted order.
-        split: 0 train, 1 test, 2 validation, 3 left out.
-        split_personal: 0 train, 1 test, 2 guard row, within each natural client.
-        class_names: one string per class.
-        ids: distinct integers; row numbers if there is none.
-        layout: axes of a sample where the rule below would guess wrong. By default (F) is a vector; two axes
-            are an image (H, W) if uint8, else a sequence (T, F); three are (H, W, C) if the last has 1, 3 or
-            4 entries, else (C, H, W). Samples come out as (F), (T, F) or (C, H, W); "FT" is for sequences
-            stored features first.
-        standardise: shift and scale every feature by its mean and deviation over the training rows. Otherwise
-            uint8 images are scaled to [0, 1] and all else is left as it is.
-        test_share: share of every class drawn as global test set where the file has no split array; 0: no
-            test set.
-        seed: of that draw; a run's own seed does not enter.
+        path: The `.npz` file, or the folder of `.npy` files.
+        modalities: Names of the arrays that are modalities, in this order.
+        label: Array of the labels: integers 0..C-1.
+        client: Array of the natural client of each row: integers or strings, numbered in sorted order.
+        split: Array of split codes: 0 train, 1 test, 2 validation, 3 left out.
+        split_personal: Array of split codes within each natural client: 0 train, 1 test, 2 guard row.
+        class_names: Array with the name of each class.
+        ids: Array of sample ids, distinct integers; without it, the row numbers.
+        layout: Modality -> axes of a sample, if the following rule guesses wrong. One axis is a vector (F). Two axes
+            are an image (H, W) if uint8, otherwise a sequence (T, F). Three axes are (H, W, C) if the last has 1, 3 or
+            4 entries, otherwise (C, H, W). Samples are converted to (F), (T, F) or (C, H, W); "FT" is for sequences
+            that are stored features first.
+        standardise: Shift and scale every feature by its mean and deviation over the training rows. Otherwise uint8
+            images are scaled to [0, 1], and everything else is left as it is.
+        test_share: Share of every class that is drawn as global test set if the file has no split array; 0: no test
+            set.
+        seed: Seed of that draw; the run's own seed has no effect.
     """
 
     path: str
@@ -63,7 +63,7 @@ class Npz(Source):
 
     def __post_init__(self) -> None:
         check_ranges("[data]", self)
-        need(
+        require(
             len(set(self.modalities)) == len(self.modalities),
             "data.modalities",
             self.modalities,
@@ -98,10 +98,10 @@ class Npz(Source):
             found = ", ".join(name for name in arrays.names if name not in special)
             raise RecipeError(f"data.modalities is empty; name some of the arrays of '{arrays.path}': {found}")
         for name in self.layout:
-            need(name in self.modalities, "data.layout", name, ", ".join(self.modalities))
+            require(name in self.modalities, "data.layout", name, ", ".join(self.modalities))
 
     def _named(self, arrays: Arrays, key: str) -> str | None:
-        """The array behind an option; None if the file lacks it and the recipe did not name it."""
+        """Name of the array that an option names; None if the file lacks it and the recipe did not name it."""
         name: str = getattr(self, key)
         if name in arrays:
             return name
@@ -143,7 +143,7 @@ class Npz(Source):
 
     def _strings(self, arrays: Arrays) -> tuple[str, ...] | None:
         name = self._named(arrays, "class_names")
-        return None if name is None else tuple(str(text) for text in arrays[name])
+        return None if name is None else arrays.strings(name)
 
     def _presence(self, arrays: Arrays) -> dict[str, Tensor]:
         found = (name for name in self.modalities if f"{name}_present" in arrays)
@@ -163,7 +163,7 @@ class Npz(Source):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data npz`."""
+        """Licence, origin and layout, as `polyfed data npz` prints them."""
         return Facts(
             title="your own arrays, no code needed",
             modalities={"<array>": "(N, ...) numbers, one sample a row"},
@@ -193,13 +193,13 @@ def _guess(values: Tensor) -> str:
 
 
 MANY_CLASSES = 1000
-"""More classes than rows and than this are no labels but something else (inferred)."""
+"""Labels that give more classes than rows, and more than this, are refused: they must be something else (inferred)."""
 
 
 def _check_numbering(label: Tensor, where: str) -> None:
-    """Look at labels whose number of classes nothing says but the largest of them."""
+    """Check labels of classes without names, whose number is known from the largest label only."""
     if not len(label) or int(label.min()) < 0:
-        return  # said elsewhere
+        return  # `Columns` refuses these
     num_classes, seen = int(label.max()) + 1, torch.unique(label)
     if num_classes > max(len(label), MANY_CLASSES):
         raise DataError(

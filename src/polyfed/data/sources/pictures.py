@@ -1,4 +1,4 @@
-"""Reading picture files, with Pillow, which only the sources of pictures need."""
+"""Read picture files with Pillow, which is imported only when a picture is read."""
 
 from pathlib import Path
 
@@ -13,10 +13,10 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm")
 
 
 def pictures(folder: str | Path, what: str) -> list[Path]:
-    """The picture files of a folder, by name.
+    """The picture files of a folder, in order of their names.
 
     Raises:
-        DataError: no such folder, or no picture in it.
+        DataError: The folder is missing, or has no picture. `what` says in the message what was looked for.
     """
     found = existing(folder, what)
     paths = sorted(path for path in found.glob("*") if path.suffix.lower() in SUFFIXES)
@@ -26,10 +26,18 @@ def pictures(folder: str | Path, what: str) -> list[Path]:
 
 
 def read_picture(path: Path, *, gray: bool = False, size: int | None = None) -> Tensor:
-    """One picture, uint8 (C, H, W), C = 1 if `gray` else 3; scaled to `size` by `size` pixels if given.
+    """Read a picture.
+
+    Args:
+        path: The file.
+        gray: Convert it to one channel; otherwise it has three.
+        size: Scale it to `size` x `size` pixels; None: keep its size.
+
+    Returns:
+        uint8 (C, H, W).
 
     Raises:
-        DataError: Pillow is not installed, or the file is damaged.
+        DataError: Pillow is not installed, or the file is damaged, not a picture, or suspiciously large.
     """
     try:
         from PIL import Image
@@ -41,6 +49,6 @@ def read_picture(path: Path, *, gray: bool = False, size: int | None = None) -> 
             if size is not None:
                 picture = picture.resize((size, size), Image.Resampling.BILINEAR)  # type: ignore[assignment]
             array = np.array(picture, dtype=np.uint8)
-    except (OSError, ValueError) as error:
-        raise DataError(f"'{path}' is damaged or no picture ({error}). Copy it again or remove it") from error
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"'{path}' is damaged or not a picture ({error}). Copy it again or remove it") from error
     return torch.from_numpy(array[None] if gray else array.transpose(2, 0, 1).copy())

@@ -1,4 +1,4 @@
-"""PTB-XL: electrocardiograms of ten seconds, limb and chest leads, from many sites (peers.md 3.2, 3.4)."""
+"""PTB-XL: electrocardiograms of ten seconds, limb and chest leads, from many sites (FedMultimodal)."""
 
 import ast
 from collections import Counter
@@ -10,28 +10,27 @@ from polyfed.core.errors import DataError
 from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION
 from polyfed.data.features.listing import Listing, Sample, class_of, table
 from polyfed.data.media import Clip, Ecg, Extractor
-from polyfed.data.sources.facts import Facts
+from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet, check_modalities
 
 CLASSES = ("NORM", "MI", "STTC", "CD", "HYP")
 _LEADS = {"limb": ("I", "II", "III", "AVR", "AVL", "AVF"), "chest": ("V1", "V2", "V3", "V4", "V5", "V6")}
-_SURE = 100.0  # likelihood of a statement that counts (FedMultimodal)
+_CERTAIN = 100.0  # a diagnostic statement counts at this likelihood only, as in FedMultimodal
 
 
 @dataclass(frozen=True, kw_only=True)
 class PtbXl(MediaSet):
     """`limb` (1000, 6), leads I to aVF, and `chest` (1000, 6), V1 to V6, at 100 Hz; 5 diagnostic superclasses.
 
-    The natural clients are the recording sites; records without one are left out. Folds 1 to 8 train, 9 validates,
-    10 tests, as the owners propose. A sample here has one label, so records whose statements of likelihood 100 name
-    no superclass, or several, are left out; FedMultimodal keeps them as a multi-label task, so its numbers are not
-    comparable.
+    The natural clients are the recording sites; records without a site are left out. Folds 1 to 8 train, 9 validates
+    and 10 tests, as the owners propose. A sample has one label, so records whose statements of likelihood 100 name no
+    superclass, or several, are left out. FedMultimodal keeps them as a multi-label task: results are not comparable.
 
     Attributes:
-        path: folder with ptbxl_database.csv, or a prepared one.
-        cache: see `MediaSet`.
+        path: Folder with ptbxl_database.csv, or a folder of prepared features.
+        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "limb", "chest".
-        min_records: a site with fewer training records does not train; 10 in FedMultimodal.
+        min_records: A site with fewer training records is left out of training; 10 in FedMultimodal.
         normalise: "window" shifts and scales every lead by its mean and deviation over the record (FedMultimodal);
             "none" leaves millivolts.
     """
@@ -47,11 +46,11 @@ class PtbXl(MediaSet):
         check_modalities(self.modalities, tuple(_LEADS))
 
     def extractors(self) -> dict[str, Extractor]:
-        """See `MediaSet.extractors`."""
+        """Modality -> extractor of its features."""
         return {name: Ecg(leads=_LEADS[name], normalise=self.normalise) for name in self.modalities}
 
     def listing(self, root: Path) -> Listing:
-        """See `MediaSet.listing`."""
+        """List the samples of the published folder; see `MediaSet.listing`."""
         superclass = _superclasses(root / "scp_statements.csv")
         database = root / "ptbxl_database.csv"
         samples = []
@@ -70,7 +69,7 @@ class PtbXl(MediaSet):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data ptb-xl`."""
+        """Licence, origin and layout, as `polyfed data ptb-xl` prints them."""
         return Facts(
             title="21,799 electrocardiograms of 10 s from about 50 sites, 5 diagnostic superclasses",
             modalities={"limb": "(1000, 6) leads I..aVF", "chest": "(1000, 6) leads V1..V6"},
@@ -89,10 +88,10 @@ def _superclasses(file: Path) -> dict[str, str]:
 def _labels(file: Path, row: dict[str, str], superclass: dict[str, str]) -> set[str]:
     try:
         codes = ast.literal_eval(row["scp_codes"])
-        return {superclass[code] for code, sure in codes.items() if code in superclass and sure == _SURE}
+        return {superclass[code] for code, likelihood in codes.items() if code in superclass and likelihood == _CERTAIN}
     except (ValueError, SyntaxError, AttributeError) as error:
         raise DataError(
-            f"'{file}', record {row['ecg_id']}: odd scp_codes '{row['scp_codes'][:60]}' ({error}). "
+            f"'{file}', record {row['ecg_id']}: malformed scp_codes '{row['scp_codes'][:60]}' ({error}). "
             "Restore the published file"
         ) from error
 

@@ -1,4 +1,4 @@
-"""Synthetic data for tests and speed (specification 6.13). Never a stand-in for a published number."""
+"""toy: synthetic data for tests and measurements of speed, never a substitute for a published data set."""
 
 import math
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ import torch
 
 from polyfed.core import keys
 from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, check_ranges
-from polyfed.data.checks import need
+from polyfed.data.checks import require
 from polyfed.data.columns import Column, Columns
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import stratified
 
 
@@ -19,18 +19,18 @@ from polyfed.data.splits import stratified
 class Toy(Source):
     """Class-dependent Gaussians: a sample of class c in modality m is `snr_m * u_mc + noise`.
 
-    `u_mc` is a random direction of expected length 1 per class, the noise is standard normal in every entry,
-    so `snr` is the length of the signal in noise deviations and with the defaults modality `a` dominates `b`.
-    Each modality draws from its own stream: adding one never changes another.
+    `u_mc` is a random direction of expected length 1 for each class and modality, and the noise is standard normal in
+    every entry. `snr` is therefore the length of the signal in deviations of the noise; with the defaults, modality `a`
+    dominates `b`. Each modality draws from its own stream: adding one never changes another.
 
     Attributes:
-        rows: N, all splits together.
-        classes: C.
-        shapes: sample shape of each modality; `{a = [1, 8, 8], b = [3, 8, 8]}` gives tiny images.
-        snr: signal-to-noise ratio of each modality; 1 where none is given.
-        natural_clients: rows are dealt to so many natural clients at random; 0: there are none.
-        test_share: share of every class that is the global test set.
-        seed: of the draws; a run's own seed does not enter, so runs over seeds share one data set.
+        rows: Number of rows, all splits together.
+        classes: Number of classes.
+        shapes: Sample shape of each modality; `{a = [1, 8, 8], b = [3, 8, 8]}` gives tiny images.
+        snr: Signal-to-noise ratio of each modality; 1 where none is given.
+        natural_clients: Number of natural clients, to which rows are assigned at random; 0: there are none.
+        test_share: Share of every class that is the global test set.
+        seed: Seed of the draws; the run's own seed has no effect, so that all runs share one data set.
     """
 
     rows: Annotated[int, AT_LEAST_ONE] = 2000
@@ -43,15 +43,15 @@ class Toy(Source):
 
     def __post_init__(self) -> None:
         check_ranges("[data]", self)
-        need(bool(self.shapes), "data.shapes", self.shapes, "at least one modality")
-        need(
+        require(bool(self.shapes), "data.shapes", self.shapes, "at least one modality")
+        require(
             0 <= self.natural_clients <= self.rows,
             "data.natural_clients",
             self.natural_clients,
             "0 up to data.rows",
         )
         for name, shape in self.shapes.items():
-            need(bool(shape) and min(shape) >= 1, f"data.shapes.{name}", shape, "positive lengths")
+            require(bool(shape) and min(shape) >= 1, f"data.shapes.{name}", shape, "positive lengths")
 
     def load(self) -> Columns:
         """Draw the data set."""
@@ -81,7 +81,7 @@ class Toy(Source):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data toy`."""
+        """Licence, origin and layout, as `polyfed data toy` prints them."""
         return Facts(
             title="synthetic Gaussians per class and modality, for tests and speed",
             modalities={"a": "(16,), signal 3", "b": "(24,), signal 1; any names and shapes by data.shapes"},

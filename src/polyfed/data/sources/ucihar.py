@@ -1,4 +1,4 @@
-"""UCI HAR: smartphone windows of 30 subjects, from the original folder or an .npz of it."""
+"""ucihar: windows of smartphone motion of 30 subjects, from the published folder or an .npz of it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,31 +10,31 @@ from torch import Tensor
 
 from polyfed.core.errors import DataError, did_you_mean
 from polyfed.core.schema import check_ranges
-from polyfed.data.checks import need
+from polyfed.data.checks import require
 from polyfed.data.columns import TEST, TRAIN, Column, Columns, standardised
 from polyfed.data.files import Arrays, existing
-from polyfed.data.sources.facts import Facts, Source
+from polyfed.data.sources.base import Facts, Source
 
 CLASSES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
 STEPS = 128  # 2.56 s at 50 Hz
 _FILES = {"acc": "body_acc", "gyro": "body_gyro", "total_acc": "total_acc"}
-_EPS = 1e-5  # FedMultimodal, peers.md 3.3 item 2
+_EPS = 1e-5  # added to the deviation of a window, as in FedMultimodal
 
 
 @dataclass(frozen=True, kw_only=True)
 class UciHar(Source):
     """10,299 windows of 128 steps x 3 axes; `acc` and `gyro` without gravity, `total_acc` with it.
 
-    The natural clients are the subjects, 0..29. The official test set is that of 9 subjects who never train.
+    The natural clients are the subjects, 0..29. The official test set is the windows of 9 subjects who never train.
 
     Attributes:
-        path: the folder `UCI HAR Dataset`, or an .npz with the arrays acc, gyro, total_acc (N, 128, 3), label
-            0..5, client, split and, if there, split_personal.
-        modalities: which of the three to use; FedMultimodal takes acc and gyro.
+        path: The folder `UCI HAR Dataset`, or an .npz with the arrays acc, gyro, total_acc (N, 128, 3), label 0..5,
+            client, split and, optionally, split_personal.
+        modalities: Which of the three to use; FedMultimodal uses acc and gyro.
         split: "official"; or "none", which lets all 30 subjects train: use it with clients.personal_test.
-        normalise: "train": per axis by training statistics. "window": every window and axis by its own mean
-            and deviation, (x - mean) / (std + 1e-5), as FedMultimodal does, which loses offset and amplitude
-            and so makes sitting, standing and lying hard to tell apart. "none": as stored.
+        normalise: "train": each axis by training statistics. "window": every window and axis by its own mean and
+            deviation, (x - mean) / (deviation + 1e-5), as FedMultimodal does; this loses offset and amplitude, and
+            makes sitting, standing and lying hard to tell apart. "none": as stored.
     """
 
     path: str
@@ -43,9 +43,9 @@ class UciHar(Source):
     normalise: Literal["train", "window", "none"] = "train"
 
     def __post_init__(self) -> None:
-        need(bool(self.modalities), "data.modalities", self.modalities, ", ".join(_FILES))
+        require(bool(self.modalities), "data.modalities", self.modalities, ", ".join(_FILES))
         for name in self.modalities:
-            need(name in _FILES, "data.modalities", name, did_you_mean(name, _FILES))
+            require(name in _FILES, "data.modalities", name, did_you_mean(name, _FILES))
         check_ranges("[data]", self)
 
     def load(self) -> Columns:
@@ -70,7 +70,7 @@ class UciHar(Source):
 
     @classmethod
     def describe(cls) -> Facts:
-        """Facts for `polyfed data ucihar`."""
+        """Licence, origin and layout, as `polyfed data ucihar` prints them."""
         return Facts(
             title="smartphone motion of 30 subjects, 6 activities, 10,299 windows of 2.56 s",
             modalities={

@@ -1,0 +1,89 @@
+"""What a partition is, and the steps that partitions share.
+
+The partitions here first settle sizes, as a table of counts (class, client), and then split the rows by it. Redrawing
+a table is cheap, and one shuffle per class serves 100,000 clients without a loop over them in Python.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyfed.core import keys
+from polyfed.core.errors import DataError, RecipeError
+from polyfed.data.columns import Columns
+from polyfed.data.partitions.shards import Rows, RowSlices
+
+MAX_REDRAWS = 1000
+"""Draws after which a partition that repeats draws gives up with an error."""
+
+Counts = NDArray[np.int64]
+
+
+class Partition(ABC):
+    """Splits training rows over clients.
+
+    A partition is a frozen dataclass whose fields take the values of the keys of `[clients]` with the same names.
+    One of your own extends this class and is named `package.module:Class` in `[clients] partition`.
+    """
+
+    @abstractmethod
+    def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
+        """Split rows over clients.
+
+        Args:
+            columns: The table.
+            rows: The rows to split, int64 (n,); the array belongs to the partition, which may reorder it.
+            key: The only source of randomness: the same key gives the same split.
+
+        Returns:
+            One array of rows for each client, in order of the clients; no row occurs twice.
+        """
+
+
+def labels_of(columns: Columns, rows: Rows) -> Rows:
+    """Labels of some rows, int64 (n,), on the CPU."""
+    found: Rows = columns.label.cpu().numpy()[rows]
+    return found
+
+
+def split_by_counts(columns: Columns, rows: Rows, counts: Counts, key: int) -> RowSlices:
+    """Shuffle the rows of each class and give every client its count of them; rows beyond the counts stay unused.
+
+    Args:
+        columns: The table.
+        rows: The rows to split.
+        counts: Int64 (classes, K): a line for each of the C classes, or only for those that occur in `rows`, ascending.
+        key: Key of the shuffles.
+    """
+    label = labels_of(columns, rows)
+    classes = np.arange(columns.num_classes) if len(counts) == columns.num_classes else np.unique(label)
+    draw = keys.generator(keys.key(key, "deal"))
+    clients = np.arange(counts.shape[1])
+    taken, owner = [], []
+    for number, per_client in zip(classes, counts, strict=True):
+        taken.append(draw.permutation(rows[label == number])[: per_client.sum()])
+        owner.append(np.repeat(clients, per_client))
+    owners = np.concatenate(owner)
+    order = np.argsort(owners, kind="stable")
+    return RowSlices(np.concatenate(taken)[order], np.concatenate(([0], np.cumsum(counts.sum(0)))))
+
+
+def require_rows(columns: Columns, rows: Rows, num: int, min_size: int) -> None:
+    """Check that there are enough rows to split.
+
+    Raises:
+        DataError: There is no training row at all.
+        RecipeError: `num` clients of `min_size` rows need more rows than there are.
+    """
+    if not len(rows):
+        raise DataError(
+            f"data '{columns.name}' has no training row to split over clients (split 0). A server's own test rows are "
+            "such data: there, devices bring their rows, and `polyfed check RECIPE --node ...` checks one of them"
+        )
+    if len(rows) < num * max(1, min_size):
+        raise RecipeError(
+            f"{num} clients of at least {max(1, min_size)} rows need {num * max(1, min_size)} training rows; "
+            f"data '{columns.name}' has {len(rows)}. Use fewer clients or a lower clients.min_size"
+        )
