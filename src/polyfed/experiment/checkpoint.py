@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Collection
@@ -23,9 +24,13 @@ from torch import Tensor
 
 from polyfed.core.errors import CheckpointError
 from polyfed.core.files import replace_text, sync
+from polyfed.core.parsing import parse_json, refuse_extremes
 from polyfed.core.tasks import parts
 
-LATEST = "latest.json"
+LATEST, TENSORS, SKELETON = "latest.json", "state.safetensors", "state.json"
+
+RESTORE = "Restore it from a copy, or start again in another --out folder"
+"""What to do about a damaged file of a run."""
 
 
 def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) -> None:
@@ -44,12 +49,19 @@ def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) 
     name = f"round-{round:06d}"
     draft = folder / f".{name}.draft"
     tensors: dict[str, Tensor] = {}
-    skeleton = pack(content, tensors, modules)
+    try:
+        skeleton = pack(content, tensors, modules)
+        refuse_extremes(skeleton)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"the state cannot be written to a checkpoint: {error}. Store flat lists and dictionaries, and large "
+            "integers as tensors or words"
+        ) from None
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        save_file(tensors, draft / "state.safetensors")
-        (draft / "state.json").write_text(json.dumps(skeleton))
+        save_file(tensors, draft / TENSORS)
+        (draft / SKELETON).write_text(json.dumps(skeleton))
         sums = {file.name: sha256_of(file) for file in sorted(draft.iterdir())}
         for file in draft.iterdir():
             sync(file)
@@ -71,8 +83,8 @@ def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) 
 def newest(folder: Path) -> int:
     """The round of the newest checkpoint, as it says itself; 0 where there is none that can be read."""
     try:
-        return int(json.loads((folder / LATEST).read_text())["round"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return _verified(folder / LATEST)[0]
+    except (OSError, ValueError):
         return 0
 
 
@@ -86,23 +98,37 @@ def load(folder: Path, modules: Collection[str] = (), device: torch.device | str
     if not latest.exists():
         return None
     try:
-        facts = json.loads(latest.read_text())
-        place = folder / str(Path(facts["folder"]).name)
-        for name, wanted in facts["sha256"].items():
-            if sha256_of(place / Path(name).name) != wanted:
+        round, place, sums = _verified(latest)
+        for name in (TENSORS, SKELETON):
+            if sha256_of(place / name) != sums[name]:
                 raise CheckpointError(
-                    f"checkpoint {place / name} is damaged (its SHA-256 differs from {latest}). "
-                    "Restore it from a copy, or start again in another --out folder"
+                    f"checkpoint {place / name} is damaged (its SHA-256 differs from {latest}). {RESTORE}"
                 )
-        # cloned: the file's tensors lie at any address, and sums over unaligned memory may round otherwise
-        found = load_file(place / "state.safetensors", device=str(device))
+        # cloned: the file's tensors may start at any address, and sums over unaligned memory can round differently
+        found = load_file(place / TENSORS, device=str(device))
         tensors = {name: value.clone() for name, value in found.items()}
-        return int(facts["round"]), unpack(json.loads((place / "state.json").read_text()), tensors, modules)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(
-            f"checkpoint in {folder} cannot be read: {error}. "
-            "Restore it from a copy, or start again in another --out folder"
-        ) from error
+        return round, unpack(parse_json((place / SKELETON).read_text()), tensors, modules)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint in {folder} cannot be read: {error}. {RESTORE}") from error
+
+
+def _verified(latest: Path) -> tuple[int, Path, dict[str, str]]:
+    """The round, the folder and the SHA-256 of every file of the newest checkpoint, as `latest.json` says.
+
+    Raises:
+        ValueError: one of them is missing; without a checksum for each file the checkpoint could not be verified.
+    """
+    facts = parse_json(latest.read_text())
+    if not isinstance(facts, dict):
+        raise ValueError(f"{LATEST} is not a JSON object")
+    round, name, sums = (facts.get(key) for key in ("round", "folder", "sha256"))
+    if type(round) is not int or round < 0:
+        raise ValueError(f"{LATEST} does not name a round")
+    if not (isinstance(name, str) and re.fullmatch(r"round-\d+", name)):
+        raise ValueError(f"{LATEST} does not name the folder of a checkpoint")
+    if not (isinstance(sums, dict) and set(sums) == {TENSORS, SKELETON}):
+        raise ValueError(f"{LATEST} must hold the SHA-256 of {TENSORS} and of {SKELETON}, and of no other file")
+    return round, latest.parent / name, sums
 
 
 def modules_of(algorithm: Any) -> frozenset[str]:
@@ -156,7 +182,12 @@ def unpack(skeleton: Any, tensors: dict[str, Tensor], modules: Collection[str]) 
         values = [unpack(v, tensors, modules) for v in content]
         return values if kind == "list" else tuple(values)
     if kind == "class":
-        return _class(content, modules)(**{name: unpack(v, tensors, modules) for name, v in rest[0][1]})
+        values = {name: unpack(v, tensors, modules) for name, v in rest[0][1]}
+        cls = _class(content, modules)
+        try:
+            return cls(**values)
+        except Exception as error:  # the class may check its values, and a file from elsewhere may hold any
+            raise ValueError(f"it holds values that {content} does not take: {error}") from error
     return content
 
 

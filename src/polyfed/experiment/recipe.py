@@ -5,7 +5,6 @@ name the nearest one, values are checked against the field's type by pydantic in
 """
 
 import dataclasses
-import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,6 +15,7 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
 from polyfed.core.messages import KINDS
+from polyfed.core.parsing import parse_toml
 from polyfed.core.registry import find, name_of
 from polyfed.core.schema import checked
 from polyfed.data import PARTITIONS, SOURCES, ClientsSpec, Source
@@ -122,10 +122,10 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         RecipeError: the file cannot be read, or an override does not fit it.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors begin files with a mark
+        table = parse_toml(path.read_text(encoding="utf-8-sig"))  # Windows editors put a byte order mark first
     except OSError as error:
         raise RecipeError(f"recipe {path}: {error.strerror or error}. Give the path of a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise RecipeError(f"recipe {path} is not valid TOML: {error}") from None
     for override in overrides:
         apply(table, override)

@@ -2,10 +2,10 @@
 
 import json
 import math
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,14 +13,13 @@ import tomli_w
 
 from polyfed.core.errors import CheckpointError, DataError, RecipeError
 from polyfed.core.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS, replace_text, sync
-from polyfed.experiment.checkpoint import newest
+from polyfed.core.parsing import parse_toml
+from polyfed.experiment.checkpoint import RESTORE, newest
 from polyfed.experiment.lock import LOCK, alone_in
 from polyfed.experiment.settings import CheckpointSpec
 from polyfed.privacy.ledger import TO_CLIENT, Entry, lines
+from polyfed.report.run_schema import ROUND_ROW, RUN_FACTS, RUN_RESULT, parse_as
 from polyfed.training.optimisers import WHOLE_RUN_SCHEDULES
-
-RESTORE = "Restore it from a copy, or start again in another --out folder"
-"""What to do about a damaged file of a run."""
 
 FLOWER = "flower"
 """The engine whose clients keep their state outside this process."""
@@ -92,7 +91,7 @@ class Records:
             RecipeError, DataError, CheckpointError: it is not, or cannot be read. Nothing has been changed.
         """
         self._check_same(recipe)
-        before = _table(self.folder / FACTS, json.loads)
+        before = _read(self.folder / FACTS, partial(parse_as, RUN_FACTS))
         if not isinstance(before.get("run"), str):
             raise CheckpointError(f"{self.folder / FACTS} does not name its run. {RESTORE}")
         self._check_data(before, facts)
@@ -111,7 +110,7 @@ class Records:
         """
         if not self.begun:
             return
-        before = _table(self.folder / RECIPE, tomllib.loads)
+        before = _read(self.folder / RECIPE, _recipe_table)
         kept = CheckpointSpec(every=before.get("checkpoint", {}).get("every", 1))
         due = [row["round"] for row in self.rounds() if kept.due(row["round"], before.get("rounds", 0))]
         if len(due) > 1:  # after the first such round a kill may have come before its checkpoint was whole
@@ -136,6 +135,8 @@ class Records:
         left = self.rounds(places.get(ROUNDS, 0))
         if [row["round"] for row in left] != list(range(1, round + 1)):
             raise CheckpointError(f"{paths[ROUNDS]} does not hold the rounds 1 to {round} of the checkpoint. {RESTORE}")
+        if any(row.get("seconds", {}).get("train") is None or "cohort" not in row for row in left):
+            raise CheckpointError(f"{paths[ROUNDS]} has a round without its cohort or its seconds.train. {RESTORE}")
         for name, path in paths.items():
             with path.open("ab") as file:
                 file.truncate(places.get(name, 0))
@@ -170,7 +171,7 @@ class Records:
 
     def result(self) -> dict[str, Any]:
         """What the finished run came to."""
-        return _table(self.folder / RESULT, json.loads)
+        return _read(self.folder / RESULT, partial(parse_as, RUN_RESULT))
 
     def _check_rounds(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         """More rounds are fine, unless the rounds played would have been others in the longer run."""
@@ -189,9 +190,9 @@ class Records:
             )
 
     def _check_same(self, recipe: dict[str, Any]) -> None:
-        before = _table(self.folder / RECIPE, tomllib.loads)
+        before = _read(self.folder / RECIPE, _recipe_table)
         # through TOML: what is compared is what was written
-        now = tomllib.loads(tomli_w.dumps(recipe))
+        now = parse_toml(tomli_w.dumps(recipe))
         for path, old, new in _differences(before, now):
             if path.split(".")[0] not in (*MAY_CHANGE, "versions"):
                 raise RecipeError(
@@ -224,7 +225,7 @@ class Records:
 
 def _ours(entry: Path) -> bool:
     """Whether this is the facts file of a run that was killed as it began."""
-    return entry.name == FACTS and entry.is_file() and "versions" in _table(entry, json.loads)
+    return entry.name == FACTS and entry.is_file() and "versions" in _read(entry, partial(parse_as, RUN_FACTS))
 
 
 def _read(path: Path, parse: Callable[[str], _T]) -> _T:
@@ -235,24 +236,28 @@ def _read(path: Path, parse: Callable[[str], _T]) -> _T:
     """
     try:
         return parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # JSON, TOML and UTF-8 errors are ValueErrors
+    except (OSError, ValueError) as error:  # JSON, TOML and UTF-8 errors are ValueErrors
         raise CheckpointError(f"{path} cannot be read: {error}. {RESTORE}") from None
 
 
 def _rounds(text: bytes) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
-    for row in found:
-        if not (isinstance(row, dict) and type(row.get("round")) is int):
-            raise ValueError(f"{str(row)[:60]} is no round")
-    return found
+    """The rows of `rounds.jsonl`; a last line without its end was cut short and is left out."""
+    rows = []
+    for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
+        try:
+            rows.append(parse_as(ROUND_ROW, line))
+        except ValueError as error:
+            raise ValueError(f"line {number} is not the row of a round: {error}") from None
+    return rows
 
 
-def _table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """A file of the run that holds a table; see `_read`."""
-    found = _read(path, parse)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} does not hold a table. {RESTORE}")
-    return found
+def _recipe_table(text: str) -> dict[str, Any]:
+    """The resolved recipe of a run; each entry is a section, but for `seed` and `rounds`."""
+    table = parse_toml(text)
+    for name, entry in table.items():
+        if (type(entry) is not int) if name in ("seed", "rounds") else (not isinstance(entry, dict)):
+            raise ValueError(f"'{name}' does not belong there")
+    return table
 
 
 def strict(value: Any) -> Any:

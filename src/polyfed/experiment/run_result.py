@@ -18,11 +18,12 @@ from polyfed.core.registry import name_of
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED, Tree, select
 from polyfed.engines.base import first_local
-from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import model_of
-from polyfed.experiment.export import Models, Personal, save
+from polyfed.experiment.models import Models, Personal
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.records import Records
+from polyfed.experiment.run_checkpoint import load_content
+from polyfed.experiment.saved_model import save
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -127,12 +128,12 @@ class Run:
     @cached_property
     def _asked(self) -> set[int]:
         """The clients that were asked something in some round."""
-        return {client for row in self.rounds for client in row["cohort"]}
+        return {client for row in self.rounds for client in row.get("cohort", ())}
 
 
 def best_round(rounds: Sequence[dict[str, Any]], metric: str = "macro_f1") -> dict[str, Any] | None:
     """The round with the best validation macro-F1 (the first of equals) and its metrics; None without validation."""
-    evaluated = [row for row in rounds if "validation" in row.get("metrics", {})]
+    evaluated = [row for row in rounds if row.get("metrics", {}).get("validation", {}).get(metric) is not None]
     if not evaluated:
         return None
     best = max(evaluated, key=lambda row: row["metrics"]["validation"][metric])
@@ -209,19 +210,6 @@ class _Nobody:
         )
 
 
-def kept_facts(fed: Federation, class_names: tuple[str, ...] | None) -> dict[str, Any]:
-    """What a checkpoint holds beside states, so that `load_run` can do without the data."""
-    registry, model = fed.clients, fed.context.model
-    return {
-        "shapes": {name: list(shape) for name, shape in model.shapes.items()},
-        "classes": model.num_classes,
-        "class_names": class_names,
-        "num_rows": registry.num_rows,
-        "holds": registry.holds,
-        "silo": registry.silo,
-    }
-
-
 def load_run(folder: str | Path) -> Run:
     """A finished run from the folder that `polyfed run --out` wrote, with its models; its data need not be there.
 
@@ -233,7 +221,7 @@ def load_run(folder: str | Path) -> Run:
     if not (folder / RESULT).exists() or not (folder / RECIPE).exists():
         raise RecipeError(f"{folder} holds no finished run. Finish it by --resume, or give the folder of another one")
     records, recipe = Records(folder, resume=True), load_recipe(folder / RECIPE)
-    found = checkpoint.load(records.checkpoints, checkpoint.modules_of(recipe.algorithm))
+    found = load_content(records.checkpoints, recipe.algorithm)
     if found is None or "federation" not in found[1]:
         raise CheckpointError(f"{records.checkpoints} holds no models that can be loaded; an older polyfed wrote it")
     content, facts = found[1], found[1]["federation"]
