@@ -149,8 +149,8 @@ def test_a_plain_sentence_for_each_modality(name: str, egress: Any, sentences: d
 
 def test_what_no_message_carries_is_told_all_the_same() -> None:
     made = recipe(algorithm("fedavg"))
-    assert check(made).beside == ()
-    (said,) = check(replace(made, clients=replace(made.clients, validation=0.2))).beside
+    assert check(made).not_in_ledger == ()
+    (said,) = check(replace(made, clients=replace(made.clients, validation=0.2))).not_in_ledger
     assert "rows of clients, labels included" in said
 
 

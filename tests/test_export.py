@@ -83,7 +83,9 @@ def test_an_encoder_of_ones_own_is_written_with_its_options(tmp_path: Path) -> N
     assert parse_recipe(made.table()).model == made.model
     run = polyfed.run(made)
     x = {"a": torch.ones(2, 16), "b": torch.ones(2, 24)}
-    assert torch.equal(polyfed.load_model(run.export(tmp_path / "m"), imports=["test_export:Scaled"]).predict(x), run.predict(x))
+    assert torch.equal(
+        polyfed.load_model(run.export(tmp_path / "m"), imports=["test_export:Scaled"]).predict(x), run.predict(x)
+    )
 
 
 def test_an_encoder_whose_options_are_no_json_is_refused(tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ def test_what_is_not_extreme_parses(parse: Callable[[str], Any]) -> None:
 # saved models
 
 
-SENTINEL = '''
+SENTINEL = """
 import os
 from pathlib import Path
 from torch import nn
@@ -340,7 +340,7 @@ class Encoder(nn.Module):
 
     def forward(self, x):
         return self.layer(x)
-'''
+"""
 
 
 @pytest.fixture
@@ -412,7 +412,7 @@ def test_a_saved_model_reads_no_other_model_that_the_caller_did_not_name(tmp_pat
         lambda said: said.update(model=[]),
         lambda said: said["model"].update(encoders=[]),
         lambda said: said.update(predictor={"name": 3}),
-        lambda said: said.update(reads="a"),
+        lambda said: said.update(reads=3),
     ],
 )
 def test_a_damaged_description_of_a_model_is_refused_in_words(change: Any, tmp_path: Path) -> None:

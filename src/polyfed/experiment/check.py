@@ -58,7 +58,7 @@ class Check:
         planned: everything that can leave, allowed or not.
         remarks: what the rehearsal could not do; sizes may be missing then.
         cures: lines of a policy that would allow what it forbids.
-        beside: what the recipe has the server know of clients' rows without asking them.
+        not_in_ledger: what the recipe has the server know of clients' rows without asking them.
     """
 
     recipe: Recipe
@@ -66,7 +66,7 @@ class Check:
     planned: tuple[Planned, ...]
     remarks: tuple[str, ...] = ()
     fixes: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    not_in_ledger: tuple[str, ...] = ()
 
     @property
     def refused(self) -> tuple[Planned, ...]:
@@ -83,15 +83,13 @@ def check(recipe: Recipe | str | Path) -> Check:
     recipe = recipe_of(recipe)
     assembly = assemble(recipe)
     warn_unmeasured(assembly)
-    sizes, failures = _rehearsed(assembly)
+    sizes, failures = _dry_run_sizes(assembly)
     planned = tuple(plan(assembly, sizes))
     fixes = fixes_of((row for row in planned if not row.allowed), assembly.policy)
-    return Check(
-        recipe, facts_of(assembly), planned, failures, tuple(fixes), tuple(_beside_the_ledger(recipe, assembly))
-    )
+    return Check(recipe, facts_of(assembly), planned, failures, tuple(fixes), tuple(_not_in_ledger(recipe, assembly)))
 
 
-def _beside_the_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
+def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
     """What a simulation gives the server that no message carries."""
     if recipe.clients.validation:
         yield (
@@ -101,7 +99,7 @@ def _beside_the_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
         )
 
 
-def _rehearsed(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
+def _dry_run_sizes(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
     """Sizes, and why some are not known: a round on a few rows can fail where one on all of them would not."""
     failed: dict[str, None] = {}
 
@@ -128,7 +126,7 @@ def warn_unmeasured(assembly: Assembly) -> None:
     """
     rows = itertools.product((*assembly.fed.clients.modalities, SHARED, LABELS), DESTINATIONS)
     context = replace(assembly.fed.context, policy=Policy(dict.fromkeys(rows, frozenset(KINDS))))
-    fed = replace(assembly.fed, context=context, engine=_Nobody(), clock=None, emit=lambda *_, **__: None)
+    fed = replace(assembly.fed, context=context, engine=_NoClients(), clock=None, emit=lambda *_, **__: None)
     fed.begin(fed.rounds)
     try:
         measured = assembly.algorithm.evaluate(SimpleNamespace(params=assembly.initial), fed)
@@ -148,7 +146,7 @@ def warn_unmeasured(assembly: Assembly) -> None:
     )
 
 
-class _Nobody:
+class _NoClients:
     """An engine without clients: to ask is an error."""
 
     name = "nobody"

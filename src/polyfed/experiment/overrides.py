@@ -34,14 +34,14 @@ SECTIONS: Mapping[str, type | tuple[str, ...]] = {
 """Sections of a recipe: whose options they hold, or which ones always; `seed` and `rounds` stand before them."""
 
 
-def as_words(overrides: Sequence[str]) -> list[str]:
+def set_options(overrides: Sequence[str]) -> list[str]:
     """Overrides as they stand on a command line."""
     return [word for override in overrides for word in ("--set", override)]
 
 
 def called(path: Path, overrides: Sequence[str]) -> str:
     """What errors call a recipe: its path and what was written into it from outside, either may be at fault."""
-    return shlex.join(["recipe", str(path), *as_words(overrides)])
+    return shlex.join(["recipe", str(path), *set_options(overrides)])
 
 
 def refuse_unknown(key: str) -> None:

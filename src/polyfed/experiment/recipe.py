@@ -69,12 +69,12 @@ class Recipe:
 
     def table(self) -> dict[str, Any]:
         """The resolved recipe, every default written out, in the layout of the file."""
-        algorithm = plain(self.algorithm)
+        algorithm = as_table(self.algorithm)
         table: dict[str, Any] = {"seed": self.seed, "rounds": self.rounds}
-        table["data"] = {"name": name_of(self.data, SOURCES)} | plain(self.data)
+        table["data"] = {"name": name_of(self.data, SOURCES)} | as_table(self.data)
         if self.stack:
             table["data"]["stack"] = _toml(self.stack)
-        table["clients"] = plain(self.clients)
+        table["clients"] = as_table(self.clients)
         if not isinstance(self.clients.partition, str):
             table["clients"]["partition"] = name_of(self.clients.partition, PARTITIONS)
         table["model"] = model_table(self.model)
@@ -87,12 +87,12 @@ class Recipe:
             for elsewhere in ("participation", "train"):
                 table["selection"].pop(elsewhere, None)
         table["algorithm"] = {"name": name_of(self.algorithm, ALGORITHMS)} | algorithm
-        table["engine"] = plain(self.engine)
-        table["checkpoint"] = plain(self.checkpoint)
+        table["engine"] = as_table(self.engine)
+        table["checkpoint"] = as_table(self.checkpoint)
         if self.network is not None:
-            table["network"] = plain(self.network)
+            table["network"] = as_table(self.network)
         if self.tracking is not None:
-            table["tracking"] = {"name": name_of(self.tracking, TRACKERS)} | plain(self.tracking)
+            table["tracking"] = {"name": name_of(self.tracking, TRACKERS)} | as_table(self.tracking)
         table["egress"] = {block: {d: list(k) for d, k in row.items()} for block, row in self.egress.items()}
         return table
 
@@ -224,7 +224,7 @@ def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
     return built
 
 
-def plain(part: Any) -> dict[str, Any]:
+def as_table(part: Any) -> dict[str, Any]:
     """A section's dataclass as TOML can hold it: None is left out. Of any other object only its class can be named."""
     if not dataclasses.is_dataclass(part):
         return {}
@@ -233,12 +233,12 @@ def plain(part: Any) -> dict[str, Any]:
 
 def model_table(spec: ModelSpec) -> dict[str, Any]:
     """The [model] section that reads as this specification."""
-    return plain(spec) | {"encoders": {name: _toml(entry_of(entry)) for name, entry in spec.encoders.items()}}
+    return as_table(spec) | {"encoders": {name: _toml(entry_of(entry)) for name, entry in spec.encoders.items()}}
 
 
 def _toml(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return plain(value)
+        return as_table(value)
     if isinstance(value, Mapping):
         return {str(key): _toml(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -53,7 +53,9 @@ class Records:
         if not resume and self.begun:
             raise RecipeError(f"--out {folder} holds another run. Go on with it by --resume, or choose another folder")
         # facts without a recipe: killed between the two by which a run begins
-        foreign = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".") and not _ours(entry)]
+        foreign = [
+            entry.name for entry in folder.iterdir() if not entry.name.startswith(".") and not _is_facts_file(entry)
+        ]
         if foreign and not self.begun:
             raise RecipeError(
                 f"--out {folder} is not empty and holds no run ({foreign[0]}, ...). Choose another folder"
@@ -146,7 +148,7 @@ class Records:
         """Add a round."""
         (self.folder / RESULT).unlink(missing_ok=True)  # of fewer rounds; it would pass for the result of these
         with (self.folder / ROUNDS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(strict(row), separators=(",", ":")) + "\n")
+            file.write(json.dumps(json_ready(row), separators=(",", ":")) + "\n")
 
     def book(self, entries: list[Entry], run: str) -> None:
         """Add ledger rows."""
@@ -167,7 +169,7 @@ class Records:
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write the result."""
-        replace_text(self.folder / RESULT, dumped(result))
+        replace_text(self.folder / RESULT, to_json(result))
 
     def result(self) -> dict[str, Any]:
         """What the finished run came to."""
@@ -223,7 +225,7 @@ class Records:
             )
 
 
-def _ours(entry: Path) -> bool:
+def _is_facts_file(entry: Path) -> bool:
     """Whether this is the facts file of a run that was killed as it began."""
     return entry.name == FACTS and entry.is_file() and "versions" in _read(entry, partial(parse_as, RUN_FACTS))
 
@@ -260,12 +262,12 @@ def _recipe_table(text: str) -> dict[str, Any]:
     return table
 
 
-def strict(value: Any) -> Any:
+def json_ready(value: Any) -> Any:
     """A nest as JSON can hold it: numbers that are not finite become null."""
     if isinstance(value, dict):
-        return {key: strict(entry) for key, entry in value.items()}
+        return {key: json_ready(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [strict(entry) for entry in value]
+        return [json_ready(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -292,9 +294,9 @@ def facts_of_round(round: int, entries: Sequence[Entry]) -> dict[str, Any]:
     }
 
 
-def dumped(content: Any) -> str:
+def to_json(content: Any) -> str:
     """A nest as indented JSON that any reader takes: `run --json` prints what result.json holds."""
-    return json.dumps(strict(content), indent=1, allow_nan=False)
+    return json.dumps(json_ready(content), indent=1, allow_nan=False)
 
 
 def run_id(seed: int) -> str:

@@ -158,7 +158,7 @@ def models_of(
     """
     algorithm, registry, context = recipe.algorithm, fed.clients, fed.context
     name, owner = name_of(algorithm, ALGORITHMS), algorithm.own_models
-    facts = replace(fed, engine=_Nobody(), clock=None, emit=lambda *_, **__: None)
+    facts = replace(fed, engine=_NoClients(), clock=None, emit=lambda *_, **__: None)
     device = next(iter(context.initial.values())).device
     kept = locals if owner == "clients" and locals is not None else {}
 
@@ -198,7 +198,7 @@ def models_of(
     )
 
 
-class _Nobody:
+class _NoClients:
     """The engine of a run that is over."""
 
     name = "nobody"
@@ -232,7 +232,7 @@ def load_run(folder: str | Path) -> Run:
     context = ClientContext(model, tuple(shapes), facts["classes"], initial, evaluation_client=True, policy=policy)
     fed = Federation(
         clients=ClientRegistry(tuple(shapes), facts["num_rows"], facts["holds"], facts["silo"]),
-        engine=_Nobody(),
+        engine=_NoClients(),
         owner=recipe.algorithm,
         context=context,
         template=initial,

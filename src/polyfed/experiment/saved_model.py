@@ -26,7 +26,7 @@ from polyfed.core.tree import SHARED, Tree, select
 from polyfed.evaluation.scores import Predictor
 from polyfed.experiment.checkpoint import sha256_of
 from polyfed.experiment.models import Models
-from polyfed.experiment.recipe import build, plain
+from polyfed.experiment.recipe import as_table, build
 from polyfed.model import Model, ModelSpec, build_model
 from polyfed.model.encoders import entry_of
 
@@ -90,7 +90,7 @@ def _description(models: Models) -> dict[str, Any]:
     held: dict[tuple[str, ...], list[int]] = {}
     for client, modalities in models.clients.items():
         held.setdefault(modalities, []).append(client)
-    spec = plain(models.spec) | {"encoders": {name: entry_of(entry) for name, entry in models.spec.encoders.items()}}
+    spec = as_table(models.spec) | {"encoders": {name: entry_of(entry) for name, entry in models.spec.encoders.items()}}
     try:
         build("[model]", ModelSpec, json.loads(json.dumps(spec)))
     except (TypeError, RecipeError) as error:
@@ -111,7 +111,7 @@ def _description(models: Models) -> dict[str, Any]:
         "own_models": models.own,
         "model_for": models.model_for,
         "elsewhere": models.elsewhere,
-        "predictor": {"name": name_of(models.predictor, PREDICTORS)} | plain(models.predictor),
+        "predictor": {"name": name_of(models.predictor, PREDICTORS)} | as_table(models.predictor),
     }
 
 
