@@ -91,7 +91,7 @@ def test_bytes_of_a_reply_are_those_of_the_ledger() -> None:
 def test_a_rehearsal_neither_trains_nor_fails_the_check_where_a_task_does() -> None:
     checked = check(recipe(Faulty()))
     assert checked.remarks == (
-        "A round rehearsed on a few rows failed, so some sizes are not known: task update: ValueError: no reply today",
+        "The dry run of a round failed, so some sizes are not known: task update: ValueError: no reply today",
     )
     assert size([found(checked, "loss")], known=False) == "not known"
     assert found(checked, "params", "a").bytes == checked.facts["blocks"]["a"]

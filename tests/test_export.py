@@ -204,7 +204,7 @@ def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
     polyfed.run(recipe(algorithm("fedavg"), rounds=1), tmp_path / "run")
     (tmp_path / "run" / "result.json").rename(tmp_path / "result.json")
-    with pytest.raises(RecipeError, match="Finish it by --resume"):
+    with pytest.raises(RecipeError, match="Finish it with --resume"):
         polyfed.load_run(tmp_path / "run")
     (tmp_path / "result.json").rename(tmp_path / "run" / "result.json")
     (tmp_path / "run" / "checkpoint" / "latest.json").unlink()
@@ -234,7 +234,7 @@ def deployed(case: str, folder: Path) -> polyfed.Run:
 def test_models_of_deployed_clients_are_said_to_be_with_them(case: str, tmp_path: Path) -> None:
     run = deployed(case, tmp_path)
     x = {"a": torch.zeros(2, 16), "b": torch.zeros(2, 24)}
-    words = rf"{case} trains one model a (client|silo), and these are with the clients.*the server keeps none"
+    words = rf"{case} trains one model per (client|silo), and the clients keep these models.*the server has no copy"
     later = polyfed.load_run(tmp_path / "run")
     found: list[Any] = [run, later]
     if case == "creamfl":

@@ -7,7 +7,7 @@ are missing ones, because a run may have been written by another version.
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
-from typing_extensions import Required, TypedDict  # pydantic reads that of `typing` only from Python 3.12 on
+from typing_extensions import Required, TypedDict  # noqa: UP035 - pydantic refuses those of `typing` before Python 3.12
 
 from polyfed.core.parsing import parse_json
 
