@@ -91,7 +91,7 @@ def test_bytes_of_a_reply_are_those_of_the_ledger() -> None:
 def test_a_rehearsal_neither_trains_nor_fails_the_check_where_a_task_does() -> None:
     checked = check(recipe(Faulty()))
     assert checked.remarks == (
-        "A round rehearsed on a few rows failed, so some sizes are not known: task update: ValueError: no reply today",
+        "The dry run of a round failed, so some sizes are not known: task update: ValueError: no reply today",
     )
     assert size([found(checked, "loss")], known=False) == "not known"
     assert found(checked, "params", "a").bytes == checked.facts["blocks"]["a"]
@@ -149,8 +149,8 @@ def test_a_plain_sentence_for_each_modality(name: str, egress: Any, sentences: d
 
 def test_what_no_message_carries_is_told_all_the_same() -> None:
     made = recipe(algorithm("fedavg"))
-    assert check(made).beside == ()
-    (said,) = check(replace(made, clients=replace(made.clients, validation=0.2))).beside
+    assert check(made).not_in_ledger == ()
+    (said,) = check(replace(made, clients=replace(made.clients, validation=0.2))).not_in_ledger
     assert "rows of clients, labels included" in said
 
 

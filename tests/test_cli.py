@@ -111,7 +111,7 @@ def test_ctrl_c_says_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(polyfed, "run", interrupted)
+    monkeypatch.setattr("polyfed.cli.commands.run_recipe", interrupted)
     code, out, err = polyfed_command("run", recipe, "--out", str(tmp_path / "out"), "--set", "train.lr=1.0")
     assert code == 130
     assert out == ""
@@ -119,7 +119,7 @@ def test_ctrl_c_says_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch
 
 
 def test_a_batch_system_that_ends_a_run_is_told_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(polyfed, "run", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("polyfed.cli.commands.run_recipe", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
     code, _, err = polyfed_command("run", recipe, "--out", str(tmp_path / "out"))
     assert code == 130
     assert f"--resume --out {tmp_path / 'out'}" in err
@@ -273,7 +273,7 @@ def test_help_names_the_verbs_of_the_contract(polyfed_command):
 def test_a_key_is_set_and_not_a_whole_section(polyfed_command, recipe):
     code, _, err = polyfed_command("check", recipe, "--set", "train={lr=0.2}")
     assert code == 2
-    assert "'train' is a section; write its keys one by one" in err
+    assert "'train' is a section; set its keys one by one" in err
 
 
 def test_folders_without_a_finished_run_are_left_out_of_a_comparison(polyfed_command, recipe, tmp_path):

@@ -306,7 +306,7 @@ def test_run_and_check_take_a_recipe_or_its_path() -> None:
     path = Path("recipes/fedavg-cg-digits.toml")
     assert polyfed.check(path).recipe == polyfed.check(str(path)).recipe == polyfed.load_recipe(path)
     for verb in (polyfed.run, polyfed.check):
-        with pytest.raises(RecipeError, match="a dict is no recipe"):
+        with pytest.raises(RecipeError, match="a dict is not a recipe"):
             verb({"data": {"name": "toy"}})
 
 

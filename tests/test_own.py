@@ -16,10 +16,10 @@ from polyfed.experiment.recipe import load_recipe
 
 MODULE = """
 from dataclasses import dataclass
-from polyfed.algorithm import Averaging
+from polyfed.algorithms import Averaging
 from polyfed.data import Partition, Source
 from polyfed.selection import Uniform
-from polyfed.tree import squared_distance
+from polyfed.core.tree import squared_distance
 
 @dataclass(frozen=True, kw_only=True)
 class Pull(Averaging):

@@ -366,7 +366,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
     assert other.fingerprint() != source.fingerprint() == made.data.load().fingerprint()
     facts = tmp_path / "run" / "run.json"
     facts.write_text(facts.read_text().replace(source.fingerprint(), other.fingerprint()))
-    with pytest.raises(DataError, match="the data is not what the run"):
+    with pytest.raises(DataError, match="the data is not that of the run"):
         polyfed.run(replace(made, rounds=3), tmp_path / "run", resume=True)
 
 
@@ -376,7 +376,7 @@ def test_a_run_whose_checkpoint_is_gone_is_not_played_over(tmp_path: Path) -> No
     before = {
         name: (tmp_path / "run" / name).read_bytes() for name in (run_files.ROUNDS, run_files.EGRESS, run_files.RESULT)
     }
-    with pytest.raises(CheckpointError, match=r"holds 3 rounds that were kept, and no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"holds 3 rounds that had a checkpoint, and no checkpoint"):
         polyfed.run(longer(rounds=3), tmp_path / "run", resume=True)
     assert all((tmp_path / "run" / name).read_bytes() == text for name, text in before.items())
 
@@ -466,7 +466,7 @@ def test_a_first_line_that_was_cut_short_does_not_keep_a_run_from_going_on(tmp_p
 def test_a_line_that_is_no_round_is_damage(tmp_path: Path) -> None:
     stopped(tmp_path / "run", 1, replace(longer(rounds=3), checkpoint=CheckpointSpec(every=0)))
     (tmp_path / "run" / run_files.ROUNDS).write_text("[1]\n")
-    with pytest.raises(CheckpointError, match="is no round"):
+    with pytest.raises(CheckpointError, match="is not the row of a round"):
         polyfed.run(longer(rounds=3), tmp_path / "run", resume=True)
 
 

@@ -8,9 +8,10 @@ from importlib.metadata import version
 
 from polyfed.core import moved
 from polyfed.experiment.check import Check, check
-from polyfed.experiment.export import Models, load_model
+from polyfed.experiment.models import Models
 from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
 from polyfed.experiment.run_result import Run, load_run
+from polyfed.experiment.saved_model import load_model
 from polyfed.run import run
 
 __version__ = version("polyfed")

@@ -1,4 +1,4 @@
-"""`polyfed.run`: a recipe in, a finished run out."""
+"""`polyfed.run`: run a recipe to its end, as a simulation in this process or with Flower."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,19 +28,22 @@ def run(
 
     Args:
         recipe: a recipe, or the path of one.
-        out: folder for the files; None writes none.
-        resume: go on with the run that `out` holds; the result equals the uninterrupted run's bit for bit.
-        engine: overrides the recipe's.
-        device: overrides the recipe's.
-        listeners: get every event.
+        out: the folder for the files of the run; None writes none.
+        resume: continue the run in `out`; the result equals that of an uninterrupted run bit for bit.
+        engine: replaces the recipe's engine.
+        device: replaces the recipe's device.
+        listeners: called with every event, as `listener(event, **facts)`.
+
+    Returns:
+        The finished run.
 
     Raises:
-        PolyfedError: see `polyfed.core.errors`; its text says what to do.
+        PolyfedError: one of `polyfed.core.errors`; its text says what to do.
     """
     recipe = recipe_of(recipe)
     for given, allowed in ((engine, ENGINES), (device, ("cpu", "cuda", "auto"))):
         if given is not None and given not in allowed:
-            raise RecipeError(f"'{given}' is neither an engine nor a device here; {did_you_mean(given, allowed)}")
+            raise RecipeError(f"'{given}' is not an engine or a device; {did_you_mean(given, allowed)}")
     changes = {k: v for k, v in (("name", engine), ("device", device)) if v is not None}
     recipe = replace(recipe, engine=replace(recipe.engine, **changes))  # type: ignore[arg-type]
     records = None if out is None else Records(Path(out), resume=resume)

@@ -226,7 +226,7 @@ def test_the_command_says_what_it_kept(tmp_path: Path, capsys: Any) -> None:
             main((*words, number))
     assert stop.value.code == 2
     out = capsys.readouterr().out
-    assert "what was there is kept; new: node-1.key, node-1.pub" in out
+    assert "are kept; new: node-1.key, node-1.pub" in out
 
 
 def test_a_policy_that_is_on_a_device_is_not_written_over(tmp_path: Path) -> None:

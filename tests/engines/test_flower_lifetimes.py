@@ -64,7 +64,7 @@ def test_one_command_goes_on_after_ctrl_c_and_has_nothing_to_do_at_the_end(tmp_p
         first.send_signal(signal.SIGINT)
         assert first.wait(PATIENCE) == 130
         assert living(folder) == []
-        assert "go on with: polyfed app" in text()
+        assert "resume with: polyfed app" in text()
         assert command(recipe, folder, log).wait(PATIENCE) == 0
         assert "resumed after round" in text()
         assert "polyfed: waiting: 0 of 3 enrolled" in text()

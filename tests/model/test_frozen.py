@@ -213,7 +213,7 @@ def test_a_run_does_not_go_on_with_other_frozen_values(tmp_path: Path) -> None:
     made = loaded(tmp_path / "weights.pt")
     stopped(made, tmp_path / "run")
     torch.save(torch.zeros(12, 16), tmp_path / "weights.pt")
-    with pytest.raises(DataError, match=r"frozen parameters are not those that the run in .* began with"):
+    with pytest.raises(DataError, match=r"frozen parameters are not those of the run in "):
         polyfed.run(made, tmp_path / "run", resume=True)
 
 

@@ -1,4 +1,17 @@
-"""The `polyfed` command. A verb is a function in `verbs`; further ones register at `app`."""
+"""How is polyfed used from a terminal? The `polyfed` command parses its words, calls the package, prints the result.
+
+- `commands`: every verb (`run`, `check`, `compare`, `report`, `algorithms`, `data`, `app`) and the exit codes.
+- `progress`: the display of a run while it trains.
+- `tables`: results, checks and comparisons as tables.
+- `egress_tables`: what a recipe lets cross, as a table and in sentences.
+- `deployment`: `polyfed app`, and `polyfed check --node` for one device.
+- `preparation`: `polyfed data prepare`.
+- `catalogue`: facts about algorithms and data sources, read from their classes; `catalogue_pages` lays them out.
+- `layout`: tables without lines, titles, blank lines.
+- `__main__`: `python -m polyfed.cli`.
+
+A further verb is a function decorated with `@app.command()`.
+"""
 
 from polyfed.cli.commands import app, main
 

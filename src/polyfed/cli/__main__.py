@@ -1,4 +1,4 @@
-"""`python -m polyfed.cli`, the same as `polyfed`."""
+"""`python -m polyfed.cli`, which does the same as `polyfed`."""
 
 from polyfed.cli import main
 

@@ -1,7 +1,7 @@
-"""What algorithms and data sources tell of themselves: read off their dataclasses, docstrings and tasks.
+"""Facts about algorithms and data sources, read from their dataclasses, docstrings and tasks.
 
-There is no second description to keep in step: an option is a field, its explanation the entry in `Attributes:`, and
-what crosses is what the tasks declare.
+No second description has to be kept up to date: an option is a field of the dataclass, its explanation is the entry
+under `Attributes:`, and what crosses is what the tasks declare.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ from polyfed.privacy.announcement import Holder
 from polyfed.privacy.policy import Policy
 
 ANY = "any"
-"""Stands for a modality while there is no data to name one."""
+"""Stands for a modality, because there is no data that names one."""
 
 ALL = Holder(("modalities",), ("modalities",), ("modalities",))
-"""Has modalities, whichever they are."""
+"""A client that holds every modality."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Option:
     """A key of a recipe's section.
 
     Attributes:
-        kind: its type as written in the source.
-        default: written as in TOML; empty when the key is required.
+        kind: its type as the source writes it.
+        default: its default as TOML writes it; empty if the key is required.
         about: its explanation.
     """
 
@@ -51,11 +51,11 @@ class Option:
 
 @dataclass(frozen=True)
 class Carried:
-    """A field of a message that crosses a client's border.
+    """A field of a message that a client receives or sends.
 
     Attributes:
-        way: `down` to the client, or the destination of the reply.
-        blocks: whose blocks it can hold.
+        way: `down` for what the client receives, otherwise the destination of the reply.
+        blocks: the blocks of the model it can hold.
     """
 
     task: str
@@ -66,7 +66,11 @@ class Carried:
 
 
 def algorithm_named(name: str) -> type[Algorithm]:
-    """The class behind `[algorithm] name`; RecipeError names the nearest."""
+    """The class that `[algorithm] name` selects.
+
+    Raises:
+        RecipeError: there is none of this name; the text suggests the nearest.
+    """
     try:
         cls: type[Algorithm] = find(name, ALGORITHMS, Algorithm)
     except RecipeError as error:
@@ -75,31 +79,35 @@ def algorithm_named(name: str) -> type[Algorithm]:
 
 
 def source_named(name: str) -> type:
-    """The class behind `[data] name`; RecipeError names the nearest."""
+    """The class that `[data] name` selects.
+
+    Raises:
+        RecipeError: there is none of this name; the text suggests the nearest.
+    """
     if name not in SOURCES:
         raise RecipeError(f"no data source '{name}'; {did_you_mean(name, SOURCES)}")
     return SOURCES[name]
 
 
 def facts_of_source(cls: type) -> Facts:
-    """What a source says of itself: modalities, licence, how to obtain it."""
+    """The description of a data source: modalities, licence, how to obtain it."""
     facts: Facts = cls.describe()  # type: ignore[attr-defined]
     return facts
 
 
 def headline(cls: type) -> str:
-    """The first line of an algorithm's own file: its name and idea."""
+    """The first line of the docstring of an algorithm's file: its name and idea."""
     return explanation(cls).partition("\n")[0]
 
 
 def explanation(cls: type) -> str:
-    """The text at the head of an algorithm's file: idea, paper, choices."""
+    """The docstring of an algorithm's file: idea, paper, choices."""
     module = inspect.getdoc(sys.modules[cls.__module__])
     return (module or inspect.getdoc(cls) or "").strip()
 
 
 def options(cls: type, leave_out: tuple[str, ...] = ()) -> list[Option]:
-    """The keys of a section, own ones before inherited ones."""
+    """The keys of a section: those of the class itself first, then the inherited ones."""
     about: dict[str, str] = {}
     origin: dict[str, int] = {}
     for depth, base in enumerate(cls.__mro__):
@@ -113,7 +121,7 @@ def options(cls: type, leave_out: tuple[str, ...] = ()) -> list[Option]:
 
 
 def hyper_parameters(cls: type[Algorithm]) -> list[Option]:
-    """The keys of `[algorithm]`: fields that are not written in a section of their own."""
+    """The keys of `[algorithm]`: the fields that have no section of their own."""
     return options(cls, leave_out=tuple(PARTS))
 
 
@@ -136,13 +144,13 @@ def attributes(cls: type) -> dict[str, str]:
 
 
 def crossings(cls: type[Algorithm]) -> Iterator[Carried]:
-    """What the tasks of an algorithm can receive and answer, with its default hyper-parameters."""
+    """The message fields that the tasks of an algorithm receive and send, with default hyper-parameters."""
     algorithm = cls()
     for name, task in tasks_of(algorithm).items():
         got, reply = types_of(task)
         answers = [field for field in reply.kinds if _can_send(algorithm, name, field)]
         if not algorithm.will_ask(name, tested=True) or (reply.kinds and not answers):
-            continue  # never asked of a client
+            continue  # no client is ever sent this request
         for way, kind, fields in (("down", got, got.kinds), (info_of(task).scope, reply, answers)):
             for field in fields:
                 yield Carried(
@@ -155,17 +163,17 @@ def crossings(cls: type[Algorithm]) -> Iterator[Carried]:
 
 
 def _can_send(algorithm: Algorithm, task: str, field: str) -> bool:
-    """Whether a field can hold anything of a modality, or of none, under the strictest policy or the most open."""
+    """Whether a field can hold anything of a modality or of the shared block, under any policy."""
     rules = {(ANY, destination): frozenset(KINDS) for destination in DESTINATIONS}
     cases = itertools.product((ANY, SHARED), (Policy(), Policy(rules)))
     return any(algorithm.will_send(task, field, block, policy) for block, policy in cases)
 
 
 def _kind(annotation: Any) -> str:
-    """A type as a recipe's author reads it: choices of a Literal are written out, and ranges."""
+    """A type in the words of a recipe: the choices of a Literal and the allowed range are written out."""
     if get_origin(annotation) is Annotated:
-        plain, *ranges = get_args(annotation)
-        return ", ".join([_kind(plain), *(entry.words for entry in ranges)])
+        base, *ranges = get_args(annotation)
+        return ", ".join([_kind(base), *(entry.words for entry in ranges)])
     text = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
     text = re.sub(r"\b(?:typing|collections\.abc)\.", "", text)
     return re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " | ").replace("'", '"'), text)

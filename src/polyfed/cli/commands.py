@@ -1,6 +1,6 @@
-"""The command line: each verb parses its words, calls one function of the package and prints what it gives.
+"""The command line: each verb parses its arguments, calls one function of the package and prints the result.
 
-Errors of the user end with the exit code of their class and without a traceback.
+A user's error ends with the exit code of its class, without a traceback.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,28 +22,30 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-import polyfed
-from polyfed.cli import deployment, handbook, preparation, tables
+from polyfed.cli import deployment, catalogue_pages, preparation, tables
 from polyfed.cli.progress import Progress
-from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning, RecipeError
+from polyfed.core.errors import DataError, EgressError, PolyfedError, PolyfedWarning, RecipeError
 from polyfed.core.signals import handling, interrupt
 from polyfed.deploy.device_check import inspect
 from polyfed.experiment.check import Check
-from polyfed.experiment.overrides import as_words, called
-from polyfed.experiment.records import dumped
+from polyfed.experiment.check import check as check_recipe
+from polyfed.experiment.overrides import called, set_options
+from polyfed.experiment.recipe import load_recipe
+from polyfed.experiment.records import to_json
 from polyfed.report import REPORT, compare, write_comparison, write_report
+from polyfed.run import run as run_recipe
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C or SIGTERM, as shells give it (128 + SIGINT)."""
+"""Exit code after Ctrl-C or SIGTERM: 128 + SIGINT, as in shells."""
 
 WIDE = 200
-"""Columns of a table that goes to a file or a pipe."""
+"""The width of a table, in characters, when it goes to a file or a pipe."""
 
 COMPARISON = "comparison.html"
-"""Where `compare --html` writes if it is not told."""
+"""The file that `compare --html` writes if no file is named."""
 
-PYTHONS_OWN = warnings.formatwarning
-"""How Python writes a warning."""
+PYTHON_FORMAT = warnings.formatwarning
+"""Python's own format of a warning."""
 
 app = typer.Typer(
     name="polyfed",
@@ -50,13 +53,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    suggest_commands=False,  # click says it already
+    suggest_commands=False,  # click suggests the nearest command already
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 class Device(StrEnum):
-    """Where tensors live."""
+    """The device that holds data and models."""
 
     cpu = "cpu"
     cuda = "cuda"
@@ -64,7 +67,7 @@ class Device(StrEnum):
 
 
 class OnCorrupt(StrEnum):
-    """What to do with a file that cannot be used."""
+    """What `data prepare` does with a file that cannot be used."""
 
     fail = "fail"
     skip = "skip"
@@ -75,16 +78,16 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="section.key=value", help="Override a key of the recipe; may be repeated."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON alone on standard output.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 
 
 @app.callback(invoke_without_command=True)
 def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Multimodal federated learning: one text of an algorithm for simulation and for real devices."""
+    """Multimodal federated learning: an algorithm is written once, for simulation and for real devices."""
     if version:
-        typer.echo(polyfed.__version__)
+        typer.echo(version_of("polyfed"))
         raise typer.Exit
 
 
@@ -96,29 +99,29 @@ def run(
         Path | None,
         typer.Option(metavar="DIR", help="Folder for the files of the run. [default: runs/NAME, numbered]"),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")] = False,
     as_json: AsJson = False,
     engine: Annotated[str | None, typer.Option(metavar="NAME", help="Override the recipe's engine.")] = None,
     device: Annotated[Device | None, typer.Option(help="Override the recipe's device.")] = None,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Stop at a client's exception and show where it arose. [engine] debug")
+        bool, typer.Option("--debug", help="Stop at a client's exception and show where it was raised. [engine] debug")
     ] = False,
 ) -> None:
-    """Run an experiment; ends with a short table."""
+    """Run an experiment and print a short table of its results."""
     if resume and out is None:
         raise RecipeError("--resume needs the folder of the run: --out DIR")
     machine = {"engine.name": engine, "engine.device": device and device.value, "engine.debug": debug or None}
     words = [f"{key}={json.dumps(value)}" for key, value in machine.items() if value is not None]
     overrides = [*(overrides or []), *words]
-    loaded = polyfed.load_recipe(recipe, overrides)
-    folder = out if out is not None else unused(Path("runs"), loaded.name)
+    loaded = load_recipe(recipe, overrides)
+    folder = out if out is not None else unused_folder(Path("runs"), loaded.name)
     try:
-        # a batch system that takes its machine back sends SIGTERM, and waits a little
-        with Progress() as progress, naming(recipe, overrides), handling(interrupt, signal.SIGTERM):
-            finished = polyfed.run(loaded, out=folder, resume=resume, listeners=[progress])
+        # a batch system that ends a job sends SIGTERM first, and SIGKILL some seconds later
+        with Progress() as progress, recipe_named(recipe, overrides), handling(interrupt, signal.SIGTERM):
+            finished = run_recipe(loaded, out=folder, resume=resume, listeners=[progress])
     except KeyboardInterrupt:
-        again = shlex.join(["polyfed", "run", str(recipe), *as_words(overrides), "--resume", "--out", str(folder)])
-        typer.echo(f"go on with: {again}", err=True)
+        again = shlex.join(["polyfed", "run", str(recipe), *set_options(overrides), "--resume", "--out", str(folder)])
+        typer.echo(f"resume with: {again}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     page = folder / REPORT
     if as_json:
@@ -134,26 +137,26 @@ def check(
     as_json: AsJson = False,
     node: Annotated[
         str | None,
-        typer.Option(metavar="CONFIG", help="Check this device: words of --node-config, or its policy file."),
+        typer.Option(metavar="CONFIG", help="Check this device: the value of its --node-config, or its policy file."),
     ] = None,
 ) -> None:
-    """Validate a recipe; print clients, blocks, sizes and what can cross. Nothing leaves a client."""
+    """Validate a recipe; print its clients, blocks and sizes, and what can cross. Nothing leaves a client."""
     if node is not None:
         inspection = inspect(recipe, node, overrides or [])
         if as_json:
             print_json(deployment.device_facts(inspection))
         else:
             show(deployment.device_tables(inspection))
-        raise typer.Exit(polyfed.core.errors.EgressError.exit_code if inspection.refused else 0)
-    loaded = polyfed.load_recipe(recipe, overrides or [])
-    with naming(recipe, overrides or []):
-        checked = polyfed.check(loaded)
+        raise typer.Exit(EgressError.exit_code if inspection.refused else 0)
+    loaded = load_recipe(recipe, overrides or [])
+    with recipe_named(recipe, overrides or []):
+        checked = check_recipe(loaded)
     if as_json:
         print_json(plan_of(checked))
     else:
         show(tables.check_tables(checked))
     if checked.refused:
-        raise typer.Exit(polyfed.core.errors.EgressError.exit_code)
+        raise typer.Exit(EgressError.exit_code)
 
 
 @app.command("compare")
@@ -161,19 +164,23 @@ def compare_runs(
     dirs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="DIR... [FILE.html]", help="Folders of runs; with --html, where to write.", show_default=False
+            metavar="DIR... [FILE.html]",
+            help="Folders of runs; with --html also the file to write.",
+            show_default=False,
         ),
     ],
-    html: Annotated[bool, typer.Option("--html", help=f"Write a page as well. [default: {COMPARISON}]")] = False,
+    html: Annotated[bool, typer.Option("--html", help=f"Also write an HTML page. [default: {COMPARISON}]")] = False,
     reach: Annotated[
         float | None,
         typer.Option(
-            metavar="ACCURACY", help="Also tell in which round a run first had it, as 0.5.", show_default=False
+            metavar="ACCURACY",
+            help="Also print the first round in which each run had this accuracy, as 0.5.",
+            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Table over runs: those that differ only in seed or fold are one line, with mean and spread."""
+    """Compare runs in a table: runs that differ only in seed or fold share a line, with mean and spread."""
     targets = [path for path in dirs if html and path.suffix == ".html"]
     comparison = compare((path for path in dirs if path not in targets), reach)
     page = write_comparison(comparison, (targets or [Path(COMPARISON)])[-1]) if html else None
@@ -190,7 +197,7 @@ def compare_runs(
 def report(
     dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.", show_default=False)],
 ) -> None:
-    """Write report.html into the folder of a run, finished or not."""
+    """Write report.html into the folder of a run, whether it is finished or not."""
     show(Text(str(write_report(dir))))
 
 
@@ -198,17 +205,23 @@ def report(
 def algorithms(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False)] = None,
 ) -> None:
-    """List the algorithms, or tell what one does, its hyper-parameters and what can cross."""
-    show(handbook.algorithm_list() if name is None else handbook.algorithm_page(name))
+    """List the algorithms, or describe one: its idea, its hyper-parameters and what can cross."""
+    show(catalogue_pages.algorithm_list() if name is None else catalogue_pages.algorithm_page(name))
 
 
 @app.command()
 def data(
     words: Annotated[list[str] | None, typer.Argument(metavar="[NAME] | prepare NAME", show_default=False)] = None,
-    source: Annotated[Path | None, typer.Option("--from", metavar="DIR", help="prepare: the published folder.")] = None,
-    target: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="prepare: folder of the features.")] = None,
-    workers: Annotated[int, typer.Option(metavar="N", help="prepare: files read at the same time.")] = 1,
-    on_corrupt: Annotated[OnCorrupt, typer.Option(help="prepare: what to do with unusable files.")] = OnCorrupt.fail,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="DIR", help="prepare: the folder of the published data set.")
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="prepare: the folder to write the features to.")
+    ] = None,
+    workers: Annotated[int, typer.Option(metavar="N", help="prepare: how many files are read at the same time.")] = 1,
+    on_corrupt: Annotated[
+        OnCorrupt, typer.Option(help="prepare: fail at a file that cannot be used, or skip it.")
+    ] = OnCorrupt.fail,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="key=value", help="prepare: an option of the data source.")
     ] = None,
@@ -216,13 +229,15 @@ def data(
     """List the data sources, describe one (modalities, licence, options), or extract its features once."""
     match words or []:
         case []:
-            show(handbook.source_list())
+            show(catalogue_pages.source_list())
         case ["prepare", name]:
             show(*preparation.run_prepare(name, source, target, workers, on_corrupt.value, settings or []))
         case [name] if name != "prepare":
-            show(handbook.source_page(name))
+            show(catalogue_pages.source_page(name))
         case _:
-            raise RecipeError("write polyfed data, polyfed data NAME, or polyfed data prepare NAME --from DIR --to DIR")
+            raise RecipeError(
+                "write `polyfed data`, `polyfed data NAME`, or `polyfed data prepare NAME --from DIR --to DIR`"
+            )
 
 
 @app.command("app")
@@ -230,55 +245,55 @@ def write_flower_app(
     dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the app.", show_default=False)],
     recipe: Annotated[Path, typer.Option(metavar="RECIPE.toml", help="The recipe.", show_default=False)],
     local: Annotated[
-        bool, typer.Option("--local", help="Also start it: a SuperLink and a SuperNode a client, on this machine.")
+        bool, typer.Option("--local", help="Also run it on this machine: a SuperLink, and a SuperNode for each client.")
     ] = False,
     keys: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Write what is missing of N node keys to DIR-credentials.")
+        int, typer.Option(min=0, metavar="N", help="Write N node keys to DIR-credentials; existing ones are kept.")
     ] = 0,
 ) -> None:
-    """Write a Flower app of a recipe, for `flwr run`; see docs/deploy.md."""
+    """Write a Flower app for a recipe, which `flwr run` starts; see docs/deploy.md."""
     if not local:
-        show(*deployment.written(recipe, dir, keys))
+        show(*deployment.write_app(recipe, dir, keys))
         return
     try:
-        show(*deployment.run_here(recipe, dir))
+        show(*deployment.run_locally(recipe, dir))
     except KeyboardInterrupt:
-        typer.echo(f"all processes have ended; go on with: {deployment.again(recipe, dir)}", err=True)
+        typer.echo(f"all processes have ended; resume with: {deployment.resume_command(recipe, dir)}", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
 @contextmanager
-def naming(recipe: Path, overrides: Sequence[str]) -> Iterator[None]:
-    """Put the recipe's name before errors that show only once recipe and data meet; reading it names it already."""
+def recipe_named(recipe: Path, overrides: Sequence[str]) -> Iterator[None]:
+    """Put the recipe's path before errors that are found only after the recipe has been read."""
     try:
         yield
-    except (RecipeError, polyfed.core.errors.EgressError) as error:
+    except (RecipeError, EgressError) as error:
         raise type(error)(f"{called(recipe, overrides)}: {error}") from None
 
 
-def unused(parent: Path, name: str) -> Path:
-    """The first of `parent/name`, `parent/name-2`, ... that is not there yet."""
+def unused_folder(parent: Path, name: str) -> Path:
+    """The first of `parent/name`, `parent/name-2`, ... that does not exist yet."""
     numbered = (parent / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
     return next(path for path in numbered if not path.exists())
 
 
 def plan_of(checked: Check) -> dict[str, Any]:
-    """What `check --json` prints."""
+    """The content that `check --json` prints."""
     return checked.facts | {"planned": [dataclasses.asdict(row) for row in checked.planned]}
 
 
 def print_json(content: Any) -> None:
-    """JSON on standard output, and nothing else: as in the files of a run, null for what is not finite."""
-    typer.echo(dumped(content))
+    """Print JSON on standard output; as in the files of a run, numbers that are not finite are null."""
+    typer.echo(to_json(content))
 
 
 def standard_output() -> Console:
-    """Standard output; wide tables stay whole where there is no terminal to fold them for."""
+    """The console of standard output; without a terminal, wide tables are not folded."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
 
 
 def show(*parts: RenderableType) -> None:
-    """Tables and lines on standard output."""
+    """Print tables and lines on standard output."""
     console = standard_output()
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, Text))
@@ -288,7 +303,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Entry point of the `polyfed` command.
 
     Raises:
-        SystemExit: always; 0, the exit code of a `PolyfedError`, or 2 for words that are no call.
+        SystemExit: always, with 0, the exit code of a `PolyfedError`, or 2 for arguments that are not valid.
     """
     warnings.formatwarning = _as_one_line
     try:
@@ -297,16 +312,16 @@ def main(args: Sequence[str] | None = None) -> None:
         typer.echo(f"polyfed: {error}", err=True)
         raise SystemExit(error.exit_code) from None
     except BrokenPipeError:
-        # the reader has gone (`| head`); a later flush must not fail again
+        # the reader of the pipe has ended (`| head`); redirect, so that the flush at exit does not fail as well
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
-    except OSError as error:  # a file or a disk that no part of polyfed has words of its own for
+    except OSError as error:  # a file or a disk failed where no part of polyfed words the error
         typer.echo(f"polyfed: {error}", err=True)
         raise SystemExit(DataError.exit_code) from None
 
 
 def _as_one_line(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
-    """Our own warnings as our errors look, others as Python writes them."""
+    """Format a `PolyfedWarning` like an error of polyfed, and any other warning like Python does."""
     if issubclass(category, PolyfedWarning):
         return f"polyfed: warning: {message}\n"
-    return PYTHONS_OWN(message, category, *where, **line)
+    return PYTHON_FORMAT(message, category, *where, **line)

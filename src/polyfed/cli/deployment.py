@@ -1,4 +1,4 @@
-"""Words and tables of `polyfed app` and of `polyfed check --node`."""
+"""The output of `polyfed app` and of `polyfed check --node`."""
 
 import json
 import shlex
@@ -12,27 +12,27 @@ from rich.text import Text
 
 from polyfed import deploy
 from polyfed.cli import tables
-from polyfed.cli.plain import plain_table, stacked, titled
+from polyfed.cli.layout import plain_table, stacked, titled
 from polyfed.core.files import RESULT
 from polyfed.deploy.device_check import Inspection
 from polyfed.experiment.check import fixes_of
 from polyfed.report import REPORT
 
 
-def run_here(recipe: Path, folder: Path) -> Iterator[RenderableType]:
-    """Run a federation on this machine; what it reached."""
+def run_locally(recipe: Path, folder: Path) -> Iterator[RenderableType]:
+    """Run a federation on this machine, and return its results to print."""
     out = deploy.run_locally(recipe, folder)
     yield tables.result_table(json.loads((out / RESULT).read_text()))
     yield Text(f"files in {out}, picture in {out / REPORT}")
 
 
-def again(recipe: Path, folder: Path) -> str:
-    """The command that goes on with an interrupted federation."""
+def resume_command(recipe: Path, folder: Path) -> str:
+    """The command that resumes an interrupted federation."""
     return shlex.join(["polyfed", "app", str(folder), "--recipe", str(recipe), "--local"])
 
 
-def written(recipe: Path, folder: Path, keys: int) -> Iterator[RenderableType]:
-    """Write an app and, if wanted, credentials; what was written."""
+def write_app(recipe: Path, folder: Path, keys: int) -> Iterator[RenderableType]:
+    """Write a Flower app, and credentials if `keys` is above 0; returns lines that say what was written."""
     credentials = folder.with_name(f"{folder.name}-credentials")
     warnings: list[str] = []
     deploy.write_app(recipe, folder, warnings.append)
@@ -44,13 +44,13 @@ def written(recipe: Path, folder: Path, keys: int) -> Iterator[RenderableType]:
     deploy.write_credentials(credentials, keys)
     new = sorted(path.name for path in credentials.glob("*") if path.name not in before)
     if before:
-        yield Text(f"in {credentials}, what was there is kept; new: {', '.join(new) or 'nothing'}")
+        yield Text(f"existing files in {credentials} are kept; new: {', '.join(new) or 'nothing'}")
     else:
         yield Text(f"certificates and {keys} node keys, for development only, in {credentials}")
 
 
 def device_tables(inspection: Inspection) -> Group:
-    """A device before its SuperNode is started: its data, its policy, and what of a recipe it would let out."""
+    """A device before its SuperNode starts: its data, its policy, and what of a recipe the policy allows."""
     node = inspection.node
     policy = plain_table("block", "to the server", "to its silo", left=3)
     for block, row in inspection.policy.table(node.held).items():
@@ -70,7 +70,7 @@ def device_tables(inspection: Inspection) -> Group:
 
 
 def device_facts(inspection: Inspection) -> dict[str, Any]:
-    """What `check --node --json` prints."""
+    """The content that `check --node --json` prints."""
     node, (trained, tested) = inspection.node, inspection.rows or (None, None)
     return {
         "client": None if inspection.rows is None else node.client,

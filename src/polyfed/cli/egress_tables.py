@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Group
 from rich.text import Text
 
-from polyfed.cli.plain import plain_table, titled
+from polyfed.cli.layout import plain_table, titled
 from polyfed.core.messages import KINDS, LABELS
 from polyfed.core.tree import SHARED
 from polyfed.experiment.check import Check, Planned
@@ -116,7 +116,7 @@ def remarks(check: Check) -> Iterator[Text]:
     told = {f"{row.message}.{row.field}": row.tells for row in check.planned if row.tells}
     yield from (Text(f"{field} tells {what}", "yellow") for field, what in told.items())
     yield from (Text(f"would be allowed by {fix}") for fix in check.fixes)
-    yield from (Text(remark, "yellow") for remark in check.beside)
+    yield from (Text(remark, "yellow") for remark in check.not_in_ledger)
 
 
 def failures(check: Check) -> Iterator[Text]:

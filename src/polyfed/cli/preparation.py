@@ -1,4 +1,4 @@
-"""`polyfed data prepare NAME`: its words, its progress bar and what it prints at the end."""
+"""`polyfed data prepare NAME`: its options, its progress bar and its summary."""
 
 import tomllib
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from polyfed.data.sources.media_set import MediaSet
 from polyfed.experiment.recipe import build
 
 FEW = 10
-"""Skipped samples that are listed; the manifest has them all."""
+"""The summary lists at most this many skipped samples; the manifest lists all."""
 
 
 class PrepareProgress:
-    """A listener of `prepare`: a bar with clips done, clips a second, time left; skipped clips by name above it.
+    """A listener for `prepare`: a bar with clips done, clips per second and time left, and skipped clips above it.
 
     Args:
-        console: where to write; standard error by default.
+        console: where to write; None selects standard error.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -42,7 +42,7 @@ class PrepareProgress:
         self.task = self.bar.add_task("", total=None, rate="")
 
     def __call__(self, event: str, **facts: Any) -> None:
-        """Take in an event."""
+        """Show an event of `prepare`."""
         if event == "prepare-started":
             self.bar.update(self.task, description=facts["name"], total=facts["total"])
             self.bar.start()
@@ -50,7 +50,7 @@ class PrepareProgress:
             speed = self.bar.tasks[0].speed
             self.bar.update(self.task, completed=facts["done"], rate=f"{speed:.1f} clips/s" if speed else "")
         elif event == "prepare-unchanged":
-            self.bar.console.print(f"{facts['name']}: nothing has changed since it was prepared")
+            self.bar.console.print(f"{facts['name']}: unchanged since it was prepared")
         elif event == "clip-skipped":
             self.bar.console.print(f"skipped {facts['name']}: {facts['reason']}", markup=False)
 
@@ -66,9 +66,16 @@ class PrepareProgress:
 def run_prepare(
     name: str, source: Path | None, target: Path | None, workers: int, on_corrupt: OnCorrupt, settings: Sequence[str]
 ) -> list[RenderableType]:
-    """Prepare with a progress bar; gives the summary to print."""
+    """Prepare a data source with a progress bar, and return the summary to print.
+
+    Raises:
+        RecipeError: `--from` or `--to` is missing, or an option is wrong.
+        DataError: the published folder cannot be used.
+    """
     if source is None or target is None:
-        raise RecipeError("polyfed data prepare NAME needs --from DIR, the published folder, and --to DIR")
+        raise RecipeError(
+            "polyfed data prepare NAME needs --from DIR, the published folder, and --to DIR, where to write the features"
+        )
     options = _options(name, source, settings)
     with PrepareProgress() as progress:
         made = prepare(name, source, target, workers=workers, on_corrupt=on_corrupt, listener=progress, **options)
@@ -76,7 +83,7 @@ def run_prepare(
 
 
 def summary(made: Prepared) -> list[RenderableType]:
-    """Rows of each class beside the published count, where there is one, and what was skipped."""
+    """The number of rows of each class beside the published number, if there is one, and what was skipped."""
     table = Table("class", "rows", *(["published"] if made.published else []))
     for name, count in made.classes.items():
         table.add_row(name, str(count), *([str(made.published.get(name, ""))] if made.published else []))
@@ -88,17 +95,19 @@ def summary(made: Prepared) -> list[RenderableType]:
 
 
 def _options(name: str, source: Path, settings: Sequence[str]) -> dict[str, Any]:
-    """Options of the source from `key=value` words, checked as those of a recipe's `[data]`."""
+    """The options of the data source from `key=value` words, checked like the keys of a recipe's `[data]`."""
     table: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.removeprefix("data.").partition("=")
         if not equals:
-            raise RecipeError(f"--set {setting}: write key=value, an option of the data source, as in --set frames=4")
+            raise RecipeError(
+                f"--set {setting}: write key=value with an option of the data source, as in --set frames=4"
+            )
         try:
             table[key.strip()] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
-            table[key.strip()] = text.strip()  # a bare word
+            table[key.strip()] = text.strip()  # a word without quotes
     if not issubclass(SOURCES.get(name, object), MediaSet):
-        return table  # `prepare` says which names there are, and which need no preparation
+        return table  # `prepare` refuses it, and lists the sources that can be prepared
     built = build("[data]", SOURCES[name], table | {"path": str(source)})
     return {key: getattr(built, key) for key in table}

@@ -1,4 +1,4 @@
-"""What one sees of a run while it runs: a live panel on a terminal, a few lines anywhere else."""
+"""The progress display of a run: a live panel on a terminal, a few lines anywhere else."""
 
 import time
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from rich.text import Text
 from polyfed.report.formatting import bytes_of, number_of, seconds_of
 
 MOST_LINES = 20
-"""About so many lines tell of the rounds where there is no terminal."""
+"""Without a terminal, about this many lines report on the rounds."""
 
 SMOOTHING = 0.2
-"""Weight of the latest round in the pace: steady enough to read, quick enough to follow a change."""
+"""The weight of the latest round in the running mean of the time per round."""
 
 
 class Progress:
-    """A listener of a run's events; also a context manager, so that an error leaves the terminal clean.
+    """A listener for the events of a run. As a context manager it removes the panel even if an error ends the run.
 
     Args:
-        console: where to write; standard error by default, which leaves standard output to results.
-        clock: seconds, for the pace.
+        console: where to write; None selects standard error, because results go to standard output.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,7 +41,7 @@ class Progress:
         self.pace: float | None = None
 
     def __call__(self, event: str, **facts: Any) -> None:
-        """Take in an event; those it does not know say nothing."""
+        """Show an event; events without a handler are ignored."""
         handler = getattr(self, f"_on_{event.replace('-', '_')}", None)
         if handler is not None:
             handler(**facts)
@@ -58,11 +58,11 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the present pace; None before the first round has ended."""
+        """The estimated time to the end of the run, in seconds; None before the first round has ended."""
         return None if self.pace is None else self.pace * (self.rounds - self.done)
 
     def panel(self) -> Group:
-        """The live display: headline, bar with pace, latest numbers."""
+        """The live display: a headline, a bar with rounds per second, the latest numbers."""
         bar = Table.grid(padding=(0, 2))
         spent = self.done - self.first + 1
         bar.add_row(
@@ -95,12 +95,12 @@ class Progress:
         now = self.clock()
         took, self.moment = now - self.moment, now
         self.done = row["round"]
-        # the first round also warms up kernels and caches: the second one starts the mean anew
+        # the first round also warms up kernels and caches, so the mean starts again with the second one
         if self.pace is None or self.done <= self.first + 1:
             self.pace = took
         else:
             self.pace += SMOOTHING * (took - self.pace)
-        numbers = told(row)
+        numbers = round_numbers(row)
         self.latest |= numbers
         step = max(1, -(-self.rounds // MOST_LINES))
         if self.live is None and (self.done in (self.first, self.rounds) or self.done % step == 0):
@@ -109,7 +109,7 @@ class Progress:
 
     def _on_client_missing(self, round: int, task: str, client: int, reason: str) -> None:
         self.missing += 1
-        self._once(f"round {round}: client {client} gave no usable answer to {task}: {reason}", task, reason)
+        self._once(f"round {round}: client {client} gave no usable reply to {task}: {reason}", task, reason)
 
     def _on_looped(self, task: str, reason: str) -> None:
         self._once(f"{task} runs client by client: {reason}", task, reason)
@@ -124,10 +124,10 @@ class Progress:
     def _on_run_finished(self, result: dict[str, Any]) -> None:
         self._close()
         if self.missing:
-            self._say(f"{self.missing} times a client gave no usable answer; report.html lists the reasons")
+            self._say(f"{self.missing} times a client gave no usable reply; report.html lists the reasons")
 
     def _once(self, text: str, *cause: str) -> None:
-        """Say it the first time that this cause occurs: a reason shared by all clients is one line."""
+        """Print a line only when its cause occurs for the first time, so that a cause common to all clients is one line."""
         if cause not in self.seen:
             self.seen.add(cause)
             self._say(text)
@@ -147,8 +147,8 @@ class Progress:
             self.live = None
 
 
-def told(row: dict[str, Any]) -> dict[str, str]:
-    """The numbers of a round that a user follows, written."""
+def round_numbers(row: dict[str, Any]) -> dict[str, str]:
+    """The numbers of a round that the display shows, formatted."""
     metrics: dict[str, dict[str, float]] = row.get("metrics", {})
     numbers = {"cohort": str(len(row["cohort"]))}
     if row.get("train_loss") is not None:

@@ -9,14 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from polyfed.cli import egress_tables as crossing
-from polyfed.cli.plain import plain_table, stacked, titled
+from polyfed.cli.layout import plain_table, stacked, titled
 from polyfed.experiment.check import Check
 from polyfed.report.compare import Column, Comparison
 from polyfed.report.formatting import bytes_of, number_of, seconds_of
 
 
 def result_table(result: dict[str, Any]) -> Group:
-    """A finished run: what it reached and what it cost."""
+    """The scores and the cost of a finished run."""
     title = f"{result['algorithm']} on {result['dataset']}, {result['rounds']} rounds, seed {result['seed']}"
     table = plain_table("", "")
     for name, value in _scores(result["metrics"]):
@@ -51,7 +51,7 @@ def _scores(metrics: dict[str, dict[str, float]]) -> Iterator[tuple[str, str]]:
 
 
 def check_tables(check: Check) -> Group:
-    """Clients, blocks and their sizes, and what can cross."""
+    """The tables of a check: clients, blocks and their sizes, and what can cross."""
     recipe = check.recipe.table()
     head = (
         f"{recipe['algorithm']['name']} on {recipe['data']['name']}: {recipe['rounds']} rounds, seed {recipe['seed']}"
@@ -69,7 +69,7 @@ def check_tables(check: Check) -> Group:
         crossing.crossing_table(check),
         *crossing.remarks(check),
         crossing.in_short(check),
-        *crossing.failures(check),  # last, where it is read
+        *crossing.failures(check),  # last, so that it is not overlooked
     )
 
 
@@ -95,9 +95,9 @@ def _blocks(facts: dict[str, Any]) -> Group:
 
 
 def comparison_tables(comparison: Comparison, width: int) -> Group:
-    """Quality and cost of each group: mean ± sample standard deviation over n runs (seeds, where folds are pooled).
+    """Quality and cost of each group: mean ± sample standard deviation over n runs, or over n seeds if folds are pooled.
 
-    Columns that would not fit beside each other into `width` go into a further table.
+    Columns that do not fit into `width` characters go into another table.
     """
     quality = [column for column in comparison.columns if column.is_quality]
     cost = [column for column in comparison.columns if not column.is_quality]
@@ -117,16 +117,16 @@ def _comparison(comparison: Comparison, columns: Sequence[Column]) -> Table:
 
 
 def _fitting(comparison: Comparison, columns: Sequence[Column], width: int) -> list[list[Column]]:
-    """The columns in runs that fit into `width`, method and n standing before each."""
+    """The columns, split into tables that fit into `width`; each table starts with the columns method and n."""
     gap, first = 2, max(len(group.name) for group in comparison.groups) + 6
-    runs: list[list[Column]] = []
+    parts: list[list[Column]] = []
     room = 0
     for column in columns:
         cells = (comparison.cell(group, column) for group in comparison.groups)
         need = gap + max(len(column.heading), *(len(cell) for cell in cells))
-        if not runs or need > room:
-            runs.append([])
+        if not parts or need > room:
+            parts.append([])
             room = width - first
-        runs[-1].append(column)
+        parts[-1].append(column)
         room -= need
-    return runs
+    return parts

@@ -1,1 +1,25 @@
-"""TODO."""
+"""How does a recipe become a finished run? This room reads it, assembles the parts, runs the rounds, keeps the results.
+
+From the recipe to the parts:
+
+- `recipe`: the recipe as a file and as objects; `overrides`: its sections, and `--set section.key=value`.
+- `settings`: the sections [engine] and [checkpoint].
+- `assembly`: data, clients, model, policy, engine and federation from a recipe.
+- `check`: what a recipe lets cross, before anything runs; `dry_run`: how large the replies will be.
+
+The run:
+
+- `loop`: the rounds: train, summarise, evaluate, save.
+- `events`: the stream of events that the progress display, the records and the tests listen to.
+- `tracking`: the section [tracking], which hands the numbers of a run to another tool.
+
+The files:
+
+- `records`: the files of a run's folder, and how a resumed run continues them; `lock`: one process per folder.
+- `checkpoint`: any nest of values as safetensors and JSON; `run_checkpoint`: the values that a run keeps.
+
+The result:
+
+- `run_result`: the finished run, at its end or loaded from its folder.
+- `models`: the trained models and their predictions; `saved_model`: writing and loading them without the run.
+"""

@@ -1,4 +1,4 @@
-"""From a recipe to the parts of a run: data dealt to clients, model, policy, engine, federation."""
+"""Assemble the parts of a run from a recipe: clients with their data, model, policy, engine, federation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,12 +25,17 @@ from polyfed.privacy.policy import Policy
 
 @dataclass
 class Assembly:
-    """The parts of a run, ready to go.
+    """The parts of a run, before its first round.
 
     Attributes:
+        recipe: the recipe.
+        population: the data and its division into clients.
+        model: the model, as functions of a Tree.
+        policy: the egress policy.
         initial: the model's initial parameters, drawn from the run's seed.
-        engine: holds the clients.
-        fed: the server's view of them.
+        ledger: records everything that crosses.
+        engine: runs tasks on the clients.
+        fed: the federation as the server's code sees it.
     """
 
     recipe: Recipe
@@ -53,19 +58,26 @@ ENGINES: Mapping[str, Callable[..., Engine]] = {
     "vectorised": Vectorised,
     "flower": Sequential,
 }
-"""Engines that hold all clients in this process. For `flower` one of them stands in while a recipe is checked; a run
-gets its engine from `polyfed.deploy`."""
+"""Engines that hold all clients in this process. For `flower` this engine is used only to check a recipe; a run gets its
+engine from `polyfed.deploy`."""
 
 
 def population_of(recipe: Recipe) -> Population:
-    """Load the data and deal it to clients."""
+    """Load the recipe's data and divide it among the clients."""
     columns: Columns = stacked(recipe.data.load(), recipe.stack)
     seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
     return populate(columns, recipe.clients, keys.key(seed, "population"))
 
 
 def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes: int, policy: Policy) -> Model:
-    """Build the model that the algorithm wants for samples of these shapes; the policy may decide what it reads."""
+    """Build the model that the algorithm needs.
+
+    Args:
+        recipe: the recipe.
+        shapes: modality -> shape of a sample.
+        num_classes: the number of classes C.
+        policy: some algorithms leave out modalities that it does not allow to cross.
+    """
     spec, read = recipe.algorithm.model_spec(recipe.model, tuple(shapes), policy)
     return build_model(spec, shapes, num_classes, read, _init_key(recipe))
 
@@ -77,7 +89,7 @@ def initial_of(recipe: Recipe, model: Model) -> Tree:
 
 
 def _init_key(recipe: Recipe) -> int:
-    """One draw for the initial and the frozen parameters: some fit only each other."""
+    """The key for both the initial and the frozen parameters: a frozen layer may be drawn together with a trained one."""
     return keys.key(recipe.seed, "init")
 
 
@@ -94,12 +106,12 @@ def assemble(
     Args:
         recipe: the recipe.
         run: the run's name in the ledger.
-        emit: takes events.
-        population: the clients, where they are not those of the recipe.
-        engine: the engine's constructor, where it is not one of `ENGINES`.
+        emit: called with every event.
+        population: the clients, if they are not those of the recipe's data.
+        engine: the engine's constructor, if it is not one of `ENGINES`.
 
     Raises:
-        PolyfedError: whatever is wrong with recipe, data or model, before anything is trained.
+        PolyfedError: recipe, data or model are wrong, or do not fit each other.
     """
     emit = emit or Emitter()
     population = population or population_of(recipe)
@@ -144,14 +156,14 @@ def assemble(
 
 
 def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
-    """Simulated time, where the recipe has a [network]."""
+    """The clock of simulated time if the recipe has a section [network], otherwise None."""
     if recipe.network is None:
         return None
     return Clock(recipe.network.links(num_clients, recipe.seed), ledger)
 
 
 def engine_of(recipe: Recipe) -> Callable[..., Engine]:
-    """The engine's constructor, its own options bound."""
+    """The constructor of the recipe's engine, with the engine's own options bound to it."""
     spec = recipe.engine
     if spec.name == "vectorised":
         return lambda *args, **kwargs: Vectorised(*args, stack=spec.stack, replay=spec.replay, **kwargs)
@@ -159,10 +171,10 @@ def engine_of(recipe: Recipe) -> Callable[..., Engine]:
 
 
 def device_of(recipe: Recipe) -> torch.device:
-    """The device of the recipe.
+    """The device that the recipe names, `auto` resolved.
 
     Raises:
-        RecipeError: CUDA is asked for and not there.
+        RecipeError: the recipe asks for CUDA and PyTorch sees no CUDA device.
     """
     wanted = recipe.engine.device
     if wanted == "auto":
@@ -173,9 +185,10 @@ def device_of(recipe: Recipe) -> torch.device:
 
 
 def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
-    """Small facts for run.json: the data, clients (at most `limit`), bytes of each block, the resolved policy.
+    """The facts of run.json: data, clients (at most `limit`), bytes of each block, the resolved policy.
 
-    Under `classes-per-client` and `main-class` also what each of these clients was dealt (algorithms.md 6.12).
+    With the partitions `classes-per-client` and `main-class` also the classes of each of these clients
+    (docs/partitions.md).
     """
     registry, modalities = assembly.fed.clients, assembly.fed.clients.modalities
     population, columns = assembly.population, assembly.population.columns
@@ -199,13 +212,13 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
 
 
 def block_sizes(assembly: Assembly) -> dict[str, int]:
-    """Bytes of each block of the model, constants left out."""
+    """The size of each block of the model in bytes, without frozen parameters."""
     names = (*assembly.model.modalities, SHARED)
     return {block: size_bytes(select(assembly.initial, [block])) for block in names}
 
 
 def frozen_facts(model: Model) -> dict[str, Any]:
-    """How many frozen parameters each block has, and the digest of their values; empty where nothing is frozen."""
+    """The number of frozen parameters in each block and the digest of their values; empty if nothing is frozen."""
     frozen = model.frozen
     if not frozen:
         return {}
@@ -214,14 +227,14 @@ def frozen_facts(model: Model) -> dict[str, Any]:
 
 
 def _dealt(assembly: Assembly, client: int) -> dict[str, Any]:
-    """The classes that a client owns, or its main class, where the partition gave it some; class numbers."""
+    """The class numbers of a client, or its main class, if the partition assigns them."""
     population, partition = assembly.population, assembly.recipe.clients.partition
     if partition not in ("classes-per-client", "main-class"):
         return {}
     rows = torch.cat([shards[client] for shards in (population.train, population.test) if shards is not None])
-    if bool((rows < 0).any()):  # rows of devices elsewhere: a server does not know their labels
+    if bool((rows < 0).any()):  # rows of devices elsewhere, whose labels the server does not know
         return {}
     if partition == "main-class":
         return {"main_class": client % population.columns.num_classes}
-    # own test rows count: a share split off for tests may have taken all that a client has of a rare class
+    # the client's test rows count as well: they may hold all of its rows of a rare class
     return {"classes": sorted(set(population.columns.label.cpu()[rows].tolist()))}

@@ -1,4 +1,4 @@
-"""What a recipe can let leave, told before anything runs."""
+"""What a recipe can let cross from its clients, found before anything runs."""
 
 import itertools
 import warnings
@@ -24,15 +24,23 @@ from polyfed.privacy.policy import Policy
 
 @dataclass(frozen=True)
 class Planned:
-    """Something a task of the algorithm can send: what is `Announced`, and its size.
+    """One part of a message that a task can send: an `Announced` part, with its size.
 
     Attributes:
-        bytes: of one reply: as rehearsed, or what the block takes (parameters, gradients); None if neither tells.
-        bytes_per_row: more, for each row that the reply speaks of.
-        in_dry_run: whether the dry run sent it (`polyfed.experiment.dry_run`); what depends on the state of the run or
-            on the data may come later, or never.
-        fix: the line that would allow it, empty when it is allowed.
-        tells: what it gives away beyond what its kind says; empty for most.
+        task: the task that sends it.
+        message: the class of the message.
+        field: the field of the message.
+        kind: the kind of content, one of `KINDS`.
+        block: the block of the model it belongs to.
+        destination: where it goes, one of `DESTINATIONS`.
+        bytes: the size in one reply: as the dry run saw it, else the size of the block (parameters, gradients), else
+            None.
+        allowed: whether the policy allows it.
+        fix: the line of a policy that would allow it; empty if it is allowed.
+        bytes_per_row: the additional size for each row that the reply covers.
+        in_dry_run: whether the dry run sent it (`polyfed.experiment.dry_run`). A part that depends on the state of the
+            run or on the data may be sent later, or never.
+        tells: what it reveals beyond what its kind says; empty for most.
     """
 
     task: str
@@ -51,14 +59,15 @@ class Planned:
 
 @dataclass(frozen=True)
 class Check:
-    """What `polyfed check` prints.
+    """The result of `polyfed check`.
 
     Attributes:
+        recipe: the recipe.
         facts: clients, blocks and their bytes, the resolved policy; as in run.json.
-        planned: everything that can leave, allowed or not.
-        remarks: what the rehearsal could not do; sizes may be missing then.
-        cures: lines of a policy that would allow what it forbids.
-        beside: what the recipe has the server know of clients' rows without asking them.
+        planned: everything that can cross, allowed or not.
+        remarks: why the dry run failed, if it did; sizes may then be missing.
+        fixes: lines of a policy that would allow what it forbids.
+        not_in_ledger: what a simulation gives the server about clients' rows without a message.
     """
 
     recipe: Recipe
@@ -66,33 +75,35 @@ class Check:
     planned: tuple[Planned, ...]
     remarks: tuple[str, ...] = ()
     fixes: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    not_in_ledger: tuple[str, ...] = ()
 
     @property
     def refused(self) -> tuple[Planned, ...]:
-        """What the policy forbids; not empty means that a run would end with exit code 3."""
+        """The parts that the policy forbids; if there are any, a run ends with exit code 3."""
         return tuple(row for row in self.planned if not row.allowed)
 
 
 def check(recipe: Recipe | str | Path) -> Check:
-    """Validate a recipe, or the one at a path, against its data, run_dry a round, and list what can cross.
+    """Validate a recipe against its data, dry-run a round, and list what can cross.
+
+    Args:
+        recipe: a recipe, or the path of one.
 
     Raises:
-        PolyfedError: what a run would refuse before its first round; a reply that is not as its task declares.
+        PolyfedError: a run would refuse the recipe before its first round, or a reply differs from what its task
+            declares.
     """
     recipe = recipe_of(recipe)
     assembly = assemble(recipe)
     warn_unmeasured(assembly)
-    sizes, failures = _rehearsed(assembly)
+    sizes, failures = _dry_run_sizes(assembly)
     planned = tuple(plan(assembly, sizes))
     fixes = fixes_of((row for row in planned if not row.allowed), assembly.policy)
-    return Check(
-        recipe, facts_of(assembly), planned, failures, tuple(fixes), tuple(_beside_the_ledger(recipe, assembly))
-    )
+    return Check(recipe, facts_of(assembly), planned, failures, tuple(fixes), tuple(_not_in_ledger(recipe, assembly)))
 
 
-def _beside_the_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
-    """What a simulation gives the server that no message carries."""
+def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
+    """What a simulation gives the server without a message."""
     if recipe.clients.validation:
         yield (
             f"[clients] validation = {recipe.clients.validation}: {len(assembly.population.validation_rows):,} rows of "
@@ -101,8 +112,8 @@ def _beside_the_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
         )
 
 
-def _rehearsed(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
-    """Sizes, and why some are not known: a round on a few rows can fail where one on all of them would not."""
+def _dry_run_sizes(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
+    """The sizes that the dry run saw, and why some are unknown: a round on a few rows can fail where a full one would not."""
     failed: dict[str, None] = {}
 
     def listen(event: str, **facts: Any) -> None:
@@ -111,28 +122,29 @@ def _rehearsed(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
 
     try:
         sizes = run_dry(assembly.recipe, assembly.population, listen)
-    except (RecipeError, EgressError):  # a reply that is not as its task declares is refused in every run
+    except (RecipeError, EgressError):  # a reply that differs from its declaration is refused in every run as well
         raise
     except Exception as error:
         sizes = {}
-        failed[f"the server's half: {type(error).__name__}: {error}"] = None
-    return sizes, tuple(f"A round rehearsed on a few rows failed, so some sizes are not known: {why}" for why in failed)
+        failed[f"server code: {type(error).__name__}: {error}"] = None
+    return sizes, tuple(f"The dry run of a round failed, so some sizes are not known: {why}" for why in failed)
 
 
 def warn_unmeasured(assembly: Assembly) -> None:
-    """Say before anything is trained that no accuracy will come of it: `metrics` would be empty, without a word.
+    """Warn before training if the run will evaluate nothing, so that `metrics` would be empty.
 
-    The method itself is asked, with nobody there to answer: one that judges anything asks somebody, and stops there. So
-    this holds of methods and switches of the user's own as well. What a policy keeps a method from judging is its own
-    to tell: here everything may go.
+    The algorithm's own `evaluate` is called on an engine without clients. If it sends a request, it evaluates something
+    and the call fails there; if it returns no metrics, it evaluates nothing. This also works for the user's own
+    algorithms. The policy allows everything here, because an algorithm itself warns of what a policy keeps it from
+    evaluating.
     """
     rows = itertools.product((*assembly.fed.clients.modalities, SHARED, LABELS), DESTINATIONS)
     context = replace(assembly.fed.context, policy=Policy(dict.fromkeys(rows, frozenset(KINDS))))
-    fed = replace(assembly.fed, context=context, engine=_Nobody(), clock=None, emit=lambda *_, **__: None)
+    fed = replace(assembly.fed, context=context, engine=_NoClients(), clock=None, emit=lambda *_, **__: None)
     fed.begin(fed.rounds)
     try:
         measured = assembly.algorithm.evaluate(SimpleNamespace(params=assembly.initial), fed)
-    except Exception:  # somebody was asked, or the state was looked into for what to ask
+    except Exception:  # it sent a request, or it read the state to prepare one
         return
     if measured.metrics:
         return
@@ -148,21 +160,21 @@ def warn_unmeasured(assembly: Assembly) -> None:
     )
 
 
-class _Nobody:
-    """An engine without clients: to ask is an error."""
+class _NoClients:
+    """An engine without clients: every request is an error."""
 
-    name = "nobody"
+    name = "no-clients"
 
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
-        """Refuse."""
-        raise LookupError(f"{request.name} was asked of {len(clients)}")
+        """Raise a LookupError."""
+        raise LookupError(f"request {request.name} to {len(clients)} clients, and there are none")
 
 
 def refuse_forbidden(assembly: Assembly) -> None:
-    """Stop before training what the policy would refuse during it.
+    """Refuse a run before training if the policy would refuse one of its replies later.
 
     Raises:
-        EgressError: every forbidden crossing, and the lines that would allow them.
+        EgressError: with everything that is forbidden, and the lines that would allow it.
     """
     refused = [row for row in plan(assembly) if not row.allowed]
     if not refused:
@@ -176,7 +188,7 @@ def refuse_forbidden(assembly: Assembly) -> None:
 
 
 def fixes_of(refused: Iterable[Planned], policy: Policy) -> list[str]:
-    """The lines of a policy that would allow all of this, one for each block and destination."""
+    """The lines of a policy that would allow these parts, one for each block and destination."""
     kinds: dict[tuple[str, str], set[str]] = {}
     for row in refused:
         kinds.setdefault((row.block, row.destination), set()).add(row.kind)
@@ -186,21 +198,23 @@ def fixes_of(refused: Iterable[Planned], policy: Policy) -> list[str]:
 def plan(
     assembly: Assembly, in_dry_run: Mapping[Place, Size] | None = None, announcement: Announcement | None = None
 ) -> Iterator[Planned]:
-    """Everything the algorithm's tasks can send, block by block.
+    """List everything the algorithm's tasks can send, block by block.
 
     Args:
         assembly: the parts of a run.
-        in_dry_run: the sizes that were seen.
-        announcement: of one client; by default of one that has all modalities, so what any client can send.
+        in_dry_run: the sizes that a dry run saw.
+        announcement: what one client can send; None stands for a client with all modalities.
     """
     listed = announcement or assembly.engine.announcement(assembly.fed.clients.modalities)
     sizes, seen = block_sizes(assembly), in_dry_run or {}
     planned = (_sized(row, sizes, seen) for row in listed.rows.values())
-    return (row for row in planned if row.bytes != 0 or row.in_dry_run)  # of a block that is wholly frozen nothing can
+    return (
+        row for row in planned if row.bytes != 0 or row.in_dry_run
+    )  # a block that is frozen as a whole sends nothing
 
 
 def _sized(row: Announced, blocks: Mapping[str, int], seen: Mapping[Place, Size]) -> Planned:
-    """With the size that a dry run saw, or else that of the model's block."""
+    """Add the size that a dry run saw, otherwise the size of the model's block."""
     size = seen.get((row.task, row.field, row.block))
     known = blocks.get(row.block) if row.kind in OF_THE_MODEL else None
     return Planned(

@@ -1,14 +1,15 @@
-"""Checkpoints: safetensors for tensors, JSON for the rest, no pickle; written atomically, verified when read.
+"""Checkpoints: tensors as safetensors, everything else as JSON, no pickle; written atomically, verified when read.
 
-A checkpoint is a folder `round-000012` with `state.safetensors`, `state.json`; `latest.json`, replaced last and in one
-step, names the newest and holds the SHA-256 of its files. A run killed at any moment therefore finds either the old or
-the new checkpoint, whole.
+A checkpoint is a folder `round-000012` with `state.safetensors` and `state.json`. The file `latest.json` names the newest
+checkpoint and holds the SHA-256 of both files; it is replaced last, in one step. A run that is killed at any moment
+therefore finds either the old or the new checkpoint complete.
 """
 
 import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Collection
@@ -23,33 +24,44 @@ from torch import Tensor
 
 from polyfed.core.errors import CheckpointError
 from polyfed.core.files import replace_text, sync
+from polyfed.core.parsing import parse_json, refuse_extremes
 from polyfed.core.tasks import parts
 
-LATEST = "latest.json"
+LATEST, TENSORS, SKELETON = "latest.json", "state.safetensors", "state.json"
+
+RESTORE = "Restore it from a copy, or start again in another --out folder"
+"""What to do about a damaged file of a run."""
 
 
 def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) -> None:
-    """Write a checkpoint and then forget older ones.
+    """Write a checkpoint, and then delete older ones.
 
     Args:
         folder: the run's `checkpoint` folder.
-        round: its round.
-        content: a nest of dataclasses, dictionaries, lists, tensors and plain values.
+        round: the round of the checkpoint.
+        content: nested dataclasses, dictionaries, lists, tuples, tensors and plain values.
         modules: dataclasses of these modules and of polyfed may occur in `content`; see `modules_of`.
 
     Raises:
-        CheckpointError: the disk is full or not writable, or `content` holds what could not be read again; the previous
-            checkpoint is untouched.
+        CheckpointError: the disk is full or not writable, or `content` holds something that could not be read again.
+            The previous checkpoint is untouched.
     """
     name = f"round-{round:06d}"
     draft = folder / f".{name}.draft"
     tensors: dict[str, Tensor] = {}
-    skeleton = pack(content, tensors, modules)
+    try:
+        skeleton = pack(content, tensors, modules)
+        refuse_extremes(skeleton)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"the state cannot be written to a checkpoint: {error}. Store flat lists and dictionaries, and large "
+            "integers as tensors or words"
+        ) from None
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        save_file(tensors, draft / "state.safetensors")
-        (draft / "state.json").write_text(json.dumps(skeleton))
+        save_file(tensors, draft / TENSORS)
+        (draft / SKELETON).write_text(json.dumps(skeleton))
         sums = {file.name: sha256_of(file) for file in sorted(draft.iterdir())}
         for file in draft.iterdir():
             sync(file)
@@ -69,52 +81,79 @@ def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) 
 
 
 def newest(folder: Path) -> int:
-    """The round of the newest checkpoint, as it says itself; 0 where there is none that can be read."""
+    """The round of the newest checkpoint according to `latest.json`; 0 if there is none, or none that can be read."""
     try:
-        return int(json.loads((folder / LATEST).read_text())["round"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return _verified(folder / LATEST)[0]
+    except (OSError, ValueError):
         return 0
 
 
 def load(folder: Path, modules: Collection[str] = (), device: torch.device | str = "cpu") -> tuple[int, Any] | None:
-    """The newest checkpoint as (round, content), its tensors on `device`, or None where there is none.
+    """Read the newest checkpoint.
+
+    Args:
+        folder: the run's `checkpoint` folder.
+        modules: dataclasses of these modules and of polyfed may occur; see `modules_of`.
+        device: where the tensors go.
+
+    Returns:
+        (round, content), or None if there is no checkpoint.
 
     Raises:
-        CheckpointError: it is damaged, or was not written by this algorithm.
+        CheckpointError: it is damaged, or holds a dataclass of another module.
     """
     latest = folder / LATEST
     if not latest.exists():
         return None
     try:
-        facts = json.loads(latest.read_text())
-        place = folder / str(Path(facts["folder"]).name)
-        for name, wanted in facts["sha256"].items():
-            if sha256_of(place / Path(name).name) != wanted:
+        round, place, sums = _verified(latest)
+        for name in (TENSORS, SKELETON):
+            if sha256_of(place / name) != sums[name]:
                 raise CheckpointError(
-                    f"checkpoint {place / name} is damaged (its SHA-256 differs from {latest}). "
-                    "Restore it from a copy, or start again in another --out folder"
+                    f"checkpoint {place / name} is damaged (its SHA-256 differs from {latest}). {RESTORE}"
                 )
-        # cloned: the file's tensors lie at any address, and sums over unaligned memory may round otherwise
-        found = load_file(place / "state.safetensors", device=str(device))
+        # cloned: the file's tensors may start at any address, and sums over unaligned memory can round differently
+        found = load_file(place / TENSORS, device=str(device))
         tensors = {name: value.clone() for name, value in found.items()}
-        return int(facts["round"]), unpack(json.loads((place / "state.json").read_text()), tensors, modules)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(
-            f"checkpoint in {folder} cannot be read: {error}. "
-            "Restore it from a copy, or start again in another --out folder"
-        ) from error
+        return round, unpack(parse_json((place / SKELETON).read_text()), tensors, modules)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint in {folder} cannot be read: {error}. {RESTORE}") from error
+
+
+def _verified(latest: Path) -> tuple[int, Path, dict[str, str]]:
+    """The round, the folder and the SHA-256 of every file of the newest checkpoint, as `latest.json` says.
+
+    Raises:
+        ValueError: one of them is missing; without a checksum for each file the checkpoint could not be verified.
+    """
+    facts = parse_json(latest.read_text())
+    if not isinstance(facts, dict):
+        raise ValueError(f"{LATEST} is not a JSON object")
+    round, name, sums = (facts.get(key) for key in ("round", "folder", "sha256"))
+    if type(round) is not int or round < 0:
+        raise ValueError(f"{LATEST} does not name a round")
+    if not (isinstance(name, str) and re.fullmatch(r"round-\d+", name)):
+        raise ValueError(f"{LATEST} does not name the folder of a checkpoint")
+    if not (isinstance(sums, dict) and set(sums) == {TENSORS, SKELETON}):
+        raise ValueError(f"{LATEST} must hold the SHA-256 of {TENSORS} and of {SKELETON}, and of no other file")
+    return round, latest.parent / name, sums
 
 
 def modules_of(algorithm: Any) -> frozenset[str]:
-    """The modules of an algorithm and its parts, whose dataclasses a checkpoint of its states may hold."""
+    """The modules of an algorithm and its parts; dataclasses of these modules may occur in checkpoints of its states."""
     return frozenset(type(part).__module__ for _, part in parts(algorithm))
 
 
 def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None = None) -> Any:
-    """The JSON skeleton of a nest; its tensors are collected under running numbers.
+    """Convert nested values to a JSON skeleton, and collect their tensors under running numbers.
+
+    Args:
+        value: the nested values.
+        tensors: the tensors are added to it, under the names that the skeleton uses.
+        modules: dataclasses of these modules and of polyfed may occur; None allows all.
 
     Raises:
-        CheckpointError: a dataclass of none of these modules, which `unpack` would not take. None allows all.
+        CheckpointError: a value that a checkpoint cannot hold, or a dataclass of another module.
     """
     if isinstance(value, Tensor):
         name = str(len(tensors))
@@ -123,11 +162,13 @@ def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = f"{type(value).__module__}:{type(value).__qualname__}"
         if "<locals>" in kind and modules is not None:
-            raise CheckpointError(f"the state holds a {kind}, defined inside of a function; move it out of there")
+            raise CheckpointError(
+                f"the state holds a {kind}, which is defined inside a function. Define it at the top of its module"
+            )
         if modules is not None and not _known(type(value).__module__, modules):
             raise CheckpointError(
-                f"the state holds a {kind}, which a checkpoint could not be read with: only dataclasses of polyfed and "
-                f"of the modules of the algorithm and its parts may occur ({', '.join(sorted(modules))}). Move it there"
+                f"the state holds a {kind}, but only dataclasses of polyfed and of the modules of the algorithm and its "
+                f"parts may occur in a checkpoint ({', '.join(sorted(modules))}). Move it to one of these modules"
             )
         entries = [
             [f.name, pack(getattr(value, f.name), tensors, modules)] for f in dataclasses.fields(value) if f.init
@@ -140,13 +181,18 @@ def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None
     if value is None or type(value) in (bool, int, float, str):
         return {"value": value}
     raise CheckpointError(
-        f"the state holds a {type(value).__name__}, which a checkpoint cannot: only tensors, numbers, words, None, and "
-        "lists, tuples, dictionaries and dataclasses of these. Make it one of them"
+        f"the state holds a {type(value).__name__}, which a checkpoint cannot hold. Use only tensors, numbers, strings, "
+        "booleans, None, and lists, tuples, dictionaries and dataclasses of these"
     )
 
 
 def unpack(skeleton: Any, tensors: dict[str, Tensor], modules: Collection[str]) -> Any:
-    """The nest of a skeleton."""
+    """The nested values of a skeleton; the inverse of `pack`.
+
+    Raises:
+        ValueError: the skeleton is not one that `pack` writes. Some faults raise a KeyError, TypeError, IndexError or
+            AttributeError instead.
+    """
     ((kind, content), *rest) = skeleton.items()
     if kind == "tensor":
         return tensors[content]
@@ -156,14 +202,19 @@ def unpack(skeleton: Any, tensors: dict[str, Tensor], modules: Collection[str]) 
         values = [unpack(v, tensors, modules) for v in content]
         return values if kind == "list" else tuple(values)
     if kind == "class":
-        return _class(content, modules)(**{name: unpack(v, tensors, modules) for name, v in rest[0][1]})
+        values = {name: unpack(v, tensors, modules) for name, v in rest[0][1]}
+        cls = _class(content, modules)
+        try:
+            return cls(**values)
+        except Exception as error:  # the class may check its values, and a file from elsewhere may hold any
+            raise ValueError(f"it holds values that {content} does not take: {error}") from error
     return content
 
 
 def digest(content: Any) -> str:
-    """SHA-256 of the numbers in a nest: its structure, its plain values and the bytes of every tensor.
+    """The SHA-256 of nested values: of their structure, the plain values and the bytes of every tensor.
 
-    Names of classes and of their fields are left out, so that moving or renaming code never changes a digest.
+    The names of classes and of their fields are left out, so that renaming code does not change a digest.
     """
     tensors: dict[str, Tensor] = {}
     sha = hashlib.sha256(json.dumps(_nameless(pack(content, tensors))).encode())
@@ -174,7 +225,7 @@ def digest(content: Any) -> str:
 
 
 def _nameless(skeleton: Any) -> Any:
-    """A skeleton in which a dataclass is the list of its values."""
+    """The skeleton with each dataclass replaced by the list of its values."""
     ((kind, content), *rest) = skeleton.items()
     if kind == "class":
         return {"fields": [_nameless(value) for _, value in rest[0][1]]}
@@ -186,14 +237,18 @@ def _nameless(skeleton: Any) -> Any:
 
 
 def _class(path: str, modules: Collection[str]) -> Any:
-    """A dataclass named in a checkpoint: only polyfed's own and those of these modules may be named."""
+    """The dataclass that a checkpoint names, which must be of polyfed or of one of these modules; nothing is imported.
+
+    Raises:
+        ValueError: it is of another module, has not been imported, or is not a dataclass.
+    """
     module, _, name = path.partition(":")
     if not _known(module, modules):
-        raise ValueError(f"it holds a {path}, which the algorithm of this recipe does not know")
-    found: Any = sys.modules.get(module)  # whoever wrote it had imported it, and so has who goes on: nothing is run
+        raise ValueError(f"it holds a {path}, which is in no module of this recipe's algorithm")
+    found: Any = sys.modules.get(module)  # the recipe of the run has imported it already
     for part in name.split("."):
         found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
-    # a path may lead through a module into others that it has imported
+    # a path may lead to a class that the module has only imported from another one
     home = f"{getattr(found, '__module__', '')}:{getattr(found, '__qualname__', '')}"
     if not (isinstance(found, type) and dataclasses.is_dataclass(found) and home == path):
         raise ValueError(f"it holds a {path}, which is not a dataclass")
@@ -201,6 +256,7 @@ def _class(path: str, modules: Collection[str]) -> Any:
 
 
 def _known(module: str, modules: Collection[str]) -> bool:
+    """Whether dataclasses of this module may occur."""
     return module in modules or module.split(".")[0] == "polyfed"
 
 

@@ -1,8 +1,9 @@
-"""How large replies will be: one round of the algorithm's own code on a few rows of a few clients, nothing sent.
+"""The dry run: find how large replies will be by running a round of the algorithm on a few rows of a few clients.
 
-A message declares kinds, not shapes, so no declaration can tell how many numbers a statistic holds. The tasks can. Of
-every kind of client, by what it holds, a few stand for all; the others count as absent, which an algorithm must bear
-anyway (devices of silos all play). Two passes with different numbers of rows tell what grows with them.
+A message declares kinds, not shapes, so its declaration does not say how many numbers a statistic holds; running the
+tasks does. Clients that hold the same modalities are of one kind, and a few of each kind run the tasks. The others count
+as missing, which every algorithm must handle anyway. Devices of silos all run. Two passes with different numbers of rows
+show which sizes grow with the rows. Nothing is sent.
 """
 
 import itertools
@@ -24,27 +25,27 @@ from polyfed.federation.replies import Answer, stacked
 from polyfed.privacy.gate import EgressGate
 
 PASSES = (10, 20)
-"""Rows of each client in the two passes: small, and whole under shares of tenths."""
+"""Rows of each client in the two passes: few, and divisible by ten, so that shares of tenths stay whole."""
 
 STANDS_FOR = "another client stands for it"
-"""Why a client is absent from a rehearsal."""
+"""The reason why a client is missing from a dry run."""
 
 FEW = 6
-"""Clients of a kind that play, so that a reply with an entry for every other client shows more than one."""
+"""Clients of a kind that run; several, because a reply may have an entry for every other client."""
 
 LARGE = 2_000_000
-"""Parameters, frozen or not, from which on one client of a kind must do: each costs seconds."""
+"""Models with this many parameters or more run on one client of a kind only, because each client takes seconds."""
 
 Place = tuple[str, str, str]
 """(task, field, block)"""
 
 Kind = tuple[str, ...]
-"""Clients of a kind stand for each other."""
+"""What clients of the same kind have in common."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of one part of a reply: `fixed + per_row * rows`, of the rows it speaks of."""
+    """The size of one part of a reply in bytes: `fixed + per_row * rows`, for the rows that the reply covers."""
 
     fixed: int
     per_row: float = 0.0
@@ -52,11 +53,12 @@ class Size:
 
 @dataclass(frozen=True)
 class ObservedPart:
-    """A part of a reply as it was seen.
+    """The size of a part of one reply.
 
     Attributes:
-        counted: rows that the message says it speaks of; None where it does not.
-        owned: rows the client had in this pass.
+        bytes: its size.
+        counted: the number of rows that the message says it covers; None if it does not say.
+        owned: the number of rows the client had in this pass.
     """
 
     bytes: int
@@ -66,16 +68,16 @@ class ObservedPart:
 
 @dataclass(frozen=True)
 class RecordingGate(EgressGate):
-    """A node whose gate notes what would leave: what the policy forbids too, but nothing that is not announced."""
+    """A gate that records what would leave, including what the policy forbids, but nothing that is not announced."""
 
     seen: dict[tuple[Place, int], list[ObservedPart]] = field(default_factory=dict)
     owned: int = 0
 
     def release(self, request: Request, reply: Message, *, stacked: bool) -> Message:
-        """Note the parts of a reply of one client.
+        """Record the parts of one client's reply.
 
         Raises:
-            EgressError: one is not announced, so that no policy would let it out.
+            EgressError: a part is not announced, so no policy could allow it.
         """
         if self.on_server:
             return reply
@@ -91,9 +93,9 @@ class RecordingGate(EgressGate):
 
 
 class DryRunEngine(Sequential):
-    """An engine on which, of alike clients that are asked, the few with most rows answer.
+    """An engine on which only a few clients of each kind run a request: those with the most rows.
 
-    A client that is asked a second question without having had the first, because another stood for it, takes over
+    A client may be asked for a second task although another client ran the first one in its place; it then takes over
     the local state of its kind.
     """
 
@@ -105,14 +107,14 @@ class DryRunEngine(Sequential):
         self.few = FEW if self.model.num_parameters() + frozen < LARGE else 1
 
     def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
-        """A gate that notes what leaves."""
+        """The gate of these clients, which records what leaves."""
         announcement = self.announcement(context.modalities)
         owned = self._num_rows(clients[0])
         blocks, on_server = context.blocks, context.evaluation_client
         return RecordingGate(clients, blocks, self.ledger, announcement, on_server, seen=self.seen, owned=owned)
 
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
-        """Run the task on the few of these clients that stand for the others."""
+        """Run the task on the few clients that stand for the others of their kind."""
         missing: dict[int, str] = {}
         chosen: dict[int, Kind] = {}
         replies: dict[int, Message] = {}
@@ -136,52 +138,53 @@ class DryRunEngine(Sequential):
         return 0 if client < 0 else int(self.registry.num_rows[client])
 
     def _kind(self, client: int) -> Kind:
-        """What it holds; devices of silos and evaluation_clients are each of their own kind."""
+        """The client's modalities; a device of a silo and an evaluation client are each a kind of their own."""
         alone = client < 0 or self.registry.silo is not None
         return (str(client),) if alone else self.registry.owned(client)
 
 
 def run_dry(recipe: Recipe, population: Population, listener: Listener) -> dict[Place, Size]:
-    """Sizes of what replies hold in the first round, and in an evaluation after it.
+    """Measure the parts of all replies in the first round, and in an evaluation after it.
 
     Args:
         recipe: the recipe.
         population: its clients.
-        listener: takes the events of both passes: `client-failed` above all.
+        listener: called with the events of both passes, such as `client-failed`.
     """
     train = recipe.algorithm.train
-    # no size depends on how long clients train, and a rehearsal of 20,000 steps would take minutes
+    # no size depends on how long clients train, and 20,000 steps would take minutes
     short = replace(train, epochs=min(train.epochs, 1), steps=None if train.steps is None else min(train.steps, 2))
     brief = replace(recipe.algorithm, train=short)
     alone = replace(recipe, algorithm=brief, network=None, engine=replace(recipe.engine, min_replies=0))
     seen: dict[tuple[Place, int], list[ObservedPart]] = {}
     for most in PASSES:
         parts = assemble(alone, emit=Emitter([listener]), population=_shortened(population, most), engine=DryRunEngine)
-        _play(parts)
+        _run_round(parts)
         assert isinstance(parts.engine, DryRunEngine)
-        for key, sightings in parts.engine.seen.items():
-            seen.setdefault(key, []).extend(sightings)
+        for key, observed in parts.engine.seen.items():
+            seen.setdefault(key, []).extend(observed)
     sizes: dict[Place, Size] = {}
-    for (place, _), sightings in seen.items():
-        size = _size(sightings)
+    for (place, _), observed in seen.items():
+        size = _size(observed)
         known = sizes.get(place, size)
         sizes[place] = Size(max(size.fixed, known.fixed), max(size.per_row, known.per_row))
     return sizes
 
 
-def _play(parts: Assembly) -> None:
+def _run_round(parts: Assembly) -> None:
+    """Run the start, the first round and an evaluation."""
     fed, algorithm = parts.fed, parts.algorithm
     fed.begin(0)
     state = algorithm.init(fed, parts.initial)
     fed.template = getattr(state, "params", parts.initial)
     fed.begin(1)
     state = algorithm.round(state, fed)
-    fed.rounds = 1  # what is asked after the last round only is asked here as well
+    fed.rounds = 1  # so that requests which are sent after the last round only are sent here as well
     algorithm.evaluate(state, fed)
 
 
 def _shortened(population: Population, most: int) -> Population:
-    """The same clients, with their first few rows."""
+    """The same clients with their first `most` rows."""
     return replace(
         population,
         train=population.train.first(most),
@@ -191,13 +194,13 @@ def _shortened(population: Population, most: int) -> Population:
     )
 
 
-def _size(sightings: Sequence[ObservedPart]) -> Size:
-    """One client's part of a reply, from all times it was seen."""
-    counted = [s for s in sightings if s.counted]
+def _size(observed: Sequence[ObservedPart]) -> Size:
+    """The size of one client's part of a reply, from all replies in which it was seen."""
+    counted = [s for s in observed if s.counted]
     if counted:
         return Size(0, max(s.bytes / s.counted for s in counted if s.counted))
     largest: dict[int, int] = {}
-    for s in sightings:
+    for s in observed:
         largest[s.owned] = max(s.bytes, largest.get(s.owned, 0))
     (few, less), (many, more) = min(largest.items()), max(largest.items())
     if more <= less:

@@ -1,4 +1,4 @@
-"""One stream of events: the progress display, the files of a run, the report and the tests all read the same."""
+"""The events of a run: the progress display, the trackers, the records and the tests listen to the same stream."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,12 +8,12 @@ Listener = Callable[..., None]
 
 
 class Emitter:
-    """Hands each event to all listeners, in order."""
+    """Passes each event to all listeners, in the order of the list."""
 
     def __init__(self, listeners: Sequence[Listener] = ()) -> None:
         self.listeners = list(listeners)
 
     def __call__(self, event: str, **facts: Any) -> None:
-        """Tell everyone."""
+        """Call every listener with an event and its facts."""
         for listener in self.listeners:
             listener(event, **facts)

@@ -1,4 +1,4 @@
-"""One process at a time in a folder."""
+"""A lock that lets one process at a time work in a folder."""
 
 import os
 import time
@@ -10,25 +10,26 @@ from polyfed.core.errors import RecipeError
 
 try:
     import fcntl
-except ImportError:  # Windows has no such lock: there nobody is kept out
+except ImportError:  # Windows has no such lock, so no process is kept out there
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".polyfed.lock"
-"""Holds the number of the process that has the folder."""
+"""The lock file; it holds the id of the process that has the lock."""
 
 
 @contextmanager
 def alone_in(folder: Path, what: str, fix: str, seconds: float = 0.0) -> Iterator[None]:
-    """Hold a folder.
+    """Lock a folder for the block.
 
     Args:
-        folder: is there.
-        what: the other one does there, as in "another server is writing this run".
-        fix: how to end the other one.
-        seconds: how long to wait for it to end.
+        folder: an existing folder.
+        what: what the other process does, for the error, as in "another server is writing this run".
+        fix: what the user can do about the other process.
+        seconds: how long to wait for the other process to release the folder.
 
     Raises:
-        RecipeError: another process still holds it; names that process. Or what should be the lock is a link.
+        RecipeError: another process still has the lock, or the lock file cannot be opened, for example because it is a
+            symbolic link.
     """
     if fcntl is None:
         yield
@@ -48,7 +49,7 @@ def alone_in(folder: Path, what: str, fix: str, seconds: float = 0.0) -> Iterato
 
 
 def _locked(path: Path) -> int | None:
-    """The open lock, or None if another process has it."""
+    """The file descriptor of the lock, or None if another process has it."""
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
@@ -57,7 +58,7 @@ def _locked(path: Path) -> int | None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(lock), path.stat()):
             return lock
-    except (BlockingIOError, FileNotFoundError):  # held by another, or taken away by it between the calls
+    except (BlockingIOError, FileNotFoundError):  # another process has it, or removed the file between the calls
         pass
     os.close(lock)
     return None

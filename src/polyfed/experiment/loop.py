@@ -1,4 +1,4 @@
-"""Running a recipe: rounds, evaluation, files, checkpoints."""
+"""Run a recipe round by round: train, summarise, evaluate, save."""
 
 import platform
 import statistics
@@ -23,8 +23,10 @@ from polyfed.experiment.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.check import refuse_forbidden, warn_unmeasured
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
-from polyfed.experiment.records import RESTORE, Records, facts_of_round, run_id
-from polyfed.experiment.run_result import Run, best_round, kept_facts, models_of
+from polyfed.experiment.checkpoint import RESTORE
+from polyfed.experiment.records import Records, facts_of_round, run_id
+from polyfed.experiment.run_checkpoint import TOTALS, kept_facts, load_content
+from polyfed.experiment.run_result import Run, best_round, models_of
 from polyfed.report import write_report
 
 
@@ -41,12 +43,12 @@ def execute(
     Args:
         recipe: what to run.
         records: the run's folder, or None to write no files.
-        emit: takes every event.
-        population: as in `assemble`.
-        engine: as in `assemble`.
+        emit: called with every event.
+        population: the clients, if they are not those of the recipe's data; see `assemble`.
+        engine: the engine's constructor, if it is not the recipe's; see `assemble`.
 
     Raises:
-        PolyfedError: see `polyfed.core.errors`; its text says what to do.
+        PolyfedError: one of `polyfed.core.errors`; its text says what to do.
     """
     if recipe.tracking is not None:
         emit.listeners.append(recipe.tracking.follow(recipe.table(), None if records is None else records.folder))
@@ -67,7 +69,7 @@ def execute(
 
 @contextmanager
 def _threads(num: int) -> Iterator[None]:
-    """PyTorch's threads inside one operation, while the block runs; 0 leaves them as they are."""
+    """Set the number of threads that PyTorch uses inside one operation, for this block; 0 leaves it as it is."""
     before = torch.get_num_threads()
     torch.set_num_threads(num or before)
     try:
@@ -87,65 +89,68 @@ class _Loop:
         self.confusion: torch.Tensor | None = None
         emit.listeners.append(self._note)
         self._started = 0.0
-        self.totals = {"bytes_up": 0, "bytes_down": 0, "seconds": 0.0, "simulated_seconds": 0.0}
+        self.totals = dict.fromkeys(TOTALS, 0) | {"seconds": 0.0, "simulated_seconds": 0.0}
 
     @contextmanager
     def interruptible(self, round: int) -> Iterator[None]:
-        """A round; whatever ends it, the ledger then holds all that crossed in it."""
+        """Enclose a round. If an exception ends it, the ledger still gets everything that crossed in it."""
         self.emit("round-started", round=round)
         self._started = time.perf_counter()
         try:
             yield
         except BaseException as error:
-            self._settle(round)
+            self._book(round)
             if isinstance(error, KeyboardInterrupt):
                 self.emit("run-stopped", round=round, reason="interrupted")
             raise
 
     def finish(self, state: Any) -> Run:
-        """Write the result and the report."""
+        """Write the result and the report, and return the finished run."""
         result = self._result(state)
         folder = None
         if self.records is not None:
             self.records.finish(result)
             folder = self.records.folder
-            self._draw(folder)
+            self._write_report(folder)
         self.emit("run-finished", result=result)
         engine, columns = self.assembly.engine, self.assembly.population.columns
         locals = engine.locals if engine.keeps_locals else None
         models = models_of(self.recipe, self.fed, state, locals, columns.class_names)
         return Run(result, self.rounds, state, self.assembly.model, folder, models)
 
-    def _draw(self, folder: Path) -> None:
-        """The run has its result, and it stays one whatever is in the way of a picture of it."""
+    def _write_report(self, folder: Path) -> None:
+        """Write the report. A failure is only a note, because the result of the run is already on the disk."""
         try:
             write_report(folder)
         except Exception as error:
             again = f"the numbers are in {folder}; `polyfed report {folder}` tries again"
-            self.emit("note", text=f"no report could be drawn ({type(error).__name__}: {error}): {again}")
+            self.emit("note", text=f"the report could not be written ({type(error).__name__}: {error}): {again}")
 
     def start(self) -> tuple[int, Any]:
-        """The first round to play and the state before it. A folder is changed only once all of it has been checked."""
+        """The first round to run and the state before it.
+
+        A folder that holds a run is changed only after everything in it has been checked.
+        """
         algorithm, engine, records = self.recipe.algorithm, self.assembly.engine, self.records
         table, facts = self.recipe.table() | {"versions": versions()}, self._facts()
         if records is not None and records.begun:
             facts = records.check(table, facts)
-            self.ledger.run = facts["run"]  # the ledger goes on under its name
-        found = self._found()
-        if records is None or found is None:
+            self.ledger.run = facts["run"]  # a resumed run continues the ledger under the same name
+        checkpointed = self._checkpointed()
+        if records is None or checkpointed is None:
             if records is not None and records.resume:
                 records.refuse_lost_checkpoint()
-                self.emit("note", text=f"{records.folder} has no round to go on from: the run begins")
+                self.emit("note", text=f"{records.folder} has no checkpoint to resume from: the run starts at round 1")
             self.fed.begin(0)
             state = algorithm.init(self.fed, self.assembly.initial)
             self.fed.template = getattr(state, "params", self.assembly.initial)
-            if records is not None:  # not before: a run that is refused at its start leaves its folder free
+            if records is not None:  # only now, so that a run which is refused at its start leaves its folder free
                 records.note(table, facts)
                 records.rewind({})
-            self._settle(0)
+            self._book(0)
             self._announce(1)
             return 1, state
-        round, content = found
+        round, content = checkpointed
         self.rounds, self.totals = records.rewind(content["places"], round), content["totals"]
         records.note(table, facts)
         engine.locals, state = content["locals"], content["state"]
@@ -156,66 +161,74 @@ class _Loop:
         return round + 1, state
 
     def _announce(self, first: int) -> None:
+        """Emit `run-started`."""
         self.emit("run-started", **self._headline(), first_round=first)
 
-    def _found(self) -> tuple[int, Any] | None:
-        """The newest checkpoint of this very run.
+    def _checkpointed(self) -> tuple[int, dict[str, Any]] | None:
+        """The newest checkpoint of this run as (round, content), or None.
 
         Raises:
-            CheckpointError: it is damaged, or was written by another run.
+            CheckpointError: it is damaged, or another run wrote it.
         """
         if self.records is None:
             return None
-        modules, device = checkpoint.modules_of(self.recipe.algorithm), self.assembly.engine.device
-        found = checkpoint.load(self.records.checkpoints, modules, device)
-        if found is not None and (found[1].get("run"), found[1].get("round")) != (self.ledger.run, found[0]):
+        found = load_content(self.records.checkpoints, self.recipe.algorithm, self.assembly.engine.device)
+        if found is not None and (found[1]["run"], found[1]["round"]) != (self.ledger.run, found[0]):
             raise CheckpointError(f"the checkpoint in {self.records.checkpoints} is not of this run. {RESTORE}")
         return found
 
     def train(self, round: int, state: Any) -> tuple[Any, dict[str, Any]]:
-        """Let the algorithm play the round: the state after it, and the round's row of `rounds.jsonl` so far."""
+        """Run the algorithm's round; returns the new state and the start of the round's row in `rounds.jsonl`."""
         self.fed.begin(round)
         started = time.perf_counter()
         state = self.recipe.algorithm.round(state, self.fed)
         seconds = time.perf_counter() - started
         times = self.fed.clock.finish() if self.fed.clock is not None else None
-        row = self._settle(round) | {"seconds": {"train": seconds}}
+        row = self._book(round) | {"seconds": {"train": seconds}}
         if times is not None:
             row["simulated_seconds"] = self.recipe.algorithm.simulated_seconds(state, times)
             self.totals["simulated_seconds"] += row["simulated_seconds"]
         return state, row
 
     def summarise(self, row: dict[str, Any], state: Any) -> None:
-        """Note what the algorithm says about its state."""
+        """Add to the row what the algorithm reports about its state: loss, logged numbers, tables."""
         algorithm = self.recipe.algorithm
         row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
         if tables := algorithm.observe_tables(state):
-            row["tables"] = _matrices(tables)
+            row["tables"] = _check_tables(tables)
 
     def evaluate(self, row: dict[str, Any], state: Any) -> None:
-        """Evaluate the state, if this round is one of those in which the recipe asks for it."""
+        """Evaluate the state, if the recipe evaluates in this round."""
         algorithm: Algorithm = self.recipe.algorithm
         if not algorithm.evaluation.due(row["round"], self.recipe.rounds):
             return
         started, self.confusion = time.perf_counter(), None
         measured = algorithm.evaluate(state, self.fed)
         row["metrics"] = measured.metrics
-        # of the last round only: for figures over folds, and C x C numbers every round would be the largest part
+        # only in the last round, for scores over folds: C x C numbers in every row would be most of the file
         if self.confusion is not None and row["round"] == self.recipe.rounds:
             row["confusion"] = self.confusion.to(torch.int64).tolist()
         if measured.personal:
             row["personal_accuracy"] = {str(c): a for c, a in sorted(measured.personal.items())}
         row["seconds"]["evaluate"] = time.perf_counter() - started
-        self._settle(row["round"], counted=False)
+        self._book(row["round"], counted=False)
 
     def save(self, row: dict[str, Any], state: Any) -> None:
-        """Write the round down, and a checkpoint where one is due."""
+        """Write the round's row, and a checkpoint if one is due."""
         self.totals["seconds"] += time.perf_counter() - self._started
-        self._keep(row["round"], state, row)
+        self._write(row["round"], state, row)
         self.emit("round-finished", row=row)
 
-    def _settle(self, round: int, *, counted: bool = True) -> dict[str, Any]:
-        """Write out the ledger since the last time; the facts of a round that it tells."""
+    def _book(self, round: int, *, counted: bool = True) -> dict[str, Any]:
+        """Write the ledger's new entries to the run's folder.
+
+        Args:
+            round: the round they belong to.
+            counted: whether their bytes count as training traffic; those of an evaluation do not.
+
+        Returns:
+            The facts about the round that follow from these entries.
+        """
         entries = self.ledger.drain()
         if self.records is not None:
             self.records.book(entries, self.ledger.run)
@@ -226,7 +239,8 @@ class _Loop:
             self.totals["bytes_down"] += row["bytes_down"]
         return row
 
-    def _keep(self, round: int, state: Any, row: dict[str, Any]) -> None:
+    def _write(self, round: int, state: Any, row: dict[str, Any]) -> None:
+        """Append the row; write a checkpoint if one is due, and let the engine forget what it replaces."""
         self.rounds.append(row)
         if self.records is None:
             self.assembly.engine.kept = round
@@ -246,13 +260,15 @@ class _Loop:
             self.assembly.engine.kept = round
 
     def _note(self, event: str, **facts: Any) -> None:
+        """Collect from the events what the row of the round needs."""
         if event == "client-missing":
             self.missing[str(facts["client"])] = facts["reason"]
-        if event == "judged":  # methods without one global model judge several: their matrices add up
+        if event == "judged":  # an algorithm without a global model evaluates several models: add their matrices
             more = facts["confusion"]
             self.confusion = more if self.confusion is None else self.confusion + more
 
     def _headline(self) -> dict[str, Any]:
+        """The facts that the progress display shows first."""
         return {
             "run": self.ledger.run,
             "algorithm": name_of(self.recipe.algorithm, ALGORITHMS),
@@ -264,6 +280,7 @@ class _Loop:
         }
 
     def _result(self, state: Any) -> dict[str, Any]:
+        """The content of `result.json`."""
         measured: dict[str, Any] = next((r["metrics"] for r in reversed(self.rounds) if "metrics" in r), {})
         headline = self._headline()
         result = {key: headline[key] for key in ("algorithm", "engine", "dataset")}
@@ -280,21 +297,22 @@ class _Loop:
         return result | {"state_sha256": checkpoint.digest(state)}
 
     def _facts(self) -> dict[str, Any]:
+        """The content of `run.json`."""
         facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds")}
         return facts | facts_of(self.assembly) | {"versions": versions()}
 
 
-def _matrices(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
-    """Tables, if each has rows of one length."""
+def _check_tables(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
+    """The tables, after checking that the rows of each have the same length."""
     for name, rows in tables.items():
         if len({len(row) for row in rows}) > 1:
             raise RecipeError(
-                f"observe_tables: the rows of '{name}' have {[len(row) for row in rows]} entries; all must have as many"
+                f"observe_tables: the rows of '{name}' have {[len(row) for row in rows]} entries; all must have the same number"
             )
     return tables
 
 
 def versions() -> dict[str, str]:
-    """What a result depends on."""
+    """The versions that a result depends on."""
     names = ("polyfed", "torch", "numpy")
     return {"python": platform.python_version()} | {name: version(name) for name in names}

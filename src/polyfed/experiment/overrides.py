@@ -1,4 +1,4 @@
-"""The sections of a recipe, where a key belongs, and `--set section.key=value`, which writes it from outside."""
+"""The sections of a recipe, and overrides: `--set section.key=value` on the command line."""
 
 import re
 import shlex
@@ -31,24 +31,25 @@ SECTIONS: Mapping[str, type | tuple[str, ...]] = {
     "checkpoint": CheckpointSpec,
     "tracking": ("name",),
 }
-"""Sections of a recipe: whose options they hold, or which ones always; `seed` and `rounds` stand before them."""
+"""Section -> the dataclass whose fields are its keys, or the keys that it has for every class. `seed` and `rounds` come
+before the sections."""
 
 
-def as_words(overrides: Sequence[str]) -> list[str]:
-    """Overrides as they stand on a command line."""
+def set_options(overrides: Sequence[str]) -> list[str]:
+    """The overrides as arguments of a command line."""
     return [word for override in overrides for word in ("--set", override)]
 
 
 def called(path: Path, overrides: Sequence[str]) -> str:
-    """What errors call a recipe: its path and what was written into it from outside, either may be at fault."""
-    return shlex.join(["recipe", str(path), *as_words(overrides)])
+    """The name of a recipe in errors: its path and its overrides, since either may be wrong."""
+    return shlex.join(["recipe", str(path), *set_options(overrides)])
 
 
 def refuse_unknown(key: str) -> None:
-    """Refuse a word that is no section; one that is an option of some is sent there.
+    """Refuse a top-level key that is not a section.
 
     Raises:
-        RecipeError: with what is meant or allowed.
+        RecipeError: with the sections that have an option of this name, or else the nearest section.
     """
     if key in SECTIONS:
         return
@@ -62,17 +63,21 @@ def _names(options: type | tuple[str, ...]) -> Collection[str]:
 
 
 def apply(table: dict[str, Any], override: str) -> None:
-    """Write `section.key=value` into a recipe's table; the value is TOML, or a bare word.
+    """Write `section.key=value` into a recipe's table.
+
+    Args:
+        table: the recipe; it is changed in place.
+        override: the value is TOML, or a word without quotes.
 
     Raises:
-        RecipeError: it does not say where, or speaks of a section as of a value, or its value is neither.
+        RecipeError: the override names no key, assigns a value to a section, or its value is not valid TOML.
     """
     path, _, text = override.partition("=")
     names, value = _path(path, override), _value(text, override)
-    # another data set or algorithm comes with keys of its own; elsewhere what is not named should stay as it is
+    # a table with a name selects another data set or algorithm, whose keys differ; other sections keep unnamed keys
     if names[0] in SECTIONS and len(names) == 1 and not (isinstance(value, dict) and "name" in value):
         raise RecipeError(
-            f"--set {override}: '{names[0]}' is a section; write its keys one by one, --set {names[0]}.key=value"
+            f"--set {override}: '{names[0]}' is a section; set its keys one by one, as in --set {names[0]}.key=value"
         )
     for name in names[:-1]:
         table = table.setdefault(name, {})
@@ -82,7 +87,7 @@ def apply(table: dict[str, Any], override: str) -> None:
 
 
 def _path(text: str, override: str) -> list[str]:
-    """The names of a dotted key, which may be quoted."""
+    """The parts of a dotted key; parts may be quoted."""
     found: Any
     try:
         found = tomllib.loads(f"{text.strip()} = 0") if "=" in override else {}
@@ -98,17 +103,17 @@ def _path(text: str, override: str) -> list[str]:
 
 
 def _value(text: str, override: str) -> Any:
-    """A value in TOML; else a word that needs no quotes, or a number as people write it (.5)."""
+    """The value of an override: TOML, else a number such as `.5`, which TOML does not allow, else a word."""
     text = text.strip()
     try:
         found = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
         if text[:1] in ("[", "{", '"', "'"):
             raise RecipeError(
-                f"--set {override}: {text} is not TOML ({error}). Words inside of lists and tables need quotes, and so "
-                'do the quotes from the shell: --set \'section.key=["a", "b"]\''
+                f"--set {override}: {text} is not TOML ({error}). Words inside lists and tables need quotes, and the "
+                'shell needs quotes around the whole: --set \'section.key=["a", "b"]\''
             ) from None
         return float(text) if re.fullmatch(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", text, re.IGNORECASE) else text
     if len(found) > 1:
-        raise RecipeError(f"--set {override}: one key and one value; repeat --set for more")
+        raise RecipeError(f"--set {override}: give one key and one value; repeat --set for more")
     return found["value"]

@@ -1,11 +1,10 @@
-"""Recipes: a TOML file, or the same things as Python objects, checked before anything runs.
+"""Recipes: a TOML file, or the same as Python objects, checked before anything runs.
 
-Each section is the frozen dataclass of the part it configures; there is no second schema. Unknown keys are errors that
-name the nearest one, values are checked against the field's type by pydantic in strict mode.
+Each section is the frozen dataclass of the part it configures, so there is no second schema. An unknown key is an error
+that suggests the nearest one; pydantic checks each value against the field's type in strict mode.
 """
 
 import dataclasses
-import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,6 +15,7 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
 from polyfed.core.messages import KINDS
+from polyfed.core.parsing import parse_toml
 from polyfed.core.registry import find, name_of
 from polyfed.core.schema import checked
 from polyfed.data import PARTITIONS, SOURCES, ClientsSpec, Source
@@ -30,21 +30,27 @@ from polyfed.selection import SELECTORS, Selector
 from polyfed.training.optimisers import ServerOptimiser, Train
 
 PARTS = {"train": "train", "evaluation": "evaluate", "selector": "selection", "server": "server"}
-"""Fields of an algorithm that are written in a section of their own."""
+"""Field of an algorithm -> the section of the recipe that it is written in."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A run, as objects: data, clients, model, algorithm, engine; any of them may be the user's own.
+    """A run as objects. Data, algorithm, encoders, selector, partition and tracker may be of your own classes.
 
     Attributes:
         data: a source: anything with `load() -> Columns`.
-        stack: new modality -> modalities it is stacked from (early fusion, `data.stacking`); `stack` in [data].
-        algorithm: with its [train], [selection], [server] and [evaluate] parts inside.
+        algorithm: the algorithm; its fields hold the sections [train], [selection], [server] and [evaluate].
+        model: the section [model].
+        clients: the section [clients].
+        seed: the seed of every random draw.
+        rounds: the number of rounds.
+        engine: the section [engine].
+        checkpoint: the section [checkpoint].
         egress: the policy table, `{block: {destination: [kinds]}}`.
-        network: a network model, or None.
-        tracking: who is handed the numbers of the run as they come, or None.
-        name: what the output folder is called by default.
+        stack: new modality -> modalities it is stacked from (early fusion, `data.stacking`); `stack` in [data].
+        network: the section [network], or None for no simulated time.
+        tracking: the tracker that receives the numbers of the run, or None.
+        name: the name of the output folder, unless the user gives one.
     """
 
     data: Any
@@ -62,19 +68,19 @@ class Recipe:
     name: str = "run"
 
     def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
+        """Refuse a negative seed or number of rounds."""
         for name in ("rounds", "seed"):
             if getattr(self, name) < 0:
                 raise RecipeError(f"{name} = {getattr(self, name)}: must be 0 or more")
 
     def table(self) -> dict[str, Any]:
-        """The resolved recipe, every default written out, in the layout of the file."""
-        algorithm = plain(self.algorithm)
+        """The resolved recipe as a table in the layout of the file, with every default written out."""
+        algorithm = as_table(self.algorithm)
         table: dict[str, Any] = {"seed": self.seed, "rounds": self.rounds}
-        table["data"] = {"name": name_of(self.data, SOURCES)} | plain(self.data)
+        table["data"] = {"name": name_of(self.data, SOURCES)} | as_table(self.data)
         if self.stack:
             table["data"]["stack"] = _toml(self.stack)
-        table["clients"] = plain(self.clients)
+        table["clients"] = as_table(self.clients)
         if not isinstance(self.clients.partition, str):
             table["clients"]["partition"] = name_of(self.clients.partition, PARTITIONS)
         table["model"] = model_table(self.model)
@@ -87,25 +93,25 @@ class Recipe:
             for elsewhere in ("participation", "train"):
                 table["selection"].pop(elsewhere, None)
         table["algorithm"] = {"name": name_of(self.algorithm, ALGORITHMS)} | algorithm
-        table["engine"] = plain(self.engine)
-        table["checkpoint"] = plain(self.checkpoint)
+        table["engine"] = as_table(self.engine)
+        table["checkpoint"] = as_table(self.checkpoint)
         if self.network is not None:
-            table["network"] = plain(self.network)
+            table["network"] = as_table(self.network)
         if self.tracking is not None:
-            table["tracking"] = {"name": name_of(self.tracking, TRACKERS)} | plain(self.tracking)
+            table["tracking"] = {"name": name_of(self.tracking, TRACKERS)} | as_table(self.tracking)
         table["egress"] = {block: {d: list(k) for d, k in row.items()} for block, row in self.egress.items()}
         return table
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe.
+    """Read a recipe from a file.
 
     Args:
         path: the TOML file.
-        overrides: `section.key=value` as on the command line, the value in TOML (bare words are strings).
+        overrides: `section.key=value` as on the command line; the value is TOML, or a word without quotes.
 
     Raises:
-        RecipeError: with file, section, key, what is allowed and the nearest name.
+        RecipeError: with the file, the section, the key, what is allowed and the nearest name.
     """
     path = Path(path)
     table = read_table(path, overrides)
@@ -116,16 +122,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The table of a recipe's file, overrides written into it; nothing that it names is looked up.
+    """Read a recipe's file as a table and apply overrides; classes that it names are not imported.
 
     Raises:
-        RecipeError: the file cannot be read, or an override does not fit it.
+        RecipeError: the file cannot be read, is not valid TOML, or an override does not fit it.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors begin files with a mark
+        table = parse_toml(path.read_text(encoding="utf-8-sig"))  # Windows editors put a byte order mark first
     except OSError as error:
         raise RecipeError(f"recipe {path}: {error.strerror or error}. Give the path of a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise RecipeError(f"recipe {path} is not valid TOML: {error}") from None
     for override in overrides:
         apply(table, override)
@@ -133,24 +139,32 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def recipe_of(given: Recipe | str | Path) -> Recipe:
-    """A recipe as it is, or read from its path."""
+    """The recipe that is given, or the one at the path that is given.
+
+    Raises:
+        RecipeError: it is neither, or the file is not a valid recipe.
+    """
     if isinstance(given, Recipe):
         return given
     if not isinstance(given, (str, Path)):
         raise RecipeError(
-            f"a {type(given).__name__} is no recipe. Give a Recipe, the path of one, or parse_recipe(table)"
+            f"a {type(given).__name__} is not a recipe. Give a Recipe, the path of one, or parse_recipe(table)"
         )
     return load_recipe(given)
 
 
 def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
-    """A recipe from the table of its file.
+    """Build a recipe from the table of its file.
+
+    Args:
+        table: the sections, as `tomllib` reads them.
+        name: the name of the output folder, unless the user gives one.
 
     Raises:
-        RecipeError: see `load_recipe`.
+        RecipeError: with the section, the key, what is allowed and the nearest name.
     """
     sections = dict(table)
-    sections.pop("versions", None)  # a resolved recipe says what it ran on; it can be run again as it is
+    sections.pop("versions", None)  # a resolved recipe names the versions it ran with, and can be run again
     top: dict[str, Any] = {key: sections.pop(key) for key in ("seed", "rounds") if key in sections}
     for key, value in sections.items():
         refuse_unknown(key)
@@ -159,7 +173,7 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
     for section in ("data", "algorithm", "model"):
         if section not in sections:
             raise RecipeError(f"section [{section}] is missing")
-    _refuse_idle(top, sections.get("train", {}))
+    _refuse_no_training(top, sections.get("train", {}))
     clients = build("[clients]", ClientsSpec, sections.get("clients", {}))
     data = dict(sections["data"])
     stack = {"stack": data.pop("stack")} if "stack" in data else {}
@@ -183,15 +197,15 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
     )
 
 
-def _refuse_idle(top: Mapping[str, Any], train: Mapping[str, Any]) -> None:
-    """Refuse what trains nothing. Objects may say so, to look at a start; in a file it is a slip."""
+def _refuse_no_training(top: Mapping[str, Any], train: Mapping[str, Any]) -> None:
+    """Refuse a file that trains nothing. Python objects may do so, to look at an initial state; in a file it is a mistake."""
     for where, key, table in (("", "rounds", top), ("[train] ", "epochs", train), ("[train] ", "steps", train)):
         if table.get(key) == 0 and not (key == "epochs" and "steps" in train):
             raise RecipeError(f"{where}{key} = 0: must be 1 or more, as nothing would be trained")
 
 
 def _egress(rows: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
-    """The policy's table; its words are judged by `Policy.parse`, which knows the modalities."""
+    """The table of the policy; `Policy.parse`, which knows the modalities, checks its words."""
     for block, row in rows.items():
         if not isinstance(row, Mapping):
             raise RecipeError(
@@ -207,10 +221,19 @@ def _egress(rows: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
 
 
 def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
-    """An instance of a section's dataclass; `given` are fields that are not written in this section.
+    """Build a section's dataclass, and warn about options without effect.
 
-    A section may tell which of its options have no effect (`idle`, option -> why): those that are written and
-    differ from their default are told.
+    A dataclass may have an attribute `idle`, option -> reason, for the options that have no effect beside others. A
+    warning names those that the section sets to something else than the default.
+
+    Args:
+        where: the section, for errors, as `[train]`.
+        cls: its dataclass.
+        table: its keys and values.
+        given: fields that are written in another section.
+
+    Raises:
+        RecipeError: an unknown option, a wrong value, or a required option is missing.
     """
     values = checked(where, cls, table, frozenset(given))
     try:
@@ -219,26 +242,27 @@ def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
         raise RecipeError(f"{where}: {str(error).removeprefix(f'{cls.__name__}.__init__() ')}") from None
     defaults = {f.name: f.default for f in fields(cls)}
     for key, because in getattr(built, "idle", {}).items():
-        if key in table and getattr(built, key) != defaults[key]:  # a resolved recipe names all defaults
+        if key in table and getattr(built, key) != defaults[key]:  # a resolved recipe writes all defaults out
             warnings.warn(f"{where} {key} has no effect beside {because}", PolyfedWarning, stacklevel=2)
     return built
 
 
-def plain(part: Any) -> dict[str, Any]:
-    """A section's dataclass as TOML can hold it: None is left out. Of any other object only its class can be named."""
+def as_table(part: Any) -> dict[str, Any]:
+    """A section's dataclass as a TOML table, without fields that are None; any other object gives an empty table."""
     if not dataclasses.is_dataclass(part):
         return {}
     return {f.name: _toml(value) for f in fields(part) if f.init and (value := getattr(part, f.name)) is not None}
 
 
 def model_table(spec: ModelSpec) -> dict[str, Any]:
-    """The [model] section that reads as this specification."""
-    return plain(spec) | {"encoders": {name: _toml(entry_of(entry)) for name, entry in spec.encoders.items()}}
+    """The section [model] that describes this specification."""
+    return as_table(spec) | {"encoders": {name: _toml(entry_of(entry)) for name, entry in spec.encoders.items()}}
 
 
 def _toml(value: Any) -> Any:
+    """A value as TOML can hold it; a value that it cannot becomes a string."""
     if dataclasses.is_dataclass(value):
-        return plain(value)
+        return as_table(value)
     if isinstance(value, Mapping):
         return {str(key): _toml(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -247,20 +271,23 @@ def _toml(value: Any) -> Any:
 
 
 def _algorithm(sections: Mapping[str, Any], clients: ClientsSpec) -> Algorithm:
+    """Build the algorithm with the parts that are written in sections of their own."""
     cls, table = _class("[algorithm]", ALGORITHMS, Algorithm, sections["algorithm"])
     own = {f.name for f in fields(cls)}
     given: dict[str, Any] = {}
     for part, section in PARTS.items():
         if part not in own:
             if section in sections:
-                raise RecipeError(f"[{section}] has no effect: algorithm '{sections['algorithm']['name']}' has none")
+                raise RecipeError(
+                    f"[{section}] has no effect: algorithm '{sections['algorithm']['name']}' does not use it. Remove it"
+                )
             continue
         entry = sections.get(section, {})
         if part == "selector":
             kind, rest = _class(f"[{section}]", SELECTORS, Selector, {"name": "uniform"} | dict(entry))
             taken: dict[str, Any] = {"participation": clients.participation}
             if "train" in {f.name for f in fields(kind)}:
-                taken["train"] = given["train"]  # a selector that trains clients trains them as the algorithm does
+                taken["train"] = given["train"]  # a selector that trains clients uses the algorithm's [train]
             given[part] = build(f"[{section}]", kind, rest, **taken)
         else:
             kind = {"train": Train, "evaluation": Evaluation, "server": ServerOptimiser}[part]

@@ -1,4 +1,4 @@
-"""What a run gives back, at its end or later from its folder."""
+"""The finished run: what `polyfed.run` returns, and what `polyfed.load_run` reads from a folder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,11 +18,12 @@ from polyfed.core.registry import name_of
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED, Tree, select
 from polyfed.engines.base import first_local
-from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import model_of
-from polyfed.experiment.export import Models, Personal, save
+from polyfed.experiment.models import Models, Personal
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.records import Records
+from polyfed.experiment.run_checkpoint import load_content
+from polyfed.experiment.saved_model import save
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -39,12 +40,12 @@ class Run:
     """A finished run.
 
     Attributes:
-        result: what result.json holds.
-        rounds: what rounds.jsonl holds.
+        result: the content of result.json.
+        rounds: the rows of rounds.jsonl.
         state: the final server state.
         model: the model, as functions of a Tree.
-        folder: where the files are, or None.
-        models: the trained models; `params`, `personal`, `predict` and `export` are about them.
+        folder: the folder of the run's files, or None if it wrote none.
+        models: the trained models; `params`, `personal`, `predict` and `export` use them.
     """
 
     result: dict[str, Any]
@@ -55,7 +56,7 @@ class Run:
     models: Models = field(repr=False)
 
     def __repr__(self) -> str:
-        """In short: `state` and `model` hold a model's worth of numbers."""
+        """A short text, without the many numbers of `state` and `model`."""
         evaluated = self.result["metrics"].get("global", self.result["metrics"].get("personal", {}))
         score = next((f", {name} {evaluated[name]:.4f}" for name in ("accuracy", "mean") if name in evaluated), "")
         where = "" if self.folder is None else f", files in {self.folder}"
@@ -63,76 +64,82 @@ class Run:
 
     @property
     def history(self) -> "pd.DataFrame":
-        """One row a round; nested values under dotted names, as `metrics.global.accuracy`."""
-        import pandas as pd  # half a second that a client which starts for every ask need not wait
+        """One row per round; nested values have dotted names, as `metrics.global.accuracy`."""
+        import pandas as pd  # imported here because it takes half a second, and a client may start a process for every request
 
         return pd.json_normalize(self.rounds)
 
     @property
     def params(self) -> Tree:
-        """The trained global model.
+        """The parameters of the trained global model.
 
         Raises:
-            RecipeError: the method trains one model a client instead.
+            RecipeError: the algorithm trains one model per client instead.
         """
         return self.models.params
 
     @property
     def personal(self) -> Personal:
-        """The clients' own models, client -> Tree, each put together when it is looked up; empty where they have none.
+        """The clients' own models, client -> Tree, each assembled on access; empty if the algorithm trains none.
 
         Raises:
-            RecipeError: the clients ran elsewhere, and their models are there.
+            RecipeError: the clients ran in other processes or on devices, which keep their models.
         """
         return self.models.personal
 
     def predict(
         self, x: Mapping[str, Any], client: int | None = None, *, present: Mapping[str, Any] | None = None
     ) -> Tensor:
-        """Logits (n, C); see `Models.predict`. By what the run's `evaluate` judges: its metrics are those of this call.
+        """Compute logits (n, C) with the model that the run evaluated, so its metrics are those of these predictions.
 
         Args:
-            x: modality -> samples (n, ...), as the data set gives them (standardised as it was); one that is left out
-                is a zero feature, as in a client that lacks it.
-            client: predict with the model of this client: its own where the method trains such, otherwise the global
-                model as this client uses it. Modalities that the client lacks are ignored. None: the global model.
-            present: modality -> bool (n,), for one that some of these rows lack.
+            x: modality -> samples (n, ...) as the data set gives them, standardised if it standardises. A modality
+                that is left out counts as a zero feature, as for a client that lacks it.
+            client: predict with the model of this client: its own model if the algorithm trains one per client,
+                otherwise the global model as this client uses it. Modalities that the client lacks are ignored. None
+                selects the global model.
+            present: modality -> bool (n,), for a modality that some of these rows lack.
 
         Raises:
             RecipeError: there is no global model, no such client, or `x` does not fit the model.
         """
         logits = self.models.predict(x, client, present=present)
-        if self.models.own and client is not None and client not in self._asked:
+        if self.models.own and client is not None and client not in self._participants:
             warn(
-                f"client {client} was asked in none of the {len(self.rounds)} rounds: its own model is the one that it "
-                "started from",
+                f"client {client} was asked in none of the {len(self.rounds)} rounds: its own model is still the initial "
+                "one",
                 PolyfedWarning,
                 stacklevel=2,
             )
         return logits
 
     def export(self, folder: str | Path) -> Path:
-        """Write the global model and the clients' own to a new folder, which `polyfed.load_model` reads.
+        """Write the global model and the clients' own models to a new folder, for `polyfed.load_model`.
 
         Returns:
             The folder's absolute path.
 
         Raises:
-            RecipeError: the folder holds something; the models are with the clients, elsewhere; or they have parts that
-                cannot be written down.
+            RecipeError: the folder is not empty, the clients keep their models elsewhere, or an encoder has options
+                that JSON cannot hold.
             DataError: the folder cannot be written.
         """
         return save(self.models, folder)
 
     @cached_property
-    def _asked(self) -> set[int]:
-        """The clients that were asked something in some round."""
-        return {client for row in self.rounds for client in row["cohort"]}
+    def _participants(self) -> set[int]:
+        """The clients that were in the cohort of any round."""
+        return {client for row in self.rounds for client in row.get("cohort", ())}
 
 
 def best_round(rounds: Sequence[dict[str, Any]], metric: str = "macro_f1") -> dict[str, Any] | None:
-    """The round with the best validation macro-F1 (the first of equals) and its metrics; None without validation."""
-    evaluated = [row for row in rounds if "validation" in row.get("metrics", {})]
+    """The first round with the best validation score, and its metrics; None without validation.
+
+    Args:
+        rounds: rows of rounds.jsonl.
+        metric: the name of the score.
+    """
+    evaluated = [row for row in rounds if row.get("metrics", {}).get("validation", {}).get(metric) is not None]
     if not evaluated:
         return None
     best = max(evaluated, key=lambda row: row["metrics"]["validation"][metric])
@@ -146,18 +153,18 @@ def models_of(
     locals: Mapping[int, Tree] | None,
     class_names: tuple[str, ...] | None = None,
 ) -> Models:
-    """The models that a run has trained.
+    """Collect the trained models of a run.
 
     Args:
-        recipe: of the run.
-        fed: facts about the clients; what it holds of the engine and of its data is left behind.
+        recipe: the recipe of the run.
+        fed: the federation, for facts about the clients; the models keep no reference to its engine or data.
         state: the server's state.
-        locals: what each client keeps, for those that have been asked; None: the clients ran elsewhere.
-        class_names: of each class, where the data names them.
+        locals: the local state of each client that was asked; None if the clients ran elsewhere.
+        class_names: the name of each class, if the data has names.
     """
     algorithm, registry, context = recipe.algorithm, fed.clients, fed.context
     name, owner = name_of(algorithm, ALGORITHMS), algorithm.own_models
-    facts = replace(fed, engine=_Nobody(), clock=None, emit=lambda *_, **__: None)
+    facts = replace(fed, engine=_NoClients(), clock=None, emit=lambda *_, **__: None)
     device = next(iter(context.initial.values())).device
     kept = locals if owner == "clients" and locals is not None else {}
 
@@ -179,8 +186,8 @@ def models_of(
     elsewhere = ""
     if owner == "clients" and locals is None:
         elsewhere = (
-            f"{name} trains one model a {algorithm.model_for}, and these are with the clients: the clients of engine "
-            "'flower' run in processes of their own or on devices, which keep their models, and the server keeps none"
+            f"{name} trains one model per {algorithm.model_for}, and the clients keep these models: on engine 'flower' "
+            "they run in processes of their own or on devices, and the server has no copy"
         )
     return Models(
         algorithm=name,
@@ -197,45 +204,39 @@ def models_of(
     )
 
 
-class _Nobody:
-    """The engine of a run that is over."""
+class _NoClients:
+    """An engine without clients, for a run that has ended."""
 
-    name = "nobody"
+    name = "no-clients"
 
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
-        """Refuse: no client is there any more."""
+        """Raise a RecipeError, because a finished run has no clients."""
         raise RecipeError(
-            f"{request.name} was asked after the run: to_judge and client_model must do without asking clients"
+            f"{request.name} was asked after the run: client_model and global_params must not ask clients"
         )
 
 
-def kept_facts(fed: Federation, class_names: tuple[str, ...] | None) -> dict[str, Any]:
-    """What a checkpoint holds beside states, so that `load_run` can do without the data."""
-    registry, model = fed.clients, fed.context.model
-    return {
-        "shapes": {name: list(shape) for name, shape in model.shapes.items()},
-        "classes": model.num_classes,
-        "class_names": class_names,
-        "num_rows": registry.num_rows,
-        "holds": registry.holds,
-        "silo": registry.silo,
-    }
-
-
 def load_run(folder: str | Path) -> Run:
-    """A finished run from the folder that `polyfed run --out` wrote, with its models; its data need not be there.
+    """Load a finished run, with its models, from the folder that `polyfed run --out` wrote; its data is not needed.
+
+    Classes of your own that the folder's recipe.toml names are imported, which runs their code: load what you trust.
+
+    Args:
+        folder: the folder of the run.
 
     Raises:
         RecipeError: the folder holds no finished run, or its recipe names a class that cannot be imported.
-        CheckpointError: its files are damaged, or were written before runs could be loaded.
+        CheckpointError: its files are damaged, or a version of polyfed wrote them that kept no models.
     """
     folder = Path(folder).expanduser()
     if not (folder / RESULT).exists() or not (folder / RECIPE).exists():
-        raise RecipeError(f"{folder} holds no finished run. Finish it by --resume, or give the folder of another one")
+        raise RecipeError(f"{folder} holds no finished run. Finish it with --resume, or give the folder of another run")
     records, recipe = Records(folder, resume=True), load_recipe(folder / RECIPE)
-    found = checkpoint.load(records.checkpoints, checkpoint.modules_of(recipe.algorithm))
+    found = load_content(records.checkpoints, recipe.algorithm)
     if found is None or "federation" not in found[1]:
-        raise CheckpointError(f"{records.checkpoints} holds no models that can be loaded; an older polyfed wrote it")
+        raise CheckpointError(
+            f"{records.checkpoints} holds no models that can be loaded. Finish the run again with this version of polyfed"
+        )
     content, facts = found[1], found[1]["federation"]
     shapes = {name: tuple(shape) for name, shape in facts["shapes"].items()}
     policy = Policy.parse(recipe.egress, shapes)
@@ -244,7 +245,7 @@ def load_run(folder: str | Path) -> Run:
     context = ClientContext(model, tuple(shapes), facts["classes"], initial, evaluation_client=True, policy=policy)
     fed = Federation(
         clients=ClientRegistry(tuple(shapes), facts["num_rows"], facts["holds"], facts["silo"]),
-        engine=_Nobody(),
+        engine=_NoClients(),
         owner=recipe.algorithm,
         context=context,
         template=initial,

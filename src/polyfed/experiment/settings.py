@@ -1,4 +1,4 @@
-"""The sections of a recipe that say how it is run, not what is learnt: [engine] and [checkpoint]."""
+"""The sections of a recipe that say how a run is executed, not what it learns: [engine] and [checkpoint]."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -13,23 +13,26 @@ class EngineSpec:
     Attributes:
         name: `vectorised`, `sequential` or `flower`.
         device: `cpu`, `cuda`, or `auto` (CUDA when there is one).
-        threads: of PyTorch on the CPU; 0 leaves its default. Small models run best with 1: threads that wait for
-            each other cost more than they give, many times more on a machine that has other work.
-        stack: most clients in one stack of the vectorised engine; 0 lets a memory budget decide, and on a CPU does
-            not stack models with 2-d convolutions, which are slower so.
-        replay: the vectorised engine may write a training step down and replay it: the same bits, sooner. Switch it
-            off for a loss of your own that is not a function of its batch alone.
-        min_replies: a round in which fewer clients answer ends the run (exit code 4); all, where fewer are asked.
-        debug: let a client's exception through, with client, round, task and shapes.
-        nodes: flower: clients to wait for before the first round of a deployment; 0 means [clients] num.
-        min_nodes: flower: fewer of them by then end the run before its first round (exit code 4); 0 means all.
-        enrol_seconds: flower: how long to wait for them.
-        reply_seconds: flower: how long a client may take for an ask; who is later is left out of it.
-        on_refusal: flower: a client whose policy refuses ends the run (exit code 3), or is left out of the ask.
-        relay: flower: `server-sees` says that messages between clients of a silo pass through the server, which
-            sees them; otherwise algorithms that send any are refused.
-        message_megabytes: flower: largest message that is read, in 2**20 bytes.
-        client_cpus: flower: CPUs of a client in a simulation; as many clients run at a time as fit the machine.
+        threads: the number of threads PyTorch uses on the CPU; 0 keeps PyTorch's default. Small models run fastest
+            with 1, because threads spend more time waiting for each other than they save, above all on a busy machine.
+        stack: the largest number of clients in one stack of the vectorised engine; 0 chooses it by a memory budget,
+            and on a CPU does not stack models with 2-d convolutions, which run slower when stacked.
+        replay: whether the vectorised engine may record a training step and replay it, which is faster and gives the
+            same bits. Switch it off for a loss of your own that is not a function of its batch alone.
+        min_replies: if fewer clients reply in a round, the run ends with exit code 4; if fewer clients are asked, all
+            must reply.
+        debug: raise a client's exception instead of leaving the client out, with client, round, task and shapes.
+        nodes: flower: the number of clients to wait for before the first round of a deployment; 0 means [clients] num.
+        min_nodes: flower: if fewer clients have connected after `enrol_seconds`, the run ends before its first round
+            with exit code 4; 0 means all `nodes`.
+        enrol_seconds: flower: how long to wait for clients before the first round, in seconds.
+        reply_seconds: flower: how long a client may take to reply, in seconds; a later reply is ignored.
+        on_refusal: flower: if a client's policy refuses a reply, `stop` ends the run (exit code 3) and `drop` leaves
+            the client out of the request.
+        relay: flower: `server-sees` lets messages between clients of a silo pass through the server, which can read
+            them; `refused` refuses algorithms that send such messages.
+        message_megabytes: flower: the largest message that is read, in units of 2**20 bytes.
+        client_cpus: flower: CPUs per client in a simulation; as many clients run at a time as fit on the machine.
     """
 
     name: Literal["vectorised", "sequential", "flower"] = "vectorised"
@@ -49,7 +52,7 @@ class EngineSpec:
     client_cpus: Annotated[float, POSITIVE] = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
+        """Check types and ranges of the options."""
         check_ranges("[engine]", self)
 
 
@@ -58,15 +61,15 @@ class CheckpointSpec:
     """The [checkpoint] section.
 
     Attributes:
-        every: rounds between checkpoints; the last round is always kept; 0 means only the last.
+        every: write a checkpoint after every so many rounds, and always after the last one; 0 means only the last.
     """
 
     every: Annotated[int, EVERY] = 1
 
     def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
+        """Check types and ranges of the options."""
         check_ranges("[checkpoint]", self)
 
     def due(self, round: int, rounds: int) -> bool:
-        """Whether this round is kept."""
+        """Whether a checkpoint is written after this round of `rounds`."""
         return round == rounds or (self.every > 0 and round % self.every == 0)

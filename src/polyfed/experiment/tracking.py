@@ -1,7 +1,7 @@
-"""Trackers: hand the numbers of a run, as they come, to a tool in which many runs are looked at together.
+"""Trackers: pass the numbers of a run, as they come, to a tool that shows many runs together.
 
-A tracker reads the same events as the progress display. It belongs to the server: what it is given is what the server
-knows, never anything else of a client. The one that polyfed brings writes files and sends nothing anywhere.
+A tracker listens to the same events as the progress display. It runs on the server and is given only what the server
+knows. The built-in tracker writes files and sends nothing over a network.
 """
 
 from abc import ABC, abstractmethod
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 EVENTS = "tensorboard"
-"""Folder of TensorBoard's event files inside that of the run."""
+"""The folder of TensorBoard's event files inside the folder of the run."""
 
 FOLLOWED = ("train_loss", "bytes_up", "bytes_down", "simulated_seconds", "seconds", "metrics", "logged")
-"""What of a row of rounds.jsonl is a number to follow: one a round, not one a client."""
+"""Keys of a row of rounds.jsonl that hold one number per round, not one per client."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracker(ABC):
-    """The [tracking] section; your own is a subclass, a dataclass whose fields are the section's keys."""
+    """The section [tracking]. For a tracker of your own, subclass it as a dataclass; its fields are the section's keys."""
 
     @abstractmethod
     def follow(self, recipe: Mapping[str, Any], folder: Path | None) -> Listener:
-        """A listener for one run.
+        """Create a listener for one run.
 
         Args:
-            recipe: resolved, as recipe.toml holds it.
-            folder: of the run's files; None where it writes none.
+            recipe: the resolved recipe, as in recipe.toml.
+            folder: the folder of the run's files; None if the run writes none.
 
         Raises:
-            RecipeError: the tool is not installed, or lacks something it needs.
+            RecipeError: the tool is not installed or not configured.
         """
 
 
@@ -45,13 +45,13 @@ class TensorBoard(Tracker):
     """Curves in TensorBoard: `tensorboard --logdir runs`. Needs the extra `polyfed[tracking]`.
 
     Attributes:
-        folder: where event files go; empty: `tensorboard` in the folder of the run.
+        folder: the folder of the event files; empty means `tensorboard` in the folder of the run.
     """
 
     folder: str = ""
 
     def follow(self, recipe: Mapping[str, Any], folder: Path | None) -> Listener:
-        """See `Tracker`."""
+        """Create the listener that writes the event files; see `Tracker.follow`."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -59,12 +59,12 @@ class TensorBoard(Tracker):
                 f"[tracking] name = 'tensorboard' needs a package ({error}): pip install 'polyfed[tracking]'"
             ) from None
         if not self.folder and folder is None:
-            raise RecipeError("[tracking] folder = '': this run writes no files of its own; name a folder")
+            raise RecipeError("[tracking] folder = '': this run writes no files of its own. Name a folder")
         return _Curves(recipe, Path(self.folder) if self.folder else Path(folder or "") / EVENTS, SummaryWriter)
 
 
 class _Curves:
-    """Writes the scalars of a run; a resumed run hides what its lost rounds had written."""
+    """Writes the scalars of a run. When a run is resumed, TensorBoard hides the scalars of rounds that run again."""
 
     def __init__(self, recipe: Mapping[str, Any], folder: Path, make: type["SummaryWriter"]) -> None:
         self.recipe, self.folder, self.make = recipe, folder, make
@@ -89,7 +89,8 @@ class _Curves:
 
 
 def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a row of rounds.jsonl that are one a round, named like paths: `metrics/global/accuracy`."""
+    """The numbers of a row of rounds.jsonl that there is one of per round, as (name, value); names are paths such as
+    `metrics/global/accuracy`."""
     for name, value in _leaves({key: row[key] for key in FOLLOWED if row.get(key) is not None}):
         if isinstance(value, int | float):
             yield name, float(value)
@@ -104,4 +105,4 @@ def _leaves(nest: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 
 TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard}
-"""By the name in a recipe."""
+"""Name in a recipe -> class."""

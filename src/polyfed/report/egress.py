@@ -1,12 +1,13 @@
 """What crossed, summed from a ledger of any length: one pass, memory for the kinds of rows and not for the rows."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from polyfed.core.files import EGRESS
+from polyfed.core.parsing import parse_json
 from polyfed.report.run_folder import Folder, damaged
+from polyfed.report.run_schema import LIMIT
 
 MOST_SHAPES = 100_000
 """Distinct pairs of client and row ending counted before they are summed up; keeps memory flat when every row has its
@@ -82,10 +83,13 @@ class _Tail:
 
     @classmethod
     def parse(cls, text: str) -> "_Tail":
-        row: dict[str, Any] = json.loads("{" + text)
+        row: dict[str, Any] = parse_json("{" + text)
         block, kind, way = (str(row[key]) for key in ("block", "kind", "destination"))
         message = (str(row["message"]), str(row["field"]), kind, way)
-        return cls((block, kind, way), message, int(row["bytes"]), row["verdict"] != "allowed")
+        size = row["bytes"]
+        if type(size) is not int or not 0 <= size < LIMIT:
+            raise ValueError(f"bytes = {str(size)[:40]} is not a number of bytes")
+        return cls((block, kind, way), message, size, row["verdict"] != "allowed")
 
 
 def _add(egress: Egress, counts: Counter[tuple[str, str]], first_seen: dict[str, int], folder: Folder) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import RecipeError
+from polyfed.core.files import ROUNDS
 from polyfed.evaluation.metrics import uar
-from polyfed.report.run_folder import Folder
+from polyfed.report.run_folder import Folder, damaged
 
 FOLD_KEYS = ("data.test_session", "data.fold")
 """Options of data sources that choose the fold (IEMOCAP, MSP-Improv; CREMA-D, KU-HAR)."""
@@ -31,7 +32,11 @@ def confusion_of(folder: Folder) -> Tensor | None:
     found: Any = None
     for row in folder.rounds():
         found = row.get("confusion")
-    return None if found is None else torch.tensor(found, dtype=torch.float64)
+    if found is None:
+        return None
+    if any(len(row) != len(found) for row in found):
+        raise damaged(folder.path / ROUNDS, "the last confusion matrix is not square")
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def pooled_uars(folders: Sequence[Folder]) -> list[float]:

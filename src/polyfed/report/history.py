@@ -104,7 +104,7 @@ def read(folder: Folder) -> History:
     for number, row in enumerate(folder.rounds(), 1):
         try:
             history.add(row)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise damaged(folder.path / ROUNDS, f"{type(error).__name__}: {error}", number) from None
     return history
 

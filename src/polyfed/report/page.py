@@ -191,7 +191,7 @@ def _sha256(text: str) -> str:
 
 def _write(path: Path, text: str) -> Path:
     try:
-        if path.is_file() and not _is_ours(path):
+        if path.is_file() and not _is_report(path):
             raise RecipeError(f"{path} is there, and is no page of polyfed's. Choose another name, or move it away")
         replace_text(path, text)
     except OSError as error:
@@ -199,7 +199,7 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
-def _is_ours(path: Path) -> bool:
+def _is_report(path: Path) -> bool:
     """Whether a file is a page that polyfed wrote; its head says so."""
     with path.open("rb") as file:
         return GENERATOR in file.read(1000)

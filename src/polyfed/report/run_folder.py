@@ -1,15 +1,17 @@
 """Reading a run's folder, line by line: files may be far larger than memory."""
 
-import json
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from polyfed.core.errors import DataError
 from polyfed.core.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS
+from polyfed.core.parsing import parse_toml
+from polyfed.report.run_schema import LIMIT, ROUND_ROW, RUN_FACTS, RUN_RESULT, parse_as
 
 
 @dataclass(frozen=True)
@@ -41,19 +43,26 @@ class Folder:
     def recipe(self) -> dict[str, Any]:
         """The resolved recipe as a table."""
         try:
-            return tomllib.loads(self.recipe_text)
-        except tomllib.TOMLDecodeError as error:
+            table = parse_toml(self.recipe_text)
+        except ValueError as error:
             raise damaged(self.path / RECIPE, error) from None
+        for section in ("algorithm", "data", "engine"):
+            if not isinstance(table.get(section, {}), dict):
+                raise damaged(self.path / RECIPE, f"'{section}' is not a section")
+        rounds = table.get("rounds", 0)
+        if type(rounds) is not int or not 0 <= rounds < LIMIT:
+            raise damaged(self.path / RECIPE, f"rounds = {rounds!r} is not a number of rounds")
+        return table
 
     @cached_property
     def facts(self) -> dict[str, Any]:
         """What run.json holds."""
-        return self._json(FACTS)
+        return self._json(FACTS, RUN_FACTS)
 
     @cached_property
     def result(self) -> dict[str, Any]:
         """What result.json holds; empty while the run is not finished."""
-        return self._json(RESULT)
+        return self._json(RESULT, RUN_RESULT)
 
     @property
     def num_clients(self) -> int:
@@ -69,11 +78,9 @@ class Folder:
         """The rounds, one at a time."""
         for number, line in self.lines(ROUNDS):
             try:
-                row = json.loads(line)
+                row = parse_as(ROUND_ROW, line)
             except ValueError as error:
                 raise damaged(self.path / ROUNDS, error, number) from None
-            if not isinstance(row, dict) or "round" not in row:
-                raise damaged(self.path / ROUNDS, "not a round", number)
             yield row
 
     def lines(self, name: str) -> Iterator[tuple[int, str]]:
@@ -93,17 +100,14 @@ class Folder:
         """The ledger's lines."""
         return self.lines(EGRESS)
 
-    def _json(self, name: str) -> dict[str, Any]:
+    def _json(self, name: str, schema: TypeAdapter[Any]) -> dict[str, Any]:
         path = self.path / name
         if not path.is_file():
             return {}
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            return parse_as(schema, path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise damaged(path, error) from None
-        if not isinstance(content, dict):
-            raise damaged(path, "not a JSON object")
-        return content
 
 
 def damaged(path: Path, why: object, line: int | None = None) -> DataError:

@@ -1,4 +1,4 @@
-"""Plain tables for the terminal, their titles, and the space between them."""
+"""The layout of terminal output: tables without lines, titles, blank lines."""
 
 from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
@@ -6,7 +6,12 @@ from rich.text import Text
 
 
 def plain_table(*columns: str, left: int = 1) -> Table:
-    """A table without lines; the first `left` columns are words, the others numbers."""
+    """A table without lines.
+
+    Args:
+        columns: the headings; no header is shown if all are empty.
+        left: this many columns hold words and are aligned left; the others hold numbers and are aligned right.
+    """
     named = any(columns)
     table = Table(box=None, show_header=named, pad_edge=False)
     for number, column in enumerate(columns):
@@ -16,11 +21,11 @@ def plain_table(*columns: str, left: int = 1) -> Table:
 
 
 def titled(title: str, table: Table) -> Group:
-    """A table under its title, which may be wider than the table."""
+    """A table below its title, which may be wider than the table."""
     return Group(Text(title, "bold"), table)
 
 
 def stacked(*parts: RenderableType) -> Group:
-    """Parts with a blank line between them."""
+    """The parts, separated by blank lines."""
     spaced = [entry for part in parts for entry in (Text(""), part)]
     return Group(*spaced[1:])

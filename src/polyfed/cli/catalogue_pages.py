@@ -1,4 +1,4 @@
-"""The built-in handbook: `polyfed algorithms [NAME]` and `polyfed data [NAME]`."""
+"""The pages of `polyfed algorithms [NAME]` and `polyfed data [NAME]`."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import catalogue
 from polyfed.cli.catalogue import Option
 from polyfed.cli.egress_tables import Carrier, carriers
-from polyfed.cli.plain import plain_table, stacked, titled
+from polyfed.cli.layout import plain_table, stacked, titled
 from polyfed.data import SOURCES
 
 
 def algorithm_list() -> Group:
-    """Every algorithm with its first line."""
+    """Every algorithm with the first line of its description."""
     table = plain_table("", "", left=2)
     for name in sorted(ALGORITHMS):
         table.add_row(name, Text(catalogue.headline(ALGORITHMS[name])))
@@ -22,7 +22,7 @@ def algorithm_list() -> Group:
 
 
 def algorithm_page(name: str) -> Group:
-    """One algorithm: idea, hyper-parameters, what crosses."""
+    """One algorithm: its idea, its hyper-parameters, and what can cross."""
     cls = catalogue.algorithm_named(name)
     groups: dict[tuple[str, str, str], list[Carrier]] = {}
     for row in catalogue.crossings(cls):
@@ -31,7 +31,9 @@ def algorithm_page(name: str) -> Group:
     for (way, kind, blocks), rows in sorted(groups.items(), key=lambda item: item[0][0] != "down"):
         crossing.add_row(way, kind, blocks, Text(carriers(rows)))
     options = _options("[algorithm]", catalogue.hyper_parameters(cls))
-    hint = Text("Under the defaults of its options; polyfed check tells of a recipe, with bytes and verdicts.", "dim")
+    hint = Text(
+        "This holds for the default options; `polyfed check RECIPE.toml` shows bytes and verdicts for a recipe.", "dim"
+    )
     return stacked(Text(catalogue.explanation(cls)), options, titled("What can cross", crossing), hint)
 
 
@@ -45,7 +47,7 @@ def source_list() -> Group:
 
 
 def source_page(name: str) -> Group:
-    """One source: what it holds, licence, how to obtain it, its options."""
+    """One data source: its modalities, its licence, how to obtain it, and its options."""
     cls = catalogue.source_named(name)
     facts = catalogue.facts_of_source(cls)
     table = plain_table("", "", left=2)

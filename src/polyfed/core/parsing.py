@@ -1,0 +1,69 @@
+"""Parse JSON and TOML files that somebody else may have written or damaged.
+
+Text that is nested very deeply, or that holds an integer of thousands of digits, parses and then breaks the code that
+walks through it or converts it to a float. The functions here refuse such text with a ValueError, like any other text
+that is not valid.
+"""
+
+import json
+import tomllib
+from typing import Any
+
+MOST_DEPTH = 200
+"""The deepest nesting that is accepted, counted in lists and tables; no file that polyfed writes comes near it."""
+
+LARGEST = 10**300
+"""Integers from here on are refused: a float cannot hold them."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: `text` is not JSON, is nested too deeply, or holds an integer that is too large.
+    """
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    refuse_extremes(content)
+    return content
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML.
+
+    Raises:
+        ValueError: `text` is not TOML, is nested too deeply, or holds an integer that is too large.
+    """
+    try:
+        content = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    refuse_extremes(content)
+    return content
+
+
+def refuse_extremes(content: Any) -> None:
+    """Refuse nested lists and dictionaries that are too deep, or that hold an integer that is too large.
+
+    Raises:
+        ValueError: with the limit.
+    """
+    level, depth = [content], 0
+    while level:
+        if depth > MOST_DEPTH:
+            raise ValueError(_too_deep())
+        below: list[Any] = []
+        for entry in level:
+            if isinstance(entry, dict):
+                below.extend(entry.values())
+            elif isinstance(entry, list):
+                below.extend(entry)
+            elif isinstance(entry, int) and not -LARGEST < entry < LARGEST:
+                raise ValueError("it holds an integer of more than 300 digits")
+        level, depth = below, depth + 1
+
+
+def _too_deep() -> str:
+    return f"it is nested more than {MOST_DEPTH} levels deep"

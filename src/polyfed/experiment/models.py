@@ -1,0 +1,152 @@
+"""The trained models of a run: the global model, the clients' own models, and predictions with either."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from torch import Tensor
+
+from polyfed.core.errors import RecipeError, UnknownClient
+from polyfed.core.tree import Tree
+from polyfed.evaluation.scores import Predictor, predict
+from polyfed.model import Model, ModelSpec
+
+
+@dataclass(frozen=True, repr=False)
+class Models:
+    """The trained models of a run, or of a folder that `Run.export` wrote.
+
+    Attributes:
+        algorithm: the algorithm's name.
+        spec: the [model] section.
+        model: the model, as functions of a Tree.
+        predictor: how a client's own model predicts.
+        shared: the global model, or None; see `params`.
+        clients: client number -> the modalities that this client's model reads.
+        tree_of: returns the Tree of one of these clients.
+        own: whether clients have models of their own; otherwise each predicts with its part of the global model.
+        model_for: who has a model of its own: each `client`, or each `silo`, whose devices share it.
+        class_names: the name of each class, if the data has names.
+        elsewhere: why the clients' own models are not here; empty if they are here.
+    """
+
+    algorithm: str
+    spec: ModelSpec
+    model: Model
+    predictor: Predictor
+    shared: Tree | None
+    clients: Mapping[int, tuple[str, ...]]
+    tree_of: Callable[[int], Tree]
+    own: bool
+    model_for: str = "client"
+    class_names: tuple[str, ...] | None = None
+    elsewhere: str = ""
+
+    def __repr__(self) -> str:
+        own = ["clients' own models elsewhere" if self.elsewhere else f"own models of {len(self.clients)} clients"]
+        parts = ["a global model"] * (self.shared is not None) + own * self.own
+        return f"Models({self.algorithm}: {' and '.join(parts)})"
+
+    @property
+    def params(self) -> Tree:
+        """The parameters of the global model.
+
+        Raises:
+            RecipeError: the algorithm trains no global model.
+        """
+        if self.shared is None:
+            raise RecipeError(
+                f"{self.algorithm} has no global model: it trains one model per {self.model_for}. Pass client=k for "
+                f"the model of client k, as in predict(x, client={next(iter(self.clients), 0)}), or use personal[k]"
+            )
+        return self.shared
+
+    @property
+    def personal(self) -> "Personal":
+        """The clients' own models, by client number.
+
+        Raises:
+            RecipeError: the clients keep their models, so they are not here.
+        """
+        self.check_here()
+        return Personal(self)
+
+    def predict(
+        self, x: Mapping[str, Any], client: int | None = None, *, present: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        """Compute logits (n, C) exactly as the evaluation of the run computed them.
+
+        Args:
+            x: modality -> samples (n, ...) as the data set gives them, standardised if it standardises. A modality
+                that is left out counts as a zero feature.
+            client: predict with the model of this client: its own model if the algorithm trains one per client,
+                otherwise its part of the global model. Modalities that this model does not read are ignored. None
+                selects the global model.
+            present: modality -> bool (n,), for a modality that some of these rows lack.
+
+        Raises:
+            RecipeError: there is no global model or no such client, or `x` does not fit the model.
+        """
+        if client is None:
+            return predict(self.model, self.params, x, present=present)
+        w = self.of(client)
+        return predict(self.model, w, x, reads=self.clients[client], present=present, predictor=self.predictor)
+
+    def of(self, client: int) -> Tree:
+        """The parameters that a client predicts with.
+
+        Raises:
+            UnknownClient: there is no such client.
+            RecipeError: the clients keep their models, so they are not here.
+        """
+        self.check_here()
+        if isinstance(client, bool) or not isinstance(client, Integral) or client not in self.clients:
+            raise UnknownClient(f"client = {client!r}: there is no such client. {_allowed(list(self.clients))}")
+        return self.tree_of(int(client))
+
+    def check_here(self) -> None:
+        """Raise a RecipeError if the clients have own models and these are not here."""
+        if self.own and self.elsewhere:
+            raise RecipeError(self.elsewhere)
+
+
+class Personal(Mapping[int, Tree]):
+    """The clients' own models, each assembled on access; empty if the algorithm trains none."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def __getitem__(self, client: int) -> Tree:
+        """A copy of the client's model.
+
+        Raises:
+            UnknownClient: the client has no model of its own.
+        """
+        if not self._models.own:
+            raise UnknownClient(f"{self._why_empty()}. Use params, or predict(x, client={client!r})")
+        return self._models.of(client)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._models.clients if self._models.own else ())
+
+    def __len__(self) -> int:
+        return len(self._models.clients) if self._models.own else 0
+
+    def __contains__(self, client: object) -> bool:
+        return self._models.own and client in self._models.clients
+
+    def __repr__(self) -> str:
+        return f"Personal({len(self)} models)" if self._models.own else f"Personal(empty: {self._why_empty()})"
+
+    def _why_empty(self) -> str:
+        return f"{self._models.algorithm} trains one global model, and no client has a model of its own"
+
+
+def _allowed(clients: Sequence[int]) -> str:
+    """Which client numbers there are."""
+    if not clients:
+        return "There are no clients"
+    if len(clients) == clients[-1] + 1:
+        return f"Clients are numbered from 0 to {clients[-1]}"
+    return f"Clients are {', '.join(map(str, clients[:8]))}{', ...' if len(clients) > 8 else ''}"

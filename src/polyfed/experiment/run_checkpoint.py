@@ -1,0 +1,104 @@
+"""What the checkpoint of a run holds, read back and checked before anything uses it.
+
+`polyfed.experiment.checkpoint` reads and writes any nest of values; this file knows which values a run keeps.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyfed.algorithms.base import Algorithm
+from polyfed.core.errors import CheckpointError
+from polyfed.experiment import checkpoint
+from polyfed.experiment.checkpoint import RESTORE
+from polyfed.federation.federation import Federation
+
+TOTALS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
+"""Sums over all rounds that a resumed run continues."""
+
+
+def kept_facts(fed: Federation, class_names: tuple[str, ...] | None) -> dict[str, Any]:
+    """The facts about clients and model that let `load_run` do without the data."""
+    registry, model = fed.clients, fed.context.model
+    return {
+        "shapes": {name: list(shape) for name, shape in model.shapes.items()},
+        "classes": model.num_classes,
+        "class_names": class_names,
+        "num_rows": registry.num_rows,
+        "holds": registry.holds,
+        "silo": registry.silo,
+    }
+
+
+def load_content(
+    folder: Path, algorithm: Algorithm, device: torch.device | str = "cpu"
+) -> tuple[int, dict[str, Any]] | None:
+    """The newest checkpoint of a run as (round, content), or None where there is none.
+
+    Args:
+        folder: the run's `checkpoint` folder.
+        algorithm: the run's; dataclasses of its modules may occur in the state.
+        device: where tensors go.
+
+    Raises:
+        CheckpointError: it is damaged, or does not hold what a run keeps.
+    """
+    found = checkpoint.load(folder, checkpoint.modules_of(algorithm), device)
+    if found is None:
+        return None
+    round, content = found
+    if wrong := _wrong_key(content):
+        raise CheckpointError(f"the checkpoint in {folder} has no usable entry '{wrong}'. {RESTORE}")
+    return round, content
+
+
+def _wrong_key(content: Any) -> str:
+    """The first entry that is missing or of another type; empty where there is none."""
+    if not isinstance(content, dict):
+        return "run"
+    checks = {
+        "run": isinstance(content.get("run"), str),
+        "round": type(content.get("round")) is int,
+        "state": "state" in content,
+        "locals": _is_locals(content.get("locals")),
+        "totals": _are_numbers(content.get("totals"), (int, float), TOTALS),
+        "places": _are_numbers(content.get("places"), (int,)),
+        "federation": _are_facts(content.get("federation")) or "federation" not in content,
+    }
+    return next((key for key, fits in checks.items() if not fits), "")
+
+
+def _is_locals(value: Any) -> bool:
+    """Whether this maps numbers of clients to Trees."""
+    return isinstance(value, dict) and all(
+        type(client) is int and isinstance(tree, dict) and all(isinstance(v, Tensor) for v in tree.values())
+        for client, tree in value.items()
+    )
+
+
+def _are_numbers(value: Any, types: tuple[type, ...], names: tuple[str, ...] = ()) -> bool:
+    """Whether this maps names, these among them, to numbers of 0 or more."""
+    return (
+        isinstance(value, dict)
+        and set(names) <= set(value)
+        and all(isinstance(name, str) and type(v) in types and v >= 0 for name, v in value.items())
+    )
+
+
+def _are_facts(value: Any) -> bool:
+    """Whether this is what `kept_facts` made."""
+    if not isinstance(value, dict):
+        return False
+    shapes, names = value.get("shapes"), value.get("class_names")
+    num_rows, holds, silo = (value.get(key) for key in ("num_rows", "holds", "silo"))
+    return (
+        isinstance(shapes, dict)
+        and all(isinstance(shape, list) and all(type(side) is int for side in shape) for shape in shapes.values())
+        and type(value.get("classes")) is int
+        and (names is None or (isinstance(names, tuple) and all(isinstance(name, str) for name in names)))
+        and (isinstance(num_rows, Tensor) and num_rows.dim() == 1)
+        and (isinstance(holds, Tensor) and holds.shape == (len(num_rows), len(shapes)))
+        and (silo is None or (isinstance(silo, Tensor) and silo.shape == num_rows.shape))
+    )

@@ -1,0 +1,135 @@
+"""The types of what a run's files hold: `run.json`, `result.json`, and a line of `rounds.jsonl`.
+
+The files may come from somebody else, so their content is checked before it is used. Unknown keys are allowed, and so
+are missing ones, because a run may have been written by another version.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import Required, TypedDict  # noqa: UP035 - pydantic refuses those of `typing` before Python 3.12
+
+from polyfed.core.parsing import parse_json
+
+LIMIT = 2**53
+"""Whole numbers below this fit into a float and into NumPy's int64."""
+
+Count = Annotated[int, Field(ge=0, lt=LIMIT)]
+ClientNumber = Annotated[int, Field(gt=-LIMIT, lt=LIMIT)]
+Number = float | None
+"""None stands for a number that is not finite."""
+
+Scores = dict[str, dict[str, Number]]
+
+ANY_KEYS = ConfigDict(extra="allow", strict=True)
+
+
+@with_config(ANY_KEYS)
+class RoundRow(TypedDict, total=False):
+    """A line of `rounds.jsonl`."""
+
+    round: Required[Count]
+    cohort: list[ClientNumber]
+    trained: dict[str, list[ClientNumber]]
+    missing: dict[str, str]
+    bytes_up: Count
+    bytes_down: Count
+    train_loss: Number
+    simulated_seconds: Number
+    seconds: dict[str, Number]
+    metrics: Scores
+    confusion: list[list[Count]]
+    personal_accuracy: dict[str, Number]
+    logged: dict[str, Any]
+    tables: dict[str, list[list[Number]]]
+
+
+@with_config(ANY_KEYS)
+class ClientFacts(TypedDict):
+    """One client in `run.json`."""
+
+    id: ClientNumber
+    rows: Count
+    modalities: list[str]
+
+
+@with_config(ANY_KEYS)
+class DataFacts(TypedDict, total=False):
+    """The data in `run.json`."""
+
+    sha256: str | None
+
+
+@with_config(ANY_KEYS)
+class FrozenFacts(TypedDict, total=False):
+    """The frozen parameters in `run.json`."""
+
+    sha256: str
+
+
+@with_config(ANY_KEYS)
+class RunFacts(TypedDict, total=False):
+    """The content of `run.json`."""
+
+    run: str
+    started: str
+    data: DataFacts
+    frozen: FrozenFacts
+    num_clients: Count
+    clients: list[ClientFacts]
+    blocks: dict[str, Count]
+    egress: dict[str, dict[str, list[str]]]
+
+
+@with_config(ANY_KEYS)
+class BestRound(TypedDict):
+    """The best round by validation in `result.json`."""
+
+    round: Count
+    metrics: Scores
+
+
+@with_config(ANY_KEYS)
+class RunResult(TypedDict, total=False):
+    """The content of `result.json`."""
+
+    algorithm: str
+    engine: str
+    dataset: str
+    seed: Annotated[int, Field(ge=0)]
+    rounds: Count
+    clients: Count
+    num_parameters: Count
+    metrics: Scores
+    best: BestRound
+    bytes_up: Count
+    bytes_down: Count
+    seconds_total: Number
+    seconds_per_round: Number
+    simulated_seconds: Number
+    state_sha256: str
+
+
+ROUND_ROW: TypeAdapter[Any] = TypeAdapter(RoundRow)
+RUN_FACTS: TypeAdapter[Any] = TypeAdapter(RunFacts)
+RUN_RESULT: TypeAdapter[Any] = TypeAdapter(RunResult)
+
+
+def parse_as(schema: TypeAdapter[Any], text: str | bytes) -> dict[str, Any]:
+    """Parse JSON and check it.
+
+    Args:
+        schema: one of the adapters of this file.
+        text: the JSON.
+
+    Raises:
+        ValueError: `text` is not JSON, or holds something else than the schema says; names the first wrong key.
+    """
+    content: dict[str, Any] = parse_json(text)
+    try:
+        schema.validate_python(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from None
+    return content
