@@ -65,6 +65,8 @@ def device_tables(inspection: Inspection) -> Group:
     parts: list[RenderableType] = [*_data(inspection), titled("May leave", policy)]
     if inspection.planned:
         parts.append(titled("The recipe would send", crossing))
+    refused = ((row.kind, row.block, row.destination) for row in inspection.refused)
+    parts += [Text(why, "yellow") for why in inspection.policy.explanations(refused)]
     parts += [Text(f"would be allowed by {fix}") for fix in fixes]
     return stacked(*parts)
 

@@ -163,9 +163,11 @@ def enrolment(population: Population, policy: Policy, client: int) -> Packet:
         client: its number in the federation.
     """
     if not policy.allows("statistic", SHARED, "server"):
-        fix = policy.fix(("statistic",), SHARED, "server")
-        why = f"client {client} refused to enrol, which tells the server how many rows it has (a statistic). It would "
-        return reason(REFUSED, None, why + f"if the client's policy said: {fix}")
+        fix, why = policy.fix(("statistic",), SHARED, "server"), policy.inherited(("statistic",), SHARED, "server")
+        told = f"client {client} refused to enrol, which tells the server how many rows it has (a statistic)"
+        return reason(
+            REFUSED, None, f"{told}{why and f': {why}'}. It would enrol if the client's policy said: {fix}"
+        )
     columns, registry = population.columns, registry_of(population)
     known = registry[client]
     told = Enrolment(

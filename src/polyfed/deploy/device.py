@@ -98,13 +98,14 @@ def policy_on(node: NodeConfig, recipe: Recipe, modalities: tuple[str, ...]) -> 
         RecipeError: the file is not there, or says what no policy says.
     """
     told = Policy.parse(recipe.egress, {**dict.fromkeys(modalities), **dict.fromkeys(recipe.egress)})
+    told = told.for_client(node.held)
     if not node.policy:
-        return Policy().stricter(told)
+        return Policy().for_client(node.held).stricter(told)
     table = _policy_table(node)
     # one file may serve all sites: rows for modalities of the federation that this device lacks are no mistake
     rows = {**dict.fromkeys(recipe.model.encoders), **dict.fromkeys(modalities), **dict.fromkeys(node.held)}
     own = Policy.parse(table.get("egress", {}), rows, f"policy {node.policy}: [egress]")
-    return own.stricter(told)
+    return own.for_client(node.held).stricter(told)
 
 
 def allowance_on(node: NodeConfig) -> Allowance:

@@ -48,7 +48,8 @@ class Simulated:
         client = int(config["partition-id"])
         runtime = self.runtime()
         if packet.header.get("want") == ENROL:
-            return enrolment(runtime.engine.population, runtime.engine.policy, client)
+            owned = runtime.engine.registry.owned(client)
+            return enrolment(runtime.engine.population, runtime.engine.policy.for_client(owned), client)
         return runtime.answer(packet, client)
 
     def runtime(self) -> ClientRuntime:

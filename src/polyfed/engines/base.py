@@ -129,7 +129,7 @@ class Engine(ABC):
                 num_classes=self.population.columns.num_classes,
                 initial=select(self.initial, blocks),
                 evaluation_client=client < 0,
-                policy=self.policy,
+                policy=self.policy.for_client(owned),
             )
         return self._contexts[kind]
 
@@ -163,7 +163,8 @@ class Engine(ABC):
         if modalities not in self._announcements:
             holder = Holder(modalities, tuple(self.model.shapes), self.model.modalities)
             tested = bool(self.registry.tested)
-            self._announcements[modalities] = Announcement(self.algorithm, self.answers, holder, self.policy, tested)
+            policy = self.policy.for_client(modalities)
+            self._announcements[modalities] = Announcement(self.algorithm, self.answers, holder, policy, tested)
         return self._announcements[modalities]
 
     def alone(self, request: Request, client: int, send: Send, missing: dict[int, str]) -> Message | None:

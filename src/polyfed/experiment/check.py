@@ -57,7 +57,8 @@ class Check:
         facts: clients, blocks and their bytes, the resolved policy; as in run.json.
         planned: everything that can leave, allowed or not.
         remarks: what the rehearsal could not do; sizes may be missing then.
-        cures: lines of a policy that would allow what it forbids.
+        why: why `shared` may not send something that no row of its own forbids.
+        fixes: lines of a policy that would allow what it forbids.
         beside: what the recipe has the server know of clients' rows without asking them.
     """
 
@@ -65,6 +66,7 @@ class Check:
     facts: dict[str, Any]
     planned: tuple[Planned, ...]
     remarks: tuple[str, ...] = ()
+    why: tuple[str, ...] = ()
     fixes: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
 
@@ -85,10 +87,21 @@ def check(recipe: Recipe | str | Path) -> Check:
     warn_unmeasured(assembly)
     sizes, failures = _rehearsed(assembly)
     planned = tuple(plan(assembly, sizes))
-    fixes = fixes_of((row for row in planned if not row.allowed), assembly.policy)
+    refused = [row for row in planned if not row.allowed]
     return Check(
-        recipe, facts_of(assembly), planned, failures, tuple(fixes), tuple(_beside_the_ledger(recipe, assembly))
+        recipe,
+        facts_of(assembly),
+        planned,
+        failures,
+        why=tuple(_why(refused, assembly.policy)),
+        fixes=tuple(fixes_of(refused, assembly.policy)),
+        beside=tuple(_beside_the_ledger(recipe, assembly)),
     )
+
+
+def _why(refused: Iterable[Planned], policy: Policy) -> Iterator[str]:
+    """Why the policy forbids what no row of `shared` forbids; see `Policy.explanations`."""
+    return policy.explanations((row.kind, row.block, row.destination) for row in refused)
 
 
 def _beside_the_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
@@ -171,6 +184,7 @@ def refuse_forbidden(assembly: Assembly) -> None:
         f"  {row.message}.{row.field} (task {row.task}): {row.kind} of {row.block} to the {row.destination}"
         for row in refused
     ]
+    lines += _why(refused, assembly.policy)
     fixes = ["it would leave if the policy said:", *(f"  {fix}" for fix in fixes_of(refused, assembly.policy))]
     raise EgressError("\n".join(["the policy forbids what this algorithm sends:", *lines, *fixes]))
 
