@@ -144,7 +144,7 @@ def check(
             print_json(deployment.device_facts(inspection))
         else:
             show(deployment.device_tables(inspection))
-        raise typer.Exit(polyfed.core.errors.EgressError.exit_code if inspection.refused else 0)
+        raise typer.Exit(polyfed.core.errors.EgressError.exit_code if inspection.refused or inspection.breaches else 0)
     loaded = polyfed.load_recipe(recipe, overrides or [])
     with naming(recipe, overrides or []):
         checked = polyfed.check(loaded)

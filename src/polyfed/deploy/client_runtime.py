@@ -15,12 +15,14 @@ from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import SHARED, Tree, digest
 from polyfed.data import Population
 from polyfed.deploy.faults import Fault, in_short
+from polyfed.deploy.request_limits import admit
 from polyfed.deploy.state_store import Store
 from polyfed.engines import Sequential
 from polyfed.engines.base import registry_of
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Enrolment, Facts, RequestId, reason
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.ledger import Ledger, lines
+from polyfed.privacy.limits import NO_LIMITS, Limits
 from polyfed.privacy.policy import Policy
 
 LEDGER = "egress.jsonl"
@@ -75,6 +77,7 @@ class ClientRuntime:
         store = Store(folder)
         self._check_held(packet, request_id.client)
         with store.alone():
+            admit(engine.limits, folder, request, request_id.client)
             local = self._begun(store, request, request_id)
             engine.locals = {} if local is None else {request_id.client: local}
             engine.ledger = Ledger(request_id.run)
@@ -154,22 +157,24 @@ class ClientRuntime:
         return request
 
 
-def enrolment(population: Population, policy: Policy, client: int) -> Packet:
+def enrolment(population: Population, policy: Policy, client: int, limits: Limits = NO_LIMITS) -> Packet:
     """What the server must know of a client before it can ask it anything.
 
     Args:
         population: in which the client has this number.
         policy: the client's; what it says of statistics of the `shared` block decides whether the server may know.
         client: its number in the federation.
+        limits: of its device.
     """
     if not policy.allows("statistic", SHARED, "server"):
         fix, why = policy.fix(("statistic",), SHARED, "server"), policy.inherited(("statistic",), SHARED, "server")
         told = f"client {client} refused to enrol, which tells the server how many rows it has (a statistic)"
-        return reason(
-            REFUSED, None, f"{told}{why and f': {why}'}. It would enrol if the client's policy said: {fix}"
-        )
+        return reason(REFUSED, None, f"{told}{why and f': {why}'}. It would enrol if the client's policy said: {fix}")
     columns, registry = population.columns, registry_of(population)
     known = registry[client]
+    if known.num_rows < limits.min_rows:  # how many rows it has is not told here: it takes no part
+        line = f"[limits] min_rows = {limits.min_rows} of the device"
+        return reason(REFUSED, None, f"client {client} refused to enrol: it has fewer training rows than {line}")
     told = Enrolment(
         client=client,
         rows=known.num_rows,
