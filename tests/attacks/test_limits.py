@@ -158,7 +158,7 @@ def test_a_restart_of_the_server_does_not_reset_the_count(tmp_path: Path) -> Non
     through(parts, 1)
     admit(limits, tmp_path, seen[0], 3)
     admit(limits, tmp_path, seen[0], 3)
-    with pytest.raises(EgressError, match="client 3 refused task update: .*this is request 3 of the round"):
+    with pytest.raises(EgressError, match=r"client 3 refused task update: .*this is request 3 of the round"):
         admit(limits, tmp_path, seen[0], 3)
     assert json.loads((tmp_path / REQUESTS).read_text()) == {"1": 2}
 

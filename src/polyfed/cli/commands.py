@@ -22,7 +22,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 import polyfed
-from polyfed.cli import deployment, handbook, preparation, tables
+from polyfed.cli import audit, deployment, handbook, preparation, tables
 from polyfed.cli.progress import Progress
 from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning, RecipeError
 from polyfed.core.signals import handling, interrupt
@@ -53,6 +53,9 @@ app = typer.Typer(
     suggest_commands=False,  # click says it already
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+app.add_typer(audit.app)
 
 
 class Device(StrEnum):

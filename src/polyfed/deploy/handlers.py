@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from polyfed.core.errors import BadReply, NotAllowed
+from polyfed.core.files import PUBLIC_KEY
 from polyfed.core.registry import only
 from polyfed.data import Population
 from polyfed.deploy.client_runtime import ClientRuntime, enrolment
@@ -29,6 +30,7 @@ from polyfed.experiment.assembly import device_of, initial_of, model_of, populat
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe, build
 from polyfed.federation.wire_format import Packet
+from polyfed.privacy.audit import AuditLog
 from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.limits import NO_LIMITS, Limits
 from polyfed.privacy.policy import Policy
@@ -121,6 +123,9 @@ class Deployed:
             check_held(node, recipe)
             population = population_on(node, recipe, facts)
         if facts is None:
+            with blamed("its audit log cannot be written"):
+                if AuditLog(node.folder).prepare():
+                    log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
             return enrolment(population, policy, node.client, limits)
         with blamed("it cannot build the model"):
             relay = node.relay == "server-sees"
@@ -156,4 +161,5 @@ def runtime_of(
     engine = Sequential(*parts, policy=policy, ledger=Ledger("none"), device=device_of(recipe), emit=emit)
     engine.limits = limits
     relay = relay if relay is not None else recipe.engine.relay == "server-sees"
-    return ClientRuntime(engine, folder, relay, recipe.engine.message_megabytes * MEGABYTE, discreet=own)
+    limit, audit = recipe.engine.message_megabytes * MEGABYTE, AuditLog(folder) if own else None
+    return ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit)
