@@ -60,6 +60,7 @@ class Leaky(Averaging):
 OPEN = {
     "a": {"server": ["parameters", "raw", "embeddings"]},
     "b": {"server": ["parameters", "raw", "embeddings"]},
+    "shared": {"server": ["parameters", "gradients", "statistic"]},
     "labels": {"server": ["labels"]},
 }
 
@@ -186,7 +187,22 @@ def test_a_recipe_can_only_narrow_a_clients_own_policy() -> None:
     asked = Policy.parse({"audio": {"server": ["parameters", "raw"]}}, ["audio"])
     both = own.stricter(asked)
     assert both.kinds("audio", "server") == {"parameters"}
-    assert both.kinds("shared", "server") == policies.DEFAULT
+    assert both.kinds("text", "server") == policies.DEFAULT
+    written = Policy.parse({"shared": {"server": ["parameters", "gradients", "statistic"]}}, ["audio"])
+    assert own.stricter(written).kinds("shared", "server") == {"parameters"}, "a recipe's row cannot widen the default"
+
+
+def test_shared_inherits_the_strictest_row_of_the_modalities_that_a_client_owns() -> None:
+    table = {"audio": {"server": ["parameters", "raw"]}, "text": {"server": ["statistic"], "silo": []}}
+    policy = Policy.parse(table, ["audio", "text"])
+    assert policy.kinds("shared", "server") == frozenset()
+    assert policy.for_client(["audio"]).kinds("shared", "server") == {"parameters"}, "raw is not inherited"
+    assert policy.for_client(["audio"]).kinds("shared", "silo") == policies.DEFAULT
+    assert policy.for_client(["text"]).kinds("shared", "silo") == frozenset()
+    own_row = Policy.parse(table | {"shared": {"server": ["parameters"]}}, ["audio", "text"])
+    assert own_row.kinds("shared", "server") == {"parameters"}, "a row that is written decides alone"
+    assert "[egress.text] server forbids it" in policy.inherited(("parameters",), "shared", "server")
+    assert own_row.inherited(("statistic",), "shared", "server") == ""
 
 
 def test_a_whole_model_may_go_where_every_block_may() -> None:

@@ -231,7 +231,7 @@ def test_a_stack_that_gives_up_does_not_count_its_work_twice() -> None:
 
 
 def test_the_local_model_of_partialfl_costs_what_its_width_asks() -> None:
-    egress = {"b": {"server": ["parameters", "embeddings"]}}
+    egress = {"b": {"server": ["parameters", "embeddings"]}, "shared": {"server": ["parameters", "statistic"]}}
 
     def work(width: int, engine: str) -> float:
         method = algorithm("partialfl", beta=0.1, local_hidden=(width,), server_hidden=(12,))

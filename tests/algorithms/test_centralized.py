@@ -22,6 +22,7 @@ from polyfed.training.optimisers import Train
 from world import PLAIN, algorithm, furthest, played, recipe
 
 OPEN = {"a": {"server": ["raw"]}, "b": {"server": ["raw"]}, "labels": {"server": ["labels"]}}
+OPEN["shared"] = {"server": ["statistic"]}
 MIXED = ClientsSpec(partition="dirichlet", num=5, alpha=1.0, holdings=[["a", "b"], ["a"], ["b"]])
 
 
@@ -52,7 +53,10 @@ def test_the_pool_holds_every_row_once_and_knows_what_is_missing(engine: str) ->
 def test_three_rounds_equal_one_run_of_adam_over_the_pooled_rows() -> None:
     train = Train(lr=0.01, batch_size=16, epochs=2, optimiser="adam")
     made = recipe(
-        Centralized(train=train), "vectorised", {"a": PLAIN["a"]}, egress={k: OPEN[k] for k in ("a", "labels")}
+        Centralized(train=train),
+        "vectorised",
+        {"a": PLAIN["a"]},
+        egress={k: OPEN[k] for k in ("a", "labels", "shared")},
     )
     clients = ClientsSpec(partition="dirichlet", num=5, alpha=1.0)
     made = replace(made, clients=clients, data=Toy(rows=330, classes=4, shapes={"a": (16,)}, snr={"a": 2.0}))

@@ -25,7 +25,8 @@ from polyfed.training.optimisers import Train
 from world import PLAIN, algorithm, furthest, played, recipe, same
 
 ENGINES = ["sequential", "vectorised"]
-SHARES_B = {"b": {"server": ["parameters", "embeddings"]}}
+SHARED = {"shared": {"server": ["parameters", "statistic"]}}
+SHARES_B = {"b": {"server": ["parameters", "embeddings"]}} | SHARED
 ADAM = Train(lr=0.01, batch_size=16, epochs=2, optimiser="adam")
 SMALL: dict[str, Any] = {"local_hidden": (8,), "server_hidden": (12,), "selector": Uniform(participation=1.0)}
 
@@ -318,7 +319,7 @@ def test_check_announces_embeddings_of_the_shareable_modality_alone_and_no_label
 def test_raw_inputs_need_a_policy_that_lets_samples_go() -> None:
     with pytest.raises(RecipeError, match="raw"):
         assemble(partial(inputs="raw"))
-    shared = {"b": {"server": ["parameters", "embeddings", "raw"]}}
+    shared = {"b": {"server": ["parameters", "embeddings", "raw"]}} | SHARED
     _, _, rows = played(replace(partial(inputs="raw"), egress=shared))
     assert {row["field"] for row in rows if row["kind"] == "raw"} == {"samples"}
 
@@ -363,7 +364,7 @@ def test_the_multimodal_global_model_trains_all_blocks_on_both_engines(model: An
 @pytest.mark.parametrize("engine", ENGINES)
 def test_several_shareable_modalities_and_one_private(engine: str) -> None:
     shapes, encoders = {m: (5,) for m in "pqr"}, {m: {"kind": "mlp"} for m in "pqr"}
-    egress = {m: {"server": ["parameters", "embeddings"]} for m in "qr"}
+    egress = {m: {"server": ["parameters", "embeddings"]} for m in "qr"} | SHARED
     clients = ClientsSpec(partition="iid", num=4, holdings=[["p", "q", "r"], ["p", "q"], ["p", "r"], ["p"]])
     made = replace(partial(engine, clients), data=Toy(rows=200, shapes=shapes, snr={}, classes=3), egress=egress)
     made = replace(made, model=ModelSpec(embedding=4, encoders=encoders))

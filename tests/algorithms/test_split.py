@@ -24,7 +24,8 @@ from world import AWKWARD, PLAIN, algorithm, furthest, losing, played, recipe, s
 
 ENGINES = ["sequential", "vectorised"]
 CUT = {"server": ["parameters", "embeddings"]}
-WITH_LABELS = {"a": CUT, "b": CUT, "labels": {"server": ["labels"]}}
+SHARED = {"server": ["parameters", "statistic"]}
+WITH_LABELS = {"a": CUT, "b": CUT, "shared": SHARED, "labels": {"server": ["labels"]}}
 WITHOUT_LABELS = {"a": CUT, "b": CUT, "shared": {"server": ["parameters", "embeddings", "statistic"]}}
 DEEP = ModelSpec(embedding=6, encoders=PLAIN, head=(5,))
 ONE = ClientsSpec(partition="iid", num=1)

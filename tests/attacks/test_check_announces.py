@@ -219,9 +219,9 @@ MODULE = """
 from dataclasses import dataclass
 import torch
 from torch import Tensor
-from polyfed.algorithm import Averaging
-from polyfed.messages import Message, carries, message
-from polyfed.tree import Tree
+from polyfed.algorithms import Averaging
+from polyfed.core.messages import Message, carries, message
+from polyfed.core.tree import Tree
 
 @message
 class Hidden(Message):
@@ -235,7 +235,7 @@ class Hiding(Averaging):
     '''Hides predictions.'''
     replies = Hidden
 
-    def reply(self, site, data, fit, got, local):
+    def reply(self, context, data, fit, got, local):
         return Hidden(fit.params, fit.loss, data.num_rows, {{"shared": torch.zeros(3)}}), local
 """
 
@@ -255,9 +255,9 @@ b = {{ kind = "mlp", hidden = [4] }}
 [algorithm]
 name = "{module}:Hiding"
 [egress.a]
-server = ["parameters", "predictions"]
+server = ["parameters", "gradients", "predictions", "statistic"]
 [egress.b]
-server = ["parameters", "predictions"]
+server = ["parameters", "gradients", "predictions", "statistic"]
 {egress}
 """
 

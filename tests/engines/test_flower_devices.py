@@ -246,7 +246,8 @@ def test_a_device_is_checked_before_it_starts(tmp_path: Path, capsys: Any) -> No
     assert found.rows is not None
     assert found.rows[0] > 0
     assert found.shapes.keys() == {"a"}
-    assert {(row.message, row.block) for row in found.refused} == {("ControlledUpdate", "a")}
+    update = "ControlledUpdate"
+    assert {(row.message, row.block) for row in found.refused} == {(update, "a"), (update, "shared")}
     with pytest.raises(SystemExit) as stop:
         main(("check", str(devices.recipe), "--node", config))
     assert stop.value.code == 3
@@ -262,7 +263,7 @@ def test_a_policy_file_is_checked_alone(tmp_path: Path) -> None:
     devices = Devices(tmp_path)
     recipe, own = load_recipe(devices.recipe), tmp_path / "own.toml"
     own.write_text("[egress.b]\nserver = []\n")
-    assert {row.block for row in inspect(recipe, str(own)).refused} == {"b"}
+    assert {row.block for row in inspect(recipe, str(own)).refused} == {"b", "shared"}, "its layers read `b`"
     own.write_text("[egress.bb]\nserver = []\n")
     with pytest.raises(RecipeError, match="has no row 'bb'; did you mean 'b'"):
         inspect(recipe, str(own))

@@ -130,7 +130,7 @@ def test_a_client_that_is_dropped_leaves_the_others_as_if_it_had_not_been_asked(
 
 def refusing(handler: Simulated) -> Simulated:
     """The victim's own policy keeps modality `b` at home."""
-    own = handler.recipe.egress | {"b": {"server": []}}
+    own = handler.recipe.egress | {"b": {"server": []}, "shared": {"server": ["parameters", "statistic"]}}
     strict = replace(handler, recipe=replace(handler.recipe, egress=own), token=handler.token + "strict")
 
     def answer(packet: Packet, config: Mapping[str, Any]) -> Packet:

@@ -56,7 +56,7 @@ def test_three_supernodes_equal_sequential(method: str, federation: Local, tmp_p
 def test_a_clients_own_policy_ends_the_run_with_exit_code_3(federation: Local, tmp_path: Path) -> None:
     policy = federation.nodes[1] / "policy.toml"
     before = policy.read_text()
-    policy.write_text("[egress.gray]\nserver = []\n")
+    policy.write_text('[egress.gray]\nserver = []\n[egress.shared]\nserver = ["parameters", "statistic"]\n')
     try:
         app = write_app(recipe_for("fedavg", tmp_path), tmp_path / "app")
         federation.run(app).wait(PATIENCE)

@@ -25,7 +25,10 @@ AVERAGING = sorted(name for name, cls in ALGORITHMS.items() if issubclass(cls, A
 MODE = Evaluation(every=0, unimodal="prototype")
 ALLOWED = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in ("a", "b")}
 # partialfl tells private modalities by what the policy lets go
-WITH_EMBEDDINGS = ALLOWED | {"b": {"server": ["parameters", "embeddings", "prototypes", "statistic"]}}
+WITH_EMBEDDINGS = ALLOWED | {
+    "b": {"server": ["parameters", "embeddings", "prototypes", "statistic"]},
+    "shared": {"server": ["parameters", "gradients", "statistic"]},
+}
 
 
 def world(name: str, engine: str = "sequential", **changes: Any) -> Recipe:

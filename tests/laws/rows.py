@@ -41,7 +41,10 @@ INSIDE = {
 }
 """What devices of a silo show their edge: embeddings and sample ids beside what the default allows."""
 
-CUT = {m: {"server": ["parameters", "embeddings"]} for m in "ab"} | {"labels": {"server": ["labels"]}}
+SHARED = {"server": ["parameters", "statistic"]}
+"""What the head and the row counts need, where a row of a modality allows less."""
+
+CUT = {m: {"server": ["parameters", "embeddings"]} for m in "ab"} | {"labels": {"server": ["labels"]}, "shared": SHARED}
 GKT = {m: {"server": ["embeddings"]} for m in "ab"} | {
     "labels": {"server": ["labels"]},
     "shared": {"server": ["predictions", "statistic"]},
@@ -63,10 +66,13 @@ ROWS: dict[str, Row] = {
     "pfmml": Row({"uploads": 3, "coefficient_lr": 0.05}),
     "partialfl": Row(
         {"beta": 0.1, "mu": 0.01, "local_hidden": (8,), "server_hidden": (12,)},
-        egress={"b": {"server": ["parameters", "embeddings"]}},
+        egress={"b": {"server": ["parameters", "embeddings"]}, "shared": SHARED},
         clients={"partition": "dirichlet", "num": 6, "alpha": 1.0, "holdings": [["a", "b"], ["a"]]},
     ),
-    "centralized": Row(egress={m: {"server": ["raw"]} for m in "ab"} | {"labels": {"server": ["labels"]}}),
+    "centralized": Row(
+        egress={m: {"server": ["raw"]} for m in "ab"}
+        | {"labels": {"server": ["labels"]}, "shared": {"server": ["statistic"]}}
+    ),
     "split-learning": Row(egress=CUT),
     "splitfed": Row(egress=CUT),
     "hfm": Row({"train": STEPS, "local_rounds": 2, "batch_fraction": 0.4, "mu": 0.1}, INSIDE, SILOS, idle=False),
@@ -74,7 +80,7 @@ ROWS: dict[str, Row] = {
     "vfl": Row({"train": STEPS, "local_rounds": 2, "batch_fraction": 0.4}, INSIDE, SILOS, idle=False),
     "fedgkt": Row({"server_hidden": (12,), "server_embedding": 6}, egress=GKT, idle=False),
     "creamfl": Row(
-        egress={m: {"server": ["embeddings"]} for m in "ab"},
+        egress={m: {"server": ["embeddings"]} for m in "ab"} | {"shared": {"server": ["statistic"]}},
         clients={
             "partition": "dirichlet",
             "num": 6,

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from polyfed.cli import deployment, catalogue_pages, preparation, tables
+from polyfed.cli import audit, catalogue_pages, deployment, preparation, tables
 from polyfed.cli.progress import Progress
 from polyfed.core.errors import DataError, EgressError, PolyfedError, PolyfedWarning, RecipeError
 from polyfed.core.signals import handling, interrupt
@@ -56,6 +56,9 @@ app = typer.Typer(
     suggest_commands=False,  # click suggests the nearest command already
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+app.add_typer(audit.app)
 
 
 class Device(StrEnum):
@@ -147,7 +150,7 @@ def check(
             print_json(deployment.device_facts(inspection))
         else:
             show(deployment.device_tables(inspection))
-        raise typer.Exit(EgressError.exit_code if inspection.refused else 0)
+        raise typer.Exit(EgressError.exit_code if inspection.refused or inspection.breaches else 0)
     loaded = load_recipe(recipe, overrides or [])
     with recipe_named(recipe, overrides or []):
         checked = check_recipe(loaded)

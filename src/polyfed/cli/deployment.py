@@ -65,7 +65,10 @@ def device_tables(inspection: Inspection) -> Group:
     parts: list[RenderableType] = [*_data(inspection), titled("May leave", policy)]
     if inspection.planned:
         parts.append(titled("The recipe would send", crossing))
+    refused = ((row.kind, row.block, row.destination) for row in inspection.refused)
+    parts += [Text(why, "yellow") for why in inspection.policy.explanations(refused)]
     parts += [Text(f"would be allowed by {fix}") for fix in fixes]
+    parts += [Text(f"would be refused by {why}", "bold red") for why in inspection.breaches]
     return stacked(*parts)
 
 
@@ -78,6 +81,7 @@ def device_facts(inspection: Inspection) -> dict[str, Any]:
         "test_rows": tested,
         "shapes": inspection.shapes,
         "egress": inspection.policy.table(node.held),
+        "breaches": list(inspection.breaches),
         "planned": [asdict(row) for row in inspection.planned],
     }
 

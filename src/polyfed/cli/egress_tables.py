@@ -115,6 +115,7 @@ def remarks(check: Check) -> Iterator[Text]:
     )
     told = {f"{row.message}.{row.field}": row.tells for row in check.planned if row.tells}
     yield from (Text(f"{field} tells {what}", "yellow") for field, what in told.items())
+    yield from (Text(reason, "yellow") for reason in check.why)
     yield from (Text(f"would be allowed by {fix}") for fix in check.fixes)
     yield from (Text(remark, "yellow") for remark in check.not_in_ledger)
 

@@ -12,6 +12,10 @@ ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
 )
 
 
+AUDIT, PUBLIC_KEY = "audit.jsonl", "audit-key.pub"
+"""The audit log in the folder of a node, and the public key that checks it."""
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that readers see either the old or the whole new text, even after a power failure."""
     draft = path.with_name(f".{path.name}.draft")

@@ -2,7 +2,9 @@
 client's local state and ledger.
 """
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +17,15 @@ from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import SHARED, Tree, digest
 from polyfed.data import Population
 from polyfed.deploy.faults import Fault, in_short
+from polyfed.deploy.request_limits import admit
 from polyfed.deploy.state_store import Store
 from polyfed.engines import Sequential
 from polyfed.engines.base import registry_of
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Enrolment, Facts, RequestId, reason
 from polyfed.federation.wire_format import Packet, decode, encode
-from polyfed.privacy.ledger import Ledger, lines
+from polyfed.privacy.audit import AuditLog
+from polyfed.privacy.ledger import TO_CLIENT, Ledger, lines
+from polyfed.privacy.limits import NO_LIMITS, Limits
 from polyfed.privacy.policy import Policy
 
 LEDGER = "egress.jsonl"
@@ -37,6 +42,7 @@ class ClientRuntime:
         relay: messages for the client's silo may pass through the server.
         limit: most bytes of a message.
         discreet: errors of this client are raised as a `Fault`, so that only their kind is told to the server.
+        audit: the device's audit log; None in a simulation.
     """
 
     engine: Sequential
@@ -44,6 +50,7 @@ class ClientRuntime:
     relay: bool = False
     limit: int = 2**29
     discreet: bool = False
+    audit: AuditLog | None = None
 
     def answer(self, packet: Packet, client: int) -> Packet:
         """Do what a packet asks; whatever goes wrong is an answer too, so that nothing of it can stop the client.
@@ -75,24 +82,56 @@ class ClientRuntime:
         store = Store(folder)
         self._check_held(packet, request_id.client)
         with store.alone():
+            admit(engine.limits, folder, request, request_id.client)
             local = self._begun(store, request, request_id)
             engine.locals = {} if local is None else {request_id.client: local}
-            engine.ledger = Ledger(request_id.run)
+            engine.ledger = Ledger(request_id.run, hashing=self.audit is not None)
             missing: dict[int, str] = {}
+            content: Packet | None = None
+            sent = False
             try:
                 reply = engine.alone(request, request_id.client, got, missing)
+                if reply is not None:
+                    content = encode(reply)
+                    self._keep(store, request_id, local, int(packet.header.get("kept", 0)))
+                    sent = True
             finally:
-                book(folder / LEDGER, lines(engine.ledger.drain(), request_id.run))
-            if reply is None and self.discreet:
+                self._book(store, request_id, sent)
+            if content is None and self.discreet:
                 raise Fault(f"{missing[request_id.client].partition(':')[0]} in task {request.name}")
-            if reply is None:
+            if content is None:
                 return reason(FAILED, request_id, missing[request_id.client])
-            left = engine.locals.get(request_id.client)
-            if left is not None and left is not local:
-                modalities = engine.registry[request_id.client].modalities
-                store.keep(request_id, left, modalities, int(packet.header.get("kept", 0)))
-        content = encode(reply)
         return Packet(request_id.header(verdict=REPLY) | content.header, content.body)
+
+    def _keep(self, store: Store, request_id: RequestId, before: Tree | None, kept: int) -> None:
+        """Write the local state that a task left, if it is another one than before."""
+        left = self.engine.locals.get(request_id.client)
+        if left is not None and left is not before:
+            store.keep(request_id, left, self.engine.registry[request_id.client].modalities, kept)
+
+    def _book(self, store: Store, request_id: RequestId, sent: bool) -> None:
+        """Write what crossed into the client's ledger and the device's audit log, before the reply leaves.
+
+        Args:
+            store: the client's.
+            request_id: of the request.
+            sent: whether the reply will leave; if not, only what was received and what was refused is booked.
+
+        Raises:
+            OSError, CheckpointError: it cannot be written; then neither file has it, and nothing may leave.
+        """
+        entries = self.engine.ledger.drain()
+        if not sent:
+            entries = [entry for entry in entries if entry.destination == TO_CLIENT or not any(entry.allowed)]
+        path = store.folder / LEDGER
+        try:
+            before = book(path, lines(entries, request_id.run))
+            if self.audit is not None:
+                with undone(path, before):
+                    self.audit.append(entries, request_id.run)
+        except (OSError, PolyfedError):
+            store.forget(request_id)
+            raise
 
     def _begun(self, store: Store, request: Request, request_id: RequestId) -> Tree | None:
         """The client's state before a task. If it has other modalities now than it had then, what is of the shape that
@@ -154,20 +193,24 @@ class ClientRuntime:
         return request
 
 
-def enrolment(population: Population, policy: Policy, client: int) -> Packet:
+def enrolment(population: Population, policy: Policy, client: int, limits: Limits = NO_LIMITS) -> Packet:
     """What the server must know of a client before it can ask it anything.
 
     Args:
         population: in which the client has this number.
         policy: the client's; what it says of statistics of the `shared` block decides whether the server may know.
         client: its number in the federation.
+        limits: of its device.
     """
     if not policy.allows("statistic", SHARED, "server"):
-        fix = policy.fix(("statistic",), SHARED, "server")
-        why = f"client {client} refused to enrol, which tells the server how many rows it has (a statistic). It would "
-        return reason(REFUSED, None, why + f"if the client's policy said: {fix}")
+        fix, why = policy.fix(("statistic",), SHARED, "server"), policy.inherited(("statistic",), SHARED, "server")
+        told = f"client {client} refused to enrol, which tells the server how many rows it has (a statistic)"
+        return reason(REFUSED, None, f"{told}{why and f': {why}'}. It would enrol if the client's policy said: {fix}")
     columns, registry = population.columns, registry_of(population)
     known = registry[client]
+    if known.num_rows < limits.min_rows:  # how many rows it has is not told here: it takes no part
+        line = f"[limits] min_rows = {limits.min_rows} of the device"
+        return reason(REFUSED, None, f"client {client} refused to enrol: it has fewer training rows than {line}")
     told = Enrolment(
         client=client,
         rows=known.num_rows,
@@ -180,8 +223,8 @@ def enrolment(population: Population, policy: Policy, client: int) -> Packet:
     return Packet(told.header())
 
 
-def book(path: Path, rows: Iterable[str]) -> None:
-    """Add rows to a client's ledger, all of them or none.
+def book(path: Path, rows: Iterable[str]) -> int:
+    """Add rows to a client's ledger, all of them or none; the size that it had before.
 
     Raises:
         OSError: they cannot be written; nothing may leave then.
@@ -193,6 +236,17 @@ def book(path: Path, rows: Iterable[str]) -> None:
         except OSError:
             file.truncate(whole)  # half a row would spoil the next one too
             raise
+    return whole
+
+
+@contextmanager
+def undone(path: Path, size: int) -> Iterator[None]:
+    """Cut a file back to this size if the block fails."""
+    try:
+        yield
+    except BaseException:
+        os.truncate(path, size)
+        raise
 
 
 def _write(file: BinaryIO, text: bytes) -> None:

@@ -20,6 +20,7 @@ from polyfed.engines.protocol import Facts
 from polyfed.experiment.overrides import called
 from polyfed.experiment.recipe import Recipe, build, parse_recipe, read_table
 from polyfed.model import HuggingFace
+from polyfed.privacy.limits import Limits
 from polyfed.privacy.policy import Policy
 from polyfed.selection import SELECTORS, Selector
 
@@ -27,6 +28,9 @@ WHERE = "--node-config"
 
 ELSEWHERE = Npz(path="")
 """The source of rows that a device does not have."""
+
+SECTIONS = "[egress.*], [allow] and [limits]"
+"""Sections of a policy file."""
 
 _PAIR = re.compile(r"""([\w-]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
 """A key and its value; values are TOML, and spaces stand between the pairs, as Flower reads it."""
@@ -43,7 +47,8 @@ class NodeConfig:
         modalities: which arrays it takes part with, separated by commas.
         policy: its own policy, a TOML file with the [egress.*] tables; without one the default policy holds. What
             a recipe forbids beyond that stays forbidden. Its section [allow] lists the code and the saved models that
-            a recipe may use here; without it, none.
+            a recipe may use here; without it, none. Its section [limits] says how many rows, steps and requests there
+            must or may be.
         state: folder for its local state and its ledger; by default `polyfed-state` beside the data.
         silo: number of its silo, or -1.
         relay: `server-sees` agrees that messages within the silo pass through the server.
@@ -98,13 +103,14 @@ def policy_on(node: NodeConfig, recipe: Recipe, modalities: tuple[str, ...]) -> 
         RecipeError: the file is not there, or says what no policy says.
     """
     told = Policy.parse(recipe.egress, {**dict.fromkeys(modalities), **dict.fromkeys(recipe.egress)})
+    told = told.for_client(node.held)
     if not node.policy:
-        return Policy().stricter(told)
+        return Policy().for_client(node.held).stricter(told)
     table = _policy_table(node)
     # one file may serve all sites: rows for modalities of the federation that this device lacks are no mistake
     rows = {**dict.fromkeys(recipe.model.encoders), **dict.fromkeys(modalities), **dict.fromkeys(node.held)}
     own = Policy.parse(table.get("egress", {}), rows, f"policy {node.policy}: [egress]")
-    return own.stricter(told)
+    return own.for_client(node.held).stricter(told)
 
 
 def allowance_on(node: NodeConfig) -> Allowance:
@@ -118,13 +124,24 @@ def allowance_on(node: NodeConfig) -> Allowance:
     return Allowance.parse(_policy_table(node).get("allow", {}), f"policy {node.policy}: [allow]")
 
 
+def limits_on(node: NodeConfig) -> Limits:
+    """How few rows and steps, and how many rounds and requests, this device accepts: [limits] of the policy file.
+
+    Raises:
+        RecipeError: the file is not there, or the section is not valid.
+    """
+    if not node.policy:
+        return Limits()
+    return Limits.parse(_policy_table(node).get("limits", {}), f"policy {node.policy}: [limits]")
+
+
 def _policy_table(node: NodeConfig) -> dict[str, Any]:
     try:
         table = tomllib.loads(Path(node.policy).read_text(encoding="utf-8-sig"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(f"policy {node.policy}: {error}. Give a TOML file with [egress.*] and [allow]") from None
-    if strange := [name for name in table if name not in ("egress", "allow")]:
-        raise RecipeError(f"policy {node.policy}: no section '{strange[0]}'; a policy has [egress.*] and [allow] only")
+        raise RecipeError(f"policy {node.policy}: {error}. Give a TOML file with {SECTIONS}") from None
+    if strange := [name for name in table if name not in ("egress", "allow", "limits")]:
+        raise RecipeError(f"policy {node.policy}: no section '{strange[0]}'; a policy has {SECTIONS} only")
     return table
 
 

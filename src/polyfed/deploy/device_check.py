@@ -12,6 +12,7 @@ from polyfed.deploy.device import (
     NodeConfig,
     allowance_on,
     check_held,
+    limits_on,
     node_from,
     policy_on,
     population_on,
@@ -36,6 +37,7 @@ class Inspection:
         shapes: of a sample, by modality.
         num_classes: its largest label and one more.
         planned: what tasks of the recipe would send from here, allowed or not.
+        breaches: limits of the device that the recipe would break.
     """
 
     node: NodeConfig
@@ -44,6 +46,7 @@ class Inspection:
     shapes: dict[str, tuple[int, ...]]
     num_classes: int
     planned: tuple[Planned, ...]
+    breaches: tuple[str, ...] = ()
 
     @property
     def refused(self) -> tuple[Planned, ...]:
@@ -81,12 +84,14 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     check_held(node, recipe)
     population = population_on(node, recipe, None) if node.data else None
     planned = tuple(_planned(recipe, node, policy, population))
+    limits, train = limits_on(node), recipe.algorithm.train
     if population is None:
-        return Inspection(node, policy, None, {}, 0, planned)
+        return Inspection(node, policy, None, {}, 0, planned, tuple(limits.foreseen(train, recipe.rounds, None)))
     own = population.test
     rows = (int(population.train.sizes[node.client]), 0 if own is None else int(own.sizes[node.client]))
     shapes = {name: column.shape for name, column in population.columns.modalities.items()}
-    return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned)
+    breaches = tuple(limits.foreseen(train, recipe.rounds, rows[0]))
+    return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned, breaches)
 
 
 def _of_policy(path: str) -> NodeConfig:

@@ -9,10 +9,20 @@ from typing import Any
 import torch
 
 from polyfed.core.errors import BadReply, NotAllowed
+from polyfed.core.files import PUBLIC_KEY
 from polyfed.core.registry import only
 from polyfed.data import Population
 from polyfed.deploy.client_runtime import ClientRuntime, enrolment
-from polyfed.deploy.device import WHERE, NodeConfig, allowance_on, check_held, policy_on, population_on, recipe_on
+from polyfed.deploy.device import (
+    WHERE,
+    NodeConfig,
+    allowance_on,
+    check_held,
+    limits_on,
+    policy_on,
+    population_on,
+    recipe_on,
+)
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault
 from polyfed.engines import Sequential
 from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, reason
@@ -20,7 +30,9 @@ from polyfed.experiment.assembly import device_of, initial_of, model_of, populat
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe, build
 from polyfed.federation.wire_format import Packet
+from polyfed.privacy.audit import AuditLog
 from polyfed.privacy.ledger import Ledger
+from polyfed.privacy.limits import NO_LIMITS, Limits
 from polyfed.privacy.policy import Policy
 
 MEGABYTE = 2**20
@@ -48,7 +60,8 @@ class Simulated:
         client = int(config["partition-id"])
         runtime = self.runtime()
         if packet.header.get("want") == ENROL:
-            return enrolment(runtime.engine.population, runtime.engine.policy, client)
+            owned = runtime.engine.registry.owned(client)
+            return enrolment(runtime.engine.population, runtime.engine.policy.for_client(owned), client)
         return runtime.answer(packet, client)
 
     def runtime(self) -> ClientRuntime:
@@ -104,16 +117,19 @@ class Deployed:
         with blamed("the recipe cannot be read there"):
             recipe = recipe_on(node, self.recipe_path)
         with blamed("its policy file is not valid"):
-            policy = policy_on(node, recipe, node.held)
+            policy, limits = policy_on(node, recipe, node.held), limits_on(node)
         facts = None if packet.header.get("want") == ENROL else Facts.read(packet.header)
         with blamed("its data cannot be used"):
             check_held(node, recipe)
             population = population_on(node, recipe, facts)
         if facts is None:
-            return enrolment(population, policy, node.client)
+            with blamed("its audit log cannot be written"):
+                if AuditLog(node.folder).prepare():
+                    log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
+            return enrolment(population, policy, node.client, limits)
         with blamed("it cannot build the model"):
             relay = node.relay == "server-sees"
-            runtime = runtime_of(recipe, population, facts, policy, node.folder, relay=relay)
+            runtime = runtime_of(recipe, population, facts, policy, node.folder, relay=relay, limits=limits)
         with blamed("a task failed"):
             return runtime.answer(packet, node.client)
 
@@ -127,14 +143,23 @@ def _request_id(packet: Packet) -> RequestId | None:
 
 
 def runtime_of(
-    recipe: Recipe, population: Population, facts: Facts, policy: Policy, folder: Path, *, relay: bool | None = None
+    recipe: Recipe,
+    population: Population,
+    facts: Facts,
+    policy: Policy,
+    folder: Path,
+    *,
+    relay: bool | None = None,
+    limits: Limits = NO_LIMITS,
 ) -> ClientRuntime:
-    """A station for clients of a population; `relay` is theirs to say, and the recipe's in a simulation."""
+    """The runtime of clients of a population; `relay` and `limits` are a device's, a simulation has the recipe's."""
     told = Policy.parse(recipe.egress, facts.shapes)  # builds the model as the server does
     model = model_of(recipe, facts.shapes, facts.num_classes, told)
     own = relay is not None
     emit = Emitter([log_event] if own else [])
     parts = (population, model, recipe.algorithm, initial_of(recipe, model))
     engine = Sequential(*parts, policy=policy, ledger=Ledger("none"), device=device_of(recipe), emit=emit)
+    engine.limits = limits
     relay = relay if relay is not None else recipe.engine.relay == "server-sees"
-    return ClientRuntime(engine, folder, relay, recipe.engine.message_megabytes * MEGABYTE, discreet=own)
+    limit, audit = recipe.engine.message_megabytes * MEGABYTE, AuditLog(folder) if own else None
+    return ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit)

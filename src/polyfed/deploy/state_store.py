@@ -109,6 +109,10 @@ class Store:
         for place in [place for place in places if place not in wanted]:
             shutil.rmtree(self._path(place))
 
+    def forget(self, request_id: RequestId) -> None:
+        """Remove the state that a task left, since its reply does not leave."""
+        shutil.rmtree(self._path(request_id.place), ignore_errors=True)
+
     def _note(self, journal: Journal) -> None:
         replace_text(self.folder / JOURNAL, json.dumps(asdict(journal)))
 

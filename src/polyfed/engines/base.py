@@ -26,6 +26,7 @@ from polyfed.model import Model
 from polyfed.privacy.announcement import Announcement, Asking, Holder
 from polyfed.privacy.gate import EgressGate
 from polyfed.privacy.ledger import Ledger
+from polyfed.privacy.limits import NO_LIMITS, LimitGuard, Limits
 from polyfed.privacy.policy import Policy
 from polyfed.training import SingleClientData
 from polyfed.training.client_data import ClientData
@@ -71,6 +72,8 @@ class Engine(ABC):
     name: str
     keeps_locals: ClassVar[bool] = True
     """Whether `locals` holds what clients keep; otherwise that is where they are."""
+    limits: Limits = NO_LIMITS
+    """Limits of the device on which this engine runs its client."""
 
     def __init__(
         self,
@@ -129,7 +132,7 @@ class Engine(ABC):
                 num_classes=self.population.columns.num_classes,
                 initial=select(self.initial, blocks),
                 evaluation_client=client < 0,
-                policy=self.policy,
+                policy=self.policy.for_client(owned),
             )
         return self._contexts[kind]
 
@@ -163,7 +166,8 @@ class Engine(ABC):
         if modalities not in self._announcements:
             holder = Holder(modalities, tuple(self.model.shapes), self.model.modalities)
             tested = bool(self.registry.tested)
-            self._announcements[modalities] = Announcement(self.algorithm, self.answers, holder, self.policy, tested)
+            policy = self.policy.for_client(modalities)
+            self._announcements[modalities] = Announcement(self.algorithm, self.answers, holder, policy, tested)
         return self._announcements[modalities]
 
     def alone(self, request: Request, client: int, send: Send, missing: dict[int, str]) -> Message | None:
@@ -187,9 +191,10 @@ class Engine(ABC):
             test_index=self.test_rows(client),
         )
         try:
-            counted = self.metered(request, (client,), view)
-            with only_the_gate_refuses(request):
-                returned = request.task(context, counted, self.local(request, client), got)
+            guard = LimitGuard(self.limits if client >= 0 else NO_LIMITS, client, request.name)
+            watched = guard.watch(self.metered(request, (client,), view), self.model)
+            with guard.enforced(len(view.index)), only_the_gate_refuses(request):
+                returned = request.task(context, watched, self.local(request, client), got)
             reply, local = reply_and_local(request, returned)
             released = node.release(request, reply, stacked=False)
             if any(tensor.requires_grad for _, _, tensor in tensors(released)):

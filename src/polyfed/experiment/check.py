@@ -66,6 +66,7 @@ class Check:
         facts: clients, blocks and their bytes, the resolved policy; as in run.json.
         planned: everything that can cross, allowed or not.
         remarks: why the dry run failed, if it did; sizes may then be missing.
+        why: why `shared` may not send something that no row of its own forbids.
         fixes: lines of a policy that would allow what it forbids.
         not_in_ledger: what a simulation gives the server about clients' rows without a message.
     """
@@ -74,6 +75,7 @@ class Check:
     facts: dict[str, Any]
     planned: tuple[Planned, ...]
     remarks: tuple[str, ...] = ()
+    why: tuple[str, ...] = ()
     fixes: tuple[str, ...] = ()
     not_in_ledger: tuple[str, ...] = ()
 
@@ -98,8 +100,21 @@ def check(recipe: Recipe | str | Path) -> Check:
     warn_unmeasured(assembly)
     sizes, failures = _dry_run_sizes(assembly)
     planned = tuple(plan(assembly, sizes))
-    fixes = fixes_of((row for row in planned if not row.allowed), assembly.policy)
-    return Check(recipe, facts_of(assembly), planned, failures, tuple(fixes), tuple(_not_in_ledger(recipe, assembly)))
+    refused = [row for row in planned if not row.allowed]
+    return Check(
+        recipe,
+        facts_of(assembly),
+        planned,
+        failures,
+        why=tuple(_why(refused, assembly.policy)),
+        fixes=tuple(fixes_of(refused, assembly.policy)),
+        not_in_ledger=tuple(_not_in_ledger(recipe, assembly)),
+    )
+
+
+def _why(refused: Iterable[Planned], policy: Policy) -> Iterator[str]:
+    """Why the policy forbids what no row of `shared` forbids; see `Policy.explanations`."""
+    return policy.explanations((row.kind, row.block, row.destination) for row in refused)
 
 
 def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
@@ -183,6 +198,7 @@ def refuse_forbidden(assembly: Assembly) -> None:
         f"  {row.message}.{row.field} (task {row.task}): {row.kind} of {row.block} to the {row.destination}"
         for row in refused
     ]
+    lines += _why(refused, assembly.policy)
     fixes = ["it would leave if the policy said:", *(f"  {fix}" for fix in fixes_of(refused, assembly.policy))]
     raise EgressError("\n".join(["the policy forbids what this algorithm sends:", *lines, *fixes]))
 

@@ -12,6 +12,7 @@ from polyfed.core.messages import OF_THE_MODEL, Crossing, Message, crossings, cu
 from polyfed.core.request import Request
 from polyfed.core.tree import SHARED
 from polyfed.privacy.announcement import Announcement
+from polyfed.privacy.contents import contents
 from polyfed.privacy.ledger import TO_CLIENT, Entry, Ledger
 
 
@@ -91,8 +92,9 @@ class EgressGate:
     ) -> None:
         if not all(allowed):  # refused whole: nothing of the message leaves, so nothing of it may count as sent
             allowed = (False,) * len(allowed)
+        hashes = contents(msg, parts, allowed) if self.ledger.hashing else ()
         name = type(msg).__name__
-        self.ledger.book(Entry(request.round, request.number, clients, name, parts, destination, allowed))
+        self.ledger.book(Entry(request.round, request.number, clients, name, parts, destination, allowed, hashes))
 
 
 def _refuse_dotted(msg: Message, parts: tuple[Crossing, ...]) -> None:

@@ -1,4 +1,4 @@
-"""What may leave a client: per block (modality, `shared`, `labels`), kind and destination.
+"""What may leave a client, by block (a modality, `shared` or `labels`), kind and destination.
 
     [egress.audio]
     server = ["parameters"]
@@ -6,12 +6,14 @@
     [egress.labels]
     server = []
 
-A row that is written decides alone; where nothing is written, parameters, gradients of parameters and statistics may
-go, all else may not. In a deployment the client's own file decides, and a recipe can only make it stricter.
+A row that is written decides alone for its block and destination. Without a row, parameters, gradients of parameters
+and statistics of a modality may leave, and nothing of `labels`. Without a row, `shared` inherits the strictest rows of
+the modalities that the client owns: its layers read all of these modalities, and their gradients can hold the rows.
+In a deployment the client's own file decides, and a recipe can only make it stricter.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, Crossing
@@ -25,16 +27,28 @@ Table = Mapping[str, Mapping[str, Iterable[str]]]
 
 @dataclass(frozen=True)
 class Policy:
-    """Rules by (block, destination); `allows` answers for one crossing."""
+    """The rules of a client, or of all clients of a federation.
+
+    Attributes:
+        rules: the kinds that may leave, by (block, destination), for each row that is written.
+        owned: the modalities of the client whose policy this is. None for all modalities of the federation; then
+            `shared` inherits from every row of a modality.
+    """
 
     rules: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
+    owned: frozenset[str] | None = None
 
     @classmethod
     def parse(cls, table: Table, modalities: Iterable[str], where: str = "[egress]") -> "Policy":
         """Read the `egress` table of a recipe or of a client's own policy file.
 
+        Args:
+            table: kinds by destination, by block.
+            modalities: those that may have a row.
+            where: how error messages name the table.
+
         Raises:
-            RecipeError: for an unknown row, destination or kind, with the nearest name.
+            RecipeError: a row, destination or kind is unknown; the text names the nearest name.
         """
         rows = (*modalities, SHARED, LABELS)
         rules: dict[tuple[str, str], frozenset[str]] = {}
@@ -54,10 +68,38 @@ class Policy:
                 rules[block, destination] = frozenset(kinds)
         return cls(rules)
 
+    def for_client(self, modalities: Iterable[str]) -> "Policy":
+        """The same rules for a client that owns these modalities: `shared` inherits from their rows alone."""
+        return replace(self, owned=frozenset(modalities))
+
     def kinds(self, block: str, destination: str) -> frozenset[str]:
         """The kinds that may go from this block to this destination."""
-        default: frozenset[str] = frozenset() if block == LABELS else DEFAULT
-        return self.rules.get((block, destination), default)
+        if (block, destination) in self.rules:
+            return self.rules[block, destination]
+        if block == LABELS:
+            return frozenset()
+        return DEFAULT.intersection(*self._mixed(destination).values()) if block == SHARED else DEFAULT
+
+    def _mixed(self, destination: str) -> dict[str, frozenset[str]]:
+        """The rows of the client's modalities for a destination, by modality."""
+        return {
+            block: kinds
+            for (block, place), kinds in self.rules.items()
+            if place == destination and block not in (SHARED, LABELS) and (self.owned is None or block in self.owned)
+        }
+
+    def inherited(self, kinds: Collection[str], block: str, destination: str) -> str:
+        """Why kinds of `shared` may not leave although no row of `shared` forbids them; empty where a row decides."""
+        if block != SHARED or (SHARED, destination) in self.rules:
+            return ""
+        strict = [m for m, allowed in self._mixed(destination).items() if (DEFAULT & {*kinds}) - allowed]
+        if not strict:
+            return ""
+        rows = ", ".join(f"[egress.{modality}] {destination}" for modality in strict)
+        return (
+            f"without a row of its own, '{SHARED}' may send the {destination} only what every modality of the client "
+            f"may, since its layers mix them; {rows} forbids it"
+        )
 
     def allows(self, kind: str, block: str, destination: str) -> bool:
         """Whether this may leave."""
@@ -65,16 +107,17 @@ class Policy:
 
     def allows_models(self, destination: str) -> bool:
         """Whether a whole model may leave: parameters of every modality and of `shared`."""
-        named = {block for block, _ in self.rules} - {LABELS}  # every other block has the default, as `shared` has
+        named = {block for block, _ in self.rules} - {LABELS}  # every other modality has the default
         return all(self.allows("parameters", block, destination) for block in {SHARED, *named})
 
     def stricter(self, other: "Policy") -> "Policy":
         """The policy that allows what both allow: a client's own file, narrowed by a recipe."""
+        assert self.owned == other.owned, "policies of different clients"
         pairs = {*self.rules, *other.rules}
-        return Policy({pair: self.kinds(*pair) & other.kinds(*pair) for pair in pairs})
+        return replace(self, rules={pair: self.kinds(*pair) & other.kinds(*pair) for pair in pairs})
 
     def table(self, modalities: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-        """The resolved policy, every row written out."""
+        """The resolved policy, with every row written out."""
         return {
             block: {place: [k for k in KINDS if k in self.kinds(block, place)] for place in DESTINATIONS}
             for block in (*modalities, SHARED, LABELS)
@@ -86,11 +129,24 @@ class Policy:
         listed = ", ".join(f'"{k}"' for k in kinds)
         return f"[egress.{block}] {destination} = [{listed}]"
 
+    def explanations(self, refused: Iterable[tuple[str, str, str]]) -> Iterator[str]:
+        """A sentence for each destination to which `shared` may not send something because of a modality's row.
+
+        Args:
+            refused: (kind, block, destination) of what the policy forbids.
+        """
+        kinds: dict[str, set[str]] = {}
+        for kind, block, destination in refused:
+            if block == SHARED:
+                kinds.setdefault(destination, set()).add(kind)
+        yield from filter(None, (self.inherited(wanted, SHARED, place) for place, wanted in kinds.items()))
+
 
 def refusal(crossing: Crossing, destination: str, policy: Policy, client: int | str, message: str) -> str:
-    """The words of a refusal: client, field, kind, block, destination, and the line that would allow it."""
+    """The text of a refusal: client, field, kind, block, destination, and the line that would allow it."""
     fix = policy.fix((crossing.kind,), crossing.block, destination)
+    why = policy.inherited((crossing.kind,), crossing.block, destination)
     return (
         f"client {client} refused to send {message}.{crossing.field}: {crossing.kind} of {crossing.block} "
-        f"may not go to the {destination}. It would leave if the client's policy said: {fix}"
+        f"may not go to the {destination}{why and f' ({why})'}. It would leave if the client's policy said: {fix}"
     )

@@ -1,0 +1,44 @@
+"""How often a server may ask a device: `max_rounds` and `max_requests` of the device's [limits]."""
+
+import json
+from pathlib import Path
+
+from polyfed.core.errors import CheckpointError
+from polyfed.core.files import replace_text
+from polyfed.core.request import Request
+from polyfed.privacy.limits import Limits
+
+REQUESTS = "requests.json"
+"""How many requests of each round were answered, beside the local state: a restart of either side does not reset it."""
+
+
+def admit(limits: Limits, folder: Path, request: Request, client: int) -> None:
+    """Count a request before it is run, and refuse it if it is one too many.
+
+    Args:
+        limits: of the device.
+        folder: of the client and the run.
+        request: the request.
+        client: the client's number.
+
+    Raises:
+        EgressError: it breaks a limit.
+        CheckpointError: the count on disk is damaged.
+    """
+    limits.refuse("max_rounds", request.round, client, request.name)
+    if limits.max_requests is None:
+        return
+    path = folder / REQUESTS
+    counts = _read(path)
+    number = counts.get(str(request.round), 0) + 1
+    limits.refuse("max_requests", number, client, request.name)
+    replace_text(path, json.dumps(counts | {str(request.round): number}))
+
+
+def _read(path: Path) -> dict[str, int]:
+    if not path.exists():
+        return {}
+    try:
+        return {str(round): int(number) for round, number in json.loads(path.read_text()).items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}. Restore it from a copy") from error

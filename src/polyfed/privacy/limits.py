@@ -1,0 +1,248 @@
+"""Limits that the owner of a device sets and no recipe can loosen: the [limits] section of the policy file.
+
+    [limits]
+    min_rows = 50
+    min_batch_size = 8
+    min_steps = 10
+    max_rounds = 200
+    max_requests = 6
+
+The policy decides which kinds of data may leave. It does not decide how few rows are behind them, and the gradient of
+a batch of one row can hold that row. The limits are checked against what local training really does, not against what
+the recipe says: `LimitedClientData` sees the rows and the arguments of every `minimise`.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from polyfed.core.batch import Batch
+from polyfed.core.errors import EgressError
+from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, check_ranges, checked
+from polyfed.core.tree import Tree
+from polyfed.model import Model
+from polyfed.training.client_data import (
+    FOLD_BATCH,
+    ClientData,
+    Job,
+    Loss,
+    Step,
+    TrainingResult,
+    steps_trained,
+    usable_rows,
+)
+from polyfed.training.optimisers import Train
+
+MEANINGS = {
+    "min_rows": "the client has {} training rows",
+    "min_batch_size": "a step of local training uses a batch of {} rows",
+    "min_steps": "a local training takes {} steps",
+    "max_rounds": "this is round {}",
+    "max_requests": "this is request {} of the round",
+}
+"""What a value says, by limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The [limits] section. The defaults limit nothing.
+
+    Attributes:
+        min_rows: training rows that the client must have to take part.
+        min_batch_size: rows of a batch in local training. The last batch of an epoch may be smaller, since a step on a
+            full batch always precedes it; a batch that a task takes by itself may not.
+        min_steps: optimiser steps of a local training within one request.
+        max_rounds: the last round of a run in which the client answers.
+        max_requests: requests that the client answers in one round, repeated ones included.
+    """
+
+    min_rows: Annotated[int, NOT_NEGATIVE] = 0
+    min_batch_size: Annotated[int, NOT_NEGATIVE] = 0
+    min_steps: Annotated[int, NOT_NEGATIVE] = 0
+    max_rounds: Annotated[int | None, AT_LEAST_ONE] = None
+    max_requests: Annotated[int | None, AT_LEAST_ONE] = None
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        check_ranges("[limits]", self)
+
+    @classmethod
+    def parse(cls, table: Mapping[str, Any], where: str) -> "Limits":
+        """Read the section.
+
+        Raises:
+            RecipeError: an unknown key, or a value that is not a whole number in range.
+        """
+        return cls(**checked(where, cls, table))
+
+    def breach(self, key: str, value: int) -> str:
+        """Which limit a value breaks, and the line that would allow it; empty where it breaks none."""
+        limit: int | None = getattr(self, key)
+        if limit is None or (value >= limit if key.startswith("min") else value <= limit):
+            return ""
+        return (
+            f"[limits] {key} = {limit} of the device, and {MEANINGS[key].format(value)}. It would be allowed if the "
+            f"device's policy file said: [limits] {key} = {value}"
+        )
+
+    def foreseen(self, train: Train, rounds: int, rows: int | None) -> Iterator[str]:
+        """The limits that a recipe would break, as far as its [train] section and its rounds tell.
+
+        Args:
+            train: the recipe's [train].
+            rounds: of the recipe.
+            rows: training rows of the client; None where they are not known.
+        """
+        values = {"max_rounds": rounds, "min_batch_size": train.batch_size or rows, "min_steps": train.steps}
+        if rows is not None:
+            values |= {
+                "min_rows": rows,
+                "min_batch_size": min(train.batch_size or rows, rows),
+                "min_steps": steps_trained(rows, train, skip_single=False),
+            }
+        for key, value in values.items():
+            if value is not None and (why := self.breach(key, value)):
+                yield why
+
+    def refuse(self, key: str, value: int, client: int, task: str) -> None:
+        """Refuse a request that breaks a limit.
+
+        Raises:
+            EgressError: it does; the text names client, task, limit, value and the line that would allow it.
+        """
+        if why := self.breach(key, value):
+            raise EgressError(f"client {client} refused task {task}: {why}")
+
+
+NO_LIMITS = Limits()
+
+
+class _BreachError(Exception):
+    """Stops a task whose local training breaks a limit; `LimitGuard` has the reason."""
+
+
+@dataclass
+class LimitGuard:
+    """Watches one task of one client.
+
+    Attributes:
+        limits: of the device.
+        client: its number.
+        task: the name of the task.
+        refusal: why nothing may leave; empty so far.
+    """
+
+    limits: Limits
+    client: int
+    task: str
+    refusal: str = ""
+    _steps: dict[int, int] = field(default_factory=dict)
+    _results: list[TrainingResult] = field(default_factory=list)  # kept, so that no id is used twice
+
+    def watch(self, view: ClientData, model: Model) -> ClientData:
+        """The client dataset, watched; itself where there are no limits."""
+        return view if self.limits == NO_LIMITS else LimitedClientData(view, int(view.num_rows), model, self)
+
+    @contextmanager
+    def enforced(self, rows: int) -> Iterator[None]:
+        """A task runs in the block. A breach ends it, and it is a refusal even if the task catches the exception.
+
+        Args:
+            rows: training rows of the client.
+
+        Raises:
+            EgressError: the task broke a limit.
+        """
+        self.limits.refuse("min_rows", rows, self.client, self.task)
+        try:
+            yield
+        except Exception:
+            if not self.refusal:
+                raise
+        if not self.refusal:
+            for steps in self._steps.values():
+                self._note("min_steps", steps)
+        if self.refusal:
+            raise EgressError(self.refusal)
+
+    def check_batch(self, rows: int) -> None:
+        """Stop the task if a batch is too small."""
+        self._note("min_batch_size", rows)
+        if self.refusal:
+            raise _BreachError(self.refusal)
+
+    def add_training(self, steps: int, result: TrainingResult, after: TrainingResult | None) -> None:
+        """Count the steps of a local training. A leg counts with those before it, if they were in the same request."""
+        before = 0 if after is None else self._steps.pop(id(after), 0)
+        if before + steps:
+            self._results.append(result)
+            self._steps[id(result)] = before + steps
+
+    def _note(self, key: str, value: int) -> None:
+        if not self.refusal and (why := self.limits.breach(key, value)):
+            self.refusal = f"client {self.client} refused task {self.task}: {why}"
+
+
+class LimitedClientData(ClientData):
+    """The dataset of one client; its training is held against the limits of the device.
+
+    Args:
+        view: the dataset.
+        num_rows: its different rows.
+        model: the client's.
+        guard: takes note.
+    """
+
+    def __init__(self, view: ClientData, num_rows: int, model: Model, guard: LimitGuard) -> None:
+        self._view, self._num_rows, self._model, self._guard = view, num_rows, model, guard
+        self.num_rows, self.key, self.round, self.rounds = view.num_rows, view.key, view.round, view.rounds
+
+    def minimise(self, loss: Loss, params: Tree, **options: Any) -> TrainingResult:
+        """Check batch and steps, then train; see `ClientData.minimise`."""
+        job = Job(loss=loss, params=params, **options)
+        if job.on is not None:
+            rows, steps = _different(job.on), 1
+        else:
+            skip, size = (job.model or self._model).has_batchnorm, job.train.batch_size
+            end = usable_rows(self._num_rows, size, skip)
+            rows, steps = min(size or end, end), steps_trained(self._num_rows, job.train, skip_single=skip)
+        if steps:
+            self._guard.check_batch(rows)
+        result = self._view.minimise(loss, params, **options)
+        self._guard.add_training(steps, result, job.after)
+        return result
+
+    def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
+        """See `ClientData.batch`; the last batch of an epoch may not be too small here."""
+        found = self._view.batch(train, number, model=model, stream=stream)
+        self._guard.check_batch(_different(found))
+        return found
+
+    def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
+        """See `ClientData.fold`."""
+        return self._view.fold(step, carry, batch_size=batch_size)
+
+    def at(self, rows: Tensor) -> ClientData:
+        """See `ClientData.at`; a row that is chosen twice counts once."""
+        return LimitedClientData(self._view.at(rows), int(torch.unique(rows).numel()), self._model, self._guard)
+
+    @property
+    def ids(self) -> Tensor:
+        """See `ClientData.ids`."""
+        return self._view.ids
+
+    @property
+    def test(self) -> ClientData:
+        """See `ClientData.test`; training on test rows is held against the same limits."""
+        test = self._view.test
+        return LimitedClientData(test, int(test.num_rows), self._model, self._guard)
+
+
+def _different(batch: Batch) -> int:
+    """How many different rows a batch has, without padding."""
+    rows = batch.rows if batch.ok is None else batch.rows[batch.ok]
+    return int(torch.unique(rows).numel())

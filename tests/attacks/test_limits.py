@@ -1,0 +1,201 @@
+"""Recipes that train on so few rows, or ask so often, that rows can be read off what leaves: a device's [limits]."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+
+from attacks.smuggling import ENGINES, up
+from attacks.test_shared_block import CLIENTS, exposed, recovered
+from engines.devices import RECIPE, Devices
+from polyfed.algorithms.averaging import Averaging
+from polyfed.cli import main
+from polyfed.core.errors import EgressError, RecipeError
+from polyfed.core.tree import Tree
+from polyfed.deploy.device import limits_on, node_from
+from polyfed.deploy.request_limits import REQUESTS, admit
+from polyfed.experiment.assembly import assemble
+from polyfed.experiment.recipe import Recipe
+from polyfed.privacy.limits import Limits
+from polyfed.training.optimisers import Train
+from world import algorithm, recipe, through
+
+FLOOR = Limits(min_batch_size=8, min_steps=3)
+
+
+def refused(made: Recipe, limits: Limits, words: str) -> None:
+    """Refused under these limits before anything leaves, and let out without them."""
+    through(assemble(made), 1)
+    parts = assemble(made)
+    parts.engine.limits = limits
+    with pytest.raises(EgressError, match=words):
+        through(parts, 1)
+    assert parts.ledger.bytes_up == 0
+    assert not up(parts)
+
+
+def test_one_step_on_one_row_gives_the_row_away_and_a_floor_keeps_it() -> None:
+    made = exposed("fedavg", {})
+    assert recovered(assemble(made)) == CLIENTS, "the default policy allows it"
+    line = r"client 0 refused task update: \[limits\] min_batch_size = 8 of the device, and a step of local training "
+    refused(made, FLOOR, line + r"uses a batch of 1 rows. It would be .* said: \[limits\] min_batch_size = 1")
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        (Train(lr=0.1, batch_size=4, epochs=9), "a batch of 4 rows"),
+        (Train(lr=0.1, batch_size=16, steps=2), "a local training takes 2 steps"),
+        (Train(lr=0.1, batch_size=0, epochs=1), "a local training takes 1 steps"),
+    ],
+)
+def test_batch_and_steps_of_the_recipe_are_held_against_the_limits(train: Train, words: str) -> None:
+    refused(recipe(algorithm("fedavg", train=train), rounds=1), FLOOR, words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Narrow(Averaging):
+    """Says that it trains on large batches, and trains otherwise."""
+
+    how: str = "batch"
+
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Any, Tree]:
+        train, one = Train(lr=0.1, batch_size=8, epochs=3), torch.zeros(8, dtype=torch.int64)
+        loss = lambda w, batch: self.loss(context, w, batch, got, local)  # noqa: E731
+        try:
+            if self.how == "batch":
+                data.minimise(loss, got.params, train=replace(train, batch_size=1))
+            elif self.how == "the same row eight times":
+                data.at(one).minimise(loss, got.params, train=train)
+            elif self.how == "a batch cut by hand":
+                whole = data.batch(train, 1)
+                small = replace(whole, x={m: x[:1] for m, x in whole.x.items()}, y=whole.y[:1], rows=whole.rows[:1])
+                data.minimise(loss, got.params, train=train, on=small)
+            elif self.how == "the last batch of an epoch":
+                data.batch(replace(train, batch_size=int(data.num_rows) - 1), 2)
+            elif self.how == "test rows":
+                data.test.minimise(loss, got.params, train=replace(train, batch_size=1))
+            elif self.how == "one step":
+                data.minimise(loss, got.params, train=replace(train, epochs=1, steps=1))
+        except Exception:  # a method may catch what stops it: nothing leaves all the same
+            return super().reply(context, data, fit, got, local)
+        return super().reply(context, data, fit, got, local)
+
+
+@pytest.mark.parametrize(
+    ("how", "rows"),
+    [
+        ("batch", "a batch of 1 rows"),
+        ("the same row eight times", "a batch of 1 rows"),
+        ("a batch cut by hand", "a batch of 1 rows"),
+        ("the last batch of an epoch", "a batch of 1 rows"),
+        ("test rows", "a batch of 1 rows"),
+        ("one step", "takes 1 steps"),
+    ],
+)
+def test_what_is_really_run_counts_and_not_what_the_recipe_says(how: str, rows: str) -> None:
+    made = recipe(Narrow(train=Train(lr=0.1, batch_size=16, epochs=3), how=how), rounds=1)
+    made = replace(made, clients=replace(made.clients, personal_test=0.2))
+    refused(made, FLOOR, rows)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedpmr", "cmsfed"])
+def test_a_training_above_the_limits_is_what_it_is_without_them(name: str) -> None:
+    train = Train(lr=0.1, batch_size=8, epochs=3)
+    egress = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in "ab"}
+    made = recipe(algorithm(name, train=train), rounds=2, egress=egress)
+    free, bound = assemble(made), assemble(made)
+    bound.engine.limits = Limits(min_rows=5, min_batch_size=8, min_steps=3)
+    a, b = through(free, 2).params, through(bound, 2).params
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_client_with_too_few_rows_takes_no_part() -> None:
+    refused(recipe(algorithm("fedavg"), rounds=1), Limits(min_rows=500), r"min_rows = 500 .* the client has \d+ tra")
+
+
+def device(folder: Path, limits: str, recipe: str = RECIPE) -> Devices:
+    """Three devices, of which the second has these limits."""
+    devices = Devices(folder, recipe)
+    with (devices.places[1] / "policy.toml").open("a") as file:
+        file.write(f"\n[limits]\n{limits}\n")
+    return devices
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ("min_batch_size = 1000", "client 1 refused task .*: .*min_batch_size = 1000 of the device"),
+        ("max_rounds = 1", r"client 1 refused task .*: \[limits\] max_rounds = 1 of the device, and this is round 2"),
+        (
+            "max_requests = 1",
+            "client 1 refused task .*: .*max_requests = 1 of the device, and this is request 2 of the",
+        ),
+        ("min_rows = 1000", r"client 1 refused to enrol: it has fewer training rows than \[limits\] min_rows = 1000"),
+    ],
+)
+def test_a_device_refuses_in_its_own_words(limits: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(EgressError, match=words):
+        device(tmp_path, limits).serve(tmp_path / "run")
+
+
+def test_a_device_under_generous_limits_takes_part(tmp_path: Path) -> None:
+    limits = "min_rows = 2\nmin_batch_size = 2\nmin_steps = 1\nmax_rounds = 50\nmax_requests = 50"
+    assert device(tmp_path, limits).serve(tmp_path / "run")["rounds"] == 2
+
+
+def test_a_restart_of_the_server_does_not_reset_the_count(tmp_path: Path) -> None:
+    made = recipe(algorithm("fedavg"))
+    parts, limits = assemble(made), Limits(max_requests=2)
+    seen: list[Any] = []
+    answer = parts.engine.answer
+    parts.engine.answer = lambda request, *rest: (seen.append(request), answer(request, *rest))[1]  # type: ignore
+    through(parts, 1)
+    admit(limits, tmp_path, seen[0], 3)
+    admit(limits, tmp_path, seen[0], 3)
+    with pytest.raises(EgressError, match=r"client 3 refused task update: .*this is request 3 of the round"):
+        admit(limits, tmp_path, seen[0], 3)
+    assert json.loads((tmp_path / REQUESTS).read_text()) == {"1": 2}
+
+
+def test_check_node_says_which_limits_a_recipe_breaks(tmp_path: Path, capsys: Any) -> None:
+    devices = device(tmp_path, "min_batch_size = 1000\nmax_rounds = 1")
+    place = devices.places[1]
+    config = f'data="{place}/data.npz" client=1 modalities="a" policy="{place}/policy.toml"'
+    for words in (("--node", config), ("--node", f"{place}/policy.toml")):
+        with pytest.raises(SystemExit) as stop:
+            main(("check", str(devices.recipe), *words))
+        assert stop.value.code == 3
+        told = " ".join(capsys.readouterr().out.split())
+        assert "would be refused by [limits] max_rounds = 1 of the device, and this is round 2" in told
+        assert "[limits] min_batch_size = 1000 of the device" in told
+    with pytest.raises(SystemExit):
+        main(("check", str(devices.recipe), "--node", config, "--json"))
+    assert len(json.loads(capsys.readouterr().out)["breaches"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("min_row = 5", "did you mean 'min_rows'"),
+        ("min_rows = -1", "must be 0 or more"),
+        ("max_rounds = 0", "must be 1 or more"),
+        ('min_steps = "3"', "min_steps"),
+        ("min_steps = true", "min_steps"),
+    ],
+)
+def test_a_wrong_limit_is_told(text: str, words: str, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.toml"
+    policy.write_text(f"[limits]\n{text}\n")
+    with pytest.raises(RecipeError, match=words):
+        limits_on(node_from(f'data="x.npz" client=0 modalities="a" policy="{policy}"'))
+
+
+def test_engines_are_without_limits_in_a_simulation() -> None:
+    for engine in ENGINES:
+        assert assemble(recipe(algorithm("fedavg"), engine)).engine.limits == Limits()
