@@ -25,11 +25,12 @@ from polyfed.deploy.local_federation import finished
 from polyfed.deploy.server import only_server, placed, serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.flower.process import LAST_WORD, _address, _refuses, speak_last
+from polyfed.engines.protocol import hello
 from polyfed.experiment.loop import execute
 from polyfed.experiment.recipe import load_recipe
 from polyfed.federation.wire_format import Packet
 
-HELLO = Packet({"want": "enrol"})
+HELLO = hello()
 
 
 def without(devices: Devices, key: str, value: str) -> dict[str, Any]:

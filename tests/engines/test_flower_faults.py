@@ -352,7 +352,7 @@ def test_a_straggler_is_cut_at_the_deadline(tmp_path: Path) -> None:
     told: dict[int, str] = {}
     parts.fed.emit = lambda event, **facts: told.update({facts["client"]: facts["reason"]})
     played(made, parts)
-    assert told == {VICTIM: "no answer within 1 seconds"}
+    assert told == {VICTIM: "late: no answer within 1 seconds"}
 
 
 class Lossy(DirectGrid):

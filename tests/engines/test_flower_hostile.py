@@ -165,8 +165,8 @@ def test_a_late_reply_is_cut_at_the_deadline_and_enters_no_later_round(
     (camp / hostile.GO).touch()
     process.wait(PATIENCE)
     found = lived(federation, app, recipe, tmp_path / "one", set())
-    assert found.missing[1, HOSTILE] == "no answer within 45 seconds"
-    assert f"round 1, task update, client {HOSTILE}, reason no answer within 45 seconds" in federation.log("run")
+    assert found.missing[1, HOSTILE] == "late: no answer within 45 seconds"
+    assert f"round 1, task update, client {HOSTILE}, reason late: no answer within 45 seconds" in federation.log("run")
     assert federation.log(f"node-{HOSTILE}").count("Sending: train") > sent, "the late reply was sent"
     assert outcome(found.out)[0] == found.spared.result["state_sha256"]
 

@@ -29,11 +29,11 @@ from pathlib import Path
 from polyfed.deploy.handlers import Deployed
 from polyfed.deploy.server import serve
 from polyfed.engines.flower import client_app, server_app
-from polyfed.run import conduct
+from polyfed.experiment.loop import execute
 
 RECIPE = Path(__file__).with_name("recipe.toml")
 
-server = server_app(lambda post, config: serve(RECIPE, post, config, conduct))
+server = server_app(lambda post, config: serve(RECIPE, post, config, execute))
 client = client_app(Deployed(RECIPE))
 '''
 

@@ -1,4 +1,4 @@
-"""A client's runtime: it takes a packet, runs the task, lets the reply out through the egress gate, and keeps the
+"""A client's runtime: it reads a request, runs the task, passes the reply through the egress gate, and keeps the
 client's local state and ledger.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from polyfed.core.errors import BadReply, EgressError, PolyfedError
-from polyfed.core.messages import Message
+from polyfed.core.messages import Message, tensors
 from polyfed.core.request import Request
 from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import SHARED, Tree, digest
@@ -21,7 +21,7 @@ from polyfed.deploy.request_limits import admit
 from polyfed.deploy.state_store import Store
 from polyfed.engines import Sequential
 from polyfed.engines.base import registry_of
-from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Enrolment, Facts, RequestId, reason
+from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Enrolment, Facts, RequestId, check_versions, reason
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.audit import AuditLog
 from polyfed.privacy.ledger import TO_CLIENT, Ledger, lines
@@ -34,14 +34,14 @@ LEDGER = "egress.jsonl"
 
 @dataclass
 class ClientRuntime:
-    """Where one client, or the simulated clients of one process, do their tasks.
+    """Runs the tasks of one client, or of the simulated clients of one process.
 
     Attributes:
         engine: holds the clients' data and policy.
-        folder: for local state and ledgers; a folder a client and run below it.
-        relay: messages for the client's silo may pass through the server.
-        limit: most bytes of a message.
-        discreet: errors of this client are raised as a `Fault`, so that only their kind is told to the server.
+        folder: folder of local states and ledgers, with one folder below it for every run and client.
+        relay: whether messages for the client's silo may pass through the server.
+        limit: size of the largest message that is read, in bytes.
+        discreet: whether errors of this client are raised as a `Fault`, so that the server learns only their kind.
         audit: the device's audit log; None in a simulation.
     """
 
@@ -53,10 +53,10 @@ class ClientRuntime:
     audit: AuditLog | None = None
 
     def answer(self, packet: Packet, client: int) -> Packet:
-        """Do what a packet asks; whatever goes wrong is an answer too, so that nothing of it can stop the client.
+        """Answer a request. An error is an answer too, so that no request can stop the client.
 
         Raises:
-            Fault: something is wrong at a `discreet` client.
+            Fault: an error at a `discreet` client.
         """
         request_id = None
         try:
@@ -75,9 +75,10 @@ class ClientRuntime:
 
     def _work(self, packet: Packet, request_id: RequestId) -> Packet:
         engine = self.engine
+        check_versions(packet.header, f"client {request_id.client}")
         request = self._ask(packet, request_id)
         self._check_frozen(packet, request_id.client)
-        got: Message = decode(packet, request.got, limit=self.limit, finite=True)
+        got = self._received(packet, request)
         folder = self.folder / request_id.run / f"client-{request_id.client}"
         store = Store(folder)
         self._check_held(packet, request_id.client)
@@ -102,6 +103,19 @@ class ClientRuntime:
             if content is None:
                 return reason(FAILED, request_id, missing[request_id.client])
         return Packet(request_id.header(verdict=REPLY) | content.header, content.body)
+
+    def _received(self, packet: Packet, request: Request) -> Message:
+        """Decode the server's message.
+
+        Raises:
+            BadReply: it is malformed; or it holds NaN or infinity, which is no fault of this client.
+        """
+        got: Message = decode(packet, request.got, limit=self.limit)
+        for field, name, value in tensors(got):
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                where = field if name is None else f"{field}.{name}"
+                raise BadReply(f"from the server holds NaN or infinity in {where}; the model was broken before it came")
+        return got
 
     def _keep(self, store: Store, request_id: RequestId, before: Tree | None, kept: int) -> None:
         """Write the local state that a task left, if it is another one than before."""
@@ -134,8 +148,11 @@ class ClientRuntime:
             raise
 
     def _begun(self, store: Store, request: Request, request_id: RequestId) -> Tree | None:
-        """The client's state before a task. If it has other modalities now than it had then, what is of the shape that
-        it would have at first goes on, and what it lacks begins as it would have at first."""
+        """The client's local state before a task; None where it has none yet.
+
+        If the client has other modalities now than when it left the state, tensors that still fit are kept, and the
+        others begin with their first values.
+        """
         found = store.begin(request_id)
         if found is None or found[1] == self.engine.registry[request_id.client].modalities:
             return None if found is None else found[0]
@@ -145,10 +162,10 @@ class ClientRuntime:
         return {name: before[name] if name in fits else value for name, value in first.items()}
 
     def _check_held(self, packet: Packet, client: int) -> None:
-        """Refuse an ask that was made for other modalities than the client has now.
+        """Refuse a request for other modalities than the client has now.
 
         Raises:
-            BadReply: the client changed since it enrolled.
+            BadReply: the client's modalities have changed since it enrolled.
         """
         now, then = list(self.engine.registry.owned(client)), packet.header.get("modalities")
         if now != then:
@@ -159,7 +176,7 @@ class ClientRuntime:
         return digest(self.engine.model.frozen)
 
     def _check_frozen(self, packet: Packet, client: int) -> None:
-        """Refuse an ask of a server whose model has other frozen parameters: none of them ever crosses.
+        """Refuse a request of a server whose model has other frozen parameters, since these are never sent.
 
         Raises:
             BadReply: their values differ.
@@ -171,17 +188,17 @@ class ClientRuntime:
             )
 
     def _ask(self, packet: Packet, request_id: RequestId) -> Request:
-        """The ask of a header.
+        """Read the request in a header.
 
         Raises:
-            BadReply: the algorithm has no such task, or the header is not one of ours.
-            EgressError: replies would pass through a server that this client did not agree may see them.
+            BadReply: the header is malformed, or the algorithm has no such task.
+            EgressError: the reply would pass through the server, which this client does not allow to see it.
         """
         match packet.header:
             case {"task": str(name), "seed": int(seed), "rounds": int(rounds), "turn": int(turn)}:
                 task = tasks_of(self.engine.algorithm).get(name)
             case _:
-                raise BadReply("is no ask that can be read")
+                raise BadReply("is not a request that can be read")
         if task is None:
             raise BadReply(f"asks for the task '{name[:80]}', which {type(self.engine.algorithm).__name__} lacks")
         request = Request(task, name, request_id.round, rounds, request_id.request, seed, turn)
@@ -193,14 +210,17 @@ class ClientRuntime:
         return request
 
 
-def enrolment(population: Population, policy: Policy, client: int, limits: Limits = NO_LIMITS) -> Packet:
-    """What the server must know of a client before it can ask it anything.
+def enrolment(
+    population: Population, policy: Policy, client: int, limits: Limits = NO_LIMITS, token: str = ""
+) -> Packet:
+    """The enrolment of a client, or its refusal: what the server must know before its first request.
 
     Args:
-        population: in which the client has this number.
-        policy: the client's; what it says of statistics of the `shared` block decides whether the server may know.
-        client: its number in the federation.
-        limits: of its device.
+        population: holds the client under its number.
+        policy: the client's policy; it must allow statistics of the `shared` block to reach the server.
+        client: the client's number in the federation.
+        limits: the limits that its device sets.
+        token: recognises the device, see `polyfed.deploy.membership`; empty in a simulation.
     """
     if not policy.allows("statistic", SHARED, "server"):
         fix, why = policy.fix(("statistic",), SHARED, "server"), policy.inherited(("statistic",), SHARED, "server")
@@ -219,6 +239,7 @@ def enrolment(population: Population, policy: Policy, client: int, limits: Limit
         tested=client in registry.tested,
         shapes={name: columns.modalities[name].shape for name in known.modalities},
         num_classes=columns.num_classes,
+        token=token,
     )
     return Packet(told.header())
 
@@ -227,14 +248,14 @@ def book(path: Path, rows: Iterable[str]) -> int:
     """Add rows to a client's ledger, all of them or none; the size that it had before.
 
     Raises:
-        OSError: they cannot be written; nothing may leave then.
+        OSError: the rows cannot be written; then no reply may leave.
     """
     with path.open("ab", buffering=0) as file:
         whole = file.tell()
         try:
             _write(file, "".join(row + "\n" for row in rows).encode())
         except OSError:
-            file.truncate(whole)  # half a row would spoil the next one too
+            file.truncate(whole)  # half a row would make the next one unreadable too
             raise
     return whole
 
@@ -250,6 +271,6 @@ def undone(path: Path, size: int) -> Iterator[None]:
 
 
 def _write(file: BinaryIO, text: bytes) -> None:
-    """Write all of it; on a disk that is almost full the first part may go through before the rest fails."""
+    """Write all of the text: one call may write only a part, as on a disk that is almost full."""
     while text:
         text = text[file.write(text) :]

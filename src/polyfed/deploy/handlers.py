@@ -1,4 +1,4 @@
-"""Clients as functions of a packet: simulated ones, whose rows come from the recipe, and one on a device of its own."""
+"""Handlers, which answer packets for clients: all clients of a simulation, or the client of one device."""
 
 import uuid
 from collections.abc import Mapping
@@ -24,8 +24,9 @@ from polyfed.deploy.device import (
     recipe_on,
 )
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault
+from polyfed.deploy.membership import token_of
 from polyfed.engines import Sequential
-from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, reason
+from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, federation_of, reason
 from polyfed.experiment.assembly import device_of, initial_of, model_of, population_of
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe, build
@@ -37,18 +38,18 @@ from polyfed.privacy.policy import Policy
 
 MEGABYTE = 2**20
 
-_STATIONS: dict[str, ClientRuntime] = {}
-"""Stations of this process by token: a handler is copied into Ray's processes again and again, its data need not be."""
+_RUNTIMES: dict[str, ClientRuntime] = {}
+"""Runtimes of this process by token. Ray copies a handler into its processes for every call; the data is kept."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """All clients of a recipe, each called by its number; every process that holds a copy deals the data itself.
+    """Answers for every client of a recipe. Each process that holds a copy loads and deals the data itself.
 
     Attributes:
-        recipe: whose [egress] is the policy of every client.
-        folder: for local states and the clients' own ledgers.
-        token: names this simulation among all of this process.
+        recipe: the recipe; its [egress] section is the policy of every client.
+        folder: folder of the clients' local states and ledgers.
+        token: identifies this simulation within the process.
     """
 
     recipe: Recipe
@@ -65,20 +66,20 @@ class Simulated:
         return runtime.answer(packet, client)
 
     def runtime(self) -> ClientRuntime:
-        """Where this process's clients work."""
-        if self.token not in _STATIONS:
+        """The runtime of this process, made when it is first needed."""
+        if self.token not in _RUNTIMES:
             torch.set_num_threads(1)  # one client, one CPU: several threads per process only get in each other's way
             population = population_of(self.recipe)
             policy = Policy.parse(self.recipe.egress, population.columns.modalities)
             shapes = {name: column.shape for name, column in population.columns.modalities.items()}
             facts = Facts(shapes, population.columns.num_classes)
-            _STATIONS[self.token] = runtime_of(self.recipe, population, facts, policy, self.folder)
-        return _STATIONS[self.token]
+            _RUNTIMES[self.token] = runtime_of(self.recipe, population, facts, policy, self.folder)
+        return _RUNTIMES[self.token]
 
 
 @dataclass(frozen=True)
 class Deployed:
-    """One client on a device of its own: its data and its policy are what its node's configuration says.
+    """Answers for the client of one device, whose data and policy are named in the node's configuration.
 
     Attributes:
         recipe_path: the recipe that came with the app.
@@ -87,8 +88,11 @@ class Deployed:
     recipe_path: Path
 
     def __call__(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
-        """Answer; a wrong configuration is an answer too. What is wrong here is told in full in this device's log; the
-        server hears whose fault of which kind it is, but no path and no name of this device's."""
+        """Answer a packet; a fault of this device is an answer too.
+
+        This device's log says in full what is wrong. The server is told which client has which kind of fault, but no
+        path and no name of this device.
+        """
         number = config.get("client")
         who = f"client {number}" if type(number) is int else "a client without a number"
         try:
@@ -113,12 +117,14 @@ class Deployed:
             return self._work(packet, node)
 
     def _work(self, packet: Packet, node: NodeConfig) -> Packet:
-        """Answer as this device's owner allows: the recipe came from the server."""
+        """Answer within what the device's owner allows; the recipe came from the server."""
         with blamed("the recipe cannot be read there"):
             recipe = recipe_on(node, self.recipe_path)
         with blamed("its policy file is not valid"):
             policy, limits = policy_on(node, recipe, node.held), limits_on(node)
-        facts = None if packet.header.get("want") == ENROL else Facts.read(packet.header)
+        enrols = packet.header.get("want") == ENROL
+        federation = federation_of(packet.header) if enrols else ""
+        facts = None if enrols else Facts.read(packet.header)
         with blamed("its data cannot be used"):
             check_held(node, recipe)
             population = population_on(node, recipe, facts)
@@ -126,7 +132,9 @@ class Deployed:
             with blamed("its audit log cannot be written"):
                 if AuditLog(node.folder).prepare():
                     log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
-            return enrolment(population, policy, node.client, limits)
+            with blamed("its state folder cannot be used"):
+                token = token_of(node.folder, federation)
+            return enrolment(population, policy, node.client, limits, token)
         with blamed("it cannot build the model"):
             relay = node.relay == "server-sees"
             runtime = runtime_of(recipe, population, facts, policy, node.folder, relay=relay, limits=limits)
@@ -135,7 +143,7 @@ class Deployed:
 
 
 def _request_id(packet: Packet) -> RequestId | None:
-    """Which question a packet asks, if it asks one."""
+    """The request id of a packet, or None."""
     try:
         return RequestId.read(packet.header)
     except BadReply:
@@ -152,8 +160,19 @@ def runtime_of(
     relay: bool | None = None,
     limits: Limits = NO_LIMITS,
 ) -> ClientRuntime:
-    """The runtime of clients of a population; `relay` and `limits` are a device's, a simulation has the recipe's."""
-    told = Policy.parse(recipe.egress, facts.shapes)  # builds the model as the server does
+    """Build the runtime of one device, or of all clients of a simulation.
+
+    Args:
+        recipe: the recipe.
+        population: the clients and their rows.
+        facts: what the server says about the federation.
+        policy: the policy of these clients.
+        folder: folder of local states and ledgers.
+        relay: whether this device lets messages within its silo pass through the server; None in a simulation, where
+            the recipe says so.
+        limits: the limits that a device sets.
+    """
+    told = Policy.parse(recipe.egress, facts.shapes)  # the model must be the one that the server builds
     model = model_of(recipe, facts.shapes, facts.num_classes, told)
     own = relay is not None
     emit = Emitter([log_event] if own else [])

@@ -1,22 +1,24 @@
-"""The server's start: who takes part, and the same loop as any run, with a post in place of an engine's own clients."""
+"""The server of a deployment or simulation: it waits for its clients and then runs the recipe as any run.
+
+The only difference to a run in one process is the engine, which asks clients over a transport.
+"""
 
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-from polyfed.core.errors import BadReply, DataError, EgressError, PolyfedError, RecipeError, TooFewReplies
-from polyfed.data import Column, Columns, Population, Shards, stacked
-from polyfed.data.columns import LEFT_OUT, TEST, VALIDATION
+from polyfed.core.errors import PolyfedError, RecipeError, TooFewReplies
+from polyfed.data import Population
+from polyfed.deploy.admission import enrolled, enrolment_in
 from polyfed.deploy.handlers import MEGABYTE, Simulated
+from polyfed.deploy.membership import Membership
 from polyfed.engines.base import Engine
-from polyfed.engines.protocol import ENROLLED, REFUSED, Enrolment
+from polyfed.engines.protocol import hello
 from polyfed.engines.remote import Remote, ReplyTerms
 from polyfed.experiment.assembly import population_of
 from polyfed.experiment.events import Emitter
@@ -24,43 +26,50 @@ from polyfed.experiment.lock import alone_in
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.records import Records
 from polyfed.experiment.settings import EngineSpec
-from polyfed.federation.wire_format import Packet
 
 ERROR = "error.json"
-"""What ended a run, beside its records; gone when the run goes on."""
+"""The file of a run folder that says what ended the run; it is removed when the run goes on."""
 
 
-def reply_terms_of(spec: EngineSpec) -> ReplyTerms:
-    """The terms of the [engine] section; the session is the time of the start, in milliseconds."""
+def reply_terms_of(spec: EngineSpec, session: int | None = None) -> ReplyTerms:
+    """The terms of the [engine] section.
+
+    Args:
+        spec: the section.
+        session: number of this start of the server; by default the time in milliseconds.
+    """
     return ReplyTerms(
-        session=int(time.time() * 1000),
+        session=int(time.time() * 1000) if session is None else session,
         reply_seconds=spec.reply_seconds,
+        close_at=spec.close_at,
+        min_replies=spec.min_replies,
+        away_seconds=spec.away_seconds,
         stop_on_refusal=spec.on_refusal == "stop",
         relay=spec.relay == "server-sees",
         limit=spec.message_megabytes * MEGABYTE,
     )
 
 
-def engine_by(transport: Any, spec: EngineSpec) -> Callable[..., Engine]:
-    """The constructor of an engine that asks by this post."""
-    terms = reply_terms_of(spec)
+def engine_by(transport: Any, spec: EngineSpec, session: int | None = None) -> Callable[..., Engine]:
+    """The constructor of an engine that asks clients over this transport; see `reply_terms_of`."""
+    terms = reply_terms_of(spec, session)
     return lambda *args, **kwargs: Remote(*args, transport=transport, terms=terms, **kwargs)
 
 
 _T = TypeVar("_T")
 
 Execute = Callable[..., _T]
-"""`polyfed.run.execute`: assembles a run and brings it to its end."""
+"""`polyfed.experiment.loop.execute`: assembles a run and plays all of its rounds."""
 
 
 def placed(recipe: Recipe, data: str) -> Recipe:
-    """A recipe as a server runs it: on this engine, its own rows where they are on this machine."""
+    """The recipe as the server runs it: on the flower engine, with the path of the server's own rows, if any."""
     source = replace(recipe.data, path=data) if data else recipe.data
     return replace(recipe, data=source, engine=replace(recipe.engine, name="flower"))
 
 
 def simulate(recipe: Recipe, records: Records | None, emit: Emitter, execute: Execute[_T]) -> _T:
-    """Run a recipe on Flower's simulation runtime; gives what `execute` gives.
+    """Run a recipe on Flower's simulation runtime and return what `execute` returns.
 
     Raises:
         RecipeError: the extra `polyfed[flower]` is not installed.
@@ -76,7 +85,8 @@ def simulate(recipe: Recipe, records: Records | None, emit: Emitter, execute: Ex
 
         def main(transport: flower.GridTransport) -> None:
             meet(recipe, population, transport)
-            engine = engine_by(transport, recipe.engine)
+            folder.mkdir(parents=True, exist_ok=True)
+            engine = engine_by(transport, recipe.engine, Membership(folder).session)
             finished.append(execute(recipe, records, emit, population=population, engine=engine))
 
         cpus = recipe.engine.client_cpus
@@ -85,13 +95,13 @@ def simulate(recipe: Recipe, records: Records | None, emit: Emitter, execute: Ex
 
 
 def meet(recipe: Recipe, population: Population, transport: Any) -> None:
-    """Have the simulated clients enrol.
+    """Wait until all simulated clients have started.
 
     Raises:
-        TooFewReplies: they have not all started in time.
+        TooFewReplies: not all of them started within `enrol_seconds`.
     """
     answers = transport.enrol(population.num_clients, recipe.engine.enrol_seconds)
-    started = len([told_by(answer) for answer in answers])
+    started = len([enrolment_in(answer) for answer in answers])
     if started < population.num_clients:
         raise TooFewReplies(
             f"{started} of {population.num_clients} simulated clients started within "
@@ -100,17 +110,17 @@ def meet(recipe: Recipe, population: Population, transport: Any) -> None:
 
 
 def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute: Execute[Any]) -> None:
-    """A ServerApp's main: wait for clients, then run the recipe, going on with what `out` holds.
+    """The main function of a ServerApp: wait for clients, then run the recipe, or resume the run that `out` holds.
 
     Args:
         recipe_path: the recipe that came with the app.
         transport: carries packets.
-        config: the run's configuration: `out`, a folder on the server, and `data`, where the server's own rows are, if
-            the recipe's [data] has a path.
-        conduct: `polyfed.run.execute`.
+        config: the run's configuration: `out`, a folder on the server, and `data`, the path of the server's own rows,
+            if the recipe's [data] has a path.
+        execute: `polyfed.experiment.loop.execute`.
 
     Raises:
-        PolyfedError: it ends the run; its text and exit code are also left in `out/error.json`.
+        PolyfedError: the run ended; the text and exit code are also written to `out/error.json`.
     """
     out = Path(str(config.get("out", "runs/flower"))).expanduser()
     (out / ERROR).unlink(missing_ok=True)
@@ -119,9 +129,12 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
         records = Records(out, resume=True)
         emit = Emitter([_Log()])
         with only_server(out):
-            population = enrolled(recipe, transport, emit)
-            execute(recipe, records, emit, population=population, engine=engine_by(transport, recipe.engine))
-        (out / ERROR).unlink(missing_ok=True)  # of another server, which was refused meanwhile
+            members = Membership(out)
+            transport.greeting, transport.vet = hello(members.federation), members.refusal
+            population = enrolled(recipe, transport, emit, members.left_out)
+            engine = engine_by(transport, recipe.engine, members.session)
+            execute(recipe, records, emit, population=population, engine=engine)
+        (out / ERROR).unlink(missing_ok=True)  # another server may have written it when it was refused
     except PolyfedError as error:
         told = {"error": type(error).__name__, "text": str(error), "exit_code": error.exit_code}
         if out.is_dir():
@@ -131,7 +144,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
 
 
 def only_server(out: Path, seconds: float = 90.0) -> AbstractContextManager[None]:
-    """Hold the run's folder; a server whose SuperLink was killed may live on for some seconds.
+    """Hold the run folder. A server whose SuperLink was killed may live on for some seconds, so this one waits.
 
     Raises:
         RecipeError: another server still holds it after `seconds`.
@@ -140,7 +153,7 @@ def only_server(out: Path, seconds: float = 90.0) -> AbstractContextManager[None
 
 
 class _Log:
-    """Events as lines of the app's log, which `flwr log` shows."""
+    """Prints events as lines of the app's log, which `flwr log` shows."""
 
     def __call__(self, event: str, **facts: Any) -> None:
         if event == "round-finished":
@@ -150,131 +163,8 @@ class _Log:
             text = f"round {row['round']}: {len(row['cohort'])} asked, {row['bytes_up']} bytes up{shown}"
         elif event == "note":
             text = facts["text"]
-        elif event == "client-missing":
+        elif event in ("client-missing", "late-reply"):
             text = f"{event}: " + ", ".join(f"{name} {value}" for name, value in facts.items())
         else:
             return
         print(f"polyfed: {text}", flush=True)  # noqa: T201  the app's log is its screen
-
-
-def enrolled(recipe: Recipe, transport: Any, emit: Emitter) -> Population:
-    """Wait for the clients of a deployment; what the server knows of them is what they say.
-
-    Raises:
-        TooFewReplies: fewer than `min_nodes`, or than `min_replies`, came in time.
-        EgressError: one refused, and the recipe says to stop then.
-        DataError: they contradict each other, or the server's own data.
-    """
-    spec = recipe.engine
-    wanted = spec.nodes or recipe.clients.num or 1
-    answers: list[Packet] = transport.enrol(wanted, spec.enrol_seconds, _Waiting(wanted, spec.enrol_seconds, emit))
-    known: list[Enrolment] = []
-    absent: list[str] = []
-    for answer in answers:
-        try:
-            known.append(told_by(answer))
-        except (BadReply, EgressError) as error:
-            if isinstance(error, EgressError) and spec.on_refusal == "stop":
-                raise
-            absent.append(str(error))
-    why = f"Not enrolled: {'; '.join(absent)}" if absent else "No other node answered"
-    if len(known) < max(spec.min_nodes or wanted, spec.min_replies, 1):
-        raise TooFewReplies(
-            f"{len(known)} of {wanted} clients enrolled ([engine] nodes, enrol_seconds = {spec.enrol_seconds:g}). "
-            f"{why}. A run that may begin without some says so by [engine] min_nodes"
-        )
-    if len(known) < wanted:
-        emit("note", text=f"WARNING: starting with {len(known)} of {wanted} clients. {why}")
-    return population_from(known, columns_from(known, recipe, emit))
-
-
-class _Waiting:
-    """Says how many have enrolled: when that changes, and now and then while nothing does."""
-
-    EVERY = 30.0
-    """Seconds without news between two lines."""
-
-    def __init__(self, wanted: int, seconds: float, emit: Emitter) -> None:
-        self.wanted, self.seconds, self.emit = wanted, seconds, emit
-        self.said: int | None = None
-        self.moment = 0.0
-
-    def __call__(self, answers: Sequence[Packet]) -> None:
-        count = sum(answer.header.get("verdict") == ENROLLED for answer in answers)
-        now = time.monotonic()
-        if count == self.said and now - self.moment < self.EVERY:
-            return
-        self.said, self.moment = count, now
-        word = "waiting: " if count < self.wanted else ""
-        self.emit("note", text=f"{word}{count} of {self.wanted} enrolled")
-
-
-def told_by(answer: Packet) -> Enrolment:
-    """The enrolment in an answer.
-
-    Raises:
-        EgressError: the client's policy refused.
-        BadReply: it is none, for another reason.
-    """
-    if answer.header.get("verdict") == REFUSED:
-        raise EgressError(str(answer.header.get("reason")))
-    if answer.header.get("verdict") != ENROLLED:
-        raise BadReply(str(answer.header.get("reason")))
-    return Enrolment.read(answer.header)
-
-
-def columns_from(known: list[Enrolment], recipe: Recipe, emit: Emitter) -> Columns:
-    """The server's table: its own rows for tests, or, where it has none, a single row that nobody uses.
-
-    Raises:
-        DataError: shapes of a modality differ.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for told in sorted(known, key=lambda told: told.client):
-        for name, shape in told.shapes.items():
-            if shapes.setdefault(name, tuple(shape)) != tuple(shape):
-                raise DataError(
-                    f"samples of '{name}' have shape {tuple(shape)} at client {told.client}, {shapes[name]} elsewhere"
-                )
-    num_classes = max(told.num_classes for told in known)
-    try:
-        own: Columns = stacked(recipe.data.load(), recipe.stack)
-    except DataError as error:
-        emit("note", text=f"the server has no data, so there is no global evaluation ({error})")
-        order = [name for name in getattr(recipe.data, "modalities", ()) if name in shapes]
-        shapes = {name: shapes[name] for name in order or sorted(shapes)}
-        zero = torch.zeros(1, dtype=torch.int64)
-        columns = {name: Column(torch.zeros(1, *shape)) for name, shape in shapes.items()}
-        return Columns("deployed", columns, zero, num_classes, torch.full((1,), LEFT_OUT, dtype=torch.int8), zero)
-    for name, shape in shapes.items():
-        if own.column(name).shape != shape:
-            raise DataError(f"samples of '{name}' have shape {shape} at the clients, {own.column(name).shape} here")
-    emit("note", text=f"the global test set: {len(own.rows(TEST))} of the {len(own)} rows of [data]")
-    return replace(own, num_classes=max(own.num_classes, num_classes))
-
-
-def population_from(known: list[Enrolment], columns: Columns) -> Population:
-    """What the server knows of clients that enrolled; numbers nobody has are clients without rows."""
-    size = max(told.client for told in known) + 1
-    rows, tested = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
-    holds = torch.zeros(size, len(columns.modalities), dtype=torch.bool)
-    silo = torch.full((size,), -1)
-    for told in known:
-        rows[told.client], tested[told.client] = told.rows, int(told.tested)
-        holds[told.client] = torch.tensor([name in told.modalities for name in columns.modalities])
-        silo[told.client] = -1 if told.silo is None else told.silo
-    return Population(
-        columns=columns,
-        train=_elsewhere(rows),
-        test=_elsewhere(tested) if bool(tested.any()) else None,
-        holds=holds,
-        silo=silo if bool((silo >= 0).any()) else None,
-        test_rows=columns.rows(TEST),
-        validation_rows=columns.rows(VALIDATION),
-    )
-
-
-def _elsewhere(sizes: torch.Tensor) -> Shards:
-    """Rows that are not here: only how many there are is known."""
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    return Shards(offsets, torch.tensor([-1]).expand(int(offsets[-1])))

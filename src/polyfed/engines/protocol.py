@@ -1,39 +1,46 @@
-"""What server and client write on the outside of a packet when they are in different processes.
+"""The headers of packets between a server and clients in other processes.
 
-Every request has an id: run, session, round, number of the request, client. The client answers with the same id, so
-that the server tells the reply it waits for from one that is late, doubled or replayed. A *session* is one life of the
-server: a resumed server begins a new one and may ask again what it had asked before it died; a client does the work
-again from the local state it had then, and the answer is the same bit for bit.
+Every request has an id: run, session, round, number of the request, client. The client repeats it in its reply, so that
+the server can tell the reply it waits for from one that is late, duplicated or replayed. A *session* is one start of
+the server: a resumed server begins a new session and may repeat requests that it sent before it died. The client then
+repeats the work from the local state it had at that point, and the reply is the same bit for bit.
+
+Enrolments and requests carry the version of polyfed and of the wire format. Both sides refuse another version.
 """
 
+import math
 import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
 from polyfed.core.errors import BadReply
 from polyfed.core.request import Request
-from polyfed.federation.wire_format import Header, Packet
+from polyfed.federation.wire_format import NAME, WIRE_FORMAT, Header, Packet
 
 ENROL, ASK = "enrol", "ask"
-"""What a server can want: facts about a client, or a task done."""
+"""What a server sends: a question about the client, or a request to run a task."""
 
 ENROLLED, REPLY, REFUSED, FAILED = "enrolled", "reply", "refused", "failed"
-"""What a client can say. `refused` is its policy's word, `failed` every other reason, in plain words."""
+"""What a client answers: `refused` when its policy forbids the reply, `failed` for every other reason."""
 
 MAX_REASON = 2000
-"""Characters of a reason that are kept: one line of a log, not a trace (inferred)."""
+"""Characters of a reason that are kept: enough for one line of a log (inferred)."""
 
-MAX_CLIENTS, MAX_ROWS = 10**6, 2**40
-"""Far above any deployment of today (inferred); they bound what a forged enrolment can make the server allocate."""
+MAX_CLIENTS, MAX_ROWS, MAX_SAMPLE, MAX_AXES = 10**6, 2**40, 2**24, 8
+"""Bounds of the numbers in an enrolment: client number, rows, numbers in one sample, axes of a sample. They are far
+above any deployment of today (inferred) and limit the memory that a forged enrolment can make the server allocate."""
 
-_RUN = re.compile(r"[A-Za-z0-9_\-]{1,100}")
+_WORD = re.compile(r"[A-Za-z0-9_\-]{1,100}")
 
 
 @dataclass(frozen=True)
 class RequestId:
-    """Which question this is."""
+    """Identifies one request to one client."""
 
     run: str
     session: int
@@ -43,13 +50,13 @@ class RequestId:
 
     @classmethod
     def read(cls, header: Header) -> "RequestId":
-        """The request id of a header.
+        """Read the request id of a header.
 
         Raises:
-            BadReply: there is none, or it is none of ours; the run's name is used as a folder's.
+            BadReply: the id is missing or malformed. The run's name becomes the name of a folder, so it is checked too.
         """
         match header.get("request_id"):
-            case {"run": str(run), **numbers} if _RUN.fullmatch(run):
+            case {"run": str(run), **numbers} if _WORD.fullmatch(run):
                 found = [numbers.get(name) for name in ("session", "round", "request", "client")]
                 if all(type(n) is int and n >= 0 for n in found):
                     return cls(run, *found)  # type: ignore[arg-type]
@@ -57,11 +64,11 @@ class RequestId:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where in the run: (round, ask)."""
+        """The position in the run: (round, number of the request in the round)."""
         return self.round, self.request
 
     def header(self, **more: Any) -> Header:
-        """A header with this request id."""
+        """Return a header with this request id and the entries of `more`."""
         return {"request_id": asdict(self), **more}
 
 
@@ -70,8 +77,8 @@ class Facts:
     """What the server tells every client about the federation, so that all build the same model.
 
     Attributes:
-        shapes: of a sample, by modality, in the federation's order.
-        num_classes: classes of the label.
+        shapes: shape of a sample by modality, in the federation's order.
+        num_classes: number of classes.
         frozen: digest of the model's frozen parameters, which every client loads or draws by itself.
     """
 
@@ -81,10 +88,10 @@ class Facts:
 
     @classmethod
     def read(cls, header: Header) -> "Facts":
-        """The facts of a header.
+        """Read the facts of a header.
 
         Raises:
-            BadReply: there are none that can be read.
+            BadReply: the facts are missing or malformed.
         """
         match header.get("facts"):
             case {"shapes": dict(shapes), "num_classes": int(num_classes), "frozen": str(frozen)} if num_classes > 0:
@@ -95,16 +102,17 @@ class Facts:
 
 @dataclass(frozen=True)
 class Enrolment:
-    """What a client tells about itself when it enrols.
+    """What a client says about itself when it enrols.
 
     Attributes:
         client: its number, from 0.
-        rows: training rows.
-        modalities: what it owns.
-        silo: its silo, or None.
+        rows: number of training rows.
+        modalities: the modalities it owns.
+        silo: number of its silo, or None.
         tested: whether it has test rows of its own.
-        shapes: of its samples.
-        num_classes: its largest label and one more.
+        shapes: shape of a sample by modality.
+        num_classes: its largest label plus one.
+        token: 64 hexadecimal digits by which the server recognises the device again; empty in a simulation.
     """
 
     client: int
@@ -114,60 +122,151 @@ class Enrolment:
     tested: bool
     shapes: dict[str, tuple[int, ...]]
     num_classes: int
+    token: str = ""
 
     @classmethod
     def read(cls, header: Header) -> "Enrolment":
-        """An enrolment, every part of it checked.
+        """Read an enrolment and check every part of it.
 
         Raises:
-            BadReply: it is none, or a number in it is out of range.
+            BadReply: the client runs another version, or a part is missing, malformed or out of range.
         """
+        check_versions(header, "the server")
         try:
             found = _ENROLMENT.validate_python({name: header.get(name) for name in _FIELDS}, strict=False)
         except ValidationError as error:
             raise BadReply(f"enrolled with something that cannot be read: {error.errors()[0]['msg']}") from None
-        sizes = [n for shape in found.shapes.values() for n in shape]
-        numbers = (found.client < MAX_CLIENTS, 0 <= found.rows < MAX_ROWS, 0 < found.num_classes < MAX_CLIENTS)
-        if found.client < 0 or not all(numbers) or not all(0 < n < MAX_ROWS for n in sizes):
-            raise BadReply(f"enrolled with a number out of range: {str(header)[:200]}")
-        if set(found.modalities) != set(found.shapes):
-            raise BadReply("enrolled with modalities that have no shape")
+        found._check_numbers()
+        if not found.modalities or set(found.modalities) != set(found.shapes):
+            raise BadReply("enrolled without modalities, or with modalities that have no shape")
+        if strange := [name for name in found.modalities if not NAME.fullmatch(name)]:
+            raise BadReply(f"enrolled with a modality whose name cannot be used: {strange[0]!r:.80}")
         return found
 
+    def _check_numbers(self) -> None:
+        ranges = (
+            0 <= self.client < MAX_CLIENTS,
+            0 <= self.rows < MAX_ROWS,
+            0 < self.num_classes < MAX_CLIENTS,
+            self.silo is None or 0 <= self.silo < MAX_CLIENTS,
+            all(len(shape) <= MAX_AXES and all(size > 0 for size in shape) for shape in self.shapes.values()),
+        )
+        if not all(ranges) or any(math.prod(shape) > MAX_SAMPLE for shape in self.shapes.values()):
+            raise BadReply(f"enrolled with a number out of range: {asdict(self)!s:.200}")
+
     def header(self) -> Header:
-        """As it is sent."""
-        return {"verdict": ENROLLED, **asdict(self)}
+        """Return the header in which the enrolment is sent."""
+        return {"verdict": ENROLLED, **versions(), **asdict(self)}
 
 
 _ENROLMENT = TypeAdapter(Enrolment)
 _FIELDS = tuple(field.name for field in fields(Enrolment))
 
 
-class Transport(Protocol):
-    """Carries packets to clients in other processes, and their answers back."""
+def versions() -> Header:
+    """The versions that every enrolment and every request carries."""
+    return {"polyfed": version("polyfed"), "wire": WIRE_FORMAT}
 
-    def exchange(self, packets: dict[int, Packet], seconds: float) -> dict[int, Packet | str]:
-        """Answers by client, or why there is none, for as many as answered in time."""
+
+def check_versions(header: Mapping[str, Any], here: str) -> None:
+    """Refuse a packet from another version: both sides must draw the same model and run the same tasks.
+
+    Args:
+        header: header of the packet.
+        here: who reads it, as in "the server".
+
+    Raises:
+        BadReply: the versions differ, or the header has none.
+    """
+    theirs = {name: header.get(name) for name in versions()}
+    if theirs != versions():
+        shown = (
+            f"polyfed {found['polyfed']!s:.40}, wire format {found['wire']!s:.10}" for found in (theirs, versions())
+        )
+        raise BadReply("comes from {}, {here} has {}; install the same version on both".format(*shown, here=here))
+
+
+def hello(federation: str = "") -> Packet:
+    """The packet that asks a node to enrol.
+
+    Args:
+        federation: id of the server's run folder, from which a device derives its token; empty in a simulation.
+    """
+    return Packet({"want": ENROL, "federation": federation, **versions()})
+
+
+def federation_of(header: Header) -> str:
+    """The id of the server's run folder in a packet that asks a node to enrol.
+
+    Raises:
+        BadReply: the server runs another version, or the id is malformed.
+    """
+    check_versions(header, "this device")
+    found = header.get("federation")
+    if not (isinstance(found, str) and (not found or _WORD.fullmatch(found))):
+        raise BadReply("asks to enrol in a federation whose id cannot be read")
+    return found
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a transport waits for the replies to one request.
+
+    Attributes:
+        seconds: the deadline.
+        enough: stop as soon as so many clients have replied.
+        least: wait for clients that missed earlier deadlines until at least so many have replied.
+        away_seconds: how long a client whose node is offline may take to come back.
+    """
+
+    seconds: float
+    enough: int
+    least: int = 1
+    away_seconds: float = math.inf
+
+
+class Transport(Protocol):
+    """Carries packets to clients in other processes, and their replies back.
+
+    Attributes:
+        discarded: by client, how many replies arrived after their request had been closed.
+    """
+
+    discarded: Counter[int]
+
+    def exchange(self, packets: dict[int, Packet], patience: Patience) -> dict[int, Packet | str]:
+        """Send a packet to each client; return each client's answer, or the reason why there is none."""
         ...
 
 
 def request_packet(request_id: RequestId, request: Request, facts: Facts, content: Packet, **more: Any) -> Packet:
-    """The packet of an ask to one client.
+    """The packet of a request to one client.
 
     Args:
-        request_id: which question.
-        ask: the question.
-        facts: about the federation.
-        content: the message, encoded.
-        more: `kept`, the newest round that the server will never ask again, so that older local states may be
-            forgotten; `modalities`, which the server believes the client has.
+        request_id: identifies the request.
+        request: the task and its place in the run.
+        facts: facts about the federation.
+        content: the encoded message.
+        more: `kept`, the newest round that the server will never ask again, so that clients may delete older local
+            states; `modalities`, which the server believes the client has.
     """
     about = {"task": request.name, "seed": request.seed, "rounds": request.rounds, "turn": request.turn}
-    header = request_id.header(want=ASK, facts=asdict(facts), **about, **more)
+    header = request_id.header(want=ASK, facts=asdict(facts), **versions(), **about, **more)
     return Packet(header | content.header, content.body)
 
 
 def reason(verdict: str, request_id: RequestId | None, text: str) -> Packet:
-    """A client's answer that is no reply: `refused` or `failed`, and why."""
+    """A client's answer without a reply: the verdict `refused` or `failed`, and the reason."""
     header = {} if request_id is None else request_id.header()
-    return Packet(header | {"verdict": verdict, "reason": text[:MAX_REASON]})
+    return Packet(header | {"verdict": verdict, "reason": one_line(text)})
+
+
+def one_line(text: object) -> str:
+    """Text from the other side as one printable line of at most `MAX_REASON` characters.
+
+    Control characters could forge lines of a log or steer a terminal; each becomes a space.
+
+    >>> one_line("late\\npolyfed: round 2")
+    'late polyfed: round 2'
+    """
+    return "".join(c if c.isprintable() else " " for c in str(text)[:MAX_REASON])

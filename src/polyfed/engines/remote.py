@@ -1,10 +1,11 @@
-"""Clients in other processes or on other machines: the server's half. What carries the packets is a `Transport`.
+"""The engine whose clients are in other processes or on other machines. A `Transport` carries the packets.
 
-The server computes as the sequential engine does: replies come into the round in ascending order of the clients,
-whenever they arrive, so parameters do not depend on who was fast. Its ledger books what it sent and what it
-took; each client keeps a ledger of its own, which also knows what was refused there.
+The server computes as the sequential engine does: it takes replies in ascending order of the clients, whenever they
+arrived, so the parameters do not depend on who was fast. Its ledger books what it sent and what it accepted; each
+client keeps a ledger of its own, which also lists what the client refused to send.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,17 @@ from polyfed.core.request import Request, Send
 from polyfed.core.tasks import info_of, tasks_of
 from polyfed.core.tree import digest
 from polyfed.engines.base import Engine
-from polyfed.engines.protocol import FAILED, MAX_REASON, REFUSED, REPLY, Facts, RequestId, Transport, request_packet
+from polyfed.engines.protocol import (
+    FAILED,
+    REFUSED,
+    REPLY,
+    Facts,
+    Patience,
+    RequestId,
+    Transport,
+    one_line,
+    request_packet,
+)
 from polyfed.federation.replies import Answer, stacked
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.ledger import TO_CLIENT, Entry
@@ -23,34 +34,40 @@ from polyfed.privacy.ledger import TO_CLIENT, Entry
 
 @dataclass(frozen=True)
 class ReplyTerms:
-    """How the server deals with clients it does not hold; the [engine] section says the same words.
+    """How the server treats clients in other processes; taken from the [engine] section.
 
     Attributes:
-        session: number of this life of the server; a later life has a larger one.
-        reply_seconds: how long an ask waits.
-        stop_on_refusal: a client's refusal ends the run; otherwise it is left out of the ask.
-        relay: the server may pass on, and see, what clients of a silo send each other.
-        limit: most bytes of a message.
+        session: number of this start of the server; a later start has a larger one.
+        reply_seconds: deadline of a request.
+        close_at: share of the clients asked whose replies close the request.
+        min_replies: replies for which the server waits until the deadline, even if other clients are often late.
+        away_seconds: how long a client whose node is offline may take to come back.
+        stop_on_refusal: whether a client's refusal ends the run; otherwise the client is left out of the request.
+        relay: whether the server may pass on, and see, what clients of a silo send each other.
+        limit: size of the largest message that is read, in bytes.
     """
 
     session: int = 0
     reply_seconds: float = 600.0
+    close_at: float = 1.0
+    min_replies: int = 1
+    away_seconds: float = math.inf
     stop_on_refusal: bool = True
     relay: bool = False
     limit: int = 2**29
 
 
 class Remote(Engine):
-    """Asks clients by post; the server's own evaluation_clients answer here.
+    """Sends requests to clients in other processes; the server's own evaluation clients run in this one.
 
     Args:
         transport: carries packets.
-        terms: see `ReplyTerms`.
-
-    The other arguments are those of `Engine`; `population` tells what the server knows of the clients.
+        terms: deadlines, limits and what a refusal means.
+        *args: see `Engine`; `population` holds what the server knows about the clients.
+        **kwargs: see `Engine`.
 
     Raises:
-        RecipeError: the algorithm sends within silos and nobody allowed the server to see that.
+        RecipeError: the algorithm sends within silos and the recipe does not allow the server to see that.
     """
 
     name = "flower"
@@ -67,7 +84,7 @@ class Remote(Engine):
         self._refuse_silos()
 
     def _refuse_silos(self) -> None:
-        """Messages between clients of a silo pass through the server here, so the recipe must say that it sees them."""
+        """Refuse methods that send within silos, unless the recipe says that the server may see those messages."""
         inner = [name for name, task in tasks_of(self.algorithm).items() if info_of(task).scope == "silo"]
         if inner and not self.terms.relay:
             raise RecipeError(
@@ -91,30 +108,39 @@ class Remote(Engine):
     def _exchanged(
         self, request: Request, asked: Sequence[int], send: Send, missing: dict[int, str]
     ) -> dict[int, Message]:
-        """The replies of clients elsewhere."""
+        """The usable replies of clients in other processes."""
         replies: dict[int, Message] = {}
-        answers = self.transport.exchange(self._packets(request, asked, send), self.terms.reply_seconds)
+        answers = self._answers(self._packets(request, asked, send))
         refused: EgressError | None = None
         for client in asked:
             try:
-                reply = self._reply(request, client, answers.get(client, self._too_late()), missing)
+                reply = self._reply(request, client, answers[client], missing)
             except EgressError as error:
                 refused = refused or error
                 continue
             if reply is not None:
                 replies[client] = self._to_device(reply)
-        if refused is not None:  # only now: what the others sent has arrived all the same, and is booked
+        if refused is not None:  # only now, so that the replies of the others, which have arrived, are booked
             raise refused
         return replies
 
-    def _too_late(self) -> str:
-        return f"no answer within {self.terms.reply_seconds:g} seconds"
+    def _answers(self, packets: dict[int, Packet]) -> dict[int, Packet | str]:
+        """Exchange the packets; an event says whose replies to earlier requests came too late and were discarded."""
+        terms, before = self.terms, self.transport.discarded.copy()
+        least = min(terms.min_replies, len(packets))
+        enough = max(math.ceil(terms.close_at * len(packets) - 1e-9), least)
+        patience = Patience(terms.reply_seconds, enough, least, terms.away_seconds)
+        answers = self.transport.exchange(packets, patience)
+        for client, count in (self.transport.discarded - before).items():
+            total = self.transport.discarded[client]
+            self.emit("late-reply", client=client, discarded=count, total=total)
+        return answers
 
     def _request_id(self, request: Request, client: int) -> RequestId:
         return RequestId(self.ledger.run, self.terms.session, request.round, request.number, client)
 
     def _packets(self, request: Request, clients: Sequence[int], send: Send) -> dict[int, Packet]:
-        """A packet a client, cut to its blocks and booked; clients of the same blocks share one body."""
+        """One packet for each client, cut to its blocks and booked; clients with the same blocks share one body."""
         packets: dict[int, Packet] = {}
         encoded: dict[tuple[int, frozenset[str]], tuple[Message, Packet]] = {}
         for client in clients:
@@ -132,31 +158,36 @@ class Remote(Engine):
         return packets
 
     def _reply(self, request: Request, client: int, answer: Packet | str, missing: dict[int, str]) -> Message | None:
-        """The reply in an answer, or None and the reason in `missing`.
+        """Return the reply in an answer; where there is none, return None and put the reason into `missing`.
 
         Raises:
-            EgressError: the client's policy refused, and the recipe says to stop then.
+            EgressError: the client's policy refused, and the recipe says that a refusal ends the run.
         """
         if isinstance(answer, str):
-            missing[client] = answer
+            missing[client] = one_line(answer)
             return None
         try:
             reply = self._opened(request, client, answer)
         except BadReply as error:
-            missing[client] = str(error)[:MAX_REASON]
+            missing[client] = one_line(error)
             return None
         except EgressError as error:
             if self.terms.stop_on_refusal:
                 raise
-            missing[client] = str(error)
+            missing[client] = one_line(error)
             return None
         self._book(request, client, reply, request.scope)
         return reply
 
     def _opened(self, request: Request, client: int, answer: Packet) -> Message:
-        """The message of an answer, if it is one to this ask."""
+        """Decode an answer to this request.
+
+        Raises:
+            BadReply: it answers another request, is malformed, or says that the task failed.
+            EgressError: the client's policy refused.
+        """
         header: Mapping[str, Any] = answer.header
-        verdict, why = header.get("verdict"), str(header.get("reason"))[:MAX_REASON]
+        verdict, why = header.get("verdict"), one_line(header.get("reason"))
         if RequestId.read(dict(header)) != self._request_id(request, client):
             raise BadReply(f"answered another question: {header['request_id']}")
         if verdict == REFUSED:
@@ -167,7 +198,7 @@ class Remote(Engine):
             raise BadReply(f"answered with {str(verdict)[:40]!r}, which is no verdict")
         reply: Message = decode(answer, request.reply, limit=self.terms.limit)
         announcement = self.announcement(self.registry.owned(client))
-        for part in crossings(reply):  # before it is booked: the ledger has no name that no message declares
+        for part in crossings(reply):  # before it is booked: the ledger holds only names that a message declares
             if announcement.strange(request.name, part):
                 raise BadReply(f"sent names in {part.field} that {type(reply).__name__} does not declare")
         return reply

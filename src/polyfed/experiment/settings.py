@@ -1,9 +1,10 @@
 """The sections of a recipe that say how a run is executed, not what it learns: [engine] and [checkpoint]."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from polyfed.core.schema import EVERY, NOT_NEGATIVE, POSITIVE, between, check_ranges
+from polyfed.core.schema import EVERY, FRACTION, NOT_NEGATIVE, POSITIVE, between, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +26,24 @@ class EngineSpec:
         nodes: flower: the number of clients to wait for before the first round of a deployment; 0 means [clients] num.
         min_nodes: flower: if fewer clients have connected after `enrol_seconds`, the run ends before its first round
             with exit code 4; 0 means all `nodes`.
+            A client that contradicts the others (another sample shape, too many classes) is left out, so a run that
+            may go on without it needs a `min_nodes`.
         enrol_seconds: flower: how long to wait for clients before the first round, in seconds.
-        reply_seconds: flower: how long a client may take to reply, in seconds; a later reply is ignored.
+        classes: flower: the number of classes of a deployment; a client with larger labels is left out. 0 takes the
+            smallest number that holds the labels of more than half of the clients, or that of the server's own rows
+            if it is larger. Set it where clients lack classes.
+        shapes: flower: modality -> shape of its samples, as in `{ image = [1, 28, 28] }`; a client with another
+            shape is left out. For a modality that is not listed, the server's own rows decide, or more than half of
+            the clients that have it.
+        rows_cap: flower: the rows that a client reports count at most this many times the median of all clients,
+            because rows are weights and cannot be checked; 0 removes the limit.
+        reply_seconds: flower: how long a client may take to reply, in seconds; a later reply is ignored. A client that
+            missed a deadline is asked again, but for the next 2, then 4, ..., 64 requests the server waits for it only
+            a tenth longer than the others took.
+        close_at: flower: the server closes a request as soon as this share of the asked clients has replied. Below 1
+            the result depends on which clients are fast; raise [clients] participation to ask more clients than needed.
+        away_seconds: flower: how long the server waits for a client whose node signed off or is offline to come back,
+            within `reply_seconds`.
         on_refusal: flower: if a client's policy refuses a reply, `stop` ends the run (exit code 3) and `drop` leaves
             the client out of the request.
         relay: flower: `server-sees` lets messages between clients of a silo pass through the server, which can read
@@ -45,7 +62,12 @@ class EngineSpec:
     nodes: Annotated[int, NOT_NEGATIVE] = 0
     min_nodes: Annotated[int, NOT_NEGATIVE] = 0
     enrol_seconds: Annotated[float, POSITIVE] = 120.0
+    classes: Annotated[int, NOT_NEGATIVE] = 0
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rows_cap: Annotated[float, NOT_NEGATIVE] = 10.0
     reply_seconds: Annotated[float, POSITIVE] = 600.0
+    close_at: Annotated[float, FRACTION] = 1.0
+    away_seconds: Annotated[float, NOT_NEGATIVE] = 30.0
     on_refusal: Literal["stop", "drop"] = "stop"
     relay: Literal["refused", "server-sees"] = "refused"
     message_megabytes: Annotated[int, POSITIVE] = 512

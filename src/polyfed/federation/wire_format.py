@@ -39,10 +39,14 @@ DTYPES = {
 }
 """Types that may cross."""
 
-MAX_TENSORS, MAX_AXES = 100_000, 16
-"""Far above any model of today (inferred); they bound the work a forged header can cause."""
+WIRE_FORMAT = 2
+"""Version of headers and bodies. Raise it whenever an older peer would misread them."""
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
+MAX_TENSORS, MAX_AXES = 40_000, 16
+"""Far above any model of today (inferred); they bound the work that a forged header can cause."""
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
+"""What the name of a parameter or modality may look like."""
 
 assert sys.byteorder == "little", "polyfed's wire format is little-endian"
 
@@ -123,7 +127,7 @@ def _entry(item: Any) -> _Entry:
     match item:
         case [str(field), str() | None as name, str(dtype), list(shape)] if dtype in DTYPES and len(shape) <= MAX_AXES:
             whole = all(type(n) is int and n >= 0 for n in shape) and math.prod(max(n, 1) for n in shape) < 2**60
-            if whole and (name is None or _NAME.fullmatch(name)):
+            if whole and (name is None or NAME.fullmatch(name)):
                 return field, name, DTYPES[dtype], tuple(shape)
     raise BadReply(f"its header has a tensor that polyfed cannot read: {str(item)[:120]}")
 

@@ -1,6 +1,8 @@
-"""Packets over a grid of Flower's: enrolling nodes, sending asks, waiting for replies until a deadline."""
+"""Packets over a Flower grid: enrolling nodes, sending requests, waiting for replies."""
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Event
@@ -11,15 +13,24 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from polyfed.engines.flower.codec import packet_of, records
-from polyfed.engines.protocol import ENROL, ENROLLED, FAILED
+from polyfed.engines.protocol import ENROLLED, FAILED, REPLY, Patience, hello, one_line
 from polyfed.federation.wire_format import Packet
 
 FIRST_WAIT, LONGEST_WAIT = 0.02, 0.5
-"""Seconds between looks for replies: a tenth of the time waited so far, within these. Flower's own grids wait 0.1
-(simulation) and 3 (SuperLink)."""
+"""Shortest and longest pause in seconds between two looks for replies; the pause is a tenth of the time waited so far.
+Flower's own grids pause 0.1 (simulation) and 3 (SuperLink)."""
 
 LOOK_EVERY = 1.0
-"""Seconds between looks for nodes that came or came back."""
+"""Seconds between two looks for nodes that are new, back, or offline."""
+
+GRACE = 1.1
+"""A client that missed its deadline is waited for until this multiple of the time that the others took."""
+
+LONGEST_SKIP = 64
+"""After its n-th missed deadline in a row, a client gets the full deadline again after 2**n requests, at most these."""
+
+TTL = 2.0
+"""How long Flower keeps a message, as a multiple of the deadline, so that late replies arrive and can be counted."""
 
 FINAL = (
     ErrorCode.CLIENT_APP_RAISED_EXCEPTION,
@@ -27,43 +38,103 @@ FINAL = (
     ErrorCode.MOD_FAILED_PRECONDITION,
     ErrorCode.INVALID_FAB,
 )
-"""Errors of Flower after which asking again would give the same; after others an ask is sent again in time."""
+"""Flower's errors after which the same request would fail again; after others the request is sent again in time."""
+
+
+@dataclass
+class _Round:
+    """One request to several clients while the server waits for their replies.
+
+    Attributes:
+        packets: by client.
+        patience: how long to wait.
+        waiting: client by id of the message that has not been answered.
+        answers: what the clients answered, or why there is no answer.
+        again: clients whose message was lost with their node, and Flower's reason.
+        away: since when a client's node has been offline.
+        settled: when every client that is waited for in full had answered.
+    """
+
+    packets: Mapping[int, Packet]
+    patience: Patience
+    started: float
+    waiting: dict[str, int] = field(default_factory=dict)
+    answers: dict[int, Packet | str] = field(default_factory=dict)
+    again: dict[int, str] = field(default_factory=dict)
+    away: dict[int, float] = field(default_factory=dict)
+    settled: float = math.inf
+
+    @property
+    def end(self) -> float:
+        """The deadline on the monotonic clock."""
+        return self.started + self.patience.seconds
+
+    @property
+    def grace(self) -> float:
+        """When clients that missed an earlier deadline have had their time; infinity while others are waited for."""
+        return self.started + GRACE * (self.settled - self.started)
+
+    @property
+    def replied(self) -> int:
+        """How many clients have replied; refusals and failures do not count."""
+        found = (answer for answer in self.answers.values() if isinstance(answer, Packet))
+        return sum(answer.header.get("verdict") == REPLY for answer in found)
+
+    def pending(self) -> list[int]:
+        """The clients that have not answered."""
+        return [client for client in self.packets if client not in self.answers]
+
+    def gone(self, client: int, now: float) -> bool:
+        """Whether the client's node has been offline for longer than it may be."""
+        return client in self.away and now - self.away[client] >= self.patience.away_seconds
 
 
 @dataclass
 class GridTransport:
-    """A `Transport` over a grid of Flower's.
+    """A `Transport` over a Flower grid.
 
     Attributes:
-        stop: set from outside to end a wait; it then raises KeyboardInterrupt.
-        node_of: which node a client enrolled from.
+        grid: Flower's grid.
+        stop: set it from another thread to end a wait with KeyboardInterrupt.
+        node_of: the node from which each client enrolled.
+        greeting: the packet that asks a node to enrol.
+        vet: `vet(packet, node)` returns why an enrolment must be refused, and an empty text otherwise.
+        discarded: by client, how many replies arrived after their request had been closed.
     """
 
     grid: Grid
     stop: Event = field(default_factory=Event)
     node_of: dict[int, int] = field(default_factory=dict)
+    greeting: Packet = field(default_factory=hello)
+    vet: Callable[[Packet, int], str] = lambda packet, node: ""
+    discarded: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._asked: set[int] = set()  # nodes that have been asked to enrol
         self._enrolling: set[str] = set()
+        self._misses: Counter[int] = Counter()  # deadlines in a row that a client missed
+        self._skip: Counter[int] = Counter()  # requests until a client that missed one gets the full deadline again
+        self._overdue: dict[str, tuple[int, float]] = {}  # closed requests: client, and when Flower deletes the message
 
     def enrol(
         self, wanted: int, seconds: float, heard: Callable[[Sequence[Packet]], None] = lambda answers: None
     ) -> list[Packet]:
-        """Ask nodes who they are, until `wanted` have answered or the time is up.
+        """Ask nodes to enrol, until `wanted` have enrolled or the time is up.
+
+        A node that refuses or fails does not count, so that it takes the place of nobody else.
 
         Args:
-            wanted: how many.
+            wanted: number of clients.
             seconds: how long to wait.
-            heard: is told of the answers so far after every look.
+            heard: is called with the answers so far after every look.
 
         Returns:
-            all answers; those that are no enrolment say why (`refused`, `failed`).
+            all answers; those that are not enrolments say why (`refused`, `failed`).
         """
         started = time.monotonic()
         end = started + seconds
         answers: list[Packet] = []
-        while len(answers) < wanted and time.monotonic() < end:
+        while _enrolled(answers) < wanted and time.monotonic() < end:
             self._greet(seconds)
             found = self._greeted()
             answers += found
@@ -72,50 +143,113 @@ class GridTransport:
                 self._pause(started, end)
         return answers
 
-    def exchange(self, packets: dict[int, Packet], seconds: float) -> dict[int, Packet | str]:
-        """See `Transport.exchange`. An ask that is lost with its node is sent again when the node is back: to do a task
-        again gives the same reply (`letters`)."""
-        started = looked = time.monotonic()
-        end = started + seconds
-        answers: dict[int, Packet | str] = {}
-        again: dict[int, str] = {}
-        waiting = self._push(packets, seconds)
-        while len(answers) < len(packets) and time.monotonic() < end:
-            came = self._pull(waiting, answers, again)
-            if again and time.monotonic() - looked > LOOK_EVERY:
-                waiting |= self._push(self._reachable(packets, again, seconds), end - time.monotonic())
+    def exchange(self, packets: dict[int, Packet], patience: Patience) -> dict[int, Packet | str]:
+        """See `Transport.exchange`.
+
+        A request that is lost with its node is sent again when the node is back; repeating a task gives the same reply
+        (`polyfed.engines.protocol`). The wait ends when everybody has answered, when `patience.enough` clients have
+        replied, or at the deadline. A client that missed its deadline is asked again, but for some requests it is
+        waited for only `GRACE` times as long as the others took. A client whose node is offline is waited for only
+        `patience.away_seconds`.
+        """
+        now = time.monotonic()
+        run = _Round(packets, patience, now)
+        self._skip -= Counter(dict.fromkeys(packets, 1))
+        absent = [client for client in packets if client not in self.node_of]
+        run.answers |= dict.fromkeys(absent, "it has not enrolled, or was left out")
+        run.waiting = self._push(packets, patience.seconds)
+        looked = now
+        while not (why := self._closed(run)):
+            came = self._pull(run)
+            if time.monotonic() - looked > LOOK_EVERY:
+                self._look(run)
                 looked = time.monotonic()
             if not came:
-                self._pause(started, end)
-        return {client: f"{why}; not back in time" for client, why in again.items()} | answers
+                self._pause(run.started, min(run.end, run.grace))
+        return self._settled(run, why)
+
+    def _closed(self, run: _Round) -> str:
+        """Why the wait is over, in the words for those who have not answered; empty while it goes on."""
+        now, pending, count = time.monotonic(), run.pending(), len(run.packets)
+        if not pending:
+            return "nobody is missing"
+        if now >= run.end:
+            return f"late: no answer within {run.patience.seconds:g} seconds"
+        if run.replied >= run.patience.enough:
+            return f"late: the request was closed when {run.replied} of {count} clients had replied"
+        if any(not self._skip[client] and not run.gone(client, now) for client in pending):
+            run.settled = math.inf
+            return ""
+        if run.replied < min(run.patience.least, count):
+            return "late: its node is offline" if all(run.gone(client, now) for client in pending) else ""
+        run.settled = min(run.settled, now)
+        if now < run.grace:
+            return ""
+        return f"late: no answer to this request in {now - run.started:.3g} seconds, nor to an earlier one in time"
+
+    def _settled(self, run: _Round, why: str) -> dict[int, Packet | str]:
+        """The answers, with a reason for everybody who gave none; remembers who was late."""
+        now = time.monotonic()
+        kept_until = now + TTL * run.patience.seconds
+        self._overdue |= {identity: (client, kept_until) for identity, client in run.waiting.items()}
+        for client in run.pending():
+            run.answers[client] = f"late: {run.again[client]}; not back in time" if client in run.again else why
+            if run.gone(client, now):
+                away = now - run.away[client]
+                run.answers[client] = f"late: its node has been offline for {away:.0f} seconds"
+            elif run.replied >= run.patience.enough:
+                continue  # it was not given the time to miss anything
+            if not self._skip[client]:
+                self._misses[client] += 1
+                self._skip[client] = min(2 ** self._misses[client], LONGEST_SKIP) + 1
+        return {client: run.answers[client] for client in run.packets}
+
+    def _look(self, run: _Round) -> None:
+        """Note which nodes are offline, and send lost requests again to those that are back."""
+        left = run.end - time.monotonic()
+        if run.again:
+            run.waiting |= self._push(self._reachable(run.packets, run.again, run.patience.seconds), left)
+        now, online = time.monotonic(), set(self.grid.get_node_ids())
+        absent = [client for client in run.pending() if self.node_of.get(client) not in online]
+        run.away = {client: run.away.get(client, now) for client in absent}
 
     def _push(self, packets: Mapping[int, Packet], seconds: float) -> dict[str, int]:
-        """Send packets; the client by id of the message."""
+        """Send packets; return the client by id of the message."""
         clients = [client for client in packets if client in self.node_of]
         messages = [
-            Message(records(packets[client]), self.node_of[client], "train", ttl=max(seconds, 1.0))
+            Message(records(packets[client]), self.node_of[client], "train", ttl=max(TTL * seconds, 1.0))
             for client in clients
         ]
         sent = list(self.grid.push_messages(messages)) if messages else []
         return {identity: client for identity, client in zip(sent, clients, strict=True) if identity}
 
-    def _pull(self, waiting: dict[str, int], answers: dict[int, Packet | str], again: dict[int, str]) -> bool:
-        """Take in what came; each message is answered once, whatever the other side sends."""
-        came = list(self.grid.pull_messages(list(waiting))) if waiting else []
+    def _pull(self, run: _Round) -> bool:
+        """Take in what came; every message is answered once, whatever the other side sends."""
+        now = time.monotonic()
+        self._overdue = {identity: entry for identity, entry in self._overdue.items() if entry[1] > now}
+        wanted = [*run.waiting, *self._overdue]
+        came = list(self.grid.pull_messages(wanted)) if wanted else []
         for message in came:
-            client = waiting.pop(message.metadata.reply_to_message_id, None)
-            if client is None or client in answers:
+            identity = message.metadata.reply_to_message_id
+            late, _ = self._overdue.pop(identity, (None, 0.0))
+            if late is not None and not message.has_error():
+                self.discarded[late] += 1
+            client = run.waiting.pop(identity, None)
+            if client is None or client in run.answers:
                 continue
             if message.has_error() and message.error.code not in FINAL:
-                again[client] = f"Flower says: {message.error.reason}"
-            elif message.has_error():
-                answers[client] = f"Flower says: {message.error.reason}"
-            else:
-                answers[client] = packet_of(message.content)
+                run.again[client] = f"Flower says: {one_line(message.error.reason)}"
+                continue
+            said = message.has_error()
+            run.answers[client] = (
+                f"Flower says: {one_line(message.error.reason)}" if said else packet_of(message.content)
+            )
+            self._misses.pop(client, None)
+            self._skip.pop(client, None)
         return bool(came)
 
     def _reachable(self, packets: Mapping[int, Packet], again: dict[int, str], seconds: float) -> dict[int, Packet]:
-        """What can be sent again now; a client may have come back as another node."""
+        """The packets that can be sent again now; a client may have come back as another node."""
         self._greet(seconds)
         self._greeted()
         online = set(self.grid.get_node_ids())
@@ -128,31 +262,31 @@ class GridTransport:
         """Ask nodes that are new to enrol."""
         new = [node for node in self.grid.get_node_ids() if node not in self._asked]
         self._asked.update(new)
-        hello = Packet({"want": ENROL})
-        messages = [Message(records(hello), node, "query", ttl=max(seconds, 1.0)) for node in new]
+        messages = [Message(records(self.greeting), node, "query", ttl=max(seconds, 1.0)) for node in new]
         if messages:
             self._enrolling.update(i for i in self.grid.push_messages(messages) if i)
 
     def _greeted(self) -> list[Packet]:
-        """Answers of nodes that were asked to enrol. A number that is taken stays taken while its node is online."""
+        """The answers of nodes that were asked to enrol; an enrolment that must be refused becomes a failure."""
         answers = []
         for message in self.grid.pull_messages(list(self._enrolling)) if self._enrolling else ():
             self._enrolling.discard(message.metadata.reply_to_message_id)
             packet = _content(message)
-            client, node = packet.header.get("client"), message.metadata.src_node_id
-            if packet.header.get("verdict") == ENROLLED and not self._placed(client, node):
-                packet = Packet({"verdict": FAILED, "reason": f"client {client} enrolled twice, or has no number"})
+            if packet.header.get("verdict") == ENROLLED:
+                node = message.metadata.src_node_id
+                if flaw := self.vet(packet, node) or self._place(packet.header.get("client"), node):
+                    packet = Packet({"verdict": FAILED, "reason": one_line(flaw)})
             answers.append(packet)
         return answers
 
-    def _placed(self, client: Any, node: int) -> bool:
-        """Note where a client is; False if another node that is online has its number."""
+    def _place(self, client: Any, node: int) -> str:
+        """Note the node of a client; returns a reason if another node that is online has its number."""
         if type(client) is not int or client < 0:
-            return False
+            return "it enrolled without a client number"
         if self.node_of.get(client, node) != node and self.node_of[client] in set(self.grid.get_node_ids()):
-            return False
+            return f"client {client} enrolled twice: another node that is online has its number"
         self.node_of[client] = node
-        return True
+        return ""
 
     def _pause(self, started: float, end: float) -> None:
         now = time.monotonic()
@@ -161,9 +295,13 @@ class GridTransport:
             raise KeyboardInterrupt
 
 
+def _enrolled(answers: Sequence[Packet]) -> int:
+    return sum(answer.header.get("verdict") == ENROLLED for answer in answers)
+
+
 def _content(message: Message) -> Packet:
-    """What a node answered to the question who it is."""
+    """What a node answered when it was asked to enrol."""
     if message.has_error():
-        return Packet({"verdict": FAILED, "reason": f"Flower says: {message.error.reason}"})
+        return Packet({"verdict": FAILED, "reason": f"Flower says: {one_line(message.error.reason)}"})
     packet = packet_of(message.content)
     return Packet({"verdict": FAILED, "reason": packet}) if isinstance(packet, str) else packet

@@ -1,0 +1,285 @@
+"""Which clients take part in a deployment, and what the server believes of what they say about themselves.
+
+The server cannot check an enrolment against data that it does not see, so no client decides anything alone: shapes and
+the number of classes come from the recipe, the server's own rows or more than half of the clients, and rows count only
+up to a multiple of their median. A client that contradicts this is left out with a reason; the others go on.
+"""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from polyfed.core.errors import BadReply, DataError, EgressError, TooFewReplies
+from polyfed.data import Column, Columns, Population, Shards, stacked
+from polyfed.data.columns import LEFT_OUT, TEST, VALIDATION
+from polyfed.engines.protocol import ENROLLED, REFUSED, Enrolment, one_line
+from polyfed.experiment.events import Emitter
+from polyfed.experiment.recipe import Recipe
+from polyfed.federation.wire_format import Packet
+
+FEW_CLIENTS, SPREAD = 1000, 10
+"""A client number must be below the larger of `FEW_CLIENTS` and `SPREAD` times the clients that are waited for: the
+server's tables have a row for every number, and those of some algorithms one for every pair of them."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, str] | None = None) -> Population:
+    """Wait for the clients of a deployment and decide which of them take part.
+
+    Args:
+        recipe: its [engine] section says how many clients to wait for, how long, and what is pinned.
+        transport: asks the nodes to enrol.
+        emit: takes notes.
+        left_out: takes the clients that must not take part, with the reason.
+
+    Returns:
+        what the server knows about the clients.
+
+    Raises:
+        TooFewReplies: fewer clients take part than `min_nodes`, or than `min_replies`.
+        EgressError: the policy of a client refused, and the recipe says that a refusal ends the run.
+    """
+    spec, out = recipe.engine, {} if left_out is None else left_out
+    wanted = spec.nodes or recipe.clients.num or 1
+    stop = spec.on_refusal == "stop"
+    answers: list[Packet] = transport.enrol(wanted, spec.enrol_seconds, _Waiting(wanted, emit, stop))
+    known: list[Enrolment] = []
+    absent: list[str] = []
+    for answer in answers:
+        try:
+            known.append(enrolment_in(answer))
+        except (BadReply, EgressError) as error:
+            absent.append(str(error))
+    admission = Admission.of(recipe, known, wanted, emit)
+    out |= admission.left_out
+    absent += [f"client {client}: {why}" for client, why in sorted(admission.left_out.items())]
+    count, why = len(admission.clients), f"Not enrolled: {'; '.join(absent)}" if absent else "No other node answered"
+    if count < max(spec.min_nodes or wanted, spec.min_replies, 1):
+        raise TooFewReplies(
+            f"{count} of {wanted} clients enrolled ([engine] nodes, enrol_seconds = {spec.enrol_seconds:g}). "
+            f"{why}. To start without some of them, set [engine] min_nodes"
+        )
+    if count < wanted or admission.left_out:
+        emit("note", text=f"WARNING: starting with {count} of {wanted} clients. {why}")
+    for client in admission.left_out:
+        transport.node_of.pop(client, None)
+    return admission.population(emit)
+
+
+class _Waiting:
+    """Says how many clients have enrolled: when the number changes, and every `EVERY` seconds while it does not."""
+
+    EVERY = 30.0
+
+    def __init__(self, wanted: int, emit: Emitter, stop_on_refusal: bool) -> None:
+        self.wanted, self.emit, self.stop_on_refusal = wanted, emit, stop_on_refusal
+        self.said: int | None = None
+        self.moment = 0.0
+
+    def __call__(self, answers: Sequence[Packet]) -> None:
+        refused = [answer for answer in answers if answer.header.get("verdict") == REFUSED]
+        if self.stop_on_refusal and refused:
+            raise EgressError(one_line(refused[0].header.get("reason")))
+        count = sum(answer.header.get("verdict") == ENROLLED for answer in answers)
+        now = time.monotonic()
+        if count == self.said and now - self.moment < self.EVERY:
+            return
+        self.said, self.moment = count, now
+        word = "waiting: " if count < self.wanted else ""
+        self.emit("note", text=f"{word}{count} of {self.wanted} enrolled")
+
+
+def enrolment_in(answer: Packet) -> Enrolment:
+    """Read the enrolment in an answer.
+
+    Raises:
+        EgressError: the client's policy refused.
+        BadReply: the answer is not an enrolment for another reason.
+    """
+    if answer.header.get("verdict") == REFUSED:
+        raise EgressError(one_line(answer.header.get("reason")))
+    if answer.header.get("verdict") != ENROLLED:
+        raise BadReply(one_line(answer.header.get("reason")))
+    return Enrolment.read(answer.header)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The clients that take part, and what they agree on.
+
+    Attributes:
+        clients: the enrolments of those that take part.
+        left_out: the others, with the reason.
+        shapes: shape of a sample by modality.
+        num_classes: number of classes.
+        columns: the server's own rows, or None.
+        recipe: the recipe.
+    """
+
+    clients: list[Enrolment]
+    left_out: dict[int, str]
+    shapes: Shapes
+    num_classes: int
+    columns: Columns | None
+    recipe: Recipe
+
+    @classmethod
+    def of(cls, recipe: Recipe, known: Sequence[Enrolment], wanted: int, emit: Emitter) -> "Admission":
+        """Decide who takes part: see the module."""
+        out: dict[int, str] = {}
+        own = _own_rows(recipe, emit)
+        highest = max(FEW_CLIENTS, SPREAD * wanted) - 1
+        for told in known:
+            strange = [name for name in told.modalities if name not in recipe.model.encoders]
+            if strange:
+                out[told.client] = f"[model.encoders] has no modality {strange[0]!r:.80}"
+            elif told.client > highest:
+                out[told.client] = f"its number is above {highest}; number {wanted} clients from 0"
+        shapes = _agreed_shapes(recipe, own, _left(known, out), out)
+        num_classes = _agreed_classes(recipe, own, _left(known, out), out)
+        clients = sorted(_left(known, out), key=lambda told: told.client)
+        return cls(clients, out, shapes, num_classes, own, recipe)
+
+    def population(self, emit: Emitter) -> Population:
+        """What the server knows about the clients; a number that nobody has is a client without rows."""
+        columns = self._table()
+        size = max(told.client for told in self.clients) + 1
+        rows, tested = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+        holds = torch.zeros(size, len(columns.modalities), dtype=torch.bool)
+        silo = torch.full((size,), -1)
+        counted = capped_rows(self.clients, self.recipe.engine.rows_cap, emit)
+        for told in self.clients:
+            rows[told.client], tested[told.client] = counted[told.client], int(told.tested)
+            holds[told.client] = torch.tensor([name in told.modalities for name in columns.modalities])
+            silo[told.client] = -1 if told.silo is None else told.silo
+        return Population(
+            columns=columns,
+            train=_elsewhere(rows),
+            test=_elsewhere(tested) if bool(tested.any()) else None,
+            holds=holds,
+            silo=silo if bool((silo >= 0).any()) else None,
+            test_rows=columns.rows(TEST),
+            validation_rows=columns.rows(VALIDATION),
+        )
+
+    def _table(self) -> Columns:
+        """The server's rows; where it has none, a single row that nobody uses."""
+        if self.columns is not None:
+            return replace(self.columns, num_classes=self.num_classes)
+        order = [name for name in getattr(self.recipe.data, "modalities", ()) if name in self.shapes]
+        zero, split = torch.zeros(1, dtype=torch.int64), torch.full((1,), LEFT_OUT, dtype=torch.int8)
+        columns = {name: Column(torch.zeros(1, *self.shapes[name])) for name in order or sorted(self.shapes)}
+        return Columns("deployed", columns, zero, self.num_classes, split, zero)
+
+
+def capped_rows(clients: Sequence[Enrolment], cap: float, emit: Emitter) -> dict[int, int]:
+    """The rows of each client that count as its weight: at most `cap` times the median of those that have any.
+
+    A client whose rows were cut is named in a note. With `cap` = 0 every number counts as reported.
+    """
+    reported = [told.rows for told in clients if told.rows]
+    most = int(cap * statistics.median_low(reported)) if cap and reported else max(reported, default=0)
+    for told in clients:
+        if told.rows > most:
+            text = f"WARNING: client {told.client} reports {told.rows} rows; {most} count ([engine] rows_cap = {cap:g})"
+            emit("note", text=text)
+    return {told.client: min(told.rows, most) for told in clients}
+
+
+def _own_rows(recipe: Recipe, emit: Emitter) -> Columns | None:
+    try:
+        own: Columns = stacked(recipe.data.load(), recipe.stack)
+    except DataError as error:
+        emit("note", text=f"the server has no data, so there is no global evaluation ({error})")
+        return None
+    emit("note", text=f"the global test set: {len(own.rows(TEST))} of the {len(own)} rows of [data]")
+    return own
+
+
+def _agreed_shapes(recipe: Recipe, own: Columns | None, known: list[Enrolment], out: dict[int, str]) -> Shapes:
+    """The shape of a sample of every modality; clients with another shape are added to `out`."""
+    pinned = {name: tuple(shape) for name, shape in recipe.engine.shapes.items()}
+    source = dict.fromkeys(pinned, "[engine] shapes")
+    for name, column in {} if own is None else own.modalities.items():
+        if pinned.setdefault(name, column.shape) != column.shape:
+            raise DataError(
+                f"[engine] shapes: samples of '{name}' have shape {pinned[name]}, those of the server's own rows "
+                f"{column.shape}. Correct one of them"
+            )
+        source.setdefault(name, "the server's own rows")
+    agreed: dict[str, tuple[int, ...]] = {}
+    for name in sorted({name for told in known for name in told.modalities} | {*pinned}):
+        holders = [told for told in known if name in told.shapes]
+        shape = pinned.get(name) or (None if own is not None else majority(told.shapes[name] for told in holders))
+        if shape is not None:
+            agreed[name] = shape
+        by = source.get(name, "most clients that have it")
+        for told in holders:
+            if shape is None and own is not None:
+                out.setdefault(told.client, f"the server's own rows have no modality '{name}'")
+            elif shape is None:
+                fix = f"no shape of '{name}' has a majority; set [engine] shapes = {{ {name} = [...] }}"
+                out.setdefault(told.client, fix)
+            elif told.shapes[name] != shape:
+                out.setdefault(
+                    told.client, f"samples of '{name}' have shape {told.shapes[name]} there, {shape} by {by}"
+                )
+    return agreed
+
+
+def _agreed_classes(recipe: Recipe, own: Columns | None, known: list[Enrolment], out: dict[int, str]) -> int:
+    """The number of classes; clients with larger labels are added to `out`.
+
+    A client with fewer classes may lack rows of the last ones, so it stays.
+    """
+    here = 0 if own is None else own.num_classes
+    most = _classes_of_most([told.num_classes for told in known])
+    agreed, by = max(here, most), "most clients" if most > here else "the server's own rows"
+    if recipe.engine.classes:
+        agreed, by = recipe.engine.classes, "[engine] classes"
+        if here > agreed:
+            raise DataError(f"[engine] classes = {agreed}, but the server's own rows have {here}. Raise it")
+    for told in known:
+        if not agreed:
+            out[told.client] = "two clients report different numbers of classes; set [engine] classes"
+        elif told.num_classes > agreed:
+            out[told.client] = (
+                f"it has labels of {told.num_classes} classes, there are {agreed} by {by}; [engine] classes decides"
+            )
+    return agreed
+
+
+def _classes_of_most(reported: list[int]) -> int:
+    """The smallest number of classes that holds the labels of more than half of the clients; 0 if it is undecided.
+
+    One client among three or more cannot raise it. Two clients that differ decide nothing.
+    """
+    if not reported or (len(reported) == 2 and len({*reported}) == 2):
+        return 0
+    return statistics.median_high(reported)
+
+
+def _left(known: Iterable[Enrolment], out: Mapping[int, str]) -> list[Enrolment]:
+    return [told for told in known if told.client not in out]
+
+
+_V = TypeVar("_V", bound=Hashable)
+
+
+def majority(votes: Iterable[_V]) -> _V | None:
+    """The value that more than half of the votes name, or None."""
+    counts = Counter(votes)
+    found = counts.most_common(1)
+    return found[0][0] if found and 2 * found[0][1] > counts.total() else None
+
+
+def _elsewhere(sizes: torch.Tensor) -> Shards:
+    """Rows that are not on this machine: only their numbers are known."""
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    return Shards(offsets, torch.tensor([-1]).expand(int(offsets[-1])))

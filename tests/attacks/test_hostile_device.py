@@ -1,0 +1,238 @@
+"""One device must neither end nor steer the run of all others. No processes: the ClientApp is called directly."""
+
+import json
+import stat
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+
+from engines.devices import RECIPE, Devices
+from polyfed.core.errors import DataError, TooFewReplies
+from polyfed.deploy.admission import Admission, capped_rows
+from polyfed.deploy.membership import MEMBERS, Membership, token_of
+from polyfed.deploy.server import serve
+from polyfed.engines.flower import DirectGrid, GridTransport, client_app
+from polyfed.engines.protocol import ENROL, Enrolment, hello, one_line
+from polyfed.experiment.events import Emitter
+from polyfed.experiment.loop import execute
+from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
+from polyfed.federation.wire_format import Packet
+
+HOSTILE = 1
+"""The device that lies; in `RECIPE` it has modality `a` only."""
+
+LENIENT = RECIPE.replace("enrol_seconds = 2.0", "enrol_seconds = 0.5") + "min_nodes = 2\n"
+BLIND = LENIENT.replace('name = "toy"\nrows = 240\nclasses = 4', 'name = "npz"\npath = "/nowhere.npz"')
+"""A server without rows of its own: only the recipe and the clients can say what shapes and classes there are."""
+
+
+def said(devices: Devices, out: Path, lie: Callable[[Packet], Packet], capsys: Any) -> str:
+    """What the server's log says of a run in which the hostile device's enrolment goes through `lie`."""
+
+    def handler(packet: Packet, config: Mapping[str, Any]) -> Packet:
+        reply = devices(packet, config)
+        enrols = packet.header.get("want") == ENROL and config["partition-id"] == HOSTILE
+        return lie(reply) if enrols else reply
+
+    transport = GridTransport(DirectGrid(client_app(handler), 3))
+    serve(devices.app / "recipe.toml", transport, {"out": str(out)}, execute)
+    assert json.loads((out / "result.json").read_text())["rounds"] == 2, "the run came to its end"
+    return str(capsys.readouterr().out)
+
+
+def changed(**header: Any) -> Callable[[Packet], Packet]:
+    return lambda reply: Packet(reply.header | header, reply.body)
+
+
+LIES: dict[str, tuple[dict[str, Any], str]] = {
+    "another shape": ({"shapes": {"a": [3]}}, r"samples of 'a' have shape (3,) there"),
+    "a huge shape": ({"shapes": {"a": [2**39]}}, "number out of range"),
+    "a path for a name": (
+        {"modalities": ["../../x"], "shapes": {"../../x": [3]}},
+        "enrolled with a modality whose name cannot be used",
+    ),
+    "an unknown modality": ({"modalities": ["c"], "shapes": {"c": [3]}}, "[model.encoders] has no modality 'c'"),
+    "one label too many": ({"num_classes": 5}, "it has labels of 5 classes, there are 4"),
+    "a huge head": ({"num_classes": 999_999}, "it has labels of 999999 classes, there are 4"),
+    "a huge number": ({"client": 999_998}, "its number is above 999"),
+    "a huge silo": ({"silo": 2**70}, "number out of range"),
+    "no modality": ({"modalities": [], "shapes": {}}, "enrolled without modalities"),
+    "another version": ({"polyfed": "0.0.1"}, "comes from polyfed 0.0.1, wire format"),
+    "another wire format": ({"wire": 1}, "wire format 1, the server has polyfed"),
+}
+
+
+@pytest.mark.parametrize("server", ["with rows", "without rows"])
+@pytest.mark.parametrize("lie", LIES)
+def test_a_device_that_contradicts_the_others_is_left_out_with_a_reason(
+    lie: str, server: str, tmp_path: Path, capsys: Any
+) -> None:
+    devices = Devices(tmp_path, LENIENT)
+    header, words = LIES[lie]
+    if server == "without rows":  # what two clients alone cannot decide, the recipe says
+        classes = "" if "num_classes" in header else "classes = 4\n"
+        shape = list(devices(hello("federation"), {"partition-id": 0}).header["shapes"]["a"])
+        (devices.app / "recipe.toml").write_text(BLIND + f"shapes = {{ a = {shape} }}\n{classes}")
+    told = said(devices, tmp_path / "out", changed(**header), capsys)
+    assert words in told
+    assert "WARNING: starting with 2 of 3 clients" in told
+
+
+def blind(more: str = "") -> Recipe:
+    """The recipe of a server that has no rows."""
+    return parse_recipe(tomllib.loads(BLIND + more))
+
+
+def told(client: int, shape: tuple[int, ...] = (6,), classes: int = 4, rows: int = 100) -> Enrolment:
+    return Enrolment(client, rows, ("a",), None, False, {"a": shape}, classes)
+
+
+def test_more_than_half_of_the_clients_decide_and_the_recipe_decides_against_them() -> None:
+    known = [told(0), told(1), told(2, (7,)), told(3, classes=9)]
+    free = Admission.of(blind(), known, 4, Emitter())
+    assert (free.shapes["a"], free.num_classes) == ((6,), 4)
+    assert [told.client for told in free.clients] == [0, 1]
+    pinned = Admission.of(blind("classes = 9\nshapes = { a = [7] }\n"), known, 4, Emitter())
+    assert [told.client for told in pinned.clients] == [2]
+
+
+def test_clients_without_the_last_classes_stay() -> None:
+    found = Admission.of(blind(), [told(0), told(1, classes=2), told(2), told(3)], 4, Emitter())
+    assert [told.client for told in found.clients] == [0, 1, 2, 3]
+    assert found.num_classes == 4
+
+
+def test_without_a_majority_the_log_says_what_to_pin() -> None:
+    found = Admission.of(blind(), [told(0), told(1, (7,))], 2, Emitter())
+    assert "no shape of 'a' has a majority; set [engine] shapes" in found.left_out[0]
+    found = Admission.of(blind(), [told(0), told(1, classes=9)], 2, Emitter())
+    assert found.left_out[1] == "two clients report different numbers of classes; set [engine] classes"
+
+
+def test_a_pin_that_contradicts_the_servers_own_rows_is_the_owners_fault(tmp_path: Path) -> None:
+    recipe = load_recipe(Devices(tmp_path).recipe, ["engine.classes=2"])
+    with pytest.raises(DataError, match=r"\[engine\] classes = 2, but the server's own rows have 4"):
+        Admission.of(recipe, [], 3, Emitter())
+
+
+def test_claimed_rows_count_up_to_a_multiple_of_the_median_and_the_log_says_so(tmp_path: Path, capsys: Any) -> None:
+    devices = Devices(tmp_path, LENIENT)
+    assert "WARNING: client 1 reports 1099511627775 rows; " in said(
+        devices, tmp_path / "out", changed(rows=2**40 - 1), capsys
+    )
+    notes: list[str] = []
+    emit = Emitter([lambda event, **facts: notes.append(facts["text"])])
+    known = [told(0, rows=90), told(1, rows=2**40 - 1), told(2, rows=110)]
+    assert capped_rows(known, 10.0, emit) == {0: 90, 1: 1100, 2: 110}
+    assert notes == ["WARNING: client 1 reports 1099511627775 rows; 1100 count ([engine] rows_cap = 10)"]
+    assert capped_rows(known, 0.0, emit)[1] == 2**40 - 1
+    assert capped_rows(known[:2], 10.0, emit)[1] == 900, "of two clients the smaller one is the median"
+
+
+class Nodes(DirectGrid):
+    """The devices of a list of partitions; node k + 1 is the k-th, and nodes may be told to be absent."""
+
+    absent: frozenset[int] = frozenset()
+
+    def get_node_ids(self) -> Any:
+        return [node for node in super().get_node_ids() if node not in self.absent]
+
+
+def test_a_client_number_stays_with_the_device_that_enrolled_with_it_first(tmp_path: Path, capsys: Any) -> None:
+    devices, out = Devices(tmp_path, LENIENT), tmp_path / "out"
+    thief = tmp_path / "thief"
+
+    def handler(packet: Packet, config: Mapping[str, Any]) -> Packet:
+        if config["partition-id"] < 3:
+            return devices(packet, config)
+        return devices.handler(packet, devices.configs[0] | {"state": str(thief)})
+
+    grid = Nodes(client_app(handler), 4)
+    grid.absent = frozenset({4})
+    serve(devices.app / "recipe.toml", GridTransport(grid), {"out": str(out)}, execute)
+    first = json.loads((out / MEMBERS).read_text())["clients"]["0"]
+    assert (out / MEMBERS).stat().st_mode & 0o777 == 0o600
+    (out / "result.json").unlink()
+    grid.absent = frozenset({1})
+    capsys.readouterr()
+    serve(devices.app / "recipe.toml", GridTransport(grid), {"out": str(out)}, execute)
+    assert "client 0 belongs to another device, which enrolled first" in capsys.readouterr().out
+    assert json.loads((out / MEMBERS).read_text())["clients"]["0"] == first
+
+
+def test_a_device_that_comes_back_as_another_node_keeps_its_number(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    members = Membership(tmp_path / "run")
+    honest = replace(told(0), token=token_of(tmp_path / "one", members.federation))
+    other = replace(told(0), token=token_of(tmp_path / "two", members.federation))
+    enrol = lambda who, node: members.refusal(Packet(who.header()), node)  # noqa: E731
+    assert enrol(honest, 11) == ""
+    assert "belongs to another device" in enrol(other, 12)
+    assert enrol(honest, 13) == "", "the same secret at another node: its SuperLink was started anew"
+    assert enrol(other, 13) == "", "the same node with another secret: its disk was replaced"
+    assert enrol(replace(honest, token=""), 11) == "client 0 enrolled without a token"
+    assert token_of(tmp_path / "one", "elsewhere") != honest.token, "another server cannot use what it hears"
+    secret = tmp_path / "one" / "identity"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+
+
+def test_a_node_that_fails_takes_the_place_of_nobody(tmp_path: Path) -> None:
+    devices = Devices(tmp_path)
+
+    def handler(packet: Packet, config: Mapping[str, Any]) -> Packet:
+        if config["partition-id"] == 0:
+            return Packet({"verdict": "failed", "reason": "me first"})
+        return devices(packet, {"partition-id": config["partition-id"] - 1})
+
+    grid = Nodes(client_app(handler), 4)
+    grid.absent = frozenset({4})
+    transport = GridTransport(grid)
+
+    def arrive(answers: Any) -> None:
+        grid.absent = frozenset() if len(answers) == 3 else grid.absent
+
+    verdicts = [answer.header["verdict"] for answer in transport.enrol(3, 5.0, arrive)]
+    assert sorted(verdicts) == ["enrolled", "enrolled", "enrolled", "failed"]
+
+
+def test_the_session_grows_although_the_clock_was_set_back(tmp_path: Path, monkeypatch: Any) -> None:
+    first = Membership(tmp_path)
+    monkeypatch.setattr("polyfed.deploy.membership.time.time", lambda: 1000.0)
+    second = Membership(tmp_path)
+    assert second.session == first.session + 1
+    assert second.federation == first.federation
+
+
+def test_a_reason_is_one_printable_line_of_bounded_length(tmp_path: Path, capsys: Any) -> None:
+    devices = Devices(tmp_path, LENIENT)
+    forged = "no\npolyfed: round 9: 3 asked\x1b[2J\u202e" + "x" * 10_000
+
+    def lie(reply: Packet) -> Packet:
+        return Packet({"verdict": "failed", "reason": forged})
+
+    told = said(devices, tmp_path / "out", lie, capsys)
+    assert "\npolyfed: round 9" not in told
+    assert "\x1b" not in told
+    assert "\u202e" not in told
+    assert "no polyfed: round 9: 3 asked [2J" in told
+    assert "x" * 2000 not in told
+    assert one_line("\ud800") == " "
+
+
+def test_a_server_of_another_version_is_refused_by_the_device(tmp_path: Path) -> None:
+    devices = Devices(tmp_path)
+    answer = devices(Packet(hello().header | {"wire": 99}), {"partition-id": 0})
+    assert answer.header["verdict"] == "failed"
+    assert "wire format 99, this device has polyfed" in answer.header["reason"]
+
+
+def test_all_that_do_not_fit_are_named_where_too_few_are_left(tmp_path: Path, capsys: Any) -> None:
+    devices = Devices(tmp_path)
+    with pytest.raises(TooFewReplies, match=r"2 of 3 clients enrolled .*client 1: it has labels of 5 classes"):
+        said(devices, tmp_path / "out", changed(num_classes=5), capsys)

@@ -1,0 +1,141 @@
+"""What an absent or late device costs the others: replies come after a delay, nothing runs beside the test."""
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+
+from polyfed.engines.flower import DirectGrid, GridTransport, client_app
+from polyfed.engines.protocol import REPLY, Patience
+from polyfed.federation.wire_format import Packet
+
+DEVICES = 10
+WORK = 0.4
+"""Seconds of a device's work."""
+
+DEADLINE = 1.5
+LAST = DEVICES - 1
+
+
+class Delayed(DirectGrid):
+    """Replies of node k + 1 can be pulled `delays[k]` seconds after the request; `offline` are not listed."""
+
+    def __init__(self, delays: Mapping[int, float]) -> None:
+        super().__init__(client_app(answered), DEVICES)
+        self.delays, self.offline = dict(delays), set[int]()
+        self._due: dict[str, float] = {}
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [node for node in super().get_node_ids() if node - 1 not in self.offline]
+
+    def push_messages(self, messages: Iterable[Any]) -> Iterable[str]:
+        sent = []
+        for message in messages:
+            (identity,) = super().push_messages([message])
+            delay = self.delays[message.metadata.dst_node_id - 1] if message.metadata.message_type == "train" else 0.0
+            self._due[identity] = time.monotonic() + delay
+            sent.append(identity)
+        return sent
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Any]:
+        now = time.monotonic()
+        return super().pull_messages([identity for identity in message_ids if self._due[identity] <= now])
+
+
+def answered(packet: Packet, config: Mapping[str, Any]) -> Packet:
+    return Packet({"verdict": REPLY, "number": packet.header.get("number")})
+
+
+def transport_of(grid: Delayed) -> GridTransport:
+    transport = GridTransport(grid)
+    transport.node_of = {client: client + 1 for client in range(DEVICES)}
+    return transport
+
+
+def played(transport: GridTransport, clients: Iterable[int], patience: Patience, number: int = 0) -> Any:
+    """One request to these clients: seconds it took, and the answers."""
+    started = time.monotonic()
+    answers = transport.exchange({client: Packet({"number": number}) for client in clients}, patience)
+    return time.monotonic() - started, answers
+
+
+def waiting(seconds: float = DEADLINE, enough: int = DEVICES, **more: Any) -> Patience:
+    return Patience(seconds, enough, **more)
+
+
+def test_a_device_that_never_answers_costs_the_deadline_once_and_a_fifth_at_most_afterwards() -> None:
+    grid = Delayed(dict.fromkeys(range(DEVICES), WORK) | {LAST: math.inf})
+    transport = transport_of(grid)
+    nine = min(played(transport, range(LAST), waiting())[0] for _ in range(2))
+    first, answers = played(transport, range(DEVICES), waiting())
+    assert first >= DEADLINE
+    assert answers[LAST] == f"late: no answer within {DEADLINE:g} seconds"
+    for _ in range(2):
+        again, answers = played(transport, range(DEVICES), waiting())
+        assert again <= 1.2 * nine
+        assert answers[LAST].startswith("late: no answer to this request in ")
+        assert all(isinstance(answers[client], Packet) for client in range(LAST))
+    assert played(transport, range(DEVICES), waiting())[0] >= DEADLINE, "it gets the full deadline again now and then"
+    costs = [played(transport, range(DEVICES), waiting())[0] for _ in range(4)]
+    assert max(costs) <= 1.2 * nine, "less often after every deadline that it missed"
+
+
+def test_a_late_device_that_answers_in_time_again_is_waited_for_again() -> None:
+    grid = Delayed(dict.fromkeys(range(DEVICES), 0.1) | {LAST: math.inf})
+    transport = transport_of(grid)
+    played(transport, range(DEVICES), waiting(0.3))
+    grid.delays[LAST] = 0.1
+    _, answers = played(transport, range(DEVICES), waiting(0.3))
+    assert isinstance(answers[LAST], Packet)
+    grid.delays[LAST] = 0.5
+    seconds, answers = played(transport, range(DEVICES), waiting(2.0))
+    assert isinstance(answers[LAST], Packet)
+    assert seconds >= 0.5
+
+
+def test_where_only_late_devices_are_asked_they_get_the_whole_time() -> None:
+    grid = Delayed(dict.fromkeys(range(DEVICES), 0.0) | {LAST: math.inf})
+    transport = transport_of(grid)
+    played(transport, range(DEVICES), waiting(0.2))
+    grid.delays[LAST] = 0.4
+    _, answers = played(transport, [LAST], waiting(1.0, 1))
+    assert isinstance(answers[LAST], Packet)
+    grid.delays[0] = 0.4
+    _, answers = played(transport, [0, LAST], waiting(1.0, 2, least=2))
+    assert all(isinstance(answer, Packet) for answer in answers.values()), "the recipe's min_replies are waited for"
+
+
+def test_a_request_is_closed_when_enough_have_replied_and_late_replies_are_discarded_and_counted() -> None:
+    grid = Delayed(dict.fromkeys(range(DEVICES), 0.1) | {8: 0.6, LAST: 0.6})
+    transport = transport_of(grid)
+    seconds, answers = played(transport, range(DEVICES), waiting(enough=8), number=1)
+    assert seconds < 0.5
+    assert answers[8] == answers[LAST] == "late: the request was closed when 8 of 10 clients had replied"
+    assert not transport.discarded
+    grid.delays = dict.fromkeys(range(DEVICES), 0.8)
+    _, answers = played(transport, range(DEVICES), waiting(), number=2)
+    assert transport.discarded == {8: 1, LAST: 1}
+    assert {answer.header["number"] for answer in answers.values()} == {2}, "no reply of the request before"
+
+
+def test_failures_do_not_close_a_request() -> None:
+    def failing(packet: Packet, config: Mapping[str, Any]) -> Packet:
+        return Packet({"verdict": "failed", "reason": ""}) if config["partition-id"] < 5 else answered(packet, config)
+
+    grid = Delayed(dict.fromkeys(range(5), 0.0) | dict.fromkeys(range(5, DEVICES), 0.3))
+    grid.app = client_app(failing)
+    _, answers = played(transport_of(grid), range(DEVICES), waiting(enough=5))
+    assert sum(answer.header["verdict"] == REPLY for answer in answers.values()) == 5
+
+
+def test_a_device_that_signed_off_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyfed.engines.flower.transport.LOOK_EVERY", 0.05)
+    grid = Delayed(dict.fromkeys(range(DEVICES), 0.2) | {LAST: math.inf})
+    grid.offline = {LAST}
+    seconds, answers = played(transport_of(grid), range(DEVICES), waiting(20.0, away_seconds=0.0))
+    assert seconds < 5.0
+    assert answers[LAST].startswith("late: its node has been offline for ")
