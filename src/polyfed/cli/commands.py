@@ -233,12 +233,17 @@ def write_flower_app(
         bool, typer.Option("--local", help="Also start it: a SuperLink and a SuperNode a client, on this machine.")
     ] = False,
     keys: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Write what is missing of N node keys to DIR-credentials.")
-    ] = 0,
+        int | None,
+        typer.Option(min=0, metavar="N", help="Write a server certificate and N keys of devices to DIR-credentials."),
+    ] = None,
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option("--host", metavar="NAME", help="The certificate is for this name or address; may be repeated."),
+    ] = None,
 ) -> None:
     """Write a Flower app of a recipe, for `flwr run`; see docs/deploy.md."""
     if not local:
-        show(*deployment.written(recipe, dir, keys))
+        show(*deployment.written(recipe, dir, keys, hosts or []))
         return
     try:
         show(*deployment.run_here(recipe, dir))

@@ -22,19 +22,20 @@ from polyfed.privacy.policy import Policy
 
 APP, RECIPE, NODES = "polyfed_app.py", "recipe.toml", "nodes"
 
+CLIENT = "polyfed.deploy.installed_client:app"
+"""What an app names as its ClientApp: a device answers with the polyfed installed there (docs/deploy.md)."""
+
 _APP = '''"""A Flower app that runs recipe.toml; written by `polyfed app`."""
 
 from pathlib import Path
 
-from polyfed.deploy.handlers import Deployed
 from polyfed.deploy.server import serve
-from polyfed.engines.flower import client_app, server_app
-from polyfed.run import conduct
+from polyfed.engines.flower import server_app
+from polyfed.experiment.loop import execute
 
 RECIPE = Path(__file__).with_name("recipe.toml")
 
-server = server_app(lambda post, config: serve(RECIPE, post, config, conduct))
-client = client_app(Deployed(RECIPE))
+server = server_app(lambda transport, config: serve(RECIPE, transport, config, execute))
 '''
 
 
@@ -170,7 +171,7 @@ def _project(recipe: Recipe, folder: Path) -> dict[str, Any]:
                 "app": {
                     "publisher": "polyfed",
                     "fab-include": [APP, RECIPE],
-                    "components": {"serverapp": "polyfed_app:server", "clientapp": "polyfed_app:client"},
+                    "components": {"serverapp": "polyfed_app:server", "clientapp": CLIENT},
                     "config": config,
                 }
             }
