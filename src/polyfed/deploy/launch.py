@@ -47,6 +47,7 @@ def superlink(credentials: Path, *, host: str, port: int, control_port: int, dat
         if listens(number):
             raise RecipeError(f"port {number} of this machine is taken; choose another (--port, --control-port)")
     _write_connection(credentials, control_port)
+    os.environ.update(QUIET | {"FLWR_HOME": str((credentials / "flwr").absolute())} | dict(os.environ))
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     run_superlink(
         credentials=credentials,
