@@ -42,7 +42,9 @@ def test_a_run_is_shown_in_short() -> None:
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 def test_a_task_without_local_state_is_told_what_to_return(engine: str) -> None:
-    with pytest.raises(RecipeError, match=r"task update must return a message and the local state of the client.*Update"):
+    with pytest.raises(
+        RecipeError, match=r"task update must return a message and the local state of the client.*Update"
+    ):
         polyfed.run(recipe(Forgetful(train=Train(lr=0.1)), engine))
 
 

@@ -324,7 +324,11 @@ BROKEN = [
         replace(f"{IEMO}/dialog/EmoEvaluation/Ses02F_impro01.txt", "\tang\t", "\tagn\t"),
         "unknown label 'agn'; did you mean 'ang'",
     ),
-    ("iemocap", replace(f"{IEMO}/dialog/EmoEvaluation/Ses02F_impro01.txt", "\tang\t", "\t1\tang\t"), "malformed label line"),
+    (
+        "iemocap",
+        replace(f"{IEMO}/dialog/EmoEvaluation/Ses02F_impro01.txt", "\tang\t", "\t1\tang\t"),
+        "malformed label line",
+    ),
     (
         "iemocap",
         replace(f"{IEMO}/dialog/transcriptions/Ses02F_impro01.txt", "F000 [", "F009 ["),

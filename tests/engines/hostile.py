@@ -46,10 +46,10 @@ def agree(folder: Path, plan: Plan) -> None:
 
 def take_over() -> None:
     """Tamper with this process, if it is one of those that matter."""
-    program = Path(sys.orig_argv[1]).name if len(sys.orig_argv) > 1 else ""
-    if program == "flwr-clientapp":
+    programs = {Path(word).name for word in sys.orig_argv[1:4]}
+    if "polyfed.deploy.installed_client" in programs:
         _tamper_with_replies()
-    elif program == "flower-supernode":
+    elif "flower-supernode" in programs:
         _deliver_twice()
 
 

@@ -14,8 +14,9 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 import polyfed
 from engines.devices import RECIPE, Devices
+from polyfed.cli import main
 from polyfed.core.errors import BadReply, EgressError, RecipeError, TooFewReplies
-from polyfed.deploy import write_app
+from polyfed.deploy import launch, write_app
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device import NodeConfig, policy_on
 from polyfed.deploy.server import only_server, serve
@@ -128,7 +129,7 @@ def test_an_app_is_what_flower_builds_from(tmp_path: Path) -> None:
     project = tomllib.loads((app / "pyproject.toml").read_text())
     assert project["tool"]["flwr"]["app"]["components"] == {
         "serverapp": "polyfed_app:server",
-        "clientapp": "polyfed_app:client",
+        "clientapp": "polyfed.deploy.installed_client:app",
     }
     from flwr.cli.build import build_fab_from_disk
 
@@ -161,6 +162,61 @@ def test_keys_are_for_their_owners_eyes(tmp_path: Path) -> None:
     for name in ("server.key", "node-0.key", "node-1.key"):
         assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
     assert (folder / "node-0.pub").read_text().startswith("ecdsa-sha2-nistp384 ")
+
+
+def test_a_certificate_is_for_the_hosts_that_were_named(tmp_path: Path) -> None:
+    from cryptography import x509
+
+    folder = write_credentials(tmp_path / "keys", 0, ["server.example.org", "10.0.0.7"])
+    assert sorted(path.name for path in folder.iterdir()) == ["ca.pem", "server.key", "server.pem"], (
+        "no keys of devices"
+    )
+    certificate = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["server.example.org", "localhost"]
+    assert [str(a) for a in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.7", "127.0.0.1"]
+    write_credentials(folder, 0, ["server.example.org"])
+    with pytest.raises(RecipeError, match=r"server.pem is not for other.example.org. Move ca.pem"):
+        write_credentials(folder, 0, ["other.example.org"])
+    with pytest.raises(RecipeError, match="--host 'not a name' is neither a name nor an address"):
+        write_credentials(tmp_path / "others", 0, ["not a name"])
+    assert not (tmp_path / "others").exists()
+
+
+def test_the_command_writes_a_certificate_without_keys(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    words = ("app", str(tmp_path / "app"), "--recipe", str(tmp_path / "recipe.toml"))
+    for more, wanted in (((), False), (("--host", "server.example.org"), True), (("--keys", "0"), True)):
+        with pytest.raises(SystemExit) as stop:
+            main((*words, *more))
+        assert stop.value.code == 0
+        assert (tmp_path / "app-credentials" / "server.pem").exists() == wanted
+    assert "polyfed superlink" in capsys.readouterr().out
+
+
+def test_a_server_or_device_that_cannot_start_says_why(tmp_path: Path) -> None:
+    keys = write_credentials(tmp_path / "keys", 0)
+    ports = {"host": "127.0.0.1", "port": 1, "control_port": 2}
+    with pytest.raises(RecipeError, match=r"holds no ca\.pem"):
+        launch.superlink(tmp_path, **ports)
+    with pytest.raises(RecipeError, match="holds no public key"):
+        launch.superlink(keys, **ports)
+    with pytest.raises(RecipeError, match="is no key=value"):
+        launch.supernode("localhost:1", keys / "ca.pem", keys / "node.key", "nonsense", 1)
+    config = 'data="mine.npz" client=0 modalities="a"'
+    with pytest.raises(RecipeError, match=r"node\.key is not there"):
+        launch.supernode("localhost:1", keys / "ca.pem", keys / "node.key", config, 1)
+
+
+def test_an_app_whose_replies_are_too_large_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.replace("hidden = [8]", "hidden = [20000]") + "message_megabytes = 1\n")
+    with pytest.raises(RecipeError, match=r"a reply of task 'update' takes [\d,]+ bytes, and .* allows 1,048,576"):
+        write_app(path, tmp_path / "app")
+    assert not (tmp_path / "app").exists()
+    wide = RECIPE.replace("hidden = [8]", "hidden = [20000]")
+    path.write_text(wide)
+    write_app(path, tmp_path / "app")
 
 
 def test_one_server_writes_a_run_at_a_time(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def command(recipe: Path, folder: Path, log: IO[bytes]) -> "subprocess.Popen[byt
 
 def living(folder: Path) -> list[int]:
     """Processes that were started for a federation: Flower's home, which all inherit, tells them apart."""
-    mark = f"FLWR_HOME={folder}/flwr".encode()
+    mark = f"FLWR_HOME={folder}/credentials/flwr".encode()
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:

@@ -4,6 +4,7 @@
 - `progress`: the display of a run while it trains.
 - `tables`: results, checks and comparisons as tables.
 - `egress_tables`: what a recipe lets cross, as a table and in sentences.
+- `federation`: `polyfed superlink`, `polyfed supernode` and other verbs of a deployment.
 - `deployment`: `polyfed app`, and `polyfed check --node` for one device.
 - `preparation`: `polyfed data prepare`.
 - `catalogue`: facts about algorithms and data sources, read from their classes; `catalogue_pages` lays them out.
@@ -13,6 +14,7 @@
 A further verb is a function decorated with `@app.command()`.
 """
 
+from polyfed.cli import federation
 from polyfed.cli.commands import app, main
 
-__all__ = ["app", "main"]
+__all__ = ["app", "federation", "main"]

@@ -251,12 +251,17 @@ def write_flower_app(
         bool, typer.Option("--local", help="Also run it on this machine: a SuperLink, and a SuperNode for each client.")
     ] = False,
     keys: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Write N node keys to DIR-credentials; existing ones are kept.")
-    ] = 0,
+        int | None,
+        typer.Option(min=0, metavar="N", help="Write a server certificate and N keys of devices to DIR-credentials."),
+    ] = None,
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option("--host", metavar="NAME", help="The certificate is for this name or address; may be repeated."),
+    ] = None,
 ) -> None:
     """Write a Flower app for a recipe, which `flwr run` starts; see docs/deploy.md."""
     if not local:
-        show(*deployment.write_app(recipe, dir, keys))
+        show(*deployment.write_app(recipe, dir, keys, hosts or []))
         return
     try:
         show(*deployment.run_locally(recipe, dir))

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,22 +31,30 @@ def resume_command(recipe: Path, folder: Path) -> str:
     return shlex.join(["polyfed", "app", str(folder), "--recipe", str(recipe), "--local"])
 
 
-def write_app(recipe: Path, folder: Path, keys: int) -> Iterator[RenderableType]:
-    """Write a Flower app, and credentials if `keys` is above 0; returns lines that say what was written."""
+def write_app(recipe: Path, folder: Path, keys: int | None, hosts: Sequence[str]) -> Iterator[RenderableType]:
+    """Write an app and, if keys or hosts are given, credentials; say what was written.
+
+    Args:
+        recipe: the recipe.
+        folder: for the app; credentials go to a folder beside it, with `-credentials` added to its name.
+        keys: how many keys of devices to write, or None.
+        hosts: names and addresses for the server's certificate.
+    """
     credentials = folder.with_name(f"{folder.name}-credentials")
     warnings: list[str] = []
     deploy.write_app(recipe, folder, warnings.append)
     yield from (Text(f"warning: {text}") for text in warnings)
-    yield Text(f"app in {folder}; start it with: flwr run {folder} CONNECTION --stream")
-    if not keys:
+    yield Text(f"app in {folder}; start it with: FLWR_HOME={credentials}/flwr flwr run {folder} polyfed --stream")
+    if keys is None and not hosts:
         return
     before = {path.name for path in credentials.glob("*")}
-    deploy.write_credentials(credentials, keys)
+    deploy.write_credentials(credentials, keys or 0, hosts)
     new = sorted(path.name for path in credentials.glob("*") if path.name not in before)
     if before:
         yield Text(f"existing files in {credentials} are kept; new: {', '.join(new) or 'nothing'}")
     else:
-        yield Text(f"certificates and {keys} node keys, for development only, in {credentials}")
+        yield Text(f"a server certificate and {keys or 0} keys of devices, for trials, in {credentials}")
+    yield Text(f"put the public key *.pub of every device there, then: polyfed superlink {credentials}")
 
 
 def device_tables(inspection: Inspection) -> Group:

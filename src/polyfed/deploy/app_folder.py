@@ -2,7 +2,8 @@
 
 import re
 import tomllib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -11,30 +12,34 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, PolyfedError, RecipeError
 from polyfed.data import Columns, Population, stacked
 from polyfed.data.columns import OWN_TEST, TEST
 from polyfed.deploy.device import used_on
-from polyfed.experiment.assembly import model_of, population_of
+from polyfed.experiment.assembly import assemble, model_of, population_of
+from polyfed.experiment.check import Planned, plan
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.model import Custom
 from polyfed.privacy.policy import Policy
 
 APP, RECIPE, NODES = "polyfed_app.py", "recipe.toml", "nodes"
 
+MEGABYTE = 2**20
+
+CLIENT = "polyfed.deploy.installed_client:app"
+"""What an app names as its ClientApp: a device answers with the polyfed installed there (docs/deploy.md)."""
+
 _APP = '''"""A Flower app that runs recipe.toml; written by `polyfed app`."""
 
 from pathlib import Path
 
-from polyfed.deploy.handlers import Deployed
 from polyfed.deploy.server import serve
-from polyfed.engines.flower import client_app, server_app
+from polyfed.engines.flower import server_app
 from polyfed.experiment.loop import execute
 
 RECIPE = Path(__file__).with_name("recipe.toml")
 
-server = server_app(lambda post, config: serve(RECIPE, post, config, execute))
-client = client_app(Deployed(RECIPE))
+server = server_app(lambda transport, config: serve(RECIPE, transport, config, execute))
 '''
 
 
@@ -78,8 +83,8 @@ def _refuse_another(folder: Path, name: str) -> None:
 
 
 def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
-    """Find here what would end the run on the server: an encoder that cannot be imported, a model that cannot be
-    built."""
+    """Find faults here that would end the run on the server: an encoder that cannot be imported, a model that cannot be
+    built, a reply that is too large."""
     for encoder in recipe.model.encoders.values():
         if isinstance(encoder, Custom):
             encoder.encoder_class()
@@ -91,6 +96,34 @@ def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
         return
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model_of(recipe, shapes, columns.num_classes, Policy.parse(recipe.egress, shapes))
+    try:
+        assembly = assemble(recipe)
+    except PolyfedError:  # the server's rows need not make a simulation: they may be test rows only
+        return
+    check_sizes(plan(assembly), recipe.engine.message_megabytes)
+
+
+def check_sizes(planned: Iterable[Planned], megabytes: int) -> None:
+    """Refuse a run whose replies are larger than a message may be.
+
+    Args:
+        planned: what the tasks of the recipe send, with sizes where they are known.
+        megabytes: `[engine] message_megabytes`, in 2**20 bytes.
+
+    Raises:
+        RecipeError: a reply of one of the tasks is too large.
+    """
+    once = {(row.task, row.message, row.field, row.block): row.bytes or 0 for row in planned}
+    sizes = Counter[str]()
+    for (task, *_), size in once.items():
+        sizes[task] += size
+    for task, size in sizes.most_common(1):
+        if size > megabytes * MEGABYTE:
+            raise RecipeError(
+                f"a reply of task '{task}' takes {size:,} bytes, and [engine] message_megabytes = {megabytes} allows "
+                f"{megabytes * MEGABYTE:,}. Write message_megabytes = {-(-size * 11 // 10 // MEGABYTE)}, if the server "
+                "and the devices have the memory, or take a smaller model"
+            )
 
 
 def data_of(recipe: Recipe) -> str:
@@ -170,7 +203,7 @@ def _project(recipe: Recipe, folder: Path) -> dict[str, Any]:
                 "app": {
                     "publisher": "polyfed",
                     "fab-include": [APP, RECIPE],
-                    "components": {"serverapp": "polyfed_app:server", "clientapp": "polyfed_app:client"},
+                    "components": {"serverapp": "polyfed_app:server", "clientapp": CLIENT},
                     "config": config,
                 }
             }

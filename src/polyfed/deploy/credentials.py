@@ -1,10 +1,12 @@
-"""Certificates and node keys for development: one authority, one server certificate, one key a node.
+"""Certificates for a server, and keys of devices for trials.
 
-For trying out on one machine or in a laboratory. In production the certificates come from whoever runs the server's
-domain, and each node's key is made on the node and never leaves it.
+The authority signs one certificate and its own key is not kept, so nobody can sign another in its name. Keys of devices
+that are made here are for trials on one machine: in a real federation each device makes its own key, which never
+leaves it.
 """
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -29,31 +31,40 @@ DAYS = 30
 """A development certificate is valid for so long: short, since nobody will remember to revoke it (inferred)."""
 
 
-def write_credentials(folder: str | Path, nodes: int, hosts: Sequence[str] = ("127.0.0.1", "localhost")) -> Path:
-    """Write `ca.pem`, `server.pem`, `server.key`, and `node-<k>.key` with `node-<k>.pub` for every node.
+LOOPBACK = ("127.0.0.1", "localhost")
+"""Names in every server certificate: commands on the server reach it under them."""
 
-    What is there stays, since it may be in use: only what is missing is added.
+_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9-]{0,62}))*")
+
+
+def write_credentials(folder: str | Path, nodes: int, hosts: Sequence[str] = ()) -> Path:
+    """Write `ca.pem`, `server.pem`, `server.key`, and `node-<k>.key` with `node-<k>.pub` for every device.
+
+    Files that exist are kept, since they may be in use: only what is missing is added.
 
     Args:
-        folder: made if it is not there; keys are readable by their owner only.
-        nodes: how many node keys.
-        hosts: names and addresses under which the server is reached.
+        folder: made if it does not exist; keys are readable by their owner only.
+        nodes: how many keys of devices; 0 where each device makes its own.
+        hosts: names and addresses under which devices reach the server, besides this machine's loopback.
 
     Returns:
         the folder.
 
     Raises:
-        RecipeError: `nodes` is negative, or the server's certificate that is there is not whole or has expired.
+        RecipeError: `nodes` is negative, a host is neither a name nor an address, or the server's certificate that
+            exists is not whole, has expired, or lacks one of the hosts.
     """
     folder = Path(folder)
     if nodes < 0:
         raise RecipeError(f"{nodes} node keys; give a number from 0 (--keys)")
+    for host in hosts:
+        _check_host(host)
     folder.mkdir(parents=True, exist_ok=True)
     there = [name for name in SERVER if (folder / name).exists()]
     if not there:
-        _write_server(folder, hosts)
+        _write_server(folder, list(dict.fromkeys([*hosts, *LOOPBACK])))
     else:
-        _check_server(folder, there)
+        check_server(folder, there, hosts)
     for node in range(nodes):
         if not (folder / f"node-{node}.key").exists():
             _write_node(folder, node)
@@ -68,15 +79,38 @@ def _write_server(folder: Path, hosts: Sequence[str]) -> None:
     _secret(folder / "server.key", key, PrivateFormat.PKCS8)
 
 
-def _check_server(folder: Path, there: Sequence[str]) -> None:
-    """Refuse a server's certificate that cannot be used any more; the authority's key was not kept, so none can be
-    added."""
+def check_server(folder: Path, there: Sequence[str], hosts: Sequence[str] = ()) -> None:
+    """Refuse a server's certificate that cannot be used. The authority's key is not kept, so a new certificate needs a
+    new authority.
+
+    Args:
+        folder: of the credentials.
+        there: which of the files `SERVER` exist in it.
+        hosts: names and addresses that the certificate must hold.
+
+    Raises:
+        RecipeError: a file is missing, the certificate has expired, or it lacks a host.
+    """
     fix = f"Move {', '.join(SERVER)} elsewhere and run this again; every device then needs the new ca.pem"
+    if not there:
+        raise RecipeError(f"{folder} holds no {', '.join(SERVER)}. Write them: polyfed app DIR --recipe R --host NAME")
     if missing := [name for name in SERVER if name not in there]:
         raise RecipeError(f"{folder} holds {', '.join(there)}, but no {', '.join(missing)}. {fix}")
-    until = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes()).not_valid_after_utc
+    certificate = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
+    until = certificate.not_valid_after_utc
     if until < datetime.now(UTC):
         raise RecipeError(f"{folder}/server.pem expired on {until:%Y-%m-%d}. {fix}")
+    known = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    if lacking := [host for host in hosts if _host(host) not in known]:
+        raise RecipeError(f"{folder}/server.pem is not for {', '.join(lacking)}. {fix}")
+
+
+def _check_host(host: str) -> None:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if not _NAME.fullmatch(host):
+            raise RecipeError(f"--host '{host}' is neither a name nor an address; as server.example.org") from None
 
 
 def _write_node(folder: Path, node: int) -> None:

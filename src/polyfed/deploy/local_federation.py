@@ -13,8 +13,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import tomli_w
-
 from polyfed.core import errors
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.files import RECIPE as RUN_RECIPE
@@ -22,14 +20,14 @@ from polyfed.core.files import RESULT
 from polyfed.core.signals import handling, interrupt
 from polyfed.deploy.app_folder import data_of, node_config, write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
+from polyfed.deploy.launch import CONNECTION
 from polyfed.deploy.processes import HOST, free_ports, groups_of, listens, lives, signal_group
 from polyfed.deploy.server import ERROR, placed
 from polyfed.engines.flower import QUIET
 from polyfed.experiment.lock import alone_in
 from polyfed.experiment.recipe import Recipe, load_recipe
 
-CONNECTION = "polyfed-local"
-START_SECONDS, STOP_SECONDS = 60.0, 5.0
+START_SECONDS, STOP_SECONDS = 120.0, 5.0
 """How long a process may take until it listens, on a busy machine, and until it has ended."""
 
 
@@ -53,8 +51,7 @@ class Local:
         self.credentials = self.folder / "credentials"
         write_credentials(self.credentials, len(self.nodes))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.ports = free_ports(1 + len(self.nodes))
-        self._write_connection()
+        self.public, *self.ports = free_ports(2 + len(self.nodes))
 
     @property
     def out(self) -> Path:
@@ -62,27 +59,23 @@ class Local:
         return self.app / "run"
 
     def start(self) -> None:
-        """Start the SuperLink, make the nodes' keys known to it, start the SuperNodes.
+        """Start the SuperLink, which knows the nodes' keys, and the SuperNodes.
 
-        The SuperLink of an earlier life is forgotten, with its keys and its opinion of which nodes are alive: what a
-        run goes on from lies in the folders of the server and of the nodes.
+        The SuperLink's database of an earlier call is deleted, with its opinion of which nodes are alive: what a run
+        goes on from is in the folders of the server and of the nodes.
         """
         for old in self.folder.glob("link.db*"):
             old.unlink()
         self.start_link()
         for client in range(len(self.nodes)):
-            self.flwr("supernode", "register", str(self.credentials / f"node-{client}.pub"), CONNECTION)
-        for client in range(len(self.nodes)):
             self.start_node(client)
 
     def start_link(self) -> None:
-        """Start the SuperLink and wait until it listens."""
-        pem = self.credentials
-        words = f"--host {HOST} --port {self.ports[0]} --ssl-ca-certfile {pem}/ca.pem --ssl-certfile {pem}/server.pem"
-        words += f" --ssl-keyfile {pem}/server.key --enable-supernode-auth --database {self.folder}/link.db"
-        self._start("link", "flower-superlink", *words.split(), "--disable-runtime-dependency-installation")
+        """Start the SuperLink and wait until it listens on both its ports."""
+        options = f"--port {self.public} --control-port {self.ports[0]} --host {HOST} --database {self.folder}/link.db"
+        self._start("link", *_polyfed("superlink", str(self.credentials), *options.split()))
         end = time.monotonic() + START_SECONDS
-        while not listens(self.ports[0]):
+        while not (listens(self.ports[0]) and listens(self.public)):
             if self.processes["link"].poll() is not None or time.monotonic() > end:
                 raise RecipeError(f"the SuperLink did not start; see {self.folder}/link.log")
             time.sleep(0.2)
@@ -91,15 +84,14 @@ class Local:
         """Start a SuperNode; `changes` replace words of its command, as `root_certificates="other.pem"`."""
         place = self.nodes[client]
         options = {
-            "superlink": f"{HOST}:{self.ports[0]}",
+            "superlink": f"{HOST}:{self.public}",
             "root-certificates": f"{self.credentials}/ca.pem",
             "auth-supernode-private-key": f"{self.credentials}/node-{client}.key",
-            "host": HOST,
             "port": str(self.ports[1 + client]),
             "node-config": node_config(place, client, self.held[client]),
         } | {name.replace("_", "-"): value for name, value in changes.items()}
         words = [word for name, value in options.items() for word in (f"--{name}", value)]
-        self._start(f"node-{client}", "flower-supernode", *words)
+        self._start(f"node-{client}", *_polyfed("supernode", *words))
 
     def return_node(self, client: int) -> None:
         """Start a SuperNode again after a hard kill, as often as it takes.
@@ -124,7 +116,7 @@ class Local:
 
     def run(self, app: Path | None = None) -> "subprocess.Popen[bytes]":
         """Submit an app; the process streams the server's log until the run has ended."""
-        return self._start("run", "flwr", "run", str(app or self.app), CONNECTION, "--stream")
+        return self._start("run", _command("flwr"), "run", str(app or self.app), CONNECTION, "--stream")
 
     def flwr(self, *words: str) -> str:
         """A command of Flower's, to its end; what it printed."""
@@ -168,10 +160,10 @@ class Local:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _start(self, name: str, command: str, *words: str) -> "subprocess.Popen[bytes]":
+    def _start(self, name: str, *words: str) -> "subprocess.Popen[bytes]":
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [_command(command), *words],
+                words,
                 env=self._environment(),
                 stdout=log,
                 stderr=log,
@@ -183,17 +175,10 @@ class Local:
 
     def _environment(self) -> Mapping[str, str]:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        own = {"FLWR_HOME": f"{self.folder}/flwr", "PATH": path, "PYTHONUNBUFFERED": "1"}
+        own = {"FLWR_HOME": f"{self.credentials}/flwr", "PATH": path, "PYTHONUNBUFFERED": "1"}
         if modules := os.environ.get("PYTHONPATH"):  # the processes start in another folder
             own["PYTHONPATH"] = os.pathsep.join(os.path.abspath(part) for part in modules.split(os.pathsep))
         return QUIET | {"OMP_NUM_THREADS": "1"} | dict(os.environ) | own
-
-    def _write_connection(self) -> None:
-        home = self.folder / "flwr"
-        home.mkdir(parents=True, exist_ok=True)
-        address = {"address": f"{HOST}:{self.ports[0]}", "root-certificates": f"{self.credentials}/ca.pem"}
-        table = {"superlink": {"default": CONNECTION, CONNECTION: address}}
-        (home / "config.toml").write_text(tomli_w.dumps(table))
 
 
 def run_locally(recipe_path: str | Path, folder: str | Path) -> Path:
@@ -265,5 +250,11 @@ def _held(nodes: list[Path]) -> list[tuple[str, ...]]:
     return held
 
 
+def _polyfed(*words: str) -> tuple[str, ...]:
+    """A `polyfed` command, also where its script is not installed; -P: nothing is imported from the current folder."""
+    return (sys.executable, "-P", "-m", "polyfed", *words)
+
+
 def _command(name: str) -> str:
+    """The path of a command that is installed beside this Python."""
     return str(Path(sys.executable).with_name(name))

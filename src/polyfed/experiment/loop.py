@@ -21,9 +21,9 @@ from polyfed.engines.base import Engine
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.check import refuse_forbidden, warn_unmeasured
+from polyfed.experiment.checkpoint import RESTORE
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
-from polyfed.experiment.checkpoint import RESTORE
 from polyfed.experiment.records import Records, facts_of_round, run_id
 from polyfed.experiment.run_checkpoint import TOTALS, kept_facts, load_content
 from polyfed.experiment.run_result import Run, best_round, models_of

@@ -1,0 +1,61 @@
+"""The process of a device that answers messages with the polyfed installed there, never with code that arrives.
+
+`polyfed supernode` starts it as `python -m polyfed.deploy.installed_client HOST:PORT`, with a secret on its standard
+input. See docs/decisions/0013-deployed-code.md.
+"""
+
+import hashlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.errors import BadReply
+from polyfed.deploy.app_folder import CLIENT, RECIPE
+from polyfed.deploy.faults import log
+from polyfed.deploy.handlers import Deployed
+from polyfed.engines.flower import client_app
+from polyfed.engines.flower.worker import read_app, work
+from polyfed.engines.protocol import FAILED, reason
+from polyfed.federation.wire_format import Packet
+
+
+def handler_for(fab: bytes, folder: Path) -> Deployed:
+    """The installed client for the recipe of an app.
+
+    Args:
+        fab: the app, as Flower packed it.
+        folder: where the text of the recipe is kept, below the digest of the text.
+
+    Raises:
+        BadReply: polyfed did not write this app, or its client is not the installed one.
+    """
+    app = read_app(fab, RECIPE)
+    if app.client != CLIENT:
+        raise BadReply(f"names the ClientApp '{app.client}'; only '{CLIENT}', which is installed here, is run")
+    place = folder / hashlib.sha256(app.recipe.encode()).hexdigest()
+    place.mkdir(exist_ok=True)
+    (place / RECIPE).write_text(app.recipe, encoding="utf-8")
+    return Deployed(place / RECIPE)
+
+
+def main(address: str, secret: bytes) -> None:
+    """Answer for the SuperNode that started this process, until it ends."""
+    folder = Path(tempfile.mkdtemp(prefix="polyfed-"))
+    try:
+        work(address, secret, lambda fab: handler_for(fab, folder), log)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _misplaced(packet: Packet, config: Mapping[str, Any]) -> Packet:
+    return reason(FAILED, None, "a device was started by flower-supernode; start it by: polyfed supernode")
+
+
+app = client_app(_misplaced)
+"""What Flower's own `flwr-clientapp` finds: an answer that says how to start the device."""
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.stdin.buffer.read())

@@ -1,0 +1,155 @@
+"""A SuperLink with two ports: one for SuperNodes that other machines reach, one for commands on this machine only.
+
+Flower 1.41 serves three interfaces on one port: for SuperNodes (`/v1/fleet`), for commands such as `flwr run`
+(`/v1/control`) and for the processes of an app (`/v1/runtime`). It asks only SuperNodes who they are, so whoever
+reaches the port can submit an app. Here the port that other machines reach serves what an authenticated SuperNode needs
+and refuses every other path; the whole SuperLink listens on loopback.
+"""
+
+import socket
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import uvicorn
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
+from flwr.supercore import sql_mixin
+from flwr.supercore.http_logging import get_uvicorn_log_config
+from flwr.supercore.logger import console_handler
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.superlink.cli.flower_superlink import SuperLinkLifespan, _parse_superlink_lifespan_config
+from flwr.superlink.main import create_app
+from flwr.superlink.routers.fleet.router import router as fleet
+
+from polyfed.core.errors import RecipeError
+
+LOOPBACK = "127.0.0.1"
+
+NOT_PUBLIC = {"/v1/fleet/register-node", "/v1/fleet/unregister-node"}
+"""Only the server's operator registers SuperNodes, by their public keys."""
+
+PUBLIC = frozenset(vars(route)["path"] for route in fleet.routes) - NOT_PUBLIC
+"""Paths that SuperNodes call. Every one of them demands a signature by a registered key."""
+
+LOCK_SECONDS = 600
+"""How long a write waits for the SuperLink's database. Flower's 5 seconds are too short while large models are written
+(inferred): the write then fails with "database is locked" and the run ends."""
+
+Scope = Mapping[str, Any]
+
+
+class FleetOnly:
+    """An ASGI application that passes on what SuperNodes call and answers 403 to everything else.
+
+    Args:
+        app: the SuperLink's application.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in PUBLIC:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            text = b"polyfed: this port is for SuperNodes only\n"
+            headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(text)).encode())]
+            await send({"type": "http.response.start", "status": 403, "headers": headers})
+            await send({"type": "http.response.body", "body": text})
+
+
+class _Whole(uvicorn.Server):
+    """The server on loopback; the public one ends with it."""
+
+    def __init__(self, config: uvicorn.Config, public: uvicorn.Server) -> None:
+        super().__init__(config)
+        self.public = public
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop taking connections, on both ports."""
+        self.public.should_exit = True
+        await super().shutdown(sockets)
+
+
+def run_superlink(
+    *, credentials: Path, keys: Iterable[Path], database: str, control_port: int, host: str, port: int
+) -> None:
+    """Run a SuperLink until it is asked to end.
+
+    Args:
+        credentials: folder with `ca.pem`, `server.pem` and `server.key`.
+        keys: files with the public keys of the SuperNodes that may take part.
+        database: file in which the SuperLink keeps its state.
+        control_port: port on loopback for `flwr` and for the processes of an app.
+        host: address on which SuperNodes are served.
+        port: port on which SuperNodes are served.
+
+    Raises:
+        RecipeError: a key is not a public key of the kind that Flower takes.
+    """
+    known = [_public_key(path) for path in keys]
+    pragmas = vars(sql_mixin)
+    pragmas["SQLITE_PRAGMAS"] = _patient(pragmas["SQLITE_PRAGMAS"])
+    sys.argv = ["flower-superlink", *_words(credentials, database, control_port)]
+    config = _parse_superlink_lifespan_config()
+    app = create_app(config, SuperLinkLifespan)
+    _register(app.state.linkstate_factory.state(), known)
+    common: dict[str, Any] = {
+        "log_config": get_uvicorn_log_config(console_handler.level),
+        "ssl_keyfile": config.ssl_keyfile,
+        "ssl_certfile": config.ssl_certfile,
+        "ws": "none",
+    }
+    # bound before anything starts, so that a port that is taken ends the command
+    outer = uvicorn.Config(FleetOnly(app), host=host, port=port, lifespan="off", **common)
+    opened = outer.bind_socket()
+    public = uvicorn.Server(outer)
+    whole = _Whole(uvicorn.Config(app, host=LOOPBACK, port=control_port, **common), public)
+    Thread(target=public.run, kwargs={"sockets": [opened]}, daemon=True).start()
+    whole.run()
+
+
+def _words(credentials: Path, database: str, control_port: int) -> Sequence[str]:
+    """Options of Flower's own command for the SuperLink on loopback."""
+    options = {
+        "host": LOOPBACK,
+        "port": str(control_port),
+        "ssl-ca-certfile": str(credentials / "ca.pem"),
+        "ssl-certfile": str(credentials / "server.pem"),
+        "ssl-keyfile": str(credentials / "server.key"),
+        "database": database,
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    return [*words, "--enable-supernode-auth", "--disable-runtime-dependency-installation"]
+
+
+def _patient(pragmas: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Flower's settings of SQLite, with our waiting time."""
+    assert any(name == "busy_timeout" for name, _ in pragmas), "Flower 1.41 sets busy_timeout"
+    return tuple((name, str(LOCK_SECONDS * 1000) if name == "busy_timeout" else value) for name, value in pragmas)
+
+
+def _public_key(path: Path) -> bytes:
+    try:
+        key = load_ssh_public_key(path.read_bytes())
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise RecipeError(f"{path} is not a public key in OpenSSH's format ({error}). {_HOW}") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise RecipeError(f"{path} is a key of type {type(key).__name__}; Flower takes ECDSA keys only. {_HOW}")
+    return bytes(public_key_to_bytes(key))
+
+
+_HOW = "Make the key on the device by: ssh-keygen -t ecdsa -b 384 -N '' -f node.key"
+
+
+def _register(state: Any, keys: Iterable[bytes]) -> None:
+    """Make SuperNodes known that the database does not hold yet, owned by the account that `flwr` has here."""
+    for key in keys:
+        if state.get_node_id_by_public_key(key) is None:
+            state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT_DEFAULT_INTERVAL)
