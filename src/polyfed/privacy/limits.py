@@ -25,17 +25,9 @@ from polyfed.core.errors import EgressError
 from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, check_ranges, checked
 from polyfed.core.tree import Tree
 from polyfed.model import Model
-from polyfed.training.client_data import (
-    FOLD_BATCH,
-    ClientData,
-    Job,
-    Loss,
-    Step,
-    TrainingResult,
-    steps_trained,
-    usable_rows,
-)
+from polyfed.training.client_data import FOLD_BATCH, ClientData, Job, Loss, Step, TrainingResult
 from polyfed.training.optimisers import Train
+from polyfed.training.step_counts import steps_trained, usable_rows
 
 MEANINGS = {
     "min_rows": "the client has {} training rows",
