@@ -12,7 +12,7 @@ from attacks.smuggling import ENGINES, EVERYTHING, TRAIN, announced, hiding, pla
 from laws.test_laws import world
 from polyfed.algorithms.averaging import Averaging, State
 from polyfed.algorithms.base import Broadcast
-from polyfed.algorithms.creamfl import Call
+from polyfed.algorithms.creamfl import PublicSetWanted
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Request
@@ -164,7 +164,7 @@ def test_a_client_does_not_hand_over_what_only_the_servers_rows_are_asked_for() 
     parts = assemble(replace(world("creamfl"), egress=EVERYTHING))
     request = Request(parts.algorithm.publish, "publish", 1, 1, 0, 1)  # type: ignore[attr-defined]
     with pytest.raises(EgressError, match=r"`polyfed check` does not announce raw of a in a reply to task publish"):
-        parts.engine.answer(request, [0], Call())
+        parts.engine.answer(request, [0], PublicSetWanted())
     assert parts.ledger.bytes_up == 0
 
 
