@@ -214,8 +214,8 @@ class ClientData(ABC):
         num_correct = data.fold(step, torch.zeros((), dtype=torch.int64))
         ```
 
-        Under `vmap`, use `batch.sum` and `batch.mean`, which leave out padding. A client that has no rows left keeps its
-        carry if `step` returns a nest of tensors of the same shapes as it received. Any other carry, such as a list
+        Under `vmap`, use `batch.sum` and `batch.mean`, which leave out padding. A client that has no rows left keeps
+        its carry if `step` returns a nest of tensors of the same shapes as it received. Any other carry, such as a list
         that grows, also gets what `step` computes on padding.
 
         Args:
