@@ -1,4 +1,4 @@
-"""What a task keeps, sends and raises, on both engines: what is refused, and with which words."""
+"""What a task may keep, send and raise on both engines, and the errors for what it may not."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

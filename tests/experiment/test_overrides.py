@@ -1,4 +1,4 @@
-"""What `--set` makes of words; errors are in tests/test_cli.py."""
+"""The values that `--set` reads; tests/test_cli.py covers its errors."""
 
 from typing import Any
 

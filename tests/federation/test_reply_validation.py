@@ -1,4 +1,4 @@
-"""What a reply must look like, beyond what the law of malformed replies bends (tests/laws/test_malformed.py)."""
+"""Which replies are valid; tests/laws/test_malformed.py covers malformed replies of all methods."""
 
 import pytest
 import torch

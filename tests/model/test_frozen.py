@@ -23,7 +23,6 @@ from polyfed.experiment.check import Check, check
 from polyfed.experiment.recipe import CheckpointSpec, EngineSpec, Recipe
 from polyfed.model import Model, ModelSpec, build_model
 from polyfed.training import step_replay as replay
-from polyfed.training.client_data import Job
 from polyfed.training.optimisers import Train
 from world import FROZEN, WHOLE, FrozenBackbone, algorithm, furthest, played, recipe, same
 
@@ -262,9 +261,9 @@ def test_simulated_time_knows_the_forward_pass_of_a_frozen_encoder() -> None:
     made = recipe(algorithm("fedavg"), encoders=WHOLE)
     parts = assemble(replace(made, model=replace(made.model, fusion="sum")))
     model, counted = parts.model, []
-    idle = SimpleNamespace(num_rows=torch.tensor(10), key=0, round=1, rounds=1, fit=lambda job: None)
+    idle = SimpleNamespace(num_rows=torch.tensor(10), key=0, round=1, rounds=1, minimise=lambda *_, **__: None)
     view = MeteredClientData(idle, [10], ("a", "b"), model, lambda flops, rows: counted.append((flops, rows)))  # type: ignore[arg-type]
-    view.fit(Job(loss=lambda w, batch: 0, params=parts.initial, train=Train()))
+    view.minimise(lambda w, batch: 0, parts.initial, train=Train())
     assert counted == [(model.flops("a") + 3 * (model.flops("b") + model.flops("shared")), [10])]
 
 

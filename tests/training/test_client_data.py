@@ -1,4 +1,4 @@
-"""The two machines draw the same rows with the same keys, whatever the lengths."""
+"""A single client and a stack take the same rows with the same dropout keys, whatever their numbers of rows."""
 
 from typing import Any
 

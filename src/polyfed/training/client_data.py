@@ -107,6 +107,25 @@ class Job:
 class ClientData(ABC):
     """The dataset of one client, as a client task sees it.
 
+    A task trains with `minimise`. This one adds the proximal term of FedProx to the loss:
+
+    ```python
+    def loss(params: Tree, batch: Batch) -> Tensor:
+        error = cross_entropy(context.model.logits(params, batch), batch)
+        return error + mu / 2 * squared_distance(context.model.trainable(params), got.params)
+
+    result = data.minimise(loss, got.params, train=self.train)
+    ```
+
+    Under `vmap`, the functions that a task gives to `minimise` and `fold` see the tensors of one client, without a
+    client axis, and all clients of the stack go through their steps together:
+
+    - All clients' batches have the same number of rows; `batch.ok` (B,) is False for padding.
+    - The functions are called as often as the client with the most steps needs. A client that has no steps left keeps
+      its parameters, moments and carry; what a function computes for it is discarded.
+    - `loss` and `direction` may be called fewer times than there are steps, because repeated steps are replayed without
+      them. They must not rely on side effects, such as counting their calls.
+
     Attributes:
         num_rows: number of training rows, a 0-dim int64 tensor.
         key: random key of (run, round, client). To draw numbers, derive a key with `draw`.
@@ -135,53 +154,36 @@ class ClientData(ABC):
         after: TrainingResult | None = None,
         on: Batch | None = None,
     ) -> TrainingResult:
-        """Train `params` on the client's rows: the only loop of optimiser steps.
+        """Train `params` on the client's rows; the class docstring has an example.
 
-        In every step, `loss` is evaluated and differentiated on one batch, `direction` may change the gradient, and
-        the optimiser of `train` takes a step in place on a copy of the parameters. Rows are shuffled anew in every
-        epoch. Buffers (BatchNorm statistics) follow the batches. Moments start at zero in every call, unless `after`
-        is given.
-
-        ```python
-        def loss(params: Tree, batch: Batch) -> Tensor:
-            fit = cross_entropy(context.model.logits(params, batch), batch)
-            return fit + mu / 2 * squared_distance(context.model.trainable(params), got.params)
-
-        result = data.minimise(loss, got.params, train=self.train)
-        ```
-
-        Under `vmap`, `loss` and `direction` see the tensors of one client, without a client axis, and all clients of
-        the stack take a step together. All their batches have the same number of rows, and `batch.ok` (B,) is False for
-        padding. A client that has no steps left keeps its parameters, moments and carry, and what `loss` computes for
-        it is discarded. `loss` may be called fewer times than there are steps, because repeated steps are replayed
-        without it; so it must not rely on side effects such as counting its calls.
+        Each step differentiates `loss` on one batch, passes the gradient through `direction`, and takes an optimiser
+        step. Rows are shuffled anew in every epoch. BatchNorm statistics follow the batches.
 
         Args:
-            loss: the objective; see `Loss`. Its batches are in training mode: dropout is drawn, and BatchNorm uses the
-                statistics of the batch. `params` in its arguments is valid only during the call.
-            params: the Tree to start from: the model's parameters and buffers, and any tensors of the method's own (a
-                projection head) under names that the model does not have. It is not changed.
+            loss: the objective, see `Loss`. Its batches are in training mode: dropout is drawn, and BatchNorm uses the
+                statistics of the batch. The Tree that it receives is valid only during the call.
+            params: the Tree to start from; it is not changed. It holds parameters and buffers of the model, and
+                possibly tensors of the method's own (a projection head) under names that the model does not have.
             train: number of epochs or steps, batch size, optimiser and learning rate.
             model: the model that `params` belong to. Default: the client's model, `context.model`.
-            direction: changes the gradient of every step; see `Direction`. It runs without gradient tracking and must
+            direction: changes the gradient of every step, see `Direction`. It runs without gradient tracking and must
                 not change its arguments. Default: the optimiser follows the gradient of the loss.
-            carry: the Tree that `direction` receives in the first step. Its names, shapes and types must stay the
-                same in all steps. Default: empty.
-            only: names of parameters to train, or blocks, which stand for all of their parameters. Default: all
+            carry: the Tree that `direction` receives in the first step; all steps must return the same names, shapes
+                and types. Default: empty.
+            only: names of the parameters to train, or blocks, which stand for all their parameters. Default: all
                 trainable parameters in `params`.
-            stream: number of the random stream for the order of rows and for dropout. Calls with the same stream see
-                the same batches; another number gives others.
-            split: whether `loss` returns its terms by name and `direction` receives the gradient of each. The
-                optimiser follows their sum where no `direction` is given. Costs one backward pass for each term.
-            after: result of an earlier call that this one continues: with its moments, step numbers and place in the
-                order of rows. E calls of one epoch equal one call of E epochs. `loss` and `num_steps` of the result
-                then cover all of these calls. Give its `params` as `params`, and its `carry` as `carry` if needed. For
-                methods that look at their data between epochs. Not allowed with `train.steps`.
-            on: a batch, from `batch`, to take a single step on, in place of all the steps of `train`. With `after`, it
-                is the step that follows.
+            stream: number of the random stream for the order of rows and dropout; calls with the same number see the
+                same batches.
+            split: whether `loss` returns its terms by name, and `direction` receives the gradient of each. Without
+                `direction`, the optimiser follows their sum. Costs one backward pass per term.
+            after: result of an earlier call that this one continues, with its moments, step numbers and place in the
+                order of rows, so that E calls of one epoch equal one call of E epochs. `loss` and `num_steps` of the
+                result cover all of these calls. Give its `params` and `carry` again. Not allowed with `train.steps`.
+                Default: moments start at zero.
+            on: a batch to take a single step on, instead of all the steps of `train`; with `after`, the next step.
 
         Returns:
-            The trained parameters, the mean loss and the state of the optimiser.
+            The trained parameters, the mean loss, the number of steps and the state of the optimiser.
         """
 
     @abstractmethod
@@ -212,15 +214,13 @@ class ClientData(ABC):
         num_correct = data.fold(step, torch.zeros((), dtype=torch.int64))
         ```
 
-        Under `vmap`, `step` is called as often as the client with the most rows of the stack needs. Use `batch.sum`
-        and `batch.mean`, which leave out padding. A client that has no rows left keeps its carry, provided that
-        `step` returns a nest of tensors with the shapes of the one it received. A carry that grows (a list of
-        results) also gets what `step` computes on padding; `collect` explains what is in there.
+        Under `vmap`, use `batch.sum` and `batch.mean`, which leave out padding. A client that has no rows left keeps
+        its carry if `step` returns a nest of tensors of the same shapes as it received. Any other carry, such as a list
+        that grows, also gets what `step` computes on padding.
 
         Args:
             step: `step(carry, batch)` returns the new carry.
-            carry: the value that the first call receives: a nest of tensors, or any other value if `step` never reads
-                padding.
+            carry: what the first call receives: usually a nest of tensors.
             batch_size: rows of a batch; the last batch may have fewer.
 
         Returns:
