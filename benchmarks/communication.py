@@ -1,5 +1,6 @@
-"""Bytes a device and round against local epochs: PartialFL, FedAvg of all modalities, split learning. A table and a
-figure, both from the ledgers of one round with all 20 clients of the coloured digits.
+"""Bytes per device and round against local epochs, for PartialFL, FedAvg of all modalities and split learning.
+
+A table and a figure, both from the ledgers of one round with all 20 clients of the coloured digits.
 
     python benchmarks/communication.py [--figure docs/results/communication.svg]
 """
@@ -34,7 +35,7 @@ SAME: dict[str, dict[str, Any]] = {
 
 
 def crossed(name: str, epochs: int) -> tuple[int, float]:
-    """Bytes of the deposit and of a round, a device: both directions."""
+    """Bytes per device in both directions: of what is sent once, and of a round."""
     table = tomllib.loads((RECIPES / f"{name}-cg-digits.toml").read_text())
     table |= {"seed": 1, "rounds": 1}
     for section, options in SAME.items():
@@ -48,7 +49,7 @@ def crossed(name: str, epochs: int) -> tuple[int, float]:
 
 
 def drawn(curves: dict[str, list[float]]) -> str:
-    """The figure: kB a device and round over epochs, a line a method, its name at its end."""
+    """The figure as SVG: kB per device and round over epochs, with one labelled line for each method."""
     width, height, left, bottom, right = 720, 400, 70, 50, 190
     top = max(max(values) for values in curves.values()) * 1.05
     across, up = (width - left - right) / max(EPOCHS), (height - 2 * bottom) / top
@@ -88,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figure", type=Path, help="where to write the figure, an SVG")
     options = parser.parse_args()
-    print("| kB a device and round | once | " + " | ".join(f"{epochs} epochs" for epochs in EPOCHS) + " |")
+    print("| kB per device and round | once | " + " | ".join(f"{epochs} epochs" for epochs in EPOCHS) + " |")
     print("|---|---:|" + "---:|" * len(EPOCHS))
     curves: dict[str, list[float]] = {}
     for label, name in METHODS.items():

@@ -1,4 +1,4 @@
-"""A virtual environment of its own for each peer, made once and kept in the cache folder."""
+"""Create a virtual environment for each compared framework, once, in the cache folder."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 @dataclass(frozen=True)
 class Peer:
-    """A framework to compare with: what pip installs besides PyTorch, and the script that runs it."""
+    """A framework to compare with: the packages that pip installs besides PyTorch, and the script that runs it."""
 
     name: str
     requirement: str
@@ -25,11 +25,11 @@ PEERS = (
 
 
 class Unavailable(Exception):
-    """An environment could not be made; the text says why."""
+    """An environment could not be created; the message says why."""
 
 
 def python_of(peer: Peer, cache: Path) -> Path:
-    """The interpreter of the peer's environment, made if it is not there yet.
+    """The interpreter of the framework's environment, which is created if it does not exist yet.
 
     Raises:
         Unavailable: pip failed, with the end of what it said.

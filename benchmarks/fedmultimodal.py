@@ -1,13 +1,13 @@
-"""UCI-HAR as FedMultimodal runs it: partition and cohorts come from seeds of NumPy's old generator, never a run's.
+"""UCI-HAR as FedMultimodal runs it: partition and cohorts come from fixed seeds of NumPy's legacy generator.
 
     python benchmarks/fedmultimodal.py [--alpha 0.1] [--fedopt] [--seeds 8 16 24] [--out DIR]
 
 Prints test macro-F1 at the round with the best validation macro-F1, by seed, and mean and deviation. Data, model and
-training are those of recipes/fedavg-ucihar.toml. What is particular here (peers.md 3.3, items 4 and 9): of each
-training subject a fifth of the windows is pooled for validation and the rest cut into five shards, both drawn after
-`numpy.random.seed(8)`; the cohort of round r (from 0) is drawn after `numpy.random.seed(r)`; so all runs share one
-partition and one sequence of cohorts. FedMultimodal numbers a subject's windows as the original text files have them;
-the .npz has another order within an activity, which moves windows between shards.
+training are those of recipes/fedavg-ucihar.toml. This script adds two things that FedMultimodal's released code does.
+Of each training subject a fifth of the windows is pooled for validation and the rest is cut into five shards, both
+drawn after `numpy.random.seed(8)`. The cohort of round r (from 0) is drawn after `numpy.random.seed(r)`. All runs
+therefore share one partition and one sequence of cohorts. FedMultimodal numbers a subject's windows as the original
+text files have them; the .npz has another order within an activity, which moves windows between shards.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from polyfed.selection import Selector
 SEED = 8
 RECIPE = Path(__file__).parents[1] / "recipes" / "fedavg-ucihar.toml"
 PLAYED = (4, 3, 5, 0, 2, 1)
-"""The order of activities in a subject's recording: standing, sitting, lying, walking, down and up the stairs."""
+"""Order of the activities in a subject's recording: standing, sitting, lying, walking, walking down and up stairs."""
 
 Rows = NDArray[np.int64]
 
@@ -52,7 +52,7 @@ class Shards(UciHar):
     smallest: int = 5
 
     def load(self) -> Columns:
-        """The table, cut up."""
+        """Read the table, with the shards as natural clients."""
         columns = super().load()
         assert columns.client is not None
         subject, label, split = (t.numpy() for t in (columns.client, columns.label, columns.split.clone()))
@@ -71,7 +71,7 @@ class Shards(UciHar):
         return replace(columns, split=torch.from_numpy(split), client=torch.from_numpy(client), split_personal=None)
 
     def cut(self, label: Rows) -> list[list[int]]:
-        """Positions of each shard's rows; one that has its share of the rows gets no more classes."""
+        """Positions of each shard's rows; a shard that has its share of the rows gets none of the next class."""
         draw = np.random.RandomState(SEED)
         while True:
             held: list[list[int]] = [[] for _ in range(self.shards)]
@@ -88,10 +88,10 @@ class Shards(UciHar):
 
 @dataclass(frozen=True, kw_only=True)
 class Cohorts(Selector):
-    """The same cohorts in every run."""
+    """Selects FedMultimodal's cohorts, which are the same in every run."""
 
     def choose(self, memory: Any, params: Tree, fed: Federation) -> tuple[list[int], Any]:
-        """The cohort of this round."""
+        """The clients of this round."""
         draw = np.random.RandomState(fed.round - 1)
         return sorted(draw.choice(len(fed.clients), self.size(fed), replace=False).tolist()), memory
 
@@ -128,7 +128,7 @@ def main(alpha: float, fedopt: bool, seeds: Sequence[int], out: Path) -> None:
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """The options of this script and of its yardstick."""
+    """The command-line options of this script and of fedmultimodal_plain.py."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--alpha", type=float, default=5.0)
     parser.add_argument("--fedopt", action="store_true", help="the server's momentum 0.9 on half the mean update")

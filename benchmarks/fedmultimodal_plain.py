@@ -1,8 +1,8 @@
-"""The yardstick of fedmultimodal.py: its recipe on the same rows and cohorts in plain PyTorch, without polyfed.
+"""The reference for fedmultimodal.py: the same rows, cohorts and training in plain PyTorch, without polyfed.
 
     python benchmarks/fedmultimodal_plain.py [--alpha 0.1] [--fedopt] [--seeds 8 16 24] [--rounds 200]
 
-Only the table comes from there. Validation is looked at in the second half of the rounds; the best was never earlier.
+Only the table comes from polyfed. Validation runs in the second half of the rounds; the best round was never earlier.
 """
 
 import copy
@@ -21,7 +21,7 @@ LR, BATCH, COHORT = 0.05, 16, 10
 
 
 class Encoder(nn.Module):
-    """Windows (B, 128, 3) -> states (B, 16, 128)."""
+    """Convolutions and a GRU: windows (B, 128, 3) -> states (B, 16, 128)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Encoder(nn.Module):
         self.pool, self.dropout, self.gru = nn.MaxPool1d(2), nn.Dropout(0.1), nn.GRU(128, 128, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """All states of the GRU."""
+        """The states of the GRU at all steps, (B, 16, 128)."""
         x = x.transpose(1, 2)
         for conv in (self.conv1, self.conv2, self.conv3):
             x = self.dropout(self.pool(torch.relu(conv(x))))
@@ -71,7 +71,7 @@ class Loop:
         torch.manual_seed(seed)
 
     def round(self, number: int) -> None:
-        """A cohort trains for an epoch; the mean, weighted by rows, is the next model or shows the server the way."""
+        """Train a cohort for an epoch; the mean by rows is the next model, or with momentum gives the server's step."""
         mean, total = [torch.zeros_like(p) for p in self.net.parameters()], 0
         for k in np.random.RandomState(number).choice(len(self.shards), COHORT, replace=False):
             trained, rows = self.train(self.shards[k]), len(self.shards[k])

@@ -1,4 +1,4 @@
-"""The client half of run_flower.py, in a module of its own: Ray's actors import it by name."""
+"""The ClientApp of run_flower.py, in a module of its own because Ray's actors import it by name."""
 
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ app = ClientApp()
 
 @cache
 def trainer(name: str, folder: str) -> Bare:
-    """This process's model and data; training is that of run_bare.py."""
+    """The model and the data of this process; training is that of run_bare.py."""
     torch.set_num_threads(1)
     return Bare(SETTINGS[name], Path(folder))
 

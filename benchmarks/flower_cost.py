@@ -1,9 +1,9 @@
-"""What a round on Flower costs: over Flower's own floor for messages of the same size, and in bytes over the ledger.
+"""The cost of a round on Flower: time over Flower's own minimum for messages of that size, bytes over the ledger.
 
     python benchmarks/flower_cost.py [--clients 8] [--rounds 10]
 
-The floor is Flower's `send_and_receive` with a ClientApp that gives back what it got, no polyfed in it. The round is
-FedAvg on the simulation runtime (Ray); what the same training takes in one process is given beside it.
+The minimum is Flower's `send_and_receive` with a ClientApp that returns what it received, without polyfed. The round is
+FedAvg on the simulation runtime (Ray); the time of the same training in one process is printed beside it.
 """
 
 import argparse
@@ -27,7 +27,7 @@ RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "federation-demo.toml
 
 
 def floor(clients: int, rounds: int, size: int, cpus: float) -> float:
-    """Median seconds of a round of Flower's own that carries `size` bytes each way to each client."""
+    """Median seconds of a round of Flower without polyfed that carries `size` bytes to and from each client."""
     from flwr.app import Array, ArrayRecord, Message, RecordDict
     from flwr.clientapp import ClientApp
     from flwr.serverapp import ServerApp
@@ -60,7 +60,7 @@ def seconds(run: polyfed.Run) -> float:
 
 
 def wire(recipe: Recipe, clients: int) -> tuple[float, float]:
-    """Bytes that Flower serialises over bytes that the ledger books, up and down."""
+    """Ratio of the bytes that Flower serialises to the bytes in the ledger, up and down."""
     with tempfile.TemporaryDirectory() as folder:
         grid = DirectGrid(client_app(Simulated(recipe, Path(folder))), clients)
         transport = GridTransport(grid)

@@ -1,8 +1,8 @@
-"""What a large population costs: 100,000 clients against 500 of the same size, 50 a round.
+"""The cost of a large population: 100,000 clients against 500 of the same size, with 50 in each round.
 
-Each population runs in a process of its own and reports start-up (dealing the rows out, making engine and
-federation), the median round, and the peak memory of the process without the table's tensors. Clients share a small
-table: what is measured is the price of a client that is not asked, not of its rows.
+Each population runs in a process of its own and reports the time of start-up (splitting the rows,
+building engine and federation), the median round, and the peak memory of the process without the table's tensors.
+Clients share a small table: the benchmark measures the cost of a client that is not selected, not of its rows.
 
     python benchmarks/growth.py [--engine vectorised] [--clients 500 100000] [--rounds 20] [--repeats 5]
 """
@@ -27,7 +27,7 @@ ROWS_EACH = 16
 
 
 def shared(setting: Setting, clients: int) -> Columns:
-    """A table of `clients` x `ROWS_EACH` rows whose samples all come from one small set of the setting's shape."""
+    """A table of `clients` x `ROWS_EACH` rows that all share one small set of samples of the setting's shape."""
     draw = torch.Generator().manual_seed(1)
     rows, distinct = clients * ROWS_EACH, 2_000
     pick = torch.randint(distinct, (rows,), generator=draw)
@@ -48,7 +48,7 @@ def parts_of(column: Column) -> list[torch.Tensor]:
 
 
 def child(clients: int, engine: str, rounds: int) -> None:
-    """Measure one population and print what was found."""
+    """Measure one population and print the result."""
     torch.set_num_threads(1)
     setting = SETTINGS["small"]
     columns = shared(setting, clients)
@@ -91,10 +91,10 @@ def main() -> None:
     if options.child:
         child(options.clients[0], options.engine, options.rounds)
         return
-    print("| clients | start-up s | ms a round | processor ms | peak MiB | without data | without interpreter too |")
+    print("| clients | start-up s | ms per round | processor ms | peak MiB | without data | without interpreter too |")
     print("|---|---|---|---|---|---|---|")
     found: dict[int, list[dict[str, float]]] = {clients: [] for clients in options.clients}
-    for _ in range(options.repeats):  # in turns: the machine has moods that last longer than a process
+    for _ in range(options.repeats):  # in turns: the machine's speed drifts over longer times than one process
         for clients, runs in found.items():
             command = [sys.executable, __file__, "--child", "--clients", str(clients), "--engine", options.engine]
             done = subprocess.run(

@@ -1,7 +1,7 @@
-"""Memory of a run whose data stays on disk: folders of .npy of growing size, the same clients' size and cohort.
+"""Memory of a run whose data stays on disk: folders of .npy of growing size, with clients and cohorts of one size.
 
 Every size runs in a process of its own through `polyfed.run`. Anonymous memory (Linux' RssAnon) is what the process
-owns; pages of a mapped file are the system's to drop, and are listed beside it.
+owns; pages of mapped files, which the system may drop at any time, are listed beside it.
 
     python benchmarks/on_disk.py [--rows 10000 100000 400000] [--engine vectorised]
 """
@@ -25,7 +25,7 @@ WIDTHS, CLASSES, ROWS_EACH, TEST_ROWS = {"a": 256, "b": 512}, 7, 200, 2_000
 
 
 def write(folder: Path, rows: int) -> int:
-    """Two modalities and labels, written in pieces; returns the bytes of the features."""
+    """Write two modalities and labels, in pieces, and return the bytes of the features."""
     draw = np.random.Generator(np.random.Philox(7))
     label = draw.integers(0, CLASSES, rows)
     np.save(folder / "label.npy", label)
@@ -48,21 +48,21 @@ def held() -> tuple[int, int]:
 
 
 class Watch(threading.Thread):
-    """Looks at memory every 5 ms; `peak` are the two largest values seen."""
+    """Samples the process's memory every 5 ms; `peak` has the largest of each of the two values."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.peak = held()
 
     def run(self) -> None:
-        """Until the process ends."""
+        """Sample until the process ends."""
         while True:
             self.peak = tuple(map(max, zip(self.peak, held(), strict=True)))
             time.sleep(0.005)
 
 
 def child(folder: Path, rows: int, engine: str) -> None:
-    """One run; prints its memory beyond the interpreter's."""
+    """Execute one run and print its memory beyond the interpreter's."""
     torch.set_num_threads(1)
     encoders = {name: {"kind": "mlp", "hidden": [32]} for name in WIDTHS}
     recipe = parse_recipe(

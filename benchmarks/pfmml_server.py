@@ -1,11 +1,11 @@
-"""What a round of personalised aggregation costs the server: scheduling, mixing, learning; no device trains here.
+"""The server's cost of a round of personalised aggregation (pfmml): scheduling, mixing and learning coefficients.
 
     python benchmarks/pfmml_server.py [--devices 1000] [--numbers 100000] [--rounds 4] [--device cpu]
 
-Three modalities and a shared block of `--numbers` / 100; a third of the devices owns three, two and one of the
-modalities; K-hat is a third of the devices. Uploads are random numbers, made before the clock starts. Round 1 has
-nothing to learn from; the median of the later ones is printed, and the processor time over all threads, which a
-busy machine does not stretch.
+No device trains. There are three modalities and a shared block of `--numbers` / 100; a third of the devices each owns
+three, two and one of the modalities; K-hat is a third of the devices. Uploads are random numbers, drawn before the
+clock starts. Round 1 has nothing to learn from, so the median of the later rounds is printed, with the processor time
+over all threads, which other work on the machine does not change.
 """
 
 import argparse
@@ -31,7 +31,7 @@ HOLDINGS = [[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 1], [0, 1, 0], [1
 
 
 class Uploads:
-    """Devices that answer at once with random blocks; the time they take is counted apart."""
+    """Devices that reply at once with random blocks; their time is measured separately."""
 
     name = "uploads"
 
@@ -65,7 +65,7 @@ class Uploads:
 
 
 def federation(devices: int, numbers: int, device: str) -> tuple[Federation, Uploads]:
-    """A federation of random uploads."""
+    """A federation whose devices send random uploads."""
     params = {f"{m}.w": torch.zeros(numbers, device=device) for m in MODALITIES}
     params["shared.w"] = torch.zeros(max(numbers // 100, 1), device=device)
     holds = torch.tensor(HOLDINGS, dtype=torch.bool)[torch.arange(devices) % len(HOLDINGS)]

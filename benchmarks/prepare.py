@@ -1,4 +1,4 @@
-"""Files a second of `polyfed data prepare` beside a bare loop of the same libraries, on generated media.
+"""Files per second of `polyfed data prepare`, and of a bare loop with the same libraries, on generated media.
 
 The loop reads a file, computes the feature and saves it, and does nothing else: no hash, no cache, no manifest.
 `python benchmarks/prepare.py [FILES]`
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[str, Callable[[Path, int], None], Callable[[Path], np.nda
 
 
 def cost(num: int, call: Callable[[], object]) -> str:
-    """Files a second, and processor time a file in milliseconds, which a busy machine disturbs less."""
+    """Files per second, and milliseconds of processor time per file, which other work on the machine disturbs less."""
     began, busy = time.perf_counter(), time.process_time()
     call()
     wall, busy = time.perf_counter() - began, time.process_time() - busy
@@ -83,7 +83,7 @@ def cost(num: int, call: Callable[[], object]) -> str:
 
 
 def measure(name: str, num: int, root: Path) -> list[str]:
-    """Costs of the bare loop, prepare with 1 worker, with 2, and again with all features cached."""
+    """Cost of the bare loop, of preparing with 1 worker and with 2, and of preparing with all features cached."""
     suffix, make, bare, extractor = CASES[name]
     files = [root / f"{i}.{suffix}" for i in range(num)]
     for seed, file in enumerate(files):
@@ -105,7 +105,7 @@ def measure(name: str, num: int, root: Path) -> list[str]:
 def main() -> None:
     num = int(sys.argv[1]) if len(sys.argv) > 1 else 300
     torch.set_num_threads(1)
-    print(f"| {num} files | bare loop, files/s (CPU ms a file) | prepare, 1 worker | 2 workers | all cached |")
+    print(f"| {num} files | bare loop, files/s (CPU ms per file) | prepare, 1 worker | 2 workers | all cached |")
     print("|---|---|---|---|---|")
     for name in CASES:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The yardstick: federated averaging as a careful engineer writes it in plain PyTorch, with nothing around it."""
+"""The reference of the speed comparison: federated averaging in plain PyTorch, without a framework."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from worker import serve
 
 
 class Net(nn.Module):
-    """Two encoders and a linear layer over both embeddings."""
+    """The network: two encoders and a linear layer over both embeddings."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 class Bare:
-    """Rounds over clients that are slices of three tensors."""
+    """Federated averaging over clients that are slices of three tensors."""
 
     def __init__(self, setting: Setting, folder: Path) -> None:
         self.setting = setting
@@ -39,7 +39,7 @@ class Bare:
         self.weights = [p.detach().clone() for p in self.net.parameters()]
 
     def round(self) -> None:
-        """Every client of a random cohort trains for an epoch; the weighted mean becomes the global model."""
+        """Train every client of a random cohort for an epoch; the weighted mean becomes the global model."""
         cohort = torch.randperm(self.setting.clients)[: self.setting.cohort].tolist()
         total = sum(len(self.y[k]) for k in cohort)
         mean = [torch.zeros_like(w) for w in self.weights]

@@ -1,8 +1,8 @@
 """Flower's simulation (its Message API on the Ray backend), with FedAvg's arithmetic in the server app.
 
-As many actors as threads, one thread each: the same processor time at hand as for the other programs. Every actor
-keeps the data in memory, so that no round reads files. Telemetry is off, and this folder on PYTHONPATH, by the
-environment that speed.py starts it with.
+There are as many actors as threads, with one thread each, so that the same processors are available as to the other
+programs. Every actor keeps the data in memory, so that no round reads files. speed.py starts it with telemetry off and
+with this folder on PYTHONPATH.
 """
 
 import sys
@@ -25,7 +25,7 @@ server_app = ServerApp()
 
 @server_app.main()
 def serve(grid: Grid, context: Context) -> None:
-    """Rounds of federated averaging over random cohorts, one whenever asked."""
+    """The ServerApp's loop: a round of federated averaging over a random cohort on each request."""
     name, folder = sys.argv[1:3]
     setting = SETTINGS[name]
     while len(nodes := list(grid.get_node_ids())) < setting.clients:
@@ -40,7 +40,7 @@ def serve(grid: Grid, context: Context) -> None:
 
 
 def round_(grid: Grid, params: dict[str, Any], cohort: list[int], nodes: list[int]) -> dict[str, Any]:
-    """One round: send, wait for all, average."""
+    """One round: send the model, wait for all replies, average them."""
     content = RecordDict(
         {"params": ArrayRecord(params), "config": ConfigRecord({"name": sys.argv[1], "folder": sys.argv[2]})}
     )

@@ -25,26 +25,26 @@ from worker import cpu_seconds, say, wait
 
 
 class Trained(Net):
-    """The network with the two methods that pfl asks for."""
+    """The network with the two methods that pfl requires."""
 
     def loss(self, a: Tensor, b: Tensor, y: Tensor) -> Tensor:
-        """Mean cross-entropy."""
+        """Mean cross-entropy of a batch, a 0-dimensional tensor."""
         return nn.functional.cross_entropy(self(a, b), y)
 
     def metrics(self, *_: Any) -> dict[str, Any]:
-        """Nothing: the benchmark does not evaluate."""
+        """No metrics: the benchmark does not evaluate."""
         return {}
 
 
 class Paced(TrainingProcessCallback):  # type: ignore[misc]
-    """Answers after every central iteration and waits for the next; the first one it times is the second."""
+    """Reports after every central iteration and waits for the next request; the first timed iteration is the second."""
 
     def __init__(self, parameters: int) -> None:
         self.parameters = parameters
         self.started: tuple[float, float] | None = None
 
     def after_central_iteration(self, aggregate_metrics: Metrics, model: Any, *, central_iteration: int) -> Any:
-        """See pfl."""
+        """Report the iteration and wait for the next request; returns whether to stop, and no metrics."""
         if self.started is None:
             say(parameters=self.parameters)
         else:
@@ -55,7 +55,7 @@ class Paced(TrainingProcessCallback):  # type: ignore[misc]
 
 
 def clients(setting: Setting, folder: Path) -> FederatedDataset:
-    """Each user's rows in a new order every time, as the other programs shuffle theirs."""
+    """Shuffles a user's rows every time they are read, as the other programs do."""
     (a, b), y = arrays(setting, folder)
     tables = [torch.split(torch.from_numpy(v), setting.rows) for v in (a, b, y)]
 

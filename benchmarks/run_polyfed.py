@@ -1,4 +1,4 @@
-"""polyfed's own rounds, on either in-process engine: ledger, gate and checks of replies included."""
+"""polyfed's rounds on either in-process engine, including ledger, egress gate and reply validation."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ ENGINES = {"sequential": Sequential, "vectorised": Vectorised}
 
 
 def population(setting: Setting, folder: Path) -> Population:
-    """The setting's rows, dealt as the other programs deal them: equal consecutive slices."""
+    """The setting's rows, split as in the other programs: equal consecutive slices."""
     (a, b), y = arrays(setting, folder)
     n = len(y)
     columns = Columns(
@@ -57,7 +57,7 @@ def model(setting: Setting) -> Model:
 
 
 class Ours:
-    """A federation and its state."""
+    """A federation and the state of the algorithm."""
 
     def __init__(self, setting: Setting, people: Population, engine: str) -> None:
         net = model(setting)
@@ -70,7 +70,7 @@ class Ours:
         self.algorithm, self.state, self.net = algorithm, algorithm.init(self.fed, first), net
 
     def round(self) -> None:
-        """One round; what crossed is taken out of the ledger, as a run does after every round."""
+        """Execute one round and take its entries out of the ledger, as a run does after every round."""
         self.fed.begin(self.fed.round + 1)
         self.state = self.algorithm.round(self.state, self.fed)
         self.ledger.drain()

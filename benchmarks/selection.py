@@ -1,4 +1,4 @@
-"""Selection at scale: what a round of CMSFed's (or DivFL's) choice costs for N clients of P parameters.
+"""The cost of a round of CMSFed's (or DivFL's) client selection, for N clients of P parameters.
 
     python benchmarks/selection.py [--clients 1000] [--parameters 1000000] [--sketch 256] [--cohort 10]
 
@@ -24,13 +24,13 @@ CHUNK = 250
 
 
 def arrived(clients: list[int], size: int, seed: int) -> dict[int, torch.Tensor]:
-    """Vectors of some clients, as a round brings them."""
+    """Random vectors of some clients, as the replies of a round would bring."""
     generator = torch.Generator().manual_seed(seed)
     return dict(zip(clients, torch.randn(len(clients), size, generator=generator), strict=True))
 
 
 def filled(num: int, size: int, sketch: int) -> Similarity:
-    """Everybody known, in chunks: no more than CHUNK whole vectors exist at a time."""
+    """Give the memory a vector of every client, in chunks of at most CHUNK vectors."""
     similarity = Similarity.empty(num, size, sketch, key=1)
     for start in range(0, num, CHUNK):
         similarity = similarity.refreshed(arrived(list(range(start, min(start + CHUNK, num))), size, start))

@@ -44,7 +44,7 @@ SETTINGS = {
 
 
 def arrays(setting: Setting, folder: Path) -> tuple[list[np.ndarray], np.ndarray]:
-    """Features of the two modalities, float32 (clients * rows, F), and labels; made once and kept in `folder`.
+    """Features of the two modalities, float32 (clients * rows, F), and labels; created once and kept in `folder`.
 
     Client k holds rows k * rows to (k + 1) * rows. Labels depend on the features, so that training has a slope.
     """

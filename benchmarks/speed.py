@@ -1,8 +1,8 @@
-"""Seconds a round of federated averaging: a bare PyTorch loop, polyfed's two engines, pfl and Flower, side by side.
+"""Seconds per round of federated averaging: a bare PyTorch loop, polyfed's two engines, pfl and Flower.
 
 Every program is a process of its own that waits between its rounds; rounds of different programs alternate, so that
-all see the same machine. Figures are medians over the repetitions with the quartiles beside them. A peer that cannot
-be installed or fails is shown as such, never with a figure.
+all run under the same conditions. Figures are medians over the repetitions, with quartiles. A framework that cannot be
+installed or fails is listed as such, without a figure.
 
     python benchmarks/speed.py [--setting food] [--threads 2] [--rounds 15] [--json FILE]
 """
@@ -30,13 +30,13 @@ HERE = Path(__file__).parent
 BARE = "bare loop"
 
 REST = 0.05
-"""Seconds between two rounds: a program's OpenMP threads spin on for some milliseconds after its last operation, on
-cores that the next one needs."""
+"""Seconds between two rounds: the OpenMP threads of a program keep spinning for some milliseconds after its last
+operation, on cores that the next program needs."""
 
 
 @dataclass
 class Program:
-    """A measured program and what it answered."""
+    """A measured program and its reports."""
 
     name: str
     process: subprocess.Popen[str] | None = None
@@ -45,7 +45,7 @@ class Program:
     failure: str = ""
 
     def ask(self, word: str | None = None) -> dict[str, Any] | None:
-        """Send a word, if any, and wait for the answer; a program that ends is noted as failed."""
+        """Send a word, if there is one, and wait for the report; a program that has ended counts as failed."""
         if self.failure or self.process is None:
             return None
         assert self.process.stdin is not None
@@ -64,14 +64,14 @@ class Program:
         return None
 
     def round(self, *, count: bool) -> None:
-        """Have it run one round."""
+        """Let the program run one round."""
         answer = self.ask("go")
         if answer is not None and count:
             self.seconds.append(answer["seconds"])
             self.cpu.append(answer["cpu"])
 
     def stop(self) -> None:
-        """Let it end."""
+        """Let the program end."""
         if self.process is None:
             return
         assert self.process.stdin is not None
@@ -84,7 +84,7 @@ class Program:
 
 
 def start(name: str, command: Sequence[str], threads: int, log: Path) -> Program:
-    """Start a program with its output of errors in a file."""
+    """Start a program; its standard error goes to a file."""
     settings = {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
@@ -100,7 +100,7 @@ def start(name: str, command: Sequence[str], threads: int, log: Path) -> Program
 
 
 def programs(setting: Setting, cache: Path, threads: int, only: Sequence[str], logs: Path) -> list[Program]:
-    """All programs, started one after another; each is ready when this returns."""
+    """Start all programs, one after the other; each is ready when this returns."""
     wanted: list[tuple[str, list[str]]] = [
         (BARE, [sys.executable, "run_bare.py"]),
         ("polyfed sequential", [sys.executable, "run_polyfed.py", "sequential"]),
@@ -125,7 +125,7 @@ def programs(setting: Setting, cache: Path, threads: int, only: Sequence[str], l
 
 
 def measure(setting: Setting, options: argparse.Namespace, cache: Path) -> list[Program]:
-    """Interleaved rounds; the first two of each program warm it up and are not counted."""
+    """Run rounds in turns; the first two of each program are a warm-up and are not counted."""
     arrays(setting, cache / "data")
     with tempfile.TemporaryDirectory() as logs:
         running = programs(setting, cache, options.threads, options.peers, Path(logs))
@@ -141,7 +141,7 @@ def measure(setting: Setting, options: argparse.Namespace, cache: Path) -> list[
 
 
 def table(setting: Setting, running: Sequence[Program]) -> str:
-    """A Markdown table."""
+    """The results of a setting as a Markdown table."""
     (bare,) = (p for p in running if p.name == BARE)
     lines = [
         f"### {setting.name}: {setting.cohort} of {setting.clients} clients, {setting.num_parameters:,} parameters",

@@ -1,7 +1,7 @@
-"""How a measured program talks to the benchmark: one line on stdin asks for a round, one line on stdout answers.
+"""How a measured program talks to the benchmark: a line on stdin requests a round, a line on stdout reports it.
 
-Every program waits between its rounds, so that rounds of different programs alternate and a slow minute of the
-machine hits all of them alike.
+Every program waits between its rounds, so that rounds of different programs alternate and a slow minute of the machine
+affects all of them equally.
 """
 
 import json
@@ -12,27 +12,27 @@ from collections.abc import Callable
 from typing import Any
 
 ANSWER = "@round "
-"""Marks answers among whatever else a framework prints."""
+"""Marks reports among other output of a framework."""
 
 
 def say(**facts: Any) -> None:
-    """One answer."""
+    """Print one report."""
     print(ANSWER + json.dumps(facts), file=sys.__stdout__, flush=True)
 
 
 def wait() -> bool:
-    """Sleep until the benchmark asks for a round; False: no more rounds."""
+    """Wait until the benchmark requests a round; False: there are no more rounds."""
     return sys.stdin.readline().strip() == "go"
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process, all threads."""
+    """Processor time of this process over all threads, in seconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def serve(round_: Callable[[], None], **facts: Any) -> None:
-    """Answer with `facts` when ready, then run and time a round whenever asked."""
+    """Report `facts` when ready, then run and time a round on each request."""
     say(**facts)
     while wait():
         started, cpu = time.perf_counter(), cpu_seconds()

@@ -1,7 +1,7 @@
-"""Your own method: FedAvg whose clients clip how far they travel, and a run of it on the embedded digits.
+"""A method of your own: FedAvg whose clients clip the length of their update, run on scikit-learn's digits.
 
-An algorithm is a frozen dataclass; this one overrides one hook of the template. It needs no registration: parts of a
-recipe can be objects of your own. The same class runs on every engine.
+An algorithm is a frozen dataclass; this one overrides one hook of `Averaging`. It needs no registration, because parts
+of a recipe can be objects of your own. The same class runs on every engine.
 """
 
 from dataclasses import dataclass, replace
@@ -20,16 +20,16 @@ from polyfed.training.optimisers import Train
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedFedAvg(Averaging):
-    """FedAvg, each update scaled down to length `reach`, as McMahan et al., ICLR 2018, do before adding noise.
+    """FedAvg in which each update is scaled down to length `reach`, as by McMahan et al., ICLR 2018, before noise.
 
     Attributes:
-        reach: longest update, in the 2-norm over all trainable parameters.
+        reach: Maximum length of an update, in the 2-norm over all trainable parameters.
     """
 
     reach: float = 1.0
 
     def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[Update, Tree]:
-        """What goes back after training, and what stays."""
+        """The reply after local training, and the local state, which stays on the client."""
         start = context.model.trainable(got.params)
         length = squared_distance(start, fit.params).sqrt()
         step = scaled(subtract(context.model.trainable(fit.params), start), torch.clamp(self.reach / length, max=1.0))

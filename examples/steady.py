@@ -1,8 +1,8 @@
-"""Your own message and local state: FedAvg that trusts, modality by modality, clients whose steps do not turn back.
+"""A message and local state of your own: FedAvg that gives more weight to clients whose updates keep their direction.
 
-A client keeps the step of its last round (it never leaves) and reports, for each block of the model, how well the new
-step agrees with it: (1 + cosine) / 2. The server averages each block with weights rows x agreement. It is an example,
-not a published method. docs/own-method.md goes through it line by line.
+A client keeps the update of its last round as local state, which never leaves it, and reports for each block of the
+model how well the new update agrees with the last one: (1 + cosine) / 2. The server averages each block with the
+weights rows x agreement. It is an example, not a published method; docs/own-method.md explains it line by line.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from polyfed.training.optimisers import Train
 
 @message
 class SteadyUpdate(Message):
-    """What the template needs (parameters, loss, rows), and a number for each block, under the block's name."""
+    """The fields that `Averaging` needs (parameters, loss, rows), and a number for each block, by its name."""
 
     params: Tree = carries("parameters")
     loss: Tensor = carries("statistic")
@@ -33,10 +33,10 @@ class SteadyUpdate(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Steady(Averaging):
-    """See the module.
+    """FedAvg that weights each block of an update by its agreement with the client's last update.
 
     Attributes:
-        floor: least agreement that counts; 1 is FedAvg.
+        floor: Minimum weight of a block; 1 is FedAvg.
     """
 
     floor: float = 0.05
@@ -44,17 +44,17 @@ class Steady(Averaging):
     replies: ClassVar[type[Message]] = SteadyUpdate
 
     def local(self, context: Any, key: int) -> Tree:
-        """Before the first round: no step yet."""
+        """The local state before a client's first round: an update of zeros."""
         return like(context.model.trainable(context.initial))
 
     def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Tree) -> tuple[SteadyUpdate, Tree]:
-        """What goes to the server, and the step, which stays."""
+        """The reply, and the update, which stays on the client as local state."""
         step = subtract(context.model.trainable(fit.params), got.params)
         agreement = {block: agreed(select(step, [block]), select(local, [block])) for block in blocks(step)}
         return SteadyUpdate(fit.params, fit.loss, data.num_rows, agreement), step
 
     def merge(self, state: Any, replies: Any, fed: Any) -> Any:
-        """Each block averaged over the clients that sent it, by rows x agreement."""
+        """Average each block over the clients that sent it, with the weights rows x agreement."""
         rows = self.weights(replies, fed)
         mean: Tree = {}
         for block in blocks(state.params):
@@ -67,7 +67,7 @@ class Steady(Averaging):
 
 
 def agreed(step: Tree, last: Tree) -> Tensor:
-    """(1 + cosine) / 2 of two steps, a 0-dim tensor; 1 where there was no last one."""
+    """(1 + cosine) / 2 of two updates, a 0-dimensional tensor; 1 if the last update is zero."""
     new, old = vector(step), vector(last)
     cosine = (new * old).sum() / (new.norm() * old.norm()).clamp(min=1e-12)
     return torch.where(old.norm() > 0, (1 + cosine) / 2, 1.0)

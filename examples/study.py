@@ -1,6 +1,6 @@
-"""A study in Python: two methods over three seeds, mean and spread, recall of every class, and a look at predictions.
+"""A study in Python: two methods over three seeds, with mean and deviation, recall of each class, and predictions.
 
-The same as `polyfed run ... --set seed=1` six times and `polyfed compare`, for a notebook. docs/python.md goes on.
+It does the same as six calls of `polyfed run ... --set seed=1` and one of `polyfed compare`. docs/python.md has more.
 """
 
 import statistics
@@ -28,7 +28,7 @@ MAY_LEAVE = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"
 
 
 def study(rounds: int, seeds: tuple[int, ...]) -> dict[str, list[polyfed.Run]]:
-    """Runs by method, one a seed."""
+    """Method -> its runs, one for each seed."""
     mlp = {"kind": "mlp", "hidden": [64]}
     recipe = polyfed.Recipe(
         data=CgDigits(),
@@ -45,7 +45,7 @@ def study(rounds: int, seeds: tuple[int, ...]) -> dict[str, list[polyfed.Run]]:
 
 
 def recalls(run: polyfed.Run) -> list[float]:
-    """Recall of every class on the server's test rows: the diagonal of the last round's confusion matrix."""
+    """Recall of each class on the server's test rows, from the confusion matrix of the last round."""
     return [row[c] / max(sum(row), 1) for c, row in enumerate(run.rounds[-1]["confusion"])]
 
 
@@ -59,7 +59,7 @@ def main(rounds: int = 20, seeds: tuple[int, ...] = (1, 2, 3)) -> dict[str, Any]
     rows = digits.rows(TEST)[:5]
     for held in (("gray", "color"), ("gray",)):
         logits = last.predict({m: digits.column(m).take(rows) for m in held})
-        print(f"{' + '.join(held)}: {logits.argmax(1).tolist()}, the truth: {digits.label[rows].tolist()}")
+        print(f"{' + '.join(held)}: {logits.argmax(1).tolist()}, labels: {digits.label[rows].tolist()}")
     return last.result
 
 

@@ -1,4 +1,4 @@
-"""Small folders in the true layout of each published data set, with generated media."""
+"""Writes small folders in the layout of each published data set, with generated media."""
 
 import csv
 import json

@@ -1,3 +1,5 @@
+"""The coloured digits: colours follow the label in training only, and the published files are read or refused."""
+
 import gzip
 
 import numpy as np

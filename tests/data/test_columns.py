@@ -1,3 +1,5 @@
+"""The table: reading samples, standardising, and refusing arrays that do not fit together."""
+
 from dataclasses import replace
 
 import numpy as np

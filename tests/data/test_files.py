@@ -1,3 +1,5 @@
+"""Arrays from disk: `.npz` files, folders of `.npy` files and idx files, whole, malformed and damaged."""
+
 import gzip
 
 import numpy as np

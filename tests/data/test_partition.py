@@ -1,3 +1,5 @@
+"""Partitions: disjoint, complete, deterministic, and with the sizes and label skew that each promises."""
+
 from math import comb
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""From a table to clients: test and validation rows, held modalities, silos, and refused options."""
+
 from dataclasses import dataclass, replace
 
 import numpy as np

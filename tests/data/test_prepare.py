@@ -1,4 +1,4 @@
-"""Preparing once: resumable, cached by content and settings, checksummed, corrupt media skipped or fatal."""
+"""Preparing features: continued, cached by content and settings, with checksums; corrupt files skipped or fatal."""
 
 import hashlib
 import json

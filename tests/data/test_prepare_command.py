@@ -1,4 +1,4 @@
-"""`polyfed data prepare`: what is typed, what is printed, how it ends."""
+"""`polyfed data prepare`: its arguments, what it prints, and its exit code."""
 
 import published
 import pytest

@@ -1,3 +1,5 @@
+"""The sources that read arrays or generate data: toy, UCI-HAR, AV-MNIST and their options."""
+
 import wave
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""A folder of features that is made again must hold nothing of the data set that it was made from before."""
+"""Features that are extracted again into the same folder: nothing of the earlier extraction may remain."""
 
 from dataclasses import replace
 

@@ -226,7 +226,7 @@ def read_idx(path: Path) -> Tensor:
         raise DataError(f"'{path}' is damaged or cut short ({_words(error)}). Fetch it again") from error
 
 
-def _idx(stream: IO[bytes], path: Path) -> Tensor:
+def _idx(stream: io.BufferedIOBase, path: Path) -> Tensor:
     start = stream.read(4)
     if len(start) < 4 or start[:3] != b"\x00\x00\x08" or not 1 <= start[3] <= _MOST_AXES:
         raise DataError(
@@ -263,9 +263,10 @@ def _check_header(stream: IO[bytes], size: int, where: str) -> None:
         raise DataError(
             f"{where} holds Python objects, which polyfed never unpickles. Save it as a plain numeric array"
         )
-    if any(length < 0 for length in shape) or (dtype.itemsize == 0 and math.prod(shape)):
+    count: int = math.prod(shape)
+    if any(length < 0 for length in shape) or (dtype.itemsize == 0 and count):
         raise ValueError(f"shape {shape} of {dtype}")
-    claimed, there = math.prod(shape) * dtype.itemsize, size - head.tell()
+    claimed, there = count * dtype.itemsize, size - head.tell()
     if claimed > there:
         raise DataError(
             f"{where} claims shape {shape} of {dtype}, {claimed:,} bytes, but {there:,} bytes are there. "
