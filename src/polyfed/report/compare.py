@@ -100,7 +100,7 @@ class Group:
 
     @property
     def other_data(self) -> list[str]:
-        """Folders whose data differs from that of the group's first run of the same fold, because a file has changed."""
+        """Folders whose data differs from that of the group's first run of the same fold; a file has changed."""
         first: dict[str, Any] = {}
         prints = [folder.facts.get("data", {}).get("sha256") for folder in self.folders]
         for fold, seen in zip(self.folds, prints, strict=True):

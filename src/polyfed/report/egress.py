@@ -47,7 +47,7 @@ class Egress:
 def aggregate(folder: Folder) -> Egress:
     """Sum up a run's egress.jsonl.
 
-    The start of a row (run, round, ask, client) differs from row to row, but thousands of rows share the same rest, from
+    The start of a row (run, round, ask, client) differs from row to row, but thousands of rows share the rest, from
     "message" on. Pairs of client and rest are counted as text, and each rest is parsed once.
 
     Raises:
