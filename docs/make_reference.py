@@ -12,15 +12,14 @@ from polyfed.selection import SELECTORS
 
 HEAD = """# Recipes
 
-A recipe is a TOML file; each section is the dataclass of the part it configures. This page is written by `make docs`
-from their docstrings. `--set section.key=value` overrides a key on the command line. Unknown keys are errors that
-name the nearest one. Before the sections stand `seed` (default 1) and `rounds` (default 10).
+A recipe is a TOML file; each section is the dataclass of the part it configures. `make docs` writes this page from the
+docstrings of these dataclasses. `--set section.key=value` overrides a key on the command line. An unknown key is an error
+that suggests the nearest one. The keys `seed` (default 1) and `rounds` (default 10) come before the sections.
 
 In any `[data]`, `stack = { image = ["rgb", "gray"] }` puts modalities together before a model sees them (early fusion):
 images along their channels, vectors along their features.
 
-`[egress.*]` is explained in [egress.md](egress.md), what a run writes in [outputs.md](outputs.md), and what
-references such as "algorithms.md 2.6" or "6.11" mean in [sources.md](sources.md).
+[egress.md](egress.md) explains `[egress.*]`, and [outputs.md](outputs.md) the files that a run writes.
 """
 
 

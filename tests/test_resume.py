@@ -20,11 +20,10 @@ from polyfed.experiment import checkpoint, records
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.lock import LOCK
-from polyfed.experiment.loop import _Loop
+from polyfed.experiment.loop import execute
 from polyfed.experiment.recipe import CheckpointSpec, Recipe
 from polyfed.experiment.records import Records
 from polyfed.experiment.settings import EngineSpec
-from polyfed.privacy.policy import Policy
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
 from world import AWKWARD, algorithm, recipe
@@ -144,19 +143,18 @@ def test_going_on_with_nothing_says_that_it_begins(tmp_path: Path) -> None:
     notes: list[str] = []
     listener = lambda event, **facts: notes.append(facts["text"]) if event == "note" else None  # noqa: E731
     polyfed.run(longer("fedavg", rounds=1), tmp_path / "new", resume=True, listeners=[listener])
-    assert notes == [f"{tmp_path / 'new'} has no round to go on from: the run begins"]
+    assert notes == [f"{tmp_path / 'new'} has no checkpoint to resume from: the run starts at round 1"]
 
 
-def test_what_crossed_in_a_round_that_failed_is_in_the_ledger(tmp_path: Path) -> None:
+def test_what_crossed_in_a_round_that_failed_is_in_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first client's reply has left when the second is refused; nothing of that may be missing from the file."""
     policy = {"b": {"server": []}}
-    made = replace(longer("fedavg", rounds=1), engine=EngineSpec(name="sequential"))
-    assembly = assemble(made)
-    assembly.engine.policy = Policy.parse(policy, assembly.population.columns.modalities)
-    holders = [client for client in range(len(assembly.fed.clients)) if "b" in assembly.fed.clients[client].modalities]
-    records = Records(tmp_path, resume=False)
+    made = replace(longer("fedavg", rounds=1), engine=EngineSpec(name="sequential"), egress=policy)
+    clients = assemble(made).fed.clients
+    holders = [client for client in clients if "b" in clients[client].modalities]
+    monkeypatch.setattr("polyfed.experiment.loop.refuse_forbidden", lambda assembly: None)
     with pytest.raises(EgressError):
-        _Loop(assembly, records, Emitter()).run()
+        execute(made, Records(tmp_path, resume=False), Emitter())
     rows = [json.loads(line) for line in (tmp_path / "egress.jsonl").read_text().splitlines()]
     sent = {row["client"] for row in rows if row["destination"] == "client"}
     assert sent, "the round had begun"
@@ -290,7 +288,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: 
 def test_a_checkpoint_names_no_class_outside_polyfed_and_the_algorithms_module(tmp_path: Path) -> None:
     polyfed.run(longer("fedavg", rounds=1), tmp_path)
     (path,) = tmp_path.rglob("state.json")
-    path.write_text(path.read_text().replace("polyfed.algorithms.base:State", "subprocess:Popen"))
+    path.write_text(path.read_text().replace("polyfed.algorithms.averaging:State", "subprocess:Popen"))
     latest = json.loads((tmp_path / "checkpoint" / "latest.json").read_text())
     latest["sha256"]["state.json"] = checkpoint.sha256_of(path)
     (tmp_path / "checkpoint" / "latest.json").write_text(json.dumps(latest))
@@ -531,7 +529,7 @@ def test_a_report_that_cannot_be_drawn_takes_no_result_with_it(tmp_path: Path, m
     def broken(folder: Path) -> None:
         raise ValueError("no ink")
 
-    monkeypatch.setitem(_Loop._draw.__globals__, "write_report", broken)
+    monkeypatch.setattr("polyfed.experiment.loop.write_report", broken)
     told: list[str] = []
     run = polyfed.run(
         longer(rounds=1), tmp_path / "run", listeners=[lambda event, **f: told.append(f.get("text", event))]

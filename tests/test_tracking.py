@@ -108,7 +108,7 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
 
 
 def test_a_run_without_files_needs_a_folder_for_its_curves() -> None:
-    with pytest.raises(RecipeError, match="name a folder"):
+    with pytest.raises(RecipeError, match="Name a folder"):
         polyfed.run(tracked())
 
 

@@ -115,5 +115,5 @@ def test_a_class_of_a_function_is_refused_when_it_is_saved(tmp_path: Path) -> No
     class Inner:
         x: int
 
-    with pytest.raises(CheckpointError, match="defined inside of a function"):
+    with pytest.raises(CheckpointError, match="defined inside a function"):
         checkpoint.save(tmp_path, 1, Inner(1), modules=[__name__])

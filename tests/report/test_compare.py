@@ -77,7 +77,7 @@ def test_runs_on_other_data_are_pointed_out(made_run):
         (folder / "run.json").write_text(json.dumps(facts))
     assert compare(folders[:2]).warnings == ()
     (warning,) = compare(folders).warnings
-    assert warning == "fedavg: not all runs saw the same data; other rows or values in a3"
+    assert warning == "fedavg: not all runs have the same data; other rows or values in a3"
 
 
 def test_versions_and_checkpoints_do_not_split_a_group(made_run):

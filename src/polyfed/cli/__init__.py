@@ -8,6 +8,7 @@
 - `deployment`: `polyfed app`, and `polyfed check --node` for one device.
 - `preparation`: `polyfed data prepare`.
 - `catalogue`: facts about algorithms and data sources, read from their classes; `catalogue_pages` lays them out.
+- `output`: printing tables, lines or JSON on standard output.
 - `layout`: tables without lines, titles, blank lines.
 - `__main__`: `python -m polyfed.cli`.
 

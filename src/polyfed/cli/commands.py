@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
 from rich.text import Text
 
 from polyfed.cli import audit, catalogue_pages, deployment, preparation, tables
+from polyfed.cli.output import print_json, show, standard_output
 from polyfed.cli.progress import Progress
 from polyfed.core.errors import DataError, EgressError, PolyfedError, PolyfedWarning, RecipeError
 from polyfed.core.signals import handling, interrupt
@@ -31,15 +31,11 @@ from polyfed.experiment.check import Check
 from polyfed.experiment.check import check as check_recipe
 from polyfed.experiment.overrides import called, set_options
 from polyfed.experiment.recipe import load_recipe
-from polyfed.experiment.records import to_json
 from polyfed.report import REPORT, compare, write_comparison, write_report
 from polyfed.run import run as run_recipe
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM: 128 + SIGINT, as in shells."""
-
-WIDE = 200
-"""The width of a table, in characters, when it goes to a file or a pipe."""
 
 COMPARISON = "comparison.html"
 """The file that `compare --html` writes if no file is named."""
@@ -288,23 +284,6 @@ def unused_folder(parent: Path, name: str) -> Path:
 def plan_of(checked: Check) -> dict[str, Any]:
     """The content that `check --json` prints."""
     return checked.facts | {"planned": [dataclasses.asdict(row) for row in checked.planned]}
-
-
-def print_json(content: Any) -> None:
-    """Print JSON on standard output; as in the files of a run, numbers that are not finite are null."""
-    typer.echo(to_json(content))
-
-
-def standard_output() -> Console:
-    """The console of standard output; without a terminal, wide tables are not folded."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
-
-
-def show(*parts: RenderableType) -> None:
-    """Print tables and lines on standard output."""
-    console = standard_output()
-    for part in parts:
-        console.print(part, soft_wrap=isinstance(part, Text))
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What can cross, as one reads it: a line a modality, kind and destination, and the same in plain words."""
+"""What a recipe lets cross: a table with a line for each modality, kind and destination, and a summary in sentences."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -12,14 +12,14 @@ from polyfed.experiment.check import Check, Planned
 from polyfed.report.formatting import bytes_of
 
 PLURALS = {"raw": "raw samples", "statistic": "statistics", "ids": "sample ids"}
-"""Kinds that read differently in a sentence."""
+"""Kinds whose name in a sentence differs from the one in a table."""
 
 Carrier = tuple[str, str]
 """(task, message.field)"""
 
 
 def crossing_table(check: Check) -> Group:
-    """One line for each modality, kind and destination: bytes, what carries it, the policy's verdict."""
+    """One line for each modality, kind and destination: bytes, message fields that carry it, the policy's verdict."""
     table = plain_table("of", "kind", "to", "bytes a reply", "in (task)", "policy", left=6)
     for (block, kind, destination), rows in grouped(check.planned).items():
         table.add_row(
@@ -34,7 +34,7 @@ def crossing_table(check: Check) -> Group:
 
 
 def in_short(check: Check) -> Group:
-    """A plain sentence for each modality, for the blocks of none, and for labels."""
+    """A sentence for each modality, for the shared block, and for labels."""
     table = plain_table("", "", left=2)
     blocks = dict.fromkeys([*check.facts["egress"], *(row.block for row in check.planned)])
     for block in blocks:
@@ -43,7 +43,7 @@ def in_short(check: Check) -> Group:
 
 
 def sentence(rows: Sequence[Planned], check: Check) -> str:
-    """What may leave of one block, what only later or never does, and what the policy refuses."""
+    """A sentence on one block: what may leave, what may leave only after the first round, what the policy refuses."""
     groups = grouped(rows)
     allowed = {place: group for place, group in groups.items() if group[0].allowed}
     first = {place for place, group in allowed.items() if check.remarks or any(row.in_dry_run for row in group)}
@@ -66,7 +66,7 @@ def _may_leave(places: set[tuple[str, str]]) -> str:
 
 
 def grouped(rows: Iterable[Planned]) -> dict[tuple[str, str, str], list[Planned]]:
-    """Rows by (block, kind, destination): modalities in their order, then `shared`, then labels; kinds in theirs."""
+    """Rows by (block, kind, destination): modalities first, then `shared`, then labels; kinds ordered as in `KINDS`."""
     listed = list(rows)
     order = [*dict.fromkeys(row.block for row in listed if row.block not in (SHARED, LABELS)), SHARED, LABELS]
     groups: dict[tuple[str, str, str], list[Planned]] = {}
@@ -76,7 +76,12 @@ def grouped(rows: Iterable[Planned]) -> dict[tuple[str, str, str], list[Planned]
 
 
 def size(rows: Sequence[Planned], *, known: bool = True) -> str:
-    """Bytes of the largest reply of a group, `known` unless a rehearsal failed."""
+    """The size of the largest reply of a group, in words.
+
+    Args:
+        rows: the parts of the group.
+        known: whether the dry run succeeded; otherwise sizes may be unknown.
+    """
     totals: dict[str, tuple[float, int]] = {}
     for row in rows:
         if row.in_dry_run or not known:
@@ -92,7 +97,7 @@ def size(rows: Sequence[Planned], *, known: bool = True) -> str:
 
 
 def carriers(rows: Iterable[Carrier]) -> str:
-    """Fields and the tasks that send them: `Report.loss, num_rows (explore, train)`.
+    """List fields with the tasks that send them, as `Report.loss, num_rows (explore, train)`.
 
     >>> carriers([("explore", "Report.loss"), ("train", "Report.loss"), ("train", "Report.num_rows")])
     'Report.loss (explore, train), Report.num_rows (train)'
@@ -108,20 +113,20 @@ def carriers(rows: Iterable[Carrier]) -> str:
 
 
 def remarks(check: Check) -> Iterator[Text]:
-    """Where the sizes come from, what would allow what is refused, and what else there is to know."""
+    """Notes below the table: where the sizes come from, what a field reveals, what would allow what is refused."""
     yield Text(
-        "Bytes are those of a first round, rehearsed on a few rows of a few clients; of several tasks, the largest.",
+        "Bytes are from the dry run of a first round on a few rows of a few clients; of several tasks, the largest.",
         "dim",
     )
-    told = {f"{row.message}.{row.field}": row.tells for row in check.planned if row.tells}
-    yield from (Text(f"{field} tells {what}", "yellow") for field, what in told.items())
+    revealed = {f"{row.message}.{row.field}": row.tells for row in check.planned if row.tells}
+    yield from (Text(f"{field} tells {what}", "yellow") for field, what in revealed.items())
     yield from (Text(reason, "yellow") for reason in check.why)
     yield from (Text(f"would be allowed by {fix}") for fix in check.fixes)
     yield from (Text(remark, "yellow") for remark in check.not_in_ledger)
 
 
 def failures(check: Check) -> Iterator[Text]:
-    """What went wrong in the rehearsal: a run may go the same way."""
+    """Why the dry run failed; a run may fail in the same way."""
     yield from (Text(remark, "bold red") for remark in check.remarks)
 
 

@@ -74,7 +74,7 @@ def run_prepare(
     """
     if source is None or target is None:
         raise RecipeError(
-            "polyfed data prepare NAME needs --from DIR, the published folder, and --to DIR, where to write the features"
+            "polyfed data prepare NAME needs --from DIR, the published folder, and --to DIR for the features"
         )
     options = _options(name, source, settings)
     with PrepareProgress() as progress:

@@ -127,7 +127,7 @@ class Progress:
             self._say(f"{self.missing} times a client gave no usable reply; report.html lists the reasons")
 
     def _once(self, text: str, *cause: str) -> None:
-        """Print a line only when its cause occurs for the first time, so that a cause common to all clients is one line."""
+        """Print a line only the first time its cause occurs, so that a cause common to all clients is one line."""
         if cause not in self.seen:
             self.seen.add(cause)
             self._say(text)

@@ -95,7 +95,7 @@ def _blocks(facts: dict[str, Any]) -> Group:
 
 
 def comparison_tables(comparison: Comparison, width: int) -> Group:
-    """Quality and cost of each group: mean ± sample standard deviation over n runs, or over n seeds if folds are pooled.
+    """Quality and cost of each group: mean ± sample standard deviation over n runs (n seeds if folds are pooled).
 
     Columns that do not fit into `width` characters go into another table.
     """

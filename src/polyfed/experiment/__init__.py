@@ -16,6 +16,7 @@ The run:
 The files:
 
 - `records`: the files of a run's folder, and how a resumed run continues them; `lock`: one process per folder.
+- `round_facts`: what the ledger says about a round; `json_text`: the JSON that a run writes.
 - `checkpoint`: any nest of values as safetensors and JSON; `run_checkpoint`: the values that a run keeps.
 
 The result:

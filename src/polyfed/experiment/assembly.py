@@ -58,8 +58,8 @@ ENGINES: Mapping[str, Callable[..., Engine]] = {
     "vectorised": Vectorised,
     "flower": Sequential,
 }
-"""Engines that hold all clients in this process. For `flower` this engine is used only to check a recipe; a run gets its
-engine from `polyfed.deploy`."""
+"""Engines that hold all clients in this process. For `flower` this engine only checks a recipe; a run gets its engine
+from `polyfed.deploy`."""
 
 
 def population_of(recipe: Recipe) -> Population:
@@ -89,7 +89,7 @@ def initial_of(recipe: Recipe, model: Model) -> Tree:
 
 
 def _init_key(recipe: Recipe) -> int:
-    """The key for both the initial and the frozen parameters: a frozen layer may be drawn together with a trained one."""
+    """The key of both initial and frozen parameters: a frozen layer may be drawn together with a trained one."""
     return keys.key(recipe.seed, "init")
 
 

@@ -128,7 +128,7 @@ def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
 
 
 def _dry_run_sizes(assembly: Assembly) -> tuple[dict[Place, Size], tuple[str, ...]]:
-    """The sizes that the dry run saw, and why some are unknown: a round on a few rows can fail where a full one would not."""
+    """The sizes that the dry run saw, and why some are unknown; it can fail where a round on all rows would not."""
     failed: dict[str, None] = {}
 
     def listen(event: str, **facts: Any) -> None:

@@ -1,8 +1,8 @@
 """Checkpoints: tensors as safetensors, everything else as JSON, no pickle; written atomically, verified when read.
 
-A checkpoint is a folder `round-000012` with `state.safetensors` and `state.json`. The file `latest.json` names the newest
-checkpoint and holds the SHA-256 of both files; it is replaced last, in one step. A run that is killed at any moment
-therefore finds either the old or the new checkpoint complete.
+A checkpoint is a folder `round-000012` with `state.safetensors` and `state.json`. The file `latest.json` names the
+newest checkpoint and holds the SHA-256 of both files; it is replaced last, in one step. A run that is killed at any
+moment therefore finds either the old or the new checkpoint complete.
 """
 
 import dataclasses
@@ -140,7 +140,7 @@ def _verified(latest: Path) -> tuple[int, Path, dict[str, str]]:
 
 
 def modules_of(algorithm: Any) -> frozenset[str]:
-    """The modules of an algorithm and its parts; dataclasses of these modules may occur in checkpoints of its states."""
+    """The modules of an algorithm and its parts; dataclasses of these modules may occur in its checkpoints."""
     return frozenset(type(part).__module__ for _, part in parts(algorithm))
 
 
@@ -167,8 +167,8 @@ def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None
             )
         if modules is not None and not _known(type(value).__module__, modules):
             raise CheckpointError(
-                f"the state holds a {kind}, but only dataclasses of polyfed and of the modules of the algorithm and its "
-                f"parts may occur in a checkpoint ({', '.join(sorted(modules))}). Move it to one of these modules"
+                f"the state holds a {kind}, but only dataclasses of polyfed and of the modules of the algorithm and "
+                f"its parts may occur in a checkpoint ({', '.join(sorted(modules))}). Move it there"
             )
         entries = [
             [f.name, pack(getattr(value, f.name), tensors, modules)] for f in dataclasses.fields(value) if f.init
@@ -181,8 +181,8 @@ def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None
     if value is None or type(value) in (bool, int, float, str):
         return {"value": value}
     raise CheckpointError(
-        f"the state holds a {type(value).__name__}, which a checkpoint cannot hold. Use only tensors, numbers, strings, "
-        "booleans, None, and lists, tuples, dictionaries and dataclasses of these"
+        f"the state holds a {type(value).__name__}, which a checkpoint cannot hold. Use only tensors, numbers, "
+        "strings, booleans, None, and lists, tuples, dictionaries and dataclasses of these"
     )
 
 

@@ -24,7 +24,8 @@ from polyfed.experiment.check import refuse_forbidden, warn_unmeasured
 from polyfed.experiment.checkpoint import RESTORE
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
-from polyfed.experiment.records import Records, facts_of_round, run_id
+from polyfed.experiment.records import Records, run_id
+from polyfed.experiment.round_facts import facts_of_round
 from polyfed.experiment.run_checkpoint import TOTALS, kept_facts, load_content
 from polyfed.experiment.run_result import Run, best_round, models_of
 from polyfed.report import write_report
@@ -307,7 +308,7 @@ def _check_tables(tables: dict[str, list[list[float]]]) -> dict[str, list[list[f
     for name, rows in tables.items():
         if len({len(row) for row in rows}) > 1:
             raise RecipeError(
-                f"observe_tables: the rows of '{name}' have {[len(row) for row in rows]} entries; all must have the same number"
+                f"observe_tables: the rows of '{name}' have {[len(row) for row in rows]} entries; make them equal"
             )
     return tables
 

@@ -148,5 +148,5 @@ def _allowed(clients: Sequence[int]) -> str:
     if not clients:
         return "There are no clients"
     if len(clients) == clients[-1] + 1:
-        return f"Clients are numbered from 0 to {clients[-1]}"
+        return f"Clients are numbers from 0 to {clients[-1]}"
     return f"Clients are {', '.join(map(str, clients[:8]))}{', ...' if len(clients) > 8 else ''}"

@@ -198,7 +198,7 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
 
 
 def _refuse_no_training(top: Mapping[str, Any], train: Mapping[str, Any]) -> None:
-    """Refuse a file that trains nothing. Python objects may do so, to look at an initial state; in a file it is a mistake."""
+    """Refuse a file that trains nothing. Python objects may, to look at an initial state; in a file it is a mistake."""
     for where, key, table in (("", "rounds", top), ("[train] ", "epochs", train), ("[train] ", "steps", train)):
         if table.get(key) == 0 and not (key == "epochs" and "steps" in train):
             raise RecipeError(f"{where}{key} = 0: must be 1 or more, as nothing would be trained")

@@ -1,8 +1,7 @@
 """The files of a run's folder: when each is written, and how a resumed run continues them."""
 
 import json
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -15,9 +14,10 @@ from polyfed.core.errors import CheckpointError, DataError, RecipeError
 from polyfed.core.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS, replace_text, sync
 from polyfed.core.parsing import parse_toml
 from polyfed.experiment.checkpoint import RESTORE, newest
+from polyfed.experiment.json_text import json_ready, to_json
 from polyfed.experiment.lock import LOCK, alone_in
 from polyfed.experiment.settings import CheckpointSpec
-from polyfed.privacy.ledger import TO_CLIENT, Entry, lines
+from polyfed.privacy.ledger import Entry, lines
 from polyfed.report.run_schema import ROUND_ROW, RUN_FACTS, RUN_RESULT, parse_as
 from polyfed.training.optimisers import WHOLE_RUN_SCHEDULES
 
@@ -230,7 +230,7 @@ class Records:
                 raise DataError(f"--resume: {what.format(self.folder)}. Restore it, or start in another --out folder")
 
     def _check_engine(self, before: str | None, now: str) -> None:
-        """Refuse to change between engine flower and another one, because the clients' local state is in another place."""
+        """Refuse to change from or to engine flower, because it keeps the clients' local state in another place."""
         if before != now and FLOWER in (before, now) and self.checkpoints.exists():
             raise RecipeError(
                 f"--resume: {self.folder} holds a run on engine '{before}', now it is '{now}'. The clients' "
@@ -274,45 +274,6 @@ def _recipe_table(text: str) -> dict[str, Any]:
         if (type(entry) is not int) if name in ("seed", "rounds") else (not isinstance(entry, dict)):
             raise ValueError(f"'{name}' does not belong there")
     return table
-
-
-def json_ready(value: Any) -> Any:
-    """Nested lists and dictionaries as JSON can hold them: numbers that are not finite become None."""
-    if isinstance(value, dict):
-        return {key: json_ready(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_ready(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def facts_of_round(round: int, entries: Sequence[Entry]) -> dict[str, Any]:
-    """The facts about a round that follow from the ledger: its cohort, who trained which block, bytes up and down."""
-    asked: set[int] = set()
-    trained: dict[str, set[int]] = {}
-    up = down = 0
-    for entry in entries:
-        if entry.destination == TO_CLIENT:
-            asked.update(entry.clients)
-            down += entry.bytes
-            continue
-        up += entry.bytes
-        for crossing in entry.crossings:
-            if (
-                crossing.kind == "parameters" and entry.destination == "server"
-            ):  # parameters that stay in a silo will be sent again by its edge
-                trained.setdefault(crossing.block, set()).update(entry.clients)
-    return {
-        "round": round,
-        "cohort": sorted(asked),
-        "trained": {block: sorted(clients) for block, clients in trained.items()},
-        "bytes_up": up,
-        "bytes_down": down,
-    }
-
-
-def to_json(content: Any) -> str:
-    """Indented JSON without NaN or infinity, as in result.json; `polyfed run --json` prints the same."""
-    return json.dumps(json_ready(content), indent=1, allow_nan=False)
 
 
 def run_id(seed: int) -> str:

@@ -65,7 +65,7 @@ class Run:
     @property
     def history(self) -> "pd.DataFrame":
         """One row per round; nested values have dotted names, as `metrics.global.accuracy`."""
-        import pandas as pd  # imported here because it takes half a second, and a client may start a process for every request
+        import pandas as pd  # here: it takes half a second, and a client may start a process per request
 
         return pd.json_normalize(self.rounds)
 
@@ -106,8 +106,8 @@ class Run:
         logits = self.models.predict(x, client, present=present)
         if self.models.own and client is not None and client not in self._participants:
             warn(
-                f"client {client} was asked in none of the {len(self.rounds)} rounds: its own model is still the initial "
-                "one",
+                f"client {client} was asked in none of the {len(self.rounds)} rounds: its own model is "
+                "still the initial one",
                 PolyfedWarning,
                 stacklevel=2,
             )
@@ -235,7 +235,7 @@ def load_run(folder: str | Path) -> Run:
     found = load_content(records.checkpoints, recipe.algorithm)
     if found is None or "federation" not in found[1]:
         raise CheckpointError(
-            f"{records.checkpoints} holds no models that can be loaded. Finish the run again with this version of polyfed"
+            f"{records.checkpoints} holds no models that can be loaded. Run it again with this version of polyfed"
         )
     content, facts = found[1], found[1]["federation"]
     shapes = {name: tuple(shape) for name, shape in facts["shapes"].items()}

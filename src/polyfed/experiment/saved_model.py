@@ -1,7 +1,8 @@
 """Saved models: write the trained models of a run to a folder, and load them without the run.
 
-A saved model is a folder with `model.json`, `global.safetensors` if there is a global model, and one file for each client
-that has a model of its own. `save` writes to a draft folder and renames it; `load_model` verifies each file as it reads it.
+A saved model is a folder with `model.json`, `global.safetensors` if there is a global model, and one file for each
+client that has a model of its own. `save` writes to a draft folder and renames it; `load_model` verifies each file when
+it reads it.
 """
 
 import json

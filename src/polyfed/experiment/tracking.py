@@ -25,7 +25,7 @@ FOLLOWED = ("train_loss", "bytes_up", "bytes_down", "simulated_seconds", "second
 
 @dataclass(frozen=True, kw_only=True)
 class Tracker(ABC):
-    """The section [tracking]. For a tracker of your own, subclass it as a dataclass; its fields are the section's keys."""
+    """The section [tracking]. A tracker of your own is a subclass; its dataclass fields are the section's keys."""
 
     @abstractmethod
     def follow(self, recipe: Mapping[str, Any], folder: Path | None) -> Listener:

@@ -1,4 +1,21 @@
-"""Reports: a run's folder as one self-contained page, and tables over several runs."""
+"""What did a run reach, at what cost? This room reads the folders of runs, draws pages and compares runs.
+
+Reading a folder:
+
+- `run_folder`: the files of a run, read line by line; `run_schema`: the types of their content.
+- `history`: the rounds as columns of numbers; `participation`: which clients took part when.
+- `egress`: sums over the ledger; `senders`: what each client sent.
+
+Several runs:
+
+- `compare`: groups of runs that differ only in seed and fold, with mean and spread.
+- `folds`: scores over several folds, and the rounds to an accuracy; `curves`: the curves of groups.
+
+The page:
+
+- `page`: the HTML pages, from `templates/` and `assets/`; `charts`: the curves of one run.
+- `formatting`: how numbers are written.
+"""
 
 from polyfed.report.compare import Comparison, compare
 from polyfed.report.page import REPORT, write_comparison, write_report

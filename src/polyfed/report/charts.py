@@ -1,4 +1,4 @@
-"""Which curves a report shows. Charts are plain data here; the page's script draws them and labels their values."""
+"""The charts of a run's report, as data; the script of the page draws them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from polyfed.report.history import History
 
 MOST_POINTS = 1500
-"""More rounds than this are averaged in bins: no screen has more columns for a chart."""
+"""A chart shows at most this many points; more rounds are averaged in bins, since no screen could show them."""
 
 Unit = Literal["share", "bytes", "seconds", "number"]
 Values = Sequence[float | None]
@@ -20,9 +20,9 @@ class Series:
 
     Attributes:
         label: its name in the legend.
-        values: one a point, None where there is none.
-        colour: number in the page's palette; the same thing has the same colour in every chart.
-        dashed: drawn dashed, for what is not measured on the test set.
+        values: one per point; None where there is no value.
+        colour: number in the page's palette; a modality has the same colour in every chart.
+        dashed: whether the curve is dashed, for values that are not measured on the test set.
         low: lower edge of a band around the curve, with `high`.
         high: upper edge.
     """
@@ -37,14 +37,16 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of curves over a common x.
+    """A chart: curves over the same x axis.
 
     Attributes:
         name: its id on the page.
-        caption: what one sees, in a sentence.
+        title: its heading.
+        caption: what it shows, in a sentence.
         unit: how values are written.
-        x: positions, ascending.
-        x_label: what they are.
+        x: the positions on the x axis, ascending.
+        series: the curves.
+        x_label: the label of the x axis.
     """
 
     name: str
@@ -56,7 +58,7 @@ class Chart:
     x_label: str = "round"
 
     def table(self) -> dict[str, Any]:
-        """What the page's script gets: at most MOST_POINTS points, six digits."""
+        """The chart as data for the page's script: at most MOST_POINTS points, six digits."""
         step = -(-len(self.x) // MOST_POINTS) or 1
         table = asdict(self)
         table["x"] = list(self.x[step - 1 :: step]) + ([self.x[-1]] if len(self.x) % step else [])
@@ -64,19 +66,19 @@ class Chart:
             for part in ("values", "low", "high"):
                 series[part] = None if series[part] is None else binned(series[part], step)
         if step > 1:
-            table["caption"] += f" Each point is the mean of {step} neighbours."
+            table["caption"] += f" Each point is the mean of {step} rounds."
         return table
 
 
 def binned(values: Values, step: int) -> list[float | None]:
-    """Means of neighbours, None left out, six digits."""
+    """Means over bins of `step` values, ignoring None, with six digits."""
     bins = (values[start : start + step] for start in range(0, len(values), step))
     kept = ([v for v in part if v is not None] for part in bins)
     return [float(f"{sum(part) / len(part):.6g}") if part else None for part in kept]
 
 
 def charts_of(history: History, modalities: Sequence[str]) -> list[Chart]:
-    """The charts of a run; those without a single value are left out."""
+    """The charts of a run, without those that have no value at all."""
     charts = [
         accuracy(history, modalities),
         scores(history),
@@ -92,7 +94,7 @@ def charts_of(history: History, modalities: Sequence[str]) -> list[Chart]:
 
 
 def accuracy(history: History, modalities: Sequence[str]) -> Chart:
-    """Global accuracy and that of each modality alone."""
+    """The accuracy of the global model with all modalities and with each modality alone."""
     alone = history.group("unimodal.")
     order = [*(m for m in modalities if m in alone), *(m for m in alone if m not in modalities)]
     series = _present(history, [("all modalities", "global.accuracy", 0, False)])
@@ -101,7 +103,7 @@ def accuracy(history: History, modalities: Sequence[str]) -> Chart:
     return Chart(
         "accuracy",
         "Accuracy",
-        "The global model on the test set: with all modalities, and judged by one modality alone.",
+        "The global model on the test set: with all modalities, and with one modality alone.",
         "share",
         history.rounds,
         series,
@@ -128,7 +130,7 @@ def loss(history: History) -> Chart:
 
 
 def personal(history: History) -> Chart:
-    """How far clients lie apart on their own test rows."""
+    """The spread of the clients' accuracies on their own test rows."""
     part = history.group("personal_accuracy.")
     series: list[Series] = []
     if part:
@@ -138,12 +140,12 @@ def personal(history: History) -> Chart:
             Series("best client", part["best"], 2),
         ]
     series += _present(history, [("mean", "personal.mean", 3, True)])
-    caption = "Accuracy of clients on their own test rows; the band holds the middle half of the clients."
+    caption = "Accuracy of clients on their own test rows; the band covers the middle half of the clients."
     return Chart("personal", "Personal accuracy over rounds", caption, "share", history.rounds, series)
 
 
 def ranked(history: History) -> Chart:
-    """Clients from worst to best in the last evaluated round."""
+    """The clients, from worst to best, in the last evaluated round."""
     values = sorted(history.personal.values())
     share = [100.0 * (rank + 0.5) / len(values) for rank in range(len(values))]
     return Chart(
@@ -160,7 +162,7 @@ def ranked(history: History) -> Chart:
 def traffic(history: History) -> Chart:
     """Bytes per round."""
     wanted = [("up, client to server", "bytes_up", 0, False), ("down", "bytes_down", 1, True)]
-    caption = "Bytes of tensors in training messages that crossed the clients' borders in a round."
+    caption = "Bytes of tensors in training messages that clients received or sent in a round."
     return Chart("traffic", "Bytes per round", caption, "bytes", history.rounds, _present(history, wanted))
 
 
@@ -171,13 +173,13 @@ def timing(history: History) -> Chart:
         ("evaluation", "seconds.evaluate", 1, False),
         ("simulated network", "simulated_seconds", 2, True),
     ]
-    caption = "Wall-clock time of this machine; simulated time where the recipe has a network model."
+    caption = "Wall-clock time of this machine, and simulated time if the recipe has a section [network]."
     return Chart("timing", "Seconds per round", caption, "seconds", history.rounds, _present(history, wanted))
 
 
 def prices(history: History) -> list[Chart]:
-    """Accuracy against what it took: bytes, simulated time where the recipe has a network model, and, with the test
-    loss, the local rounds and exchanges of a method that counts them."""
+    """Accuracy against cost: bytes, simulated time if the recipe has a section [network], and, for an algorithm that
+    logs them, local rounds and exchanges; these also against the test loss."""
     scores = [("all modalities", "global.accuracy", 0, False), ("clients' own", "personal.mean", 1, False)]
     loss = [("test", "global.loss", 1, False)]
     up, down, seconds = (history.columns.get(name, ()) for name in ("bytes_up", "bytes_down", "simulated_seconds"))
@@ -193,7 +195,7 @@ def prices(history: History) -> list[Chart]:
     for number, (what, label, x, with_loss) in enumerate(spent):
         if not x or not x[-1]:
             continue
-        caption = "When so much had been spent since round 1; clients' own: the mean over their own test rows."
+        caption = "The x axis is the total since round 1. Clients' own: the mean over their own test rows."
         series = _present(history, scores)
         charts.append(Chart(f"price-{number}", f"Accuracy against {what}", caption, "share", x, series, label))
         if with_loss:
@@ -205,7 +207,7 @@ def prices(history: History) -> list[Chart]:
 
 
 def logged(history: History, modalities: Sequence[str]) -> list[Chart]:
-    """What the algorithm logs: one chart for each name, `name.part` sharing the chart of `name`."""
+    """The numbers that the algorithm logs: one chart for each name; `name.part` is a curve in the chart of `name`."""
     families: dict[str, dict[str, Values]] = {}
     for name, values in history.group("logged.").items():
         family, _, part = name.replace("/", ".").partition(".")
@@ -224,11 +226,12 @@ def logged(history: History, modalities: Sequence[str]) -> list[Chart]:
 
 
 def colour_of(modality: str, modalities: Sequence[str]) -> int:
-    """A modality's place in the palette; 0 is kept for all modalities together."""
+    """A modality's colour in the palette; colour 0 stands for all modalities together."""
     return 1 + (list(modalities).index(modality) if modality in modalities else len(modalities))
 
 
 def _present(history: History, wanted: Iterable[tuple[str, str, int, bool]]) -> list[Series]:
+    """Curves of (label, column, colour, dashed), without those that have no value."""
     return [
         Series(label, history.columns[name], colour, dashed)
         for label, name, colour, dashed in wanted

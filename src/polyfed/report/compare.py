@@ -1,4 +1,4 @@
-"""Comparing runs: those that differ only in seed and fold are one group, with mean and spread over its runs."""
+"""Compare runs: those that differ only in seed and fold form a group, with mean and spread over its runs."""
 
 import math
 import warnings
@@ -14,16 +14,16 @@ from polyfed.report.formatting import MISSING, number_of
 from polyfed.report.run_folder import Folder
 
 IGNORED = ("seed", "versions", "checkpoint", "tracking")
-"""Parts of a resolved recipe in which runs of one group may differ: none of them belongs to the method."""
+"""Parts of a resolved recipe in which runs of one group may differ, because they do not change the method."""
 
 SHARES = {"accuracy": "accuracy", "uar": "UAR", "macro_f1": "macro-F1", "top5": "top-5"}
-"""Scores of the global model and how they are written."""
+"""Score of the global model -> its heading."""
 
 POOLED, REACHED = "pooled.uar", "rounds_to_accuracy"
-"""Cells that come from several runs of a group, or from the rounds of each: see `polyfed.report.folds`."""
+"""Cells that `polyfed.report.folds` computes, from several runs of a group or from the rounds of each."""
 
 MOST_DIFFERENCES = 4
-"""More differing options than this do not help a label."""
+"""A label names at most this many differing options."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Cell:
     Attributes:
         mean: arithmetic mean.
         spread: sample standard deviation; 0 for a single run.
-        n: runs that have this number; seeds, where folds are pooled.
-        of: how many could have it.
+        n: the number of runs that have this number; of seeds, if folds are pooled.
+        of: the number of runs, or seeds, in the group.
     """
 
     mean: float
@@ -43,7 +43,7 @@ class Cell:
     of: int
 
     def text(self, unit: str) -> str:
-        """Mean and spread over seeds, the spread left out for a single run; shares in percent without the sign."""
+        """Mean and spread in words, without the spread for a single run; shares are in percent, without the sign."""
         if not math.isfinite(self.mean):
             return MISSING
         values = [self.mean] if self.n == 1 or self.spread == 0 else [self.mean, self.spread]
@@ -55,8 +55,8 @@ class Column:
     """A column of the comparison.
 
     Attributes:
-        name: key of the cells, dotted as in result.json.
-        title: what it is.
+        name: the key of the cells: a dotted path in result.json.
+        title: what the column shows.
         unit: `share` (written in percent), `bytes`, `seconds` or `number`.
     """
 
@@ -66,12 +66,12 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """The title, with the unit where cells leave it out."""
+        """The title, with the unit if the cells leave it out."""
         return f"{self.title} %" if self.unit == "share" else self.title
 
     @property
     def is_quality(self) -> bool:
-        """Whether it says how good a model is, not what it cost."""
+        """Whether the column shows the quality of a model, not its cost."""
         return self.unit == "share"
 
 
@@ -80,11 +80,11 @@ class Group:
     """Runs that differ only in seed and fold.
 
     Attributes:
-        label: algorithm, and the options by which the group differs from others.
-        folders: one a run.
-        seeds: likewise.
-        folds: likewise, as `fold_of` says; empty words where the data has no folds.
-        cells: by column name.
+        label: the algorithm, and the options in which the group differs from others.
+        folders: the folder of each run.
+        seeds: the seed of each run.
+        folds: the fold of each run, as `fold_of` writes it; an empty string if the data has no folds.
+        cells: column name -> cell.
     """
 
     label: str
@@ -95,29 +95,29 @@ class Group:
 
     @property
     def num_folds(self) -> int:
-        """How many different folds there are."""
+        """The number of different folds."""
         return len(set(self.folds))
 
     @property
     def other_data(self) -> list[str]:
-        """Folders whose data is not that of the group's first run of the same fold: a file has changed in between."""
+        """Folders whose data differs from that of the group's first run of the same fold; a file has changed."""
         first: dict[str, Any] = {}
         prints = [folder.facts.get("data", {}).get("sha256") for folder in self.folders]
         for fold, seen in zip(self.folds, prints, strict=True):
-            if seen is not None:  # a server without rows of its own
+            if seen is not None:  # a server of a deployment may have no data
                 first.setdefault(fold, seen)
         runs = zip(self.folders, self.folds, prints, strict=True)
         return [folder.path.name for folder, fold, seen in runs if seen is not None and seen != first[fold]]
 
     @property
     def name(self) -> str:
-        """The label, and over how many folds the numbers are where these are several."""
+        """The label, with the number of folds if there are several."""
         return f"{self.label}, {self.num_folds} folds" if self.num_folds > 1 else self.label
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Groups, in the order in which their first run was given, and the columns that any of them has."""
+    """Groups, in the order of their first runs, and the columns that at least one of them has."""
 
     groups: tuple[Group, ...]
     columns: tuple[Column, ...]
@@ -125,27 +125,29 @@ class Comparison:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a reader must know before trusting a spread: other data, or one seed and fold several times."""
-        said = []
+        """Why a spread may mislead: the runs of a group have different data, or one seed and fold several times."""
+        found = []
         for group in self.groups:
             if names := group.other_data:
-                said.append(f"{group.name}: not all runs saw the same data; other rows or values in {', '.join(names)}")
+                found.append(
+                    f"{group.name}: not all runs have the same data; other rows or values in {', '.join(names)}"
+                )
             runs = list(zip(group.seeds, group.folds, strict=True))
             for seed, fold in sorted(set(runs)):
                 where = f" at {fold}" if group.num_folds > 1 else ""
                 if (times := runs.count((seed, fold))) > 1:
-                    said.append(f"{group.name}: seed {seed}{where} occurs {times} times, the spread is too small")
-        return tuple(said)
+                    found.append(f"{group.name}: seed {seed}{where} occurs {times} times, the spread is too small")
+        return tuple(found)
 
     def cell(self, group: Group, column: Column) -> str:
-        """A cell in words; n is named where not all that could have the number have it."""
+        """A cell in words; it names n if not all runs of the group have the number."""
         cell = group.cells.get(column.name)
         fewer = f" (n={cell.n})" if cell is not None and cell.n < cell.of else ""
         return (MISSING if cell is None else cell.text(column.unit)) + fewer
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row a group: label, n, seeds, folds where there are several, and for every number `<column>` and
-        `<column>.spread`; `rounds_to_accuracy.n` is how many runs got there.
+        """One flat row per group: label, n, seeds, folds if there are several, and `<column>` and `<column>.spread` for
+        every number; `rounds_to_accuracy.n` is the number of runs that reached the accuracy.
         """
         return [
             {"label": group.label, "n": len(group.folders), "seeds": list(group.seeds)}
@@ -158,15 +160,16 @@ class Comparison:
 
 
 def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Comparison:
-    """Group finished runs and sum them up.
+    """Group finished runs, with mean and spread of their numbers.
 
     Args:
-        dirs: folders of runs; one named twice counts once.
-        reach: also say in which round a run's accuracy first was at least this, a share above 0 and at most 1.
+        dirs: folders of runs; one that is named twice counts once. Folders without a finished run are left out with a
+            warning, unless all are.
+        reach: also find the first round in which each run's accuracy is at least this share, above 0 and at most 1.
 
     Raises:
-        RecipeError: no folder was given, or `reach` is no share.
-        DataError: no folder holds a finished run; of several, those that do not are left out with a warning.
+        RecipeError: no folder was given, or `reach` is not such a share.
+        DataError: no folder holds a finished run, or a file is damaged.
     """
     folders = _finished(dict.fromkeys(Path(d).resolve() for d in dirs))
     if reach is not None:
@@ -183,13 +186,13 @@ def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Compariso
 
 
 def _finished(paths: Iterable[Path]) -> list[Folder]:
-    """The folders that hold finished runs; `runs/*` finds others as well."""
+    """The folders that hold finished runs; a pattern such as `runs/*` matches others as well."""
     found, others = [], []
     for path in paths:
         try:
             folder = Folder(path)
             if not folder.result:
-                raise DataError(f"{path} is not finished (no result.json). Go on with `polyfed run --resume`")
+                raise DataError(f"{path} is not finished (no result.json). Resume it with `polyfed run --resume`")
             found.append(folder)
         except DataError as error:
             others.append(error)
@@ -201,7 +204,7 @@ def _finished(paths: Iterable[Path]) -> list[Folder]:
 
 
 def method_of(folder: Folder) -> dict[str, Any]:
-    """The recipe without what may differ within a group, flat under dotted names."""
+    """The recipe without the parts that may differ within a group, flat under dotted names."""
     method = flat({key: value for key, value in folder.recipe.items() if key not in IGNORED})
     return {key: value for key, value in method.items() if key not in FOLD_KEYS}
 
@@ -223,17 +226,17 @@ def flat(table: dict[str, Any], head: str = "") -> dict[str, Any]:
 def labels_of(folders: Sequence[Folder]) -> list[str]:
     """A name for each group: its algorithm, and the options in which it differs from the others.
 
-    Options of an algorithm that other groups do not have say nothing and are left out.
+    Options that only one algorithm has do not distinguish it from others and are left out.
     """
     methods = [method_of(folder) for folder in folders]
     names = [str(method.get("algorithm.name", "?")) for method in methods]
     common = [key for key in methods[0] if all(key in method for method in methods)]
-    telling = [key for key in common if any(m[key] != methods[0][key] for m in methods)]
+    differing = [key for key in common if any(m[key] != methods[0][key] for m in methods)]
     labels = []
     for name, method in zip(names, methods, strict=True):
         twins = [other for other, n in zip(methods, names, strict=True) if n == name]
         own = [k for k in method if k not in common and any(o.get(k) != method[k] for o in twins)]
-        keys = [key for key in telling if key != "algorithm.name"] + own
+        keys = [key for key in differing if key != "algorithm.name"] + own
         words = [f"{_short(key, method)}={_value(method[key])}" for key in keys[:MOST_DIFFERENCES]]
         labels.append(" ".join([name, *words]))
     return [
@@ -287,5 +290,5 @@ def _columns(groups: Sequence[Group], modalities: Sequence[str], reach: float | 
         Column("rounds", "rounds", "number"),
     ]
     shown = tuple(c for c in wanted if any(c.name in group.cells for group in groups))
-    # shown even where nobody got there, which is an answer too
+    # shown even if no run reached it, which is a result as well
     return shown if reach is None else (*shown, Column(REACHED, f"rounds to {100 * reach:g} %", "number"))

@@ -1,4 +1,4 @@
-"""Curves of a comparison: one a group, the mean over seeds in a band from the lowest to the highest."""
+"""The curves of a comparison: for each group the mean over its runs, in a band from the lowest to the highest."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from polyfed.report.compare import Comparison, Group
 
 
 def curves_of(comparison: Comparison) -> list[Chart]:
-    """Charts that hold every group; those without values are left out."""
+    """Charts with a curve for every group, without charts that have no values."""
     wanted: list[tuple[str, str, Unit, str]] = [
         ("global.accuracy", "Accuracy", "share", "The global model on the test set."),
         ("global.macro_f1", "Macro-F1", "share", "The global model on the test set."),
     ]
     wanted += [
-        (f"unimodal.{m}", f"Accuracy of {m} alone", "share", "The global model, judged by one modality alone.")
+        (f"unimodal.{m}", f"Accuracy of {m} alone", "share", "The global model with one modality alone.")
         for m in comparison.modalities
     ]
     wanted += [
@@ -39,7 +39,7 @@ def curves_of(comparison: Comparison) -> list[Chart]:
 
 
 def _track(past: Sequence[history.History], column: str) -> dict[int, list[float]]:
-    """Values over seeds, by round."""
+    """Round -> the values of all runs."""
     track: dict[int, list[float]] = {}
     for one in past:
         for round, value in zip(one.rounds, one.columns.get(column, ()), strict=False):

@@ -1,4 +1,4 @@
-"""What crossed, summed from a ledger of any length: one pass, memory for the kinds of rows and not for the rows."""
+"""Sums over the ledger of a run, in one pass; memory grows with the number of different rows, not of all rows."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from polyfed.report.run_folder import Folder, damaged
 from polyfed.report.run_schema import LIMIT
 
 MOST_SHAPES = 100_000
-"""Distinct pairs of client and row ending counted before they are summed up; keeps memory flat when every row has its
-own shape."""
+"""The largest number of different pairs of client and row ending that are counted before they are summed up; it bounds
+the memory if every row has another shape."""
 
 CLIENT = '"client":'
-"""Stands before a client's number in a row."""
+"""The text before a client's number in a row."""
 
 Place = tuple[str, str, str]
 """(block, kind, destination)"""
@@ -25,9 +25,9 @@ class Egress:
     """Sums over a ledger.
 
     Attributes:
-        bytes: what crossed, by (block, kind, destination); destination "client" is the way down.
-        crossings: number of rows, likewise.
-        refused: number of rows that the policy refused, likewise; they count no bytes.
+        bytes: bytes that crossed, by (block, kind, destination); destination "client" means from the server to clients.
+        crossings: the number of rows, by (block, kind, destination).
+        refused: the number of rows that the policy refused, by (block, kind, destination); their bytes do not count.
         messages: bytes by (message, field, kind, destination).
         clients: bytes by (client, block, kind, destination).
     """
@@ -40,15 +40,15 @@ class Egress:
 
     @property
     def places(self) -> list[Place]:
-        """Everything that crossed or tried to."""
+        """Everything that crossed or was refused."""
         return sorted({*self.crossings, *self.refused})
 
 
 def aggregate(folder: Folder) -> Egress:
     """Sum up a run's egress.jsonl.
 
-    A row's head (run, round, ask, client) differs from row to row, its tail (from "message" on) is shared by
-    thousands: pairs of client and tail are counted as text, and a tail is parsed when it is first met.
+    The start of a row (run, round, ask, client) differs from row to row, but thousands of rows share the rest, from
+    "message" on. Pairs of client and rest are counted as text, and each rest is parsed once.
 
     Raises:
         DataError: a row is damaged.
@@ -67,14 +67,14 @@ def aggregate(folder: Folder) -> Egress:
 
 
 def _client(line: str) -> str:
-    """The client's number as it stands in a line."""
+    """The text of the client's number in a line."""
     start = line.find(CLIENT) + len(CLIENT)
     return line[start : line.find(",", start)]
 
 
 @dataclass(frozen=True)
 class _Tail:
-    """What a row says from "message" on."""
+    """The content of a row from "message" on."""
 
     place: Place
     message: tuple[str, str, str, str]

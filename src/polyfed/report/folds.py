@@ -1,8 +1,9 @@
-"""Figures over several runs that none of them holds: UAR over folds, and how many rounds it took to get somewhere.
+"""Scores that need several runs or all rounds: the UAR over folds, and the number of rounds to an accuracy.
 
-algorithms.md 7.1. A fold is a run that differs from others of its group only in which part of the data is the test set.
-Over folds there are two figures: the mean of the folds' UAR, which weighs folds alike, and the UAR of their summed
-confusion matrices, which weighs rows alike. The second needs the matrices, which the last line of rounds.jsonl holds.
+A fold is a run that differs from others of its group only in which part of the data is the test set.
+There are two scores over folds: the mean of the folds' UAR, which weighs folds equally, and the UAR of their summed
+confusion matrices, which weighs rows equally. The second needs the matrices, which the last line of rounds.jsonl holds.
+See docs/evaluation.md.
 """
 
 from collections.abc import Sequence
@@ -17,18 +18,24 @@ from polyfed.evaluation.metrics import uar
 from polyfed.report.run_folder import Folder, damaged
 
 FOLD_KEYS = ("data.test_session", "data.fold")
-"""Options of data sources that choose the fold (IEMOCAP, MSP-Improv; CREMA-D, KU-HAR)."""
+"""Options of data sources that select the fold: IEMOCAP and MSP-Improv; CREMA-D and KU-HAR."""
 
 
 def fold_of(folder: Folder) -> str:
-    """The fold of a run in words, as `test_session=5`; empty where its data has no such option."""
+    """The fold of a run in words, as `test_session=5`; empty if its data has no such option."""
     data = folder.recipe.get("data", {})
     names = [key.removeprefix("data.") for key in FOLD_KEYS]
     return " ".join(f"{name}={data[name]}" for name in names if name in data)
 
 
 def confusion_of(folder: Folder) -> Tensor | None:
-    """The confusion matrix (C, C) of the last evaluation on the global test set, rows the truth; None of older runs."""
+    """The confusion matrix (C, C) of the last evaluation on the global test set, or None if the run has none.
+
+    Entry (i, j) is the number of rows of class i that were predicted as class j.
+
+    Raises:
+        DataError: the matrix is not square.
+    """
     found: Any = None
     for row in folder.rounds():
         found = row.get("confusion")
@@ -40,9 +47,9 @@ def confusion_of(folder: Folder) -> Tensor | None:
 
 
 def pooled_uars(folders: Sequence[Folder]) -> list[float]:
-    """Per seed the UAR of the sum of its folds' confusion matrices.
+    """For each seed, the UAR of the sum of its folds' confusion matrices.
 
-    A seed counts only if it has every fold that any seed has, once, each with a matrix; nothing of a single fold.
+    A seed counts only if it has each fold exactly once, with a matrix. The list is empty if there is only one fold.
     """
     folds = {fold_of(folder) for folder in folders}
     if len(folds) < 2:
@@ -62,8 +69,8 @@ def pooled_uars(folders: Sequence[Folder]) -> list[float]:
 def rounds_to(folder: Folder, reach: float) -> int | None:
     """The first evaluated round whose accuracy on the global test set is at least `reach`; None if none was.
 
-    A method without a global model is taken by the mean over clients' own test rows. Evaluations every n rounds make
-    the answer coarse: it can be up to n - 1 rounds late.
+    For an algorithm without a global model, the mean accuracy over clients' own test rows counts. If the run evaluates
+    every n rounds, the result can be up to n - 1 rounds late.
     """
     seen: dict[str, list[tuple[int, float]]] = {"global.accuracy": [], "personal.mean": []}
     for row in folder.rounds():
@@ -72,12 +79,12 @@ def rounds_to(folder: Folder, reach: float) -> int | None:
             value = row.get("metrics", {}).get(group, {}).get(key)
             if value is not None:
                 found.append((int(row["round"]), float(value)))
-    # Local measures its models on the global test set after the last round only: a curve of one point says nothing
+    # take the curve with more points: Local evaluates on the global test set after the last round only
     curve = max(seen.values(), key=len)
     return next((number for number, value in curve if value >= reach), None)
 
 
 def check_reach(reach: float) -> None:
-    """Refuse an accuracy that cannot be reached or always is."""
+    """Refuse an accuracy that is not above 0 and at most 1."""
     if not 0.0 < reach <= 1.0:
-        raise RecipeError(f"--reach {reach:g}: an accuracy above 0 and at most 1, as in --reach 0.5")
+        raise RecipeError(f"--reach {reach:g}: must be an accuracy above 0 and at most 1, as in --reach 0.5")

@@ -1,10 +1,10 @@
-"""How numbers are written, in the terminal and on the page."""
+"""How numbers are written in the terminal and on the page."""
 
 import math
 from datetime import UTC, datetime
 
 MISSING = "–"
-"""What stands where there is no number."""
+"""The text in place of a number that is missing."""
 
 PREFIXES = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -27,7 +27,7 @@ def number_of(value: float | None, unit: str) -> str:
 
 
 def bytes_of(value: float) -> str:
-    """Bytes, three digits.
+    """Bytes with a decimal prefix and three digits.
 
     >>> bytes_of(999), bytes_of(68_864)
     ('999 B', '68.9 kB')
@@ -38,12 +38,12 @@ def bytes_of(value: float) -> str:
 
 
 def seconds_of(value: float) -> str:
-    """A duration.
+    """A duration in seconds, written in the unit that fits.
 
     >>> seconds_of(0.0475), seconds_of(3.73), seconds_of(95), seconds_of(7300)
     ('47.5 ms', '3.73 s', '1 min 35 s', '2 h 01 min')
     """
-    if value < 0.9995:  # what would be rounded to 1000 ms is a second, and so on
+    if value < 0.9995:  # a value that would round to 1000 ms is written as 1 s
         return f"{1000 * value:.3g} ms"
     if value < 59.95:
         return f"{value:.3g} s"
@@ -54,7 +54,7 @@ def seconds_of(value: float) -> str:
 
 
 def moment_of(text: str | None) -> str | None:
-    """A point in time to the minute; what is no ISO date is left as it is.
+    """A point in time to the minute; text that is not an ISO date is returned unchanged.
 
     >>> moment_of("2026-01-02T03:04:05+00:00")
     '2026-01-02 03:04 UTC'

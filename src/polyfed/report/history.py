@@ -1,4 +1,4 @@
-"""A run's rounds as columns of numbers: one pass over rounds.jsonl, summaries in place of per-client values."""
+"""The rounds of a run as columns of numbers, read in one pass; values per client are summarised."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,31 +14,31 @@ QUANTILES = {"worst": 0.0, "lower": 0.25, "median": 0.5, "upper": 0.75, "best": 
 """Columns `personal_accuracy.<name>` and the quantile over clients that each holds."""
 
 MOST_CELLS = 64
-"""Longest side of a logged matrix as drawn; larger ones are averaged down to it."""
+"""The longest side of a logged matrix on the page; larger ones are averaged down to it."""
 
 
 MOST_FRAMES = 16
-"""A logged matrix is shown at so many rounds at most, the last among them."""
+"""A logged matrix is shown for at most this many rounds, including the last."""
 
 
 @dataclass
 class Frames:
-    """A logged matrix over rounds, thinned out evenly as they come.
+    """A logged matrix over rounds. Rounds are thinned out evenly while they are added.
 
     Attributes:
-        rounds: when, ascending.
-        tables: the matrix then.
-        stride: every so many of those logged is kept, and always the last.
+        rounds: the rounds that are kept, ascending.
+        tables: the matrix in each of these rounds.
+        stride: every `stride`-th matrix is kept, and always the last.
     """
 
     rounds: list[int] = field(default_factory=list)
     tables: list[list[list[float | None]]] = field(default_factory=list)
     stride: int = 1
     _seen: int = 0
-    _passing: bool = False  # the newest stands there only until another one comes
+    _passing: bool = False  # whether the newest matrix is kept only until the next one is added
 
     def add(self, round: int, table: list[list[float]]) -> None:
-        """Take in the matrix of a round."""
+        """Add the matrix of a round."""
         if self._passing:
             del self.rounds[-1], self.tables[-1]
         self._passing = self._seen % self.stride != 0
@@ -49,7 +49,7 @@ class Frames:
             self.rounds, self.tables, self.stride = self.rounds[::2], self.tables[::2], 2 * self.stride
 
     def drawn(self) -> dict[str, Any]:
-        """What the page's script gets: values to four digits."""
+        """The data for the page's script: values with four digits."""
         short = [[[v if v is None else float(f"{v:.4g}") for v in row] for row in table] for table in self.tables]
         return {"rounds": self.rounds, "tables": short}
 
@@ -59,12 +59,12 @@ class History:
     """The numbers of a run.
 
     Attributes:
-        rounds: their numbers.
-        columns: dotted name -> one value a round, None where the round has none or it is not finite.
-        participation: who took part.
-        personal: the last measured accuracy of each client on its own test rows.
-        tables: matrices that the algorithm logged, by name.
-        reasons: why clients did not answer, and how often.
+        participation: which clients took part in which rounds.
+        rounds: the numbers of the rounds.
+        columns: dotted name -> one value per round; None if the round has no value, or one that is not finite.
+        personal: client -> its last measured accuracy on its own test rows.
+        tables: name -> the matrices of this name that the algorithm logged.
+        reasons: why clients gave no usable reply -> how often.
     """
 
     participation: Participation
@@ -75,7 +75,7 @@ class History:
     reasons: dict[str, int] = field(default_factory=dict)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Take in a round."""
+        """Add a row of `rounds.jsonl`."""
         done = len(self.rounds)
         self.rounds.append(int(row["round"]))
         self.participation.add(row)
@@ -90,16 +90,20 @@ class History:
             self.reasons[str(reason)] = self.reasons.get(str(reason), 0) + 1
 
     def last(self, name: str) -> float | None:
-        """The last value of a column."""
+        """The last value of a column, or None."""
         return next((v for v in reversed(self.columns.get(name, [])) if v is not None), None)
 
     def group(self, prefix: str) -> dict[str, list[float | None]]:
-        """Columns under a dotted prefix, by the rest of their name."""
+        """The columns whose name starts with `prefix`, by the rest of their name."""
         return {n.removeprefix(prefix): v for n, v in self.columns.items() if n.startswith(prefix)}
 
 
 def read(folder: Folder) -> History:
-    """The history of a run's folder; DataError if it is damaged."""
+    """Read the history of a run.
+
+    Raises:
+        DataError: rounds.jsonl is damaged.
+    """
     history = History(Participation(folder.num_clients, folder.num_rounds))
     for number, row in enumerate(folder.rounds(), 1):
         try:
@@ -110,7 +114,7 @@ def read(folder: Folder) -> History:
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float | None]:
-    """What of a round is a number, under dotted names."""
+    """The numbers in a row of `rounds.jsonl`, under dotted names."""
     found: dict[str, float | None] = {}
     for name in ("train_loss", "bytes_up", "bytes_down", "simulated_seconds"):
         if name in row:
@@ -127,13 +131,13 @@ def numbers(row: dict[str, Any]) -> dict[str, float | None]:
 
 
 def finite(value: Any) -> float | None:
-    """The value as a float that JSON can hold, None for all else."""
+    """The value as a finite float, or None if it is not a finite number."""
     usable = isinstance(value, int | float) and math.isfinite(value)
     return float(value) if usable else None
 
 
 def shrunk(table: list[list[float]]) -> list[list[float | None]]:
-    """A matrix with sides of at most MOST_CELLS, neighbours averaged."""
+    """The matrix with neighbouring entries averaged so that no side is longer than MOST_CELLS."""
     matrix = np.atleast_2d(np.asarray(table, dtype=np.float64))
     for axis in (0, 1):
         step = -(-matrix.shape[axis] // MOST_CELLS)

@@ -1,7 +1,7 @@
-"""The page: one HTML file that holds its data, style and script and loads nothing, opened from disk or a mail.
+"""The pages of a report: one HTML file with its data, style and script, which loads nothing from elsewhere.
 
-Recipes, client reasons and logged names are untrusted text: jinja escapes them, the data goes through `tojson`
-(no `<` survives), the script writes text nodes only, and a content security policy allows just the scripts whose
+Recipes, reasons of clients and logged names are untrusted text: jinja escapes them, the data passes through `tojson`
+(which leaves no `<`), the script writes text nodes only, and the content security policy allows only the scripts whose
 hashes it lists.
 """
 
@@ -29,11 +29,14 @@ from polyfed.report.run_folder import Folder
 REPORT = "report.html"
 
 WAYS = {"server": "To the server", "silo": "To the silo's edge", "client": "Down to clients"}
-"""Destinations of the ledger and their headings."""
+"""Destination in the ledger -> heading on the page."""
 
 
 def write_report(dir: str | Path) -> Path:
-    """Write `report.html` into a run's folder, finished or not.
+    """Write `report.html` into the folder of a run, whether it is finished or not.
+
+    Returns:
+        The path of the page.
 
     Raises:
         DataError: the folder holds no run, or a file in it is damaged.
@@ -64,11 +67,14 @@ def write_report(dir: str | Path) -> Path:
 
 
 GENERATOR = b'<meta name="generator" content="polyfed">'
-"""By which a page is known as one of ours: only those are written over."""
+"""The tag in the head of every page that polyfed writes; only pages that have it are overwritten."""
 
 
 def write_comparison(comparison: Comparison, path: str | Path) -> Path:
-    """Write a comparison as a page: the table, and curves with their range over seeds.
+    """Write a comparison as a page: the tables, and curves with their range over runs.
+
+    Returns:
+        The path of the page.
 
     Raises:
         DataError: a run's files are damaged.
@@ -80,7 +86,7 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
 
 
 def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> list[tuple[str, str, str]]:
-    """The headline: (what, value, remark)."""
+    """The numbers at the top of the page: (title, value, remark)."""
     found: list[tuple[str, str, str]] = []
 
     def add(title: str, value: float | None, unit: str, remark: str = "") -> None:
@@ -105,7 +111,7 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
 
 
 def holdings(folder: Folder) -> list[dict[str, Any]]:
-    """How many clients hold which modalities, the most frequent set first."""
+    """How many clients hold which set of modalities, the most frequent set first."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for client in folder.facts.get("clients", []):
         groups.setdefault(tuple(client["modalities"]), []).append(int(client["rows"]))
@@ -117,7 +123,7 @@ def holdings(folder: Folder) -> list[dict[str, Any]]:
 
 
 def matrices(sums: egress.Egress, folder: Folder, modalities: Sequence[str]) -> list[dict[str, Any]]:
-    """For each destination a table block x kind: bytes, refusals, and whether the policy allows it."""
+    """For each destination a table of blocks and kinds: bytes, refusals, and whether the policy allows it."""
     policy: dict[str, dict[str, list[str]]] = folder.facts.get("egress", {})
     found = []
     for way, title in WAYS.items():
@@ -166,7 +172,7 @@ def _render(template: str, **context: Any) -> str:
 
 @cache
 def environment() -> Environment:
-    """The templates; every value is escaped and a name that is not there is an error."""
+    """The jinja environment: it escapes every value, and an undefined name is an error."""
     made = Environment(
         loader=PackageLoader("polyfed.report"),
         autoescape=True,
@@ -174,14 +180,16 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.policies["json.dumps_kwargs"] = {"sort_keys": False}  # modalities keep their order, and so their colour
+    made.policies["json.dumps_kwargs"] = {
+        "sort_keys": False
+    }  # modalities keep their order, which decides their colours
     made.filters |= {"number": words.number_of, "moment": words.moment_of}
     return made
 
 
 @cache
 def asset(name: str) -> str:
-    """A file of the package that goes into the page as it is."""
+    """A file of the package that is copied into the page unchanged."""
     return files("polyfed.report").joinpath("assets", name).read_text(encoding="utf-8").strip()
 
 
@@ -192,14 +200,14 @@ def _sha256(text: str) -> str:
 def _write(path: Path, text: str) -> Path:
     try:
         if path.is_file() and not _is_report(path):
-            raise RecipeError(f"{path} is there, and is no page of polyfed's. Choose another name, or move it away")
+            raise RecipeError(f"{path} exists and is no page of polyfed's. Choose another name, or move it away")
         replace_text(path, text)
     except OSError as error:
-        raise RecipeError(f"cannot write {path}: {error.strerror or error}. Choose another place") from None
+        raise RecipeError(f"cannot write {path}: {error.strerror or error}. Choose another folder") from None
     return path
 
 
 def _is_report(path: Path) -> bool:
-    """Whether a file is a page that polyfed wrote; its head says so."""
+    """Whether a file is a page that polyfed wrote, as its head says."""
     with path.open("rb") as file:
         return GENERATOR in file.read(1000)

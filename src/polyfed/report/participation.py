@@ -1,4 +1,4 @@
-"""Who took part with which modality: counts on a grid of clients x rounds, binned where there are many of either."""
+"""Which clients took part with which modality: counts on a grid of clients and rounds, in bins if there are many."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,21 +10,21 @@ from numpy.typing import NDArray
 from polyfed.core.tree import SHARED
 
 MOST_ROWS, MOST_COLUMNS = 60, 120
-"""Largest grid that is still legible on a screen and small in the file."""
+"""The largest grid that is legible on a screen and small in the file."""
 
 
 @dataclass
 class Participation:
-    """Counts of client-rounds per cell.
+    """Counts of pairs of client and round, per cell of the grid.
 
     Args:
         num_clients: size of the population.
-        num_rounds: rounds the grid must hold.
+        num_rounds: number of rounds that the grid covers.
 
     Attributes:
-        asked: (rows, columns) client-rounds that were asked.
-        missing: likewise, asked but without a usable answer.
-        trained: likewise by block, those that sent its parameters.
+        asked: (rows, columns), pairs in which the client was asked.
+        missing: (rows, columns), pairs in which it was asked and gave no usable reply.
+        trained: block -> (rows, columns), pairs in which the client sent parameters of this block.
     """
 
     num_clients: int
@@ -40,7 +40,7 @@ class Participation:
         self.missing = self._grid()
 
     def add(self, row: dict[str, Any]) -> None:
-        """Count a round."""
+        """Count a row of `rounds.jsonl`."""
         column = row["round"]
         self._count(self.asked, row.get("cohort", ()), column)
         self._count(self.missing, (int(client) for client in row.get("missing", {})), column)
@@ -48,7 +48,7 @@ class Participation:
             self._count(self.trained.setdefault(block, self._grid()), clients, column)
 
     def table(self, modalities: Sequence[str]) -> dict[str, Any]:
-        """What the page draws; panels are the modalities, or one of all answers where no parameters travelled."""
+        """The data for the page: a panel for each modality, or one panel of all replies if no parameters were sent."""
         owned = [block for block in modalities if block in self.trained]
         blocks = owned + [block for block in self.trained if block not in (*owned, SHARED)] or list(self.trained)
         panels = {block: self.trained[block].tolist() for block in blocks}

@@ -1,4 +1,4 @@
-"""Reading a run's folder, line by line: files may be far larger than memory."""
+"""Read the folder of a run, line by line, because its files may be larger than memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Folder:
         path: the folder.
 
     Raises:
-        DataError: it holds no run, or a file in it is damaged.
+        DataError: the folder holds no run. Every property and method raises it if the file that it reads is damaged.
     """
 
     path: Path
@@ -33,7 +33,7 @@ class Folder:
 
     @cached_property
     def recipe_text(self) -> str:
-        """The resolved recipe as written."""
+        """The text of recipe.toml."""
         try:
             return (self.path / RECIPE).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -56,26 +56,26 @@ class Folder:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What run.json holds."""
+        """The content of run.json; empty if there is none."""
         return self._json(FACTS, RUN_FACTS)
 
     @cached_property
     def result(self) -> dict[str, Any]:
-        """What result.json holds; empty while the run is not finished."""
+        """The content of result.json; empty if the run is not finished."""
         return self._json(RESULT, RUN_RESULT)
 
     @property
     def num_clients(self) -> int:
-        """Size of the population."""
+        """The number of clients."""
         return int(self.facts.get("num_clients", len(self.facts.get("clients", ()))))
 
     @property
     def num_rounds(self) -> int:
-        """Rounds the recipe asks for."""
+        """The number of rounds of the recipe."""
         return int(self.recipe.get("rounds", 0))
 
     def rounds(self) -> Iterator[dict[str, Any]]:
-        """The rounds, one at a time."""
+        """The rows of rounds.jsonl."""
         for number, line in self.lines(ROUNDS):
             try:
                 row = parse_as(ROUND_ROW, line)
@@ -84,7 +84,7 @@ class Folder:
             yield row
 
     def lines(self, name: str) -> Iterator[tuple[int, str]]:
-        """Whole lines with their numbers; a last one cut short by a killed run is left out."""
+        """The lines of a file with their numbers, without a last line that a killed run left incomplete."""
         path = self.path / name
         if not path.is_file():
             return
@@ -97,7 +97,7 @@ class Folder:
             raise damaged(path, error) from None
 
     def egress_lines(self) -> Iterator[tuple[int, str]]:
-        """The ledger's lines."""
+        """The lines of the ledger with their numbers."""
         return self.lines(EGRESS)
 
     def _json(self, name: str, schema: TypeAdapter[Any]) -> dict[str, Any]:
@@ -111,6 +111,12 @@ class Folder:
 
 
 def damaged(path: Path, why: object, line: int | None = None) -> DataError:
-    """The error for a file that cannot be read."""
+    """The error for a damaged file.
+
+    Args:
+        path: the file.
+        why: what is wrong with it.
+        line: the number of the line, from 1; None for the whole file.
+    """
     place = f"{path}" if line is None else f"{path}, line {line}"
     return DataError(f"{place} is damaged: {why}. Restore it from a copy, or run the recipe again")

@@ -1,4 +1,4 @@
-"""What left which client: a row a client, those that sent most first."""
+"""What each client sent: one row per client, ordered by bytes sent."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from polyfed.report.formatting import bytes_of
 from polyfed.report.run_folder import Folder
 
 MOST_CLIENTS = 1000
-"""Clients that are shown; more would make a page that no mail takes."""
+"""At most this many clients are shown, so that the page stays small."""
 
 DOWN = "client"
-"""Destination of what clients receive."""
+"""The destination, in the ledger, of what clients receive."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,12 @@ class Sender:
     """What one client sent and received, in bytes.
 
     Attributes:
-        modalities: what it holds; None where the run's facts leave it out.
-        sent: in total.
-        share: of the largest total, in percent.
-        parts: by kind, in the order of the table's columns: bytes, and of which blocks they are.
-        received: in total.
+        client: its number.
+        modalities: its modalities; None if run.json does not list the client.
+        sent: bytes sent in total.
+        share: `sent` in percent of the largest `sent` of all clients.
+        parts: for each column of the table, one per kind: bytes, and the blocks they belong to, in words.
+        received: bytes received in total.
     """
 
     client: int
@@ -37,7 +38,13 @@ class Sender:
 
 @dataclass(frozen=True)
 class Senders:
-    """The table: kinds that anybody sent, and its rows; `total` counts the clients that were asked anything."""
+    """The table of clients.
+
+    Attributes:
+        kinds: the kinds that at least one client sent.
+        rows: the rows of the table.
+        total: the number of clients that sent or received anything.
+    """
 
     kinds: list[str]
     rows: list[Sender]
@@ -45,7 +52,7 @@ class Senders:
 
 
 def senders(sums: Egress, folder: Folder) -> Senders:
-    """The table of a run; at most `MOST_CLIENTS` rows, by bytes sent and then by number."""
+    """The table of a run: at most `MOST_CLIENTS` rows, ordered by bytes sent and then by client number."""
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
     for (client, _, _, way), size in sums.clients.items():

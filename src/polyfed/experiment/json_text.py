@@ -1,0 +1,19 @@
+"""The JSON that a run writes: strict, so numbers that are not finite become null."""
+
+import json
+import math
+from typing import Any
+
+
+def json_ready(value: Any) -> Any:
+    """Nested lists and dictionaries as JSON can hold them: numbers that are not finite become None."""
+    if isinstance(value, dict):
+        return {key: json_ready(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_json(content: Any) -> str:
+    """Indented JSON without NaN or infinity, as in result.json; `polyfed run --json` prints the same."""
+    return json.dumps(json_ready(content), indent=1, allow_nan=False)
