@@ -76,6 +76,7 @@ class ClientRuntime:
         store = Store(folder)
         self._check_held(packet, request_id.client)
         with store.alone():
+            store.prune()
             local = self._begun(store, request, request_id)
             engine.locals = {} if local is None else {request_id.client: local}
             engine.ledger = Ledger(request_id.run)
