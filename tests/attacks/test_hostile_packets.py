@@ -150,8 +150,9 @@ def test_states_of_old_runs_are_deleted_and_their_ledgers_kept(tmp_path: Path) -
         work(store, run, 1)
         (store.folder / "egress.jsonl").write_text("row\n")
         os.utime(store.folder / "journal.json", (age, age))
-    work(stores["run1"], "run1", 2)
     assert [run for run, store in stores.items() if store._places()] == ["run1", "run2", "run3", "run4"]
+    work(stores["run4"], "run4", 2)
+    assert [run for run, store in stores.items() if store._places()] == ["run2", "run3", "run4"]
     assert all((store.folder / "egress.jsonl").read_text() == "row\n" for store in stores.values())
     with pytest.raises(BadReply, match="whose local state has been deleted here"):
         work(stores["run0"], "run0", 2)
