@@ -84,6 +84,7 @@ class ClientRuntime:
         self._check_held(packet, request_id.client)
         with store.alone():
             admit(engine.limits, folder, request, request_id.client)
+            store.prune()
             local = self._begun(store, request, request_id)
             engine.locals = {} if local is None else {request_id.client: local}
             engine.ledger = Ledger(request_id.run, hashing=self.audit is not None)

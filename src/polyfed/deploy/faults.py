@@ -1,4 +1,4 @@
-"""What goes wrong on a device: the whole story in its own log, a few words without its paths for the server."""
+"""Errors on a device: its own log says everything; the server is told in a few words, without the device's paths."""
 
 import errno
 import os
@@ -11,17 +11,19 @@ from typing import Any
 from polyfed.core.errors import BadReply, NotAllowed, PolyfedError
 
 TELLING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
-"""Faults of a disk that the server may be told by name."""
+"""Errors of a disk whose names the server may be told."""
 
 
 class Fault(Exception):
-    """Something on this device is wrong. The text is for the server, the cause for the device's log."""
+    """An error on this device. Its text is for the server; its cause is for the device's log."""
 
 
 @contextmanager
 def blamed(what: str) -> Iterator[None]:
-    """Whatever goes wrong inside is this fault, except what is wrong in the message of the server (`BadReply`) and what
-    the device's owner has not allowed."""
+    """Turn every error in the block into a `Fault` with this text.
+
+    Errors in the server's message (`BadReply`) and things that the device's owner has not allowed pass unchanged.
+    """
     try:
         yield
     except (BadReply, Fault, NotAllowed):
@@ -31,14 +33,16 @@ def blamed(what: str) -> Iterator[None]:
 
 
 def in_short(error: Exception) -> str:
-    """The kind of an error, without the paths and names in its text."""
+    """The class of an error, without the paths and names in its text."""
     known = [os.strerror(number) for number in TELLING if os.strerror(number) in str(error)]
     return " ".join([type(error).__name__, *(f"({words})" for words in known[:1])])
 
 
 def log_fault(who: str, fault: Fault) -> None:
-    """The whole story on standard error, which a SuperNode passes on: in words, or as a trace where it is no user's
-    fault."""
+    """Write a fault with its cause to standard error, which a SuperNode passes on.
+
+    The cause is written as a sentence if it is a user's fault, and as a traceback otherwise.
+    """
     cause = fault.__cause__
     if isinstance(cause, PolyfedError | OSError) or cause is None:
         told = "" if cause is None else f": {cause}"
@@ -48,11 +52,11 @@ def log_fault(who: str, fault: Fault) -> None:
 
 
 def log(text: str) -> None:
-    """A line of this device's log."""
+    """Write a line to this device's log."""
     print(f"polyfed: {text}", file=sys.stderr, flush=True)  # noqa: T201  a ClientApp's log is its standard error
 
 
 def log_event(event: str, **facts: Any) -> None:
-    """A listener: a task that failed, with its trace."""
+    """Write a failed task with its traceback to this device's log; a listener of events."""
     if event == "client-failed":
         log(f"client {facts['client']}: task {facts['task']} failed:\n{facts['trace']}")

@@ -1,16 +1,18 @@
-"""A client's local state on its own disk: it survives a restart of the client, and goes back with a resumed server.
+"""A client's local state on its own disk. It survives a restart of the client and goes back with a resumed server.
 
-A state is kept under the place (round, ask) of the task that left it. A task at a place begins with the newest state
-before that place, so that doing it again gives the same. Each state is a checkpoint of `polyfed.experiment.checkpoint`:
-safetensors and JSON, written atomically, with a checksum.
+A state is stored under the place (round, number of the request) of the task that left it. A task begins with the newest
+state before its own place, so repeating it gives the same reply. Each state is a checkpoint of
+`polyfed.experiment.checkpoint`: safetensors and JSON, written atomically, with a checksum. Only the device's own user
+can read the files. States of runs that are over are deleted; ledgers are kept.
 """
 
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from polyfed.core.errors import BadReply, CheckpointError
@@ -25,17 +27,20 @@ Place = tuple[int, int]
 
 
 BEFORE: Place = (-1, -1)
-"""Before anything."""
+"""The place before every request."""
+
+KEPT_RUNS = 3
+"""Runs whose states a client keeps: those it has worked for most recently."""
 
 
 @dataclass(frozen=True)
 class Journal:
-    """How far a client has come.
+    """How far a client has come in a run.
 
     Attributes:
-        session: the newest session of the server that was answered.
-        place: the newest place in it.
-        floor: the place of the oldest state that is left, once older ones have been forgotten.
+        session: the newest session of the server that the client has answered.
+        place: the newest place in that session.
+        floor: requests up to this place cannot be repeated, as the states before them have been deleted.
     """
 
     session: int = -1
@@ -44,10 +49,10 @@ class Journal:
 
 
 class Store:
-    """Local states of one client in one run.
+    """The local states of one client in one run.
 
     Args:
-        folder: of this client and run; made when it is first needed.
+        folder: folder of this client and run, as `<state folder>/<run>/client-<number>`; made when it is first needed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,25 +60,54 @@ class Store:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Wait until no other process works for this client."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        """Wait until no other process works for this client, then hold its folder.
+
+        Files that are written meanwhile can be read by this user only.
+        """
+        before = os.umask(0o077)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self.folder, self.folder.parent):
+                folder.chmod(0o700)  # it may have been made by an earlier version
+            with (self.folder / "lock").open("w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                yield
+        finally:
+            os.umask(before)
+
+    def prune(self) -> None:
+        """Delete the states of all but the `KEPT_RUNS` runs that this client has worked for most recently.
+
+        Their ledgers stay, and a request of such a run is refused.
+        """
+        journals = self.folder.parent.parent.glob(f"*/{self.folder.name}/{JOURNAL}")
+        newest = sorted(journals, key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in newest[KEPT_RUNS:]:
+            old = Store(path.parent)
+            if old.folder != self.folder and (places := old._places()):
+                old._note(replace(old._journal(), floor=places[-1]))
+                for place in places:
+                    shutil.rmtree(old._path(place))
 
     def begin(self, request_id: RequestId) -> tuple[Tree, tuple[str, ...]] | None:
-        """The state a task begins with and the modalities the client had then, or None where there is none yet; what
-        later places left is forgotten.
+        """Begin a task; states of later places are deleted.
+
+        Returns:
+            the state that the task begins with and the modalities that the client had when it was written, or None if
+            the client has no state yet.
 
         Raises:
-            BadReply: the ask is stale: a later one of this or of a later session has been answered.
+            BadReply: the request is stale, as a later one of this or of a later session has been answered; or the
+                states before it have been deleted.
             CheckpointError: the state on disk is damaged.
         """
         journal = self._journal()
         if (request_id.session, request_id.place) < (journal.session, journal.place):
-            raise BadReply(f"is stale: it asks for {request_id}, answered has been {journal}")
+            raise BadReply(f"is stale: it is {request_id}, and {journal} has been answered")
         if request_id.place <= journal.floor:
-            raise BadReply(f"asks for {request_id.place} (round, ask), states up to {journal.floor} are forgotten")
+            raise BadReply(f"asks for {request_id.place} (round, request), states up to {journal.floor} are forgotten")
+        if journal.floor != BEFORE and not self._places():
+            raise BadReply("is of an old run whose local state has been deleted here; begin a new run")
         for place in [place for place in self._places() if place >= request_id.place]:
             shutil.rmtree(self._path(place))
         self._note(Journal(request_id.session, request_id.place, journal.floor))
@@ -85,16 +119,16 @@ class Store:
         return found[1]["local"], tuple(found[1]["modalities"])
 
     def keep(self, request_id: RequestId, local: Tree, modalities: tuple[str, ...], kept: int) -> None:
-        """Write the state a task left, and forget those that no ask can want any more.
+        """Write the state that a task left, and delete those that no request can need any more.
 
-        The server can repeat the newest ask, and it can go back to the end of any round that it has not settled yet:
-        wanted are the state before this one, the last of every such round, and the last of those that are settled.
+        The server can repeat its newest request, and it can go back to the end of any round that is not settled. So
+        the state before this one is kept, the last of every such round, and the last of the settled rounds.
 
         Args:
-            request_id: of the task.
+            request_id: id of the request.
             local: the state.
-            modalities: of the client.
-            kept: the newest round that the server will never ask again.
+            modalities: the client's modalities.
+            kept: the newest settled round: the server will never ask for it or an earlier one again.
         """
         content = {"local": local, "modalities": list(modalities)}
         checkpoint.save(self._path(request_id.place), request_id.round, content)

@@ -1,11 +1,11 @@
-"""The server's view of the clients: facts about them, and one verb, `ask`.
+"""The server's view of the clients: facts about them, and one method, `ask`.
 
-An algorithm's `round` touches the world only through `fed.ask(task, clients, send)`. Behind it stands an engine,
-which decides how the asked clients are run; nothing here knows which one it is. The server trusts nothing that comes
-back: names, shapes, types and finiteness of every reply are checked before use, a bad reply is dropped with a reason,
-and the round goes on if enough clients answered.
+An algorithm's `round` reaches the clients only through `fed.ask(task, clients, send)`. An engine decides how the
+clients are run; this module does not know which engine it is. The server trusts no reply: it checks names, shapes,
+types and finiteness before use, drops a bad reply with a reason, and continues the round if enough clients answered.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.errors import BadReply, Diverged, RecipeError, TooFewReplies
-from polyfed.core.messages import LABELS, tensors
+from polyfed.core.messages import LABELS, Message, tensors
 from polyfed.core.request import Accept, Request, Send, Task
 from polyfed.core.tasks import path_of
 from polyfed.core.tree import SHARED, Tree, block_of
@@ -27,14 +27,17 @@ from polyfed.federation.replies import Answer, Replies, ReplyStack
 from polyfed.federation.reply_validation import NOT_FINITE, ReplyValidator
 from polyfed.training import SingleClientData
 
+HUGE = 1e8
+"""A model with larger values is taken for broken: clients that train on it are not blamed for NaN and infinity."""
+
 
 class Answering(Protocol):
-    """How asked clients are run."""
+    """What runs the clients: an engine."""
 
     name: str
 
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
-        """Run the task on these clients; each reply passed its client's gate."""
+        """Run the task on these clients; each reply has passed its client's egress gate."""
         ...
 
 
@@ -67,6 +70,7 @@ class Federation:
     clock: Clock | None = None
     round: int = 0
     asked: int = 0
+    _senders: set[int] = field(default_factory=set, init=False, repr=False)
     _validator: ReplyValidator | None = field(default=None, init=False, repr=False)
 
     @property
@@ -105,7 +109,8 @@ class Federation:
 
         Raises:
             EgressError: a client's policy refused to let the reply go.
-            TooFewReplies, Diverged: see `require_quorum`.
+            TooFewReplies: see `require_quorum`.
+            Diverged: see `require_quorum`; or the message to all clients, usually the merged model, is not finite.
         """
         request = Request(task, path_of(task, self.owner), self.round, self.rounds, self.asked, self.seed, turn)
         self.asked += 1
@@ -116,16 +121,56 @@ class Federation:
                 )
         if not clients:
             return Replies([])
+        peak = self._check_sent(request, send)
         answer = self.engine.answer(request, sorted(clients), send)
         missing = dict(answer.missing)
         parts = [kept for part in answer.parts if (kept := self._inspect(request, part, missing, accept))]
         parts = self._in_time(parts, missing)
+        if peak > HUGE:
+            missing = {
+                client: f"{why}{self._broken(peak)}" if why.endswith(NOT_FINITE) else why
+                for client, why in missing.items()
+            }
+        self._senders.update(client for part in parts for client in part.clients if client >= 0)
         for client, reason in sorted(missing.items()):
             self.emit("client-missing", round=self.round, task=request.name, client=client, reason=reason)
         replies = Replies(parts, missing)
         if quorum:
             self.require_quorum(replies, request.name)
         return replies
+
+    def _check_sent(self, request: Request, send: Send) -> float:
+        """The largest absolute value in a message to all clients; 0 where each is sent a message of its own.
+
+        The first message after a merge shows whether the server's own model is still finite. If it is, the replies so
+        far did no harm, and the list of suspects begins anew.
+
+        Raises:
+            Diverged: the message holds NaN or infinity.
+        """
+        if not isinstance(send, Message):
+            return 0.0
+        peaks = [
+            value.abs().amax().float() for _, _, value in tensors(send) if value.is_floating_point() and value.numel()
+        ]
+        peak = float(torch.stack(peaks).amax()) if peaks else 0.0
+        if not math.isfinite(peak):
+            raise Diverged(
+                f"round {self.round}, task {request.name}: the server's own model {NOT_FINITE}{self._suspects()}. "
+                "Lower [train] lr, set [train] clip_norm, or leave out the client whose updates are too large"
+            )
+        if peak <= HUGE:
+            self._senders.clear()
+        return peak
+
+    def _broken(self, peak: float) -> str:
+        return f", but the model that it was sent already held values up to {peak:.1e}{self._suspects()}"
+
+    def _suspects(self) -> str:
+        """Whose replies were merged since the server's model was last fine."""
+        shown = ", ".join(map(str, sorted(self._senders)[:10]))
+        more = f" and {len(self._senders) - 10} more" if len(self._senders) > 10 else ""
+        return f"; it was merged from replies of clients {shown}{more}" if shown else ""
 
     def require_quorum(self, replies: Replies, what: str) -> None:
         """End the run if too few of those who were asked gave a usable answer.
@@ -140,7 +185,7 @@ class Federation:
                 are, it is the run that has left the finite numbers.
         """
         missing, asked = replies.missing, len(replies) + len(replies.missing)
-        lost = {client: why for client, why in sorted(missing.items()) if why.endswith(NOT_FINITE)}
+        lost = {client: why for client, why in sorted(missing.items()) if NOT_FINITE in why}
         if lost and not replies:
             raise Diverged(
                 f"round {self.round}, task {what}: training left the finite numbers at {len(lost)} of {asked} "

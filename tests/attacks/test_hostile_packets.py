@@ -1,0 +1,167 @@
+"""Headers that cost their reader much, updates that ruin everybody's model, and what a device leaves on its disk."""
+
+import json
+import os
+import stat
+import time
+import tracemalloc
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+
+from flwr.app import ConfigRecord, RecordDict
+
+import world
+from engines.direct import grid_of, joined, played
+from polyfed.core.errors import BadReply, Diverged
+from polyfed.core.messages import map_tensors
+from polyfed.deploy.state_store import Store
+from polyfed.engines.flower.codec import HEADER, packet_of
+from polyfed.engines.protocol import RequestId
+from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.settings import EngineSpec
+from polyfed.federation.wire_format import Packet
+from polyfed.selection import Uniform
+
+COSTLY = {
+    "long": "[" + "0," * 2**22 + "0]",
+    "many lists": '{"a":[' + "[]," * 200_000 + "[]]}",
+    "deep": '{"a":' * 50_000 + "1" + "}" * 50_000,
+    "deep enough": '{"a":' * 9 + "1" + "}" * 9,
+    "many digits": '{"a":' + "9" * 10_000 + "}",
+}
+
+
+@pytest.mark.parametrize("kind", COSTLY)
+def test_a_header_that_is_costly_to_parse_is_refused_before_it_is_parsed(kind: str) -> None:
+    content = RecordDict({HEADER: ConfigRecord({"header": COSTLY[kind]})})
+    tracemalloc.start()
+    started = time.perf_counter()
+    found = packet_of(content)
+    spent, peak = time.perf_counter() - started, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert isinstance(found, str), "it is no packet"
+    assert "too" in found or "deep" in found or "cannot be read" in found
+    assert spent < 5.0
+    assert peak < 2**24, "nothing of it was built"
+
+
+def test_brackets_inside_of_text_are_no_nesting() -> None:
+    header = {"reason": '[[[[[[[[[[["' + "{" * 20 + "\\"}
+    assert packet_of(RecordDict({HEADER: ConfigRecord({"header": json.dumps(header)})})) == Packet(header)
+
+
+def recipe(rounds: int = 3) -> Recipe:
+    made = world.recipe(world.algorithm("fedavg", selector=Uniform(participation=1.0)), rounds=rounds)
+    return replace(made, engine=EngineSpec(name="flower"))
+
+
+HOSTILE = 2
+
+
+def spoilt(parts: Any, change: Any) -> dict[int, str]:
+    """Have the engine spoil the hostile client's first update; the reasons of those that are missing."""
+    fed, missing = parts.fed, dict[int, str]()
+    answer = fed.engine.answer
+
+    def bent(request: Any, clients: Any, send: Any) -> Any:
+        got = answer(request, clients, send)
+        if request.round == 1:
+            for place, part in enumerate(got.parts):
+                if HOSTILE in part.clients:
+                    got.parts[place] = replace(part, message=map_tensors(part.message, change))
+        return got
+
+    fed.engine.answer = bent
+    fed.emit = lambda event, **facts: missing.update({facts["client"]: facts["reason"]})
+    return missing
+
+
+def test_clients_that_train_on_a_ruined_model_are_not_blamed(tmp_path: Path) -> None:
+    made = recipe()
+    parts = joined(made, grid_of(made, tmp_path))
+    missing = spoilt(parts, lambda t: t * 1e36 if t.is_floating_point() and t.dim() > 1 else t)
+    with pytest.raises(Diverged) as caught:
+        played(made, parts)
+    assert set(missing) == set(range(6))
+    assert all("the model that it was sent already held values up to" in why for why in missing.values())
+    assert all("merged from replies of clients 0, 1, 2, 3, 4, 5" in why for why in missing.values())
+    assert "round 2" in str(caught.value)
+
+
+def test_the_server_checks_its_own_model_after_a_merge_and_names_the_senders(tmp_path: Path) -> None:
+    made = recipe()
+    parts = joined(made, grid_of(made, tmp_path))
+    missing = spoilt(parts, lambda t: t)
+    method = made.algorithm
+    merge = type(method).round
+
+    def ruined(state: Any, fed: Any) -> Any:
+        after = merge(method, state, fed)
+        return replace(after, params={name: value * torch.inf for name, value in after.params.items()})
+
+    fed = parts.fed
+    fed.begin(0)
+    state = method.init(fed, parts.initial)
+    fed.begin(1)
+    state = ruined(state, fed)
+    fed.begin(2)
+    with pytest.raises(Diverged, match=r"round 2, .*server's own model is not finite; it was merged from replies of"):
+        method.round(state, fed)
+    assert not missing, "no client was asked to train on it, and none is blamed"
+
+
+def test_a_device_says_that_the_model_was_broken_before_it_came(tmp_path: Path) -> None:
+    made, seen = recipe(1), list[str]()
+
+    def wrap(handler: Any) -> Any:
+        def answer(packet: Packet, config: Mapping[str, Any]) -> Packet:
+            spoilt = Packet(packet.header, b"\xff" * len(packet.body)) if packet.body else packet
+            reply: Packet = handler(spoilt, config)
+            seen.append(str(reply.header.get("reason")))
+            return reply
+
+        return answer
+
+    parts = joined(made, grid_of(made, tmp_path, wrap))
+    with pytest.raises(Exception, match="clients answered"):
+        played(made, parts)
+    assert "holds NaN or infinity in params." in seen[-1]
+    assert "the model was broken before it came" in seen[-1]
+
+
+def work(store: Store, run: str, round: int, kept: int = 0) -> None:
+    request_id = RequestId(run, 0, round, 0, client=3)
+    with store.alone():
+        store.prune()
+        store.begin(request_id)
+        store.keep(request_id, {"n": torch.tensor(1.0)}, ("a",), kept)
+
+
+def test_states_of_old_runs_are_deleted_and_their_ledgers_kept(tmp_path: Path) -> None:
+    stores = {f"run{n}": Store(tmp_path / f"run{n}" / "client-3") for n in range(5)}
+    for age, (run, store) in enumerate(stores.items()):
+        work(store, run, 1)
+        (store.folder / "egress.jsonl").write_text("row\n")
+        os.utime(store.folder / "journal.json", (age, age))
+    assert [run for run, store in stores.items() if store._places()] == ["run1", "run2", "run3", "run4"]
+    work(stores["run4"], "run4", 2)
+    assert [run for run, store in stores.items() if store._places()] == ["run2", "run3", "run4"]
+    assert all((store.folder / "egress.jsonl").read_text() == "row\n" for store in stores.values())
+    with pytest.raises(BadReply, match="whose local state has been deleted here"):
+        work(stores["run0"], "run0", 2)
+
+
+def test_only_the_devices_user_can_read_its_state(tmp_path: Path) -> None:
+    made = replace(recipe(1), algorithm=world.algorithm("scaffold", selector=Uniform(participation=1.0)))
+    played(made, joined(made, grid_of(made, tmp_path)))
+    found = [*(tmp_path / "run").rglob("*")]
+    assert any(path.suffix == ".safetensors" for path in found)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_dir()} == {0o700}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_file()} == {0o600}
