@@ -1,8 +1,8 @@
-"""Parts of a run by name: those that polyfed brings, and the user's own as `package.module:Class`.
+"""Which class does a name in a recipe stand for? A registered name, or the user's own class as `package.module:Class`.
 
-Importing a module runs its code. Who runs a recipe of his own accepts that, as with `python module.py`. On a device the
-recipe comes from a server, so its owner decides: inside `only(allowance)` nothing is imported and no model is read that
-the allowance does not list.
+Importing a module runs its code. Whoever runs a recipe on their own machine accepts that, as with `python module.py`.
+On a device the recipe comes from a server, so the device's owner decides: inside `only(allowance)`, nothing is imported
+and no saved model is read unless the allowance lists it.
 """
 
 import re
@@ -25,11 +25,12 @@ _READS = "It must read 'package.module:Class'"
 
 @dataclass(frozen=True, kw_only=True)
 class Allowance:
-    """What a recipe from elsewhere may use: the [allow] section of a device's policy file.
+    """What a recipe that comes from a server may use: the [allow] section of a device's policy file.
 
     Attributes:
-        imports: classes that may be imported, `package.module:Class`, or `package.*` for all that a package holds.
-        models: saved models that the encoder `hf` may read: its `path`, word for word.
+        imports: classes that may be imported, as `package.module:Class`; or `package.*`, which allows every class in a
+            package.
+        models: values of the encoder `hf`'s `path` that are allowed, compared as texts.
     """
 
     imports: tuple[str, ...] = ()
@@ -39,11 +40,15 @@ class Allowance:
     def parse(cls, table: Any, where: str) -> "Allowance":
         """Read the section.
 
+        Args:
+            table: the section as parsed from TOML.
+            where: the file and section, for messages.
+
         Raises:
-            RecipeError: an unknown key, something else than a list of words, or a word that no recipe could match.
+            RecipeError: a key is unknown, a value is not a list of strings, or an entry cannot match any recipe.
         """
         if not isinstance(table, Mapping):
-            raise RecipeError(f"{where} is a section: write [allow] and its keys below it")
+            raise RecipeError(f"{where} is a section: write [allow], and its keys in the lines below")
         allowed = [f.name for f in fields(cls)]
         for key, words in table.items():
             if key not in allowed:
@@ -63,12 +68,12 @@ class Allowance:
 
 
 _ALLOWANCE: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
-"""None where nobody but the user chooses what is run."""
+"""None outside of `only`: the user chose the recipe, so everything is allowed."""
 
 
 @contextmanager
 def only(allowance: Allowance) -> Iterator[None]:
-    """Recipes read, and models built, while the block runs may use nothing else of the user's."""
+    """While the block runs, refuse imports and saved models that the allowance does not list."""
     token = _ALLOWANCE.set(allowance)
     try:
         yield
@@ -77,10 +82,10 @@ def only(allowance: Allowance) -> Iterator[None]:
 
 
 def check_import(path: str) -> None:
-    """Refuse a class that the owner of this device has not allowed; elsewhere, nothing.
+    """Refuse to import a class that the owner of this device has not allowed. Outside of `only`, nothing is refused.
 
     Raises:
-        NotAllowed: with the line that would allow it.
+        NotAllowed: the text holds the line that would allow it.
     """
     allowance = _ALLOWANCE.get()
     if allowance is not None and not allowance.has_import(path):
@@ -91,10 +96,10 @@ def check_import(path: str) -> None:
 
 
 def check_model(path: str) -> None:
-    """Refuse a saved model that the owner of this device has not allowed; elsewhere, nothing.
+    """Refuse a saved model that the owner of this device has not allowed. Outside of `only`, nothing is refused.
 
     Raises:
-        NotAllowed: with the line that would allow it.
+        NotAllowed: the text holds the line that would allow it.
     """
     allowance = _ALLOWANCE.get()
     if allowance is not None and path not in allowance.models:
@@ -105,10 +110,19 @@ def check_model(path: str) -> None:
 
 
 def find(name: str, registered: Mapping[str, type], base: type) -> Any:
-    """The class of a registered name, or the user's own class of a path: a dataclass that extends `base`.
+    """Look up the class that a name in a recipe stands for.
+
+    Args:
+        name: a registered name, or the path `package.module:Class` of the user's own class.
+        registered: classes by name.
+        base: the class that the user's own must extend; it must also be a dataclass.
+
+    Returns:
+        The class.
 
     Raises:
-        RecipeError: with the nearest name, what hindered the import, or what the path leads to instead.
+        NotAllowed: the owner of this device has not allowed the path.
+        RecipeError: the name is unknown, the path cannot be imported, or it leads to something else.
     """
     if ":" not in name:
         if name not in registered:
@@ -126,7 +140,7 @@ def find(name: str, registered: Mapping[str, type], base: type) -> Any:
 
 
 def own(path: str, base: type) -> Any:
-    """The class that `package.module:Class` leads to, which must extend `base`; nothing that it leads to is called.
+    """Import the class at `package.module:Class`, which must extend `base`. What is found there is not called.
 
     Raises:
         NotAllowed: the owner of this device has not allowed it; nothing was imported.
@@ -142,14 +156,14 @@ def own(path: str, base: type) -> Any:
             f"'{path}' cannot be imported ({why}). {_READS}, and the folder of the package must be on PYTHONPATH "
             "(PYTHONPATH=. for a module in this folder)"
         ) from error
-    # asked of the type: an object may claim by its __class__ to be a class
+    # checked by type(): an object can claim by its __class__ to be a class
     if not (issubclass(type(found), type) and issubclass(found, base)):
         raise RecipeError(f"'{path}' must be a class that extends {_public(base)}; it is {_described(found)}")
     return found
 
 
 def name_of(part: Any, registered: Mapping[str, type]) -> str:
-    """The name under which a part's class is registered, or the path of the user's own."""
+    """The name in a recipe that stands for the class of `part`: a registered name, or `package.module:Class`."""
     for name, cls in registered.items():
         if type(part) is cls:
             return name
@@ -157,10 +171,10 @@ def name_of(part: Any, registered: Mapping[str, type]) -> str:
 
 
 def _parsed(path: str) -> tuple[str, str]:
-    """Module and class of a path, before anything is imported.
+    """Split a path into module and class, before anything is imported.
 
     Raises:
-        RecipeError: it is no such path, or its module cannot hold a part of a run.
+        RecipeError: it is not such a path, or its module is one of Python's own or a command.
     """
     match = _PATH.fullmatch(path)
     if match is None:
@@ -186,14 +200,14 @@ def _public(cls: type) -> str:
 
 
 def _described(found: Any) -> str:
-    """What a path leads to, without calling anything of it."""
+    """Describe what a path leads to, without calling any of its methods."""
     if issubclass(type(found), type):
         return f"the class {found.__module__}.{found.__qualname__}"
     return f"of type {type(found).__name__}"
 
 
 def _refuse_undeclared(path: str, found: Any) -> None:
-    """Options that a class writes down are none without the decorator; it would run with those of its parent."""
+    """Refuse a class that annotates options and lacks the dataclass decorator: it would ignore them without a word."""
     if "__dataclass_fields__" in vars(found):
         return
     inherited = {f.name for f in fields(found)}
