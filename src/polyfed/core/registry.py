@@ -1,8 +1,8 @@
-"""Finds the parts of a run by name: those of polyfed, and the user's own as `package.module:Class`.
+"""Which class does a name in a recipe stand for? A registered name, or the user's own class as `package.module:Class`.
 
-Importing a module runs its code. Users who run their own recipes accept that, as they do with `python module.py`. On a
-device, the recipe comes from a server, and the device's owner decides: inside `only(allowance)`, no module is imported
-and no model is read that the allowance does not list.
+Importing a module runs its code. Whoever runs a recipe on their own machine accepts that, as with `python module.py`.
+On a device the recipe comes from a server, so the device's owner decides: inside `only(allowance)`, nothing is imported
+and no saved model is read unless the allowance lists it.
 """
 
 import re
@@ -25,11 +25,12 @@ _READS = "It must read 'package.module:Class'"
 
 @dataclass(frozen=True, kw_only=True)
 class Allowance:
-    """What a recipe from a server may use on this device: the [allow] section of the device's policy file.
+    """What a recipe that comes from a server may use: the [allow] section of a device's policy file.
 
     Attributes:
-        imports: classes that may be imported, as `package.module:Class`, or `package.*` for everything in a package.
-        models: saved models that the encoder `hf` may read, spelt exactly like its `path`.
+        imports: classes that may be imported, as `package.module:Class`; or `package.*`, which allows every class in a
+            package.
+        models: values of the encoder `hf`'s `path` that are allowed, compared as texts.
     """
 
     imports: tuple[str, ...] = ()
@@ -40,15 +41,14 @@ class Allowance:
         """Read the section.
 
         Args:
-            table: the section as read from TOML.
-            where: its place, for error texts.
+            table: the section as parsed from TOML.
+            where: the file and section, for messages.
 
         Raises:
-            RecipeError: it is no table, has an unknown key or a value that is no list of strings, or an entry of
-                `imports` is not of the form `package.module:Class` or `package.*`.
+            RecipeError: a key is unknown, a value is not a list of strings, or an entry cannot match any recipe.
         """
         if not isinstance(table, Mapping):
-            raise RecipeError(f"{where} is a section: write [allow] and its keys below it")
+            raise RecipeError(f"{where} is a section: write [allow], and its keys in the lines below")
         allowed = [f.name for f in fields(cls)]
         for key, words in table.items():
             if key not in allowed:
@@ -68,12 +68,12 @@ class Allowance:
 
 
 _ALLOWANCE: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
-"""The allowance in force; None where users run their own recipes, which may use anything."""
+"""None outside of `only`: the user chose the recipe, so everything is allowed."""
 
 
 @contextmanager
 def only(allowance: Allowance) -> Iterator[None]:
-    """Inside the `with` block, recipes may import only classes and read only models that the allowance lists."""
+    """While the block runs, refuse imports and saved models that the allowance does not list."""
     token = _ALLOWANCE.set(allowance)
     try:
         yield
@@ -82,10 +82,10 @@ def only(allowance: Allowance) -> Iterator[None]:
 
 
 def check_import(path: str) -> None:
-    """Check that a class may be imported; outside of `only`, every class may.
+    """Refuse to import a class that the owner of this device has not allowed. Outside of `only`, nothing is refused.
 
     Raises:
-        NotAllowed: the allowance does not list the class. The text gives the line that would allow it.
+        NotAllowed: the text holds the line that would allow it.
     """
     allowance = _ALLOWANCE.get()
     if allowance is not None and not allowance.has_import(path):
@@ -96,10 +96,10 @@ def check_import(path: str) -> None:
 
 
 def check_model(path: str) -> None:
-    """Check that a saved model may be read; outside of `only`, every model may.
+    """Refuse a saved model that the owner of this device has not allowed. Outside of `only`, nothing is refused.
 
     Raises:
-        NotAllowed: the allowance does not list the model. The text gives the line that would allow it.
+        NotAllowed: the text holds the line that would allow it.
     """
     allowance = _ALLOWANCE.get()
     if allowance is not None and path not in allowance.models:
@@ -110,16 +110,19 @@ def check_model(path: str) -> None:
 
 
 def find(name: str, registered: Mapping[str, type], base: type) -> Any:
-    """Find a class by its registered name or by its path.
+    """Look up the class that a name in a recipe stands for.
 
     Args:
-        name: a registered name, or the path `package.module:Class` of a class of the user's own.
-        registered: polyfed's classes by name.
-        base: the class that the user's class must extend; it must also be a dataclass.
+        name: a registered name, or the path `package.module:Class` of the user's own class.
+        registered: classes by name.
+        base: the class that the user's own must extend; it must also be a dataclass.
+
+    Returns:
+        The class.
 
     Raises:
-        NotAllowed: the owner of this device has not allowed the class; nothing was imported.
-        RecipeError: the name is unknown, the class cannot be imported, or it is not such a dataclass.
+        NotAllowed: the owner of this device has not allowed the path.
+        RecipeError: the name is unknown, the path cannot be imported, or it leads to something else.
     """
     if ":" not in name:
         if name not in registered:
@@ -137,11 +140,7 @@ def find(name: str, registered: Mapping[str, type], base: type) -> Any:
 
 
 def own(path: str, base: type) -> Any:
-    """Import a class of the user's own, without creating an object of it.
-
-    Args:
-        path: `package.module:Class`.
-        base: the class that it must extend.
+    """Import the class at `package.module:Class`, which must extend `base`. What is found there is not called.
 
     Raises:
         NotAllowed: the owner of this device has not allowed the class; nothing was imported.
@@ -157,14 +156,14 @@ def own(path: str, base: type) -> Any:
             f"'{path}' cannot be imported ({why}). {_READS}, and the folder of the package must be on PYTHONPATH "
             "(PYTHONPATH=. for a module in this folder)"
         ) from error
-    # `type`, not `isinstance`: an object can pretend to be a class by its __class__
+    # checked by type(): an object can claim by its __class__ to be a class
     if not (issubclass(type(found), type) and issubclass(found, base)):
         raise RecipeError(f"'{path}' must be a class that extends {_public(base)}; it is {_described(found)}")
     return found
 
 
 def name_of(part: Any, registered: Mapping[str, type]) -> str:
-    """The registered name of the class of an object, or the path of a class of the user's own."""
+    """The name in a recipe that stands for the class of `part`: a registered name, or `package.module:Class`."""
     for name, cls in registered.items():
         if type(part) is cls:
             return name
@@ -172,10 +171,10 @@ def name_of(part: Any, registered: Mapping[str, type]) -> str:
 
 
 def _parsed(path: str) -> tuple[str, str]:
-    """Split a path into its module and class; nothing is imported.
+    """Split a path into module and class, before anything is imported.
 
     Raises:
-        RecipeError: the path is not of this form, or names a standard module or a command.
+        RecipeError: it is not such a path, or its module is one of Python's own or a command.
     """
     match = _PATH.fullmatch(path)
     if match is None:
@@ -208,11 +207,7 @@ def _described(found: Any) -> str:
 
 
 def _refuse_undeclared(path: str, found: Any) -> None:
-    """Refuse a class that lists options but lacks @dataclass: it would silently run with the options of its parent.
-
-    Raises:
-        RecipeError: with the names of the options.
-    """
+    """Refuse a class that annotates options and lacks the dataclass decorator: it would ignore them without a word."""
     if "__dataclass_fields__" in vars(found):
         return
     inherited = {f.name for f in fields(found)}

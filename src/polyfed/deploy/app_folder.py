@@ -1,4 +1,4 @@
-"""Flower apps from recipes, and folders of data for the clients of a demonstration."""
+"""Write the Flower app of a recipe, and folders of data for the clients of a demonstration."""
 
 import re
 import tomllib
@@ -29,7 +29,7 @@ MEGABYTE = 2**20
 CLIENT = "polyfed.deploy.installed_client:app"
 """What an app names as its ClientApp: a device answers with the polyfed installed there (docs/deploy.md)."""
 
-_APP = '''"""A Flower app that runs recipe.toml; written by `polyfed app`."""
+_APP = '''"""The server's half of a Flower app that runs recipe.toml; written by `polyfed app`."""
 
 from pathlib import Path
 
@@ -44,20 +44,21 @@ server = server_app(lambda transport, config: serve(RECIPE, transport, config, e
 
 
 def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str], None] = lambda text: None) -> Path:
-    """Write a Flower app that `flwr run` starts: its recipe, a module with both halves, and Flower's project file.
+    """Write an app that `flwr run` starts: the recipe, a module with the server's half, and Flower's project file.
 
-    The path of the recipe's [data], where the server's own rows are, becomes absolute: the app's configuration `data`.
+    The path of the recipe's [data], where the server's own rows are, is made absolute. It becomes the app's
+    configuration `data`.
 
     Args:
         recipe_path: the recipe.
         folder: for the app; must be new or empty, or hold an app of this recipe's name.
-        warn: is told why there will be no global evaluation, if the recipe's data cannot be read here.
+        warn: called with the reason why there may be no global evaluation, if the recipe's data cannot be read here.
 
     Returns:
-        the folder.
+        The folder.
 
     Raises:
-        PolyfedError: the recipe is wrong, or the folder holds something else.
+        PolyfedError: the recipe is wrong, its replies are too large, or the folder holds something else.
     """
     recipe, folder = load_recipe(recipe_path), Path(folder)
     _check(recipe, warn)
@@ -77,7 +78,7 @@ def _refuse_another(folder: Path, name: str) -> None:
     try:
         kept = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
     except (OSError, ValueError, KeyError, TypeError):
-        return  # none yet, or cut short: written anew
+        return  # there is none yet, or it was not written to its end: write it again
     if kept != name:
         raise RecipeError(f"{folder} holds the app {kept}, and this recipe's is {name}. Choose another folder")
 
@@ -127,19 +128,19 @@ def check_sizes(planned: Iterable[Planned], megabytes: int) -> None:
 
 
 def data_of(recipe: Recipe) -> str:
-    """The absolute path of the recipe's data; "" where it has none."""
+    """The absolute path of the recipe's data; "" if its source has no path."""
     path = getattr(recipe.data, "path", "")
     return str(Path(path).expanduser().absolute()) if path else ""
 
 
 def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
-    """Write a folder for each client of a recipe, as if it were a device: its rows, its policy, its configuration.
+    """Write a folder for each client of a recipe, as if it were a device: its rows and its policy.
 
-    `data.npz` holds only the modalities the client has, in the order in which a simulation would train on its rows,
-    so that a deployment on these folders equals the simulation. A policy that is there stays as it is.
+    `data.npz` holds only the modalities that the client has. Its rows are in the order in which a simulation trains on
+    them, so that a deployment on these folders equals the simulation. A policy file that exists is kept.
 
     Returns:
-        the folders `nodes/0`, `nodes/1`, ... below `folder`.
+        The folders `nodes/0`, `nodes/1`, ... below `folder`.
     """
     population = population_of(recipe)
     written = []
@@ -155,16 +156,16 @@ def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
 
 
 def _policy_for(recipe: Recipe) -> str:
-    """A client's own file under which this recipe runs as in a simulation."""
+    """The text of a policy file with which this recipe runs as in a simulation."""
     head = "# What may leave this client, and what a recipe may use on it ([allow]).\n"
-    head += "# Its own file: the server's recipe can only forbid more.\n"
+    head += "# This file belongs to the client: the server's recipe can only forbid more.\n"
     rules = {block: {to: list(kinds) for to, kinds in row.items()} for block, row in recipe.egress.items()}
     used = {key: list(names) for key, names in asdict(used_on(recipe)).items() if names}
     return head + tomli_w.dumps({"egress": rules} | ({"allow": used} if used else {}))
 
 
 def node_config(place: Path, client: int, modalities: tuple[str, ...]) -> str:
-    """What `flower-supernode --node-config` takes for a folder of `write_nodes`."""
+    """The value of `polyfed supernode --node-config` for a folder of `write_nodes`."""
     here = place.absolute()
     held = ",".join(modalities)
     return f'data="{here}/data.npz" client={client} modalities="{held}" policy="{here}/policy.toml"'

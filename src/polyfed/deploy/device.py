@@ -1,4 +1,4 @@
-"""One client's own device: what its node's configuration says, its data and its policy."""
+"""What the owner of a device configures: its data, its policy, and what recipes may use on it."""
 
 import re
 import tomllib
@@ -27,31 +27,34 @@ from polyfed.selection import SELECTORS, Selector
 WHERE = "--node-config"
 
 ELSEWHERE = Npz(path="")
-"""The source of rows that a device does not have."""
+"""The source that replaces a recipe's [data] on a device: its rows are elsewhere."""
 
 SECTIONS = "[egress.*], [allow] and [limits]"
 """Sections of a policy file."""
 
 _PAIR = re.compile(r"""([\w-]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
-"""A key and its value; values are TOML, and spaces stand between the pairs, as Flower reads it."""
+"""A key and its TOML value; pairs are separated by spaces, as in Flower's own syntax."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:
-    """What a SuperNode's `--node-config` says of its client.
+    """The configuration of a device: the option `--node-config` of `polyfed supernode`.
 
     Attributes:
-        data: an `.npz` file, or a folder of `.npy` files; rows of split 0 are trained on, rows of split 1 (if the
-            file has an array `split`) are the client's own test rows.
-        client: its number in the federation, from 0; no two nodes may have the same.
-        modalities: which arrays it takes part with, separated by commas.
-        policy: its own policy, a TOML file with the [egress.*] tables; without one the default policy holds. What
-            a recipe forbids beyond that stays forbidden. Its section [allow] lists the code and the saved models that
-            a recipe may use here; without it, none. Its section [limits] says how many rows, steps and requests there
+        data: an `.npz` file, or a folder of `.npy` files. The device trains on rows of split 0; rows of split 1 (if the
+            file has an array `split`) are its own test rows.
+        client: its number in the federation, from 0; no two devices may have the same number.
+        modalities: the arrays that it takes part with, separated by commas.
+        policy: its policy, a TOML file with the [egress.*] tables; without one, the default policy holds. A recipe can
+            forbid more. The section [allow] of the file lists the code and the saved models that a recipe may use on
+            this device; without it, a recipe may use none. The section [limits] sets how many rows, steps and requests there
             must or may be.
         state: folder for its local state and its ledger; by default `polyfed-state` beside the data.
-        silo: number of its silo, or -1.
+        silo: number of its silo, or -1 if it belongs to none.
         relay: `server-sees` agrees that messages within the silo pass through the server.
+
+    Raises:
+        RecipeError: `client` is negative, or `relay` is neither `refused` nor `server-sees`.
     """
 
     data: str
@@ -63,7 +66,7 @@ class NodeConfig:
     relay: str = "refused"
 
     def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
+        """Check `client` and `relay`."""
         if self.client < 0:
             raise RecipeError(f"{WHERE} client = {self.client}; clients are numbered from 0")
         if self.relay not in ("refused", "server-sees"):
@@ -71,23 +74,23 @@ class NodeConfig:
 
     @property
     def held(self) -> tuple[str, ...]:
-        """The modalities."""
+        """The modalities, as a tuple."""
         return tuple(name.strip() for name in self.modalities.split(",") if name.strip())
 
     @property
     def folder(self) -> Path:
-        """Where its state is."""
+        """The folder of its local state and ledger."""
         return Path(self.state) if self.state else Path(self.data).absolute().parent / "polyfed-state"
 
 
 def node_from(text: str) -> NodeConfig:
-    """The configuration in the words of `flower-supernode --node-config`.
+    """Read a configuration as it is written on the command line.
 
     Raises:
-        RecipeError: they are no pairs of key and TOML value, or a key or value is wrong.
+        RecipeError: the text does not consist of pairs of key and TOML value, or a key or value is wrong.
     """
     if rest := _PAIR.sub("", text).strip():
-        raise RecipeError(f"{WHERE}: '{rest}' is no key=value; write pairs with spaces between, strings in quotes")
+        raise RecipeError(f"{WHERE}: '{rest}' is no key=value; separate pairs by spaces and put strings in quotes")
     try:
         table = tomllib.loads("\n".join(f"{key} = {value}" for key, value in _PAIR.findall(text)))
     except tomllib.TOMLDecodeError as error:
@@ -97,27 +100,27 @@ def node_from(text: str) -> NodeConfig:
 
 
 def policy_on(node: NodeConfig, recipe: Recipe, modalities: tuple[str, ...]) -> Policy:
-    """The client's own policy, narrowed by the recipe's.
+    """The policy of the device, made stricter by the recipe's.
 
     Raises:
-        RecipeError: the file is not there, or says what no policy says.
+        RecipeError: the policy file cannot be read, or is not a policy.
     """
     told = Policy.parse(recipe.egress, {**dict.fromkeys(modalities), **dict.fromkeys(recipe.egress)})
     told = told.for_client(node.held)
     if not node.policy:
         return Policy().for_client(node.held).stricter(told)
     table = _policy_table(node)
-    # one file may serve all sites: rows for modalities of the federation that this device lacks are no mistake
+    # one file may serve all sites, so it may have rows for modalities that this device lacks
     rows = {**dict.fromkeys(recipe.model.encoders), **dict.fromkeys(modalities), **dict.fromkeys(node.held)}
     own = Policy.parse(table.get("egress", {}), rows, f"policy {node.policy}: [egress]")
     return own.for_client(node.held).stricter(told)
 
 
 def allowance_on(node: NodeConfig) -> Allowance:
-    """What a recipe may use on this device beyond polyfed itself: the [allow] section of the policy file, or nothing.
+    """What a recipe may use on this device besides polyfed itself: the [allow] section of the policy file, or nothing.
 
     Raises:
-        RecipeError: the file is not there, or says what no policy says.
+        RecipeError: the policy file cannot be read, or is not a policy.
     """
     if not node.policy:
         return Allowance()
@@ -146,19 +149,20 @@ def _policy_table(node: NodeConfig) -> dict[str, Any]:
 
 
 def recipe_on(node: NodeConfig, path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe as this device reads it. What only the server uses is left out, with the code it names: trackers, the
-    source of the server's rows (this device's are in `node.data`), and a partition of the user's own.
+    """Read a recipe as this device uses it.
 
-    Call it inside `registry.only(allowance_on(node))`.
+    Parts that only the server uses are left out, with the code they name: trackers, the source of the server's rows
+    (this device's rows are in `node.data`), and a partition of the user's own. Call this inside
+    `registry.only(allowance_on(node))`.
 
     Raises:
-        NotAllowed: it names code or a saved model that the device's owner has not allowed; no such code was imported.
-        RecipeError: it is wrong.
+        NotAllowed: the recipe names code or a saved model that the device's owner has not allowed; it was not imported.
+        RecipeError: the recipe is wrong.
     """
     table = _of_a_client(read_table(path, overrides), has_data=bool(node.data))
     try:
         return parse_recipe(table, name=path.stem)
-    except NotAllowed:  # the server is told these words, which must not hold a path of this device
+    except NotAllowed:  # the server is told this text, which must not hold a path of this device
         raise
     except RecipeError as error:
         raise type(error)(f"{called(path, overrides)}: {error}") from None
@@ -180,7 +184,7 @@ def _of_a_client(table: Mapping[str, Any], has_data: bool) -> dict[str, Any]:
 
 
 def used_on(recipe: Recipe) -> Allowance:
-    """The least that devices must allow for this recipe to run on them."""
+    """What devices must allow, at least, for this recipe to run on them."""
     algorithm, encoders = recipe.algorithm, recipe.model.encoders.values()
     named = [name_of(algorithm, ALGORITHMS)]
     named += [name_of(part, SELECTORS) for _, part in parts(algorithm) if isinstance(part, Selector)]
@@ -191,15 +195,15 @@ def used_on(recipe: Recipe) -> Allowance:
 
 
 def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Population:
-    """A population in which this client has its number and its rows; the rows of all others are elsewhere.
+    """A population in which only this client has rows.
 
     Args:
-        node: the node's configuration.
-        recipe: whose [data] says which array is the label, where it speaks of an `.npz`.
-        facts: about the federation; None before it is known.
+        node: the device's configuration.
+        recipe: if its [data] is an `.npz`, it names the array of the labels.
+        facts: shapes and classes of the federation; None before they are known.
 
     Raises:
-        DataError: the data is not there, is damaged, or does not fit the federation.
+        DataError: the data cannot be read, is damaged, or does not fit the federation.
     """
     base = recipe.data if isinstance(recipe.data, Npz) else ELSEWHERE
     source = replace(base, path=node.data, modalities=_in_order(node, facts), test_share=0.0)
@@ -221,10 +225,10 @@ def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Popu
 
 
 def check_held(node: NodeConfig, recipe: Recipe) -> None:
-    """Refuse modalities that the recipe does not know.
+    """Refuse modalities for which the recipe has no encoder.
 
     Raises:
-        DataError: with the nearest name.
+        DataError: the text suggests the nearest name.
     """
     for name in node.held:
         if name not in recipe.model.encoders:
@@ -252,7 +256,7 @@ def _check_fits(columns: Columns, facts: Facts, node: NodeConfig) -> None:
 
 
 def _only(client: int, rows: torch.Tensor) -> Shards:
-    """All rows with one client, none with those before it."""
+    """Give all rows to one client, and none to the clients before it."""
     offsets = torch.zeros(client + 2, dtype=torch.int64)
     offsets[-1] = len(rows)
     return Shards(offsets, rows)

@@ -1,4 +1,4 @@
-"""What a device would do with a recipe, found out on the device before anything is started."""
+"""What would a device do with a recipe? Checked on the device, before anything is started."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,15 +28,15 @@ from polyfed.privacy.policy import Policy
 
 @dataclass(frozen=True)
 class Inspection:
-    """A device and a recipe.
+    """What `polyfed check --node` found.
 
     Attributes:
         node: the device's configuration; without data where only a policy file was given.
-        policy: what may leave: the device's own policy, narrowed by the recipe's.
-        rows: training rows and own test rows, or None without data.
-        shapes: of a sample, by modality.
-        num_classes: its largest label and one more.
-        planned: what tasks of the recipe would send from here, allowed or not.
+        policy: what may leave: the device's policy, made stricter by the recipe's.
+        rows: numbers of training rows and of own test rows, or None without data.
+        shapes: shape of a sample, by modality.
+        num_classes: the largest label plus one.
+        planned: what tasks of the recipe would send from this device, allowed or refused.
         breaches: limits of the device that the recipe would break.
     """
 
@@ -50,7 +50,7 @@ class Inspection:
 
     @property
     def refused(self) -> tuple[Planned, ...]:
-        """What this device would refuse."""
+        """What this device would refuse to send."""
         return tuple(row for row in self.planned if not row.allowed)
 
 
@@ -58,13 +58,13 @@ def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()
     """Check a device's configuration, policy and data against a recipe, as the device itself would.
 
     Args:
-        given: the recipe of the run; by its path, it is read as the device reads it.
-        text: what `flower-supernode --node-config` gets, or the path of a policy file alone.
-        overrides: `section.key=value`, written into a recipe that is read.
+        given: the recipe of the run, or its path; at a path it is read as the device reads it.
+        text: the value of `polyfed supernode --node-config`, or the path of a policy file alone.
+        overrides: `section.key=value`, applied to a recipe that is read.
 
     Raises:
         NotAllowed: the recipe names what the device's owner has not allowed; no code that it names was imported.
-        PolyfedError: what is wrong.
+        PolyfedError: the configuration, the policy, the data or the recipe is wrong.
     """
     node = node_from(text) if "=" in text else _of_policy(text)
     with only(allowance_on(node)):
@@ -95,19 +95,19 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
 
 
 def _of_policy(path: str) -> NodeConfig:
-    """A device of which only the policy is known: it has all modalities of whatever recipe."""
+    """A device of which only the policy is known; it is taken to have all modalities of the recipe."""
     if not Path(path).is_file():
         raise RecipeError(f"--node '{path}' is neither a policy file nor key=value pairs; see docs/deploy.md")
     return NodeConfig(data="", client=0, modalities="", policy=path)
 
 
 def _planned(recipe: Recipe, node: NodeConfig, policy: Policy, population: Population | None) -> list[Planned]:
-    """What would be sent: by the device's own rows, or else by the recipe's, where they can be read here.
+    """What would be sent, with shapes from the device's own rows or else from the recipe's data, if readable here.
 
     Sizes are those of a federation that has only the modalities of this device.
     """
     encoders, everyone = {name: recipe.model.encoders[name] for name in node.held}, tuple(recipe.model.encoders)
-    told = Policy.parse(recipe.egress, {**recipe.model.encoders, **recipe.egress})  # by it the device builds its model
+    told = Policy.parse(recipe.egress, {**recipe.model.encoders, **recipe.egress})  # the device builds its model by it
     mine = replace(recipe, model=replace(recipe.model, encoders=encoders), egress=told.table(node.held), network=None)
     if population is None and recipe.data == ELSEWHERE:
         return []

@@ -1,6 +1,6 @@
-"""A federation on this machine's loopback: a SuperLink with TLS, SuperNodes with keys, for trying out and for tests.
+"""A federation on this machine's loopback, for trials and tests: a SuperLink with TLS, and SuperNodes with keys.
 
-Every process is started with the commands that docs/deploy.md gives for real machines.
+Every process is started by the commands that docs/deploy.md gives for real machines.
 """
 
 import json
@@ -28,7 +28,7 @@ from polyfed.experiment.lock import alone_in
 from polyfed.experiment.recipe import Recipe, load_recipe
 
 START_SECONDS, STOP_SECONDS = 120.0, 5.0
-"""How long a process may take until it listens, on a busy machine, and until it has ended."""
+"""Seconds that a process may take until it listens (long, for a busy machine), and until it has ended."""
 
 
 class Local:
@@ -36,10 +36,12 @@ class Local:
 
     Args:
         recipe_path: the recipe; its clients become folders by `write_nodes`.
-        folder: for app, nodes, credentials, logs.
+        folder: for the app, the nodes, credentials and logs.
 
     Attributes:
-        processes: by name: `link`, `node-0`, ...; each leads a group of its own.
+        processes: by name: `link`, `node-0`, ...; each leads a process group.
+        public: port on which SuperNodes are served.
+        ports: port on which commands are taken, then one port for each SuperNode.
     """
 
     def __init__(self, recipe_path: str | Path, folder: str | Path) -> None:
@@ -61,8 +63,8 @@ class Local:
     def start(self) -> None:
         """Start the SuperLink, which knows the nodes' keys, and the SuperNodes.
 
-        The SuperLink's database of an earlier call is deleted, with its opinion of which nodes are alive: what a run
-        goes on from is in the folders of the server and of the nodes.
+        The SuperLink's database of an earlier call is deleted, since it lists SuperNodes as alive that have ended. A
+        run goes on from the folders of the server and of the nodes.
         """
         for old in self.folder.glob("link.db*"):
             old.unlink()
@@ -94,10 +96,10 @@ class Local:
         self._start(f"node-{client}", *_polyfed("supernode", *words))
 
     def return_node(self, client: int) -> None:
-        """Start a SuperNode again after a hard kill, as often as it takes.
+        """Start a SuperNode again after a hard kill, repeatedly until the SuperLink lets it in.
 
-        The SuperLink takes it for alive until its last heartbeat is a minute old, and sends a second one away; a
-        service manager with `Restart=always` does the same.
+        The SuperLink takes the old one for alive until its last heartbeat is a minute old, and sends the new one away.
+        A service manager with `Restart=always` does the same.
         """
         end = time.monotonic() + 3 * START_SECONDS
         while time.monotonic() < end:
@@ -119,7 +121,7 @@ class Local:
         return self._start("run", _command("flwr"), "run", str(app or self.app), CONNECTION, "--stream")
 
     def flwr(self, *words: str) -> str:
-        """A command of Flower's, to its end; what it printed."""
+        """Run a command of Flower's to its end and return what it printed."""
         done = subprocess.run([_command("flwr"), *words], env=self._environment(), capture_output=True, check=False)
         text = (done.stdout + done.stderr).decode()
         if done.returncode:
@@ -133,7 +135,7 @@ class Local:
         process.wait()
 
     def stop(self) -> None:
-        """End everything, also what Flower started in sessions of its own; another Ctrl-C does not hinder it."""
+        """End all processes, also those that Flower started in sessions of its own; another Ctrl-C has no effect."""
         with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
             groups = {group for process in self.processes.values() for group in groups_of(process.pid)}
             for how in (signal.SIGTERM, signal.SIGKILL):
@@ -146,11 +148,11 @@ class Local:
 
     def _ended(self, groups: set[int]) -> bool:
         for process in self.processes.values():
-            process.poll()  # otherwise it stays, as a zombie
+            process.poll()  # otherwise it remains as a zombie
         return not any(lives(group) for group in groups)
 
     def log(self, name: str) -> str:
-        """What a process has written so far, nothing if it has not been started."""
+        """What a process has written so far; "" if it has not been started."""
         path = self.folder / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -182,12 +184,15 @@ class Local:
 
 
 def run_locally(recipe_path: str | Path, folder: str | Path) -> Path:
-    """Run a recipe as a federation on loopback, printing the server's log; the run's folder.
+    """Run a recipe as a federation on loopback, and print the server's log.
 
-    Ctrl-C ends all processes; the same call goes on with the run. Where the run is at its end, nothing is started.
+    Ctrl-C ends all processes; the same call goes on with the run. If the run is at its end, nothing is started.
+
+    Returns:
+        The folder of the run.
 
     Raises:
-        PolyfedError: what ended the run; or another call holds the folder.
+        PolyfedError: the error that ended the run; or another call uses the folder.
     """
     folder = Path(folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -212,7 +217,7 @@ def run_locally(recipe_path: str | Path, folder: str | Path) -> Path:
 
 
 def finished(recipe: Recipe, out: Path) -> bool:
-    """Whether a folder holds the result of this recipe, on whichever machine."""
+    """Whether a folder holds the result of this recipe; the engine and the checkpoint settings may differ."""
     if (out / ERROR).exists() or not (out / RESULT).exists():
         return False
     if json.loads((out / RESULT).read_text())["rounds"] != recipe.rounds:

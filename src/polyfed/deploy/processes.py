@@ -1,4 +1,4 @@
-"""Processes of this machine: their groups, signals and ports."""
+"""Process groups, signals and ports of this machine."""
 
 import os
 import signal
@@ -9,14 +9,14 @@ HOST = "127.0.0.1"
 
 
 def listens(port: int) -> bool:
-    """Whether something on this machine listens there."""
+    """Whether a process listens on this port of loopback."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex((HOST, port)) == 0
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nothing listens on."""
+    """Find ports of loopback on which no process listens."""
     sockets = [socket.socket() for _ in range(count)]
     for probe in sockets:
         probe.bind((HOST, 0))
@@ -27,7 +27,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def signal_group(group: int, how: signal.Signals) -> None:
-    """Send a signal to a process group, if it is there."""
+    """Send a signal to a process group; do nothing if it has ended."""
     try:
         os.killpg(group, how)
     except ProcessLookupError:
@@ -44,7 +44,7 @@ def lives(group: int) -> bool:
 
 
 def groups_of(pid: int) -> set[int]:
-    """The process groups of a process and of all that it started; without /proc its own."""
+    """The process groups of a process and of all processes that it started; without /proc, its own group only."""
     children: dict[int, list[tuple[int, int]]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

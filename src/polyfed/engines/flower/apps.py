@@ -1,4 +1,4 @@
-"""A handler as a ClientApp, a server's main as a ServerApp, and both together in Flower's simulation runtime."""
+"""Make a ClientApp of a handler and a ServerApp of a main function, and run both in Flower's simulation runtime."""
 
 import logging
 import signal
@@ -20,11 +20,11 @@ from polyfed.engines.protocol import FAILED
 from polyfed.federation.wire_format import Packet
 
 Handler = Callable[[Packet, Mapping[str, Any]], Packet]
-"""A client: what it makes of a packet, given its node's configuration."""
+"""A client: takes a packet and its node's configuration, and returns the reply."""
 
 
 def client_app(handler: Handler) -> ClientApp:
-    """The ClientApp that hands packets to a handler."""
+    """Make a ClientApp that hands packets to a handler and sends its replies."""
     app = ClientApp()
 
     def answer(message: Message, context: Context) -> Message:
@@ -41,7 +41,7 @@ def client_app(handler: Handler) -> ClientApp:
 
 
 def server_app(main: Callable[["GridTransport", Mapping[str, Any]], None]) -> ServerApp:
-    """The ServerApp that runs `main` with a post and the run's configuration, in a process of its own."""
+    """Make a ServerApp that calls `main` with a transport and the run's configuration."""
     app = ServerApp()
 
     @app.main()
@@ -57,10 +57,10 @@ def simulate(main: Callable[[GridTransport], None], handler: Handler, clients: i
     """Run `main` against Flower's simulation runtime (Ray).
 
     Args:
-        main: the server; what it raises is raised here.
-        handler: the clients; a copy of it travels to Ray's processes on this machine or cluster.
-        clients: how many.
-        cpus: of one client; as many clients run at a time as fit.
+        main: the server; its exceptions are raised here.
+        handler: the clients; Ray copies it to its processes on this machine or cluster.
+        clients: how many clients.
+        cpus: CPUs of one client; as many clients run at a time as fit.
     """
     stop = Event()
     app = ServerApp()
@@ -87,7 +87,7 @@ def simulate(main: Callable[[GridTransport], None], handler: Handler, clients: i
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave the screen to polyfed; errors of Flower's are still shown."""
+    """Hide what Flower logs, except errors."""
     logger = logging.getLogger("flwr")
     level = logger.level
     logger.setLevel(logging.ERROR)

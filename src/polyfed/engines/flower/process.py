@@ -1,4 +1,4 @@
-"""A process of Flower's: what it says last, and when it ends."""
+"""The process in which Flower runs a ServerApp: what it prints last, and when it ends."""
 
 import argparse
 import logging
@@ -13,22 +13,25 @@ from threading import Thread
 from polyfed.core.errors import PolyfedError
 
 LOOK_SECONDS, GRACE_SECONDS = 2.0, 10.0
-"""Between looks for the SuperLink, and from the interrupt to the end (Flower gives itself 5)."""
+"""Seconds between two checks that the SuperLink listens, and from the interrupt to the end (Flower takes 5)."""
 
 REFUSALS = 5
 """Connections refused in a row after which the SuperLink is gone."""
 
 
 class LastWord(logging.Filter):
-    """Leaves the last word to the sentence that a user's fault ends with, which the app has printed: no trace, no
-    "unhandled exception" after it. Also drops the empty line by which Flower ends a run that went well."""
+    """Keep our sentence about a user's fault as the last line of the log.
+
+    The app has printed that sentence. The filter drops the trace and the "unhandled exception" that Flower would log
+    after it, and the empty line that Flower logs after a run that went well.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.told = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See `logging.Filter`."""
+        """Whether Flower may log this record."""
         if record.exc_info and isinstance(record.exc_info[1], PolyfedError):
             self.told = True
             return False
@@ -40,17 +43,17 @@ LAST_WORD = LastWord()
 
 
 def speak_last() -> None:
-    """Have Flower's log leave users' faults to us; calling it again changes nothing."""
+    """Add the filter to Flower's log; calling this again changes nothing."""
     logging.getLogger("flwr").addFilter(LAST_WORD)
 
 
 def end_with_link() -> None:
-    """End this process, a ServerApp, soon after its SuperLink.
+    """End this process, a ServerApp, soon after its SuperLink has ended.
 
-    Flower looks only whether the process that started this one lives. A SuperLink that was asked to end lives on for a
-    minute while someone reads its log, but takes no connections any more. And Flower's signal goes to the thread that
-    looks, so that a main thread which sleeps between attempts to reach the SuperLink does not wake up from it.
-    Whatever is cut off here, the run's checkpoint is whole.
+    Flower checks only whether the process that started this one is alive. A SuperLink that was asked to end stays alive
+    for a minute while someone reads its log, but takes no connections. And Flower's signal reaches the thread that
+    checks, so it does not wake a main thread that sleeps between attempts to reach the SuperLink. The checkpoint of the
+    run is written atomically, so it is whole whenever the process ends.
     """
     parent, address = os.getppid(), _address(sys.argv)
 
@@ -68,7 +71,7 @@ def end_with_link() -> None:
 
 
 def _address(words: Sequence[str]) -> tuple[str, int] | None:
-    """Where the SuperLink listens, from the words that Flower started a ServerApp with; None if they do not say."""
+    """Where the SuperLink listens, from the command line of this process; None if it does not say."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--runtime-api-address", default="")
     host, _, port = parser.parse_known_args(list(words))[0].runtime_api_address.rpartition(":")
@@ -76,7 +79,7 @@ def _address(words: Sequence[str]) -> tuple[str, int] | None:
 
 
 def _refuses(address: tuple[str, int]) -> bool:
-    """Whether nothing listens there; a network that fails is another matter."""
+    """Whether the connection is refused, because nothing listens there; other failures of the network do not count."""
     try:
         socket.create_connection(address, timeout=LOOK_SECONDS).close()
     except ConnectionRefusedError:
