@@ -1,4 +1,4 @@
-"""Federated averaging whose clients try to send what they did not declare, and what is held against it."""
+"""Federated averaging whose clients try to send what they did not declare, and checks that they fail."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,11 +22,11 @@ from world import through
 ENGINES = ["sequential", "vectorised"]
 TRAIN = Train(lr=0.1, batch_size=16, epochs=1)
 OPEN = {block: {"server": list(KINDS)} for block in ("a", "b")}
-"""Of the modalities everything may leave, of `shared` and labels what may by default."""
+"""Everything of the modalities may leave; of `shared` and labels, what may leave by default."""
 EVERYTHING = OPEN | {block: {"server": list(KINDS)} for block in ("shared", "labels")}
 
 Made = Callable[[Any, Any, Any], Any]
-"""(site, data, fit) -> the reply"""
+"""(context, data, fit) -> the reply"""
 
 
 def smuggler(answer: Any, make: Made, **hooks: Any) -> Averaging:

@@ -225,10 +225,8 @@ def enrolment(
     """
     if not policy.allows("statistic", SHARED, "server"):
         fix, why = policy.fix(("statistic",), SHARED, "server"), policy.inherited(("statistic",), SHARED, "server")
-        refusal = f"client {client} refused to enrol, which tells the server how many rows it has (a statistic)"
-        return reason(
-            REFUSED, None, f"{refusal}{why and f': {why}'}. It would enrol if the client's policy said: {fix}"
-        )
+        what = f"client {client} refused to enrol, which tells the server how many rows it has (a statistic)"
+        return reason(REFUSED, None, f"{what}{why and f': {why}'}. It would enrol if the client's policy said: {fix}")
     columns, registry = population.columns, registry_of(population)
     known = registry[client]
     if known.num_rows < limits.min_rows:  # how many rows it has is not told here: it takes no part

@@ -47,8 +47,8 @@ class NodeConfig:
         modalities: the arrays that it takes part with, separated by commas.
         policy: its policy, a TOML file with the [egress.*] tables; without one, the default policy holds. A recipe can
             forbid more. The section [allow] of the file lists the code and the saved models that a recipe may use on
-            this device; without it, a recipe may use none. The section [limits] sets how many rows, steps and requests there
-            must or may be.
+            this device; without it, a recipe may use none. The section [limits] sets how many rows, steps and
+            requests there must or may be.
         state: folder for its local state and its ledger; by default `polyfed-state` beside the data.
         silo: number of its silo, or -1 if it belongs to none.
         relay: `server-sees` agrees that messages within the silo pass through the server.

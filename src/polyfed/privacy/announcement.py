@@ -1,4 +1,4 @@
-"""What a client's replies can hold, and what its policy says of it: one list for `polyfed check` and for the gate.
+"""Everything that a client's replies can hold, with the policy's verdict: one list for `polyfed check` and the gate.
 
 The list follows from what each task's message declares, the blocks that the client has, and the algorithm's options.
 `polyfed check` prints it; `EgressGate.release` lets a part of a reply out only if the list has it and the policy
@@ -17,7 +17,7 @@ from polyfed.privacy.policy import Policy, refusal
 
 
 class Asking(Protocol):
-    """What an announcement wants to know of an algorithm; `Algorithm` explains both."""
+    """What an announcement needs to know about an algorithm; see `polyfed.algorithms.Algorithm`."""
 
     def will_ask(self, task: str, *, tested: bool) -> bool:
         """Whether clients can be asked for a task."""
@@ -28,7 +28,7 @@ class Asking(Protocol):
 
 @dataclass(frozen=True)
 class Holder:
-    """Whose blocks the words in a tree's `blocks` mean.
+    """The client and the federation that the words in a tree's `blocks` refer to.
 
     Attributes:
         own: the modalities of the client.
@@ -41,16 +41,16 @@ class Holder:
     read: tuple[str, ...]
 
     def names(self, said: Declared) -> tuple[str, ...]:
-        """What the names of a tree's tensors may be; for parameters and gradients, which blocks they may belong to.
+        """The names that tensors of a tree may have; for parameters and gradients, the blocks they may belong to.
 
-        None for a bare tensor, which has no name.
+        Empty for a field that is a single tensor, which has no name.
         """
         held = self.everyone if said.whole else self.own
         words = {MODALITIES: held, READ: tuple(m for m in held if m in self.read)}
         return tuple(dict.fromkeys(name for word in said.blocks or () for name in words.get(word, (word,))))
 
     def blocks(self, said: Declared) -> tuple[str, ...]:
-        """The blocks under which policy and ledger can meet something of a field."""
+        """The blocks under which the policy and the ledger treat the parts of a field."""
         if said.kind == "labels":
             return (LABELS,)
         return (said.of or SHARED,) if said.bare else self.names(said)
@@ -58,11 +58,17 @@ class Holder:
 
 @dataclass(frozen=True)
 class Announced:
-    """Something that replies to a task can hold.
+    """One part that a reply to a task can hold.
 
     Attributes:
+        task: name of the task.
+        message: name of the class of its reply.
+        field: of the message.
+        kind: of the field.
+        block: a modality, `shared` or `labels`.
+        destination: `server` or `silo`.
         allowed: whether the policy lets it go to its destination.
-        fix: the line of a policy that would allow it, empty when it is allowed.
+        fix: the line of a policy that would allow it; empty when it is allowed.
         tells: what it gives away beyond what its kind says; empty for most.
     """
 
@@ -79,14 +85,14 @@ class Announced:
 
 @dataclass(frozen=True)
 class Announcement:
-    """All that the replies of one client, or of several alike ones, can hold.
+    """Everything that the replies of one client, or of several alike clients, can hold.
 
     Attributes:
-        algorithm: whose options decide what is asked and sent.
-        answers: the message that each task answers with, and its destination, by the task's name.
-        holder: whose blocks these are.
-        policy: what may leave.
-        tested: whether there are clients with test rows of their own.
+        algorithm: its options decide which tasks are asked and which fields are sent.
+        answers: by the name of a task, the class of its reply and the destination.
+        holder: the modalities of the client and of the federation.
+        policy: the policy of the client.
+        tested: whether any client has test rows of its own.
     """
 
     algorithm: Asking
@@ -97,10 +103,10 @@ class Announcement:
 
     @cached_property
     def rows(self) -> dict[tuple[str, str, str], Announced]:
-        """By (task, field, block).
+        """The parts that can leave, by (task, field, block).
 
         Raises:
-            RecipeError: a field speaks of a modality that the federation does not have.
+            RecipeError: a field is declared for a modality that the federation does not have.
         """
         found: dict[tuple[str, str, str], Announced] = {}
         for task, (reply, destination) in self.answers.items():
@@ -121,9 +127,9 @@ class Announcement:
         }
 
     def answer_refusal(self, task: str, reply: type[Message], destination: str, client: int) -> str:
-        """Why a reply of this type may not leave whatever it holds; empty when it is the one that the task declares.
+        """Why a reply of this type may not leave, whatever it holds; empty if it is the type that the task declares.
 
-        The words leave a device, so they do not repeat the name of another type: a task could write rows into it.
+        The text leaves a device, so it does not repeat the name of another type: a task could write rows into it.
         """
         if task not in self.answers:
             return (
@@ -141,17 +147,17 @@ class Announcement:
         )
 
     def announces(self, task: str, part: Crossing) -> bool:
-        """Whether the list has a part of a task's declared reply, allowed or not."""
+        """Whether the list has this part of a reply, allowed or not."""
         return not self.strange(task, part) and (task, part.field, part.block) in self.rows
 
     def strange(self, task: str, part: Crossing) -> frozenset[str]:
-        """Names in a part of a task's declared reply that its message does not declare."""
+        """The names in a part of a reply that its message does not declare."""
         return part.names - self.names[task, part.field]
 
     def refusal(self, task: str, part: Crossing, client: int) -> str:
-        """Why a part of a task's declared reply may not leave; empty when it may.
+        """Why a part of a reply may not leave; empty if it may.
 
-        The words leave a device, so they repeat no name that is not declared: a task could write rows into it.
+        The text leaves a device, so it repeats no name that is not declared: a task could write rows into it.
         """
         reply, destination = self.answers[task]
         where = f"client {client} refused to send {reply.__name__}.{part.field}"
@@ -168,7 +174,7 @@ class Announcement:
         )
 
     def _undeclared(self, task: str, part: Crossing, strange: frozenset[str]) -> str:
-        """What is wrong with names that a message does not declare, and how to declare them."""
+        """The text of a refusal for names that a message does not declare, with the way to declare them."""
         reply, destination = self.answers[task]
         said = reply.declared[part.field]
         of_the_model = part.kind in OF_THE_MODEL

@@ -43,17 +43,17 @@ class Head:
 
     Attributes:
         lines: number of lines, seals included.
-        bytes: size of the file.
+        size: of the file, in bytes.
         hash: SHA-256 of the last line.
     """
 
     lines: int = 0
-    bytes: int = 0
+    size: int = 0
     hash: str = START
 
     def signed_bytes(self) -> bytes:
         """What the signature of the head covers."""
-        return f"polyfed audit head {self.lines} {self.bytes} {self.hash}".encode()
+        return f"polyfed audit head {self.lines} {self.size} {self.hash}".encode()
 
 
 class AuditLog:
@@ -101,7 +101,7 @@ class AuditLog:
                 sync(path)
                 self._write_head(after, key)
             except OSError:
-                os.truncate(path, _head(self.folder).bytes)  # what the signed head says is what there is
+                os.truncate(path, _head(self.folder).size)  # what the signed head says is what there is
                 raise
 
     def _prepare(self) -> bool:
@@ -132,17 +132,17 @@ class AuditLog:
         head, path = _head(self.folder, key), self.folder / AUDIT
         path.touch()
         size = path.stat().st_size
-        if size < head.bytes or (head.bytes and _last_hash(path, head.bytes) != head.hash):
+        if size < head.size or (head.size and _last_hash(path, head.size) != head.hash):
             raise CheckpointError(
                 f"{path} is damaged: it does not end as {HEAD} says; `polyfed audit-log verify` names the line. "
                 f"Restore both files from a copy, or move them away to begin a new log"
             )
-        if size > head.bytes:
-            os.truncate(path, head.bytes)
+        if size > head.size:
+            os.truncate(path, head.size)
         return head
 
     def _write_head(self, head: Head, key: Ed25519PrivateKey) -> None:
-        row = {"lines": head.lines, "bytes": head.bytes, "hash": head.hash}
+        row = {"lines": head.lines, "bytes": head.size, "hash": head.hash}
         replace_text(self.folder / HEAD, json.dumps(row | {"signature": key.sign(head.signed_bytes()).hex()}))
 
     @contextmanager
@@ -189,7 +189,7 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
         raise DataError(f"{error}") from None
     rows, seals, times, previous = 0, 0, list[str](), START
     sealed, number = True, 0
-    for number, line in enumerate(text[: head.bytes].splitlines(), 1):
+    for number, line in enumerate(text[: head.size].splitlines(), 1):
         row = _row(path, number, line)
         if row.get("previous") != previous:
             raise DataError(
@@ -201,9 +201,9 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
             raise DataError(f"{path} line {number}: its signature is not one of the key {key or folder / PUBLIC_KEY}")
         rows, seals = rows + (not sealed), seals + sealed
         times.append(str(row.get("time", "")))
-    if (number, len(text[: head.bytes]), previous) != (head.lines, head.bytes, head.hash) or not sealed:
+    if (number, len(text[: head.size]), previous) != (head.lines, head.size, head.hash) or not sealed:
         raise DataError(f"{path} ends after line {number}, but {HEAD} is signed for {head.lines} lines")
-    if len(text) > head.bytes:
+    if len(text) > head.size:
         raise DataError(
             f"{path} line {number + 1} was never signed. If writing was interrupted, nothing of it left, and the "
             "device removes it before it answers again"
@@ -223,7 +223,7 @@ def _chained(entries: Sequence[Entry], run: str, head: Head, key: Ed25519Private
             line = f'{line[:-1]}{_SIGNATURE}{key.sign(line.encode()).hex()}"}}'
         previous = hashlib.sha256(line.encode()).hexdigest()
         text, count = text + line.encode() + b"\n", count + 1
-    return text, Head(head.lines + count, head.bytes + len(text), previous)
+    return text, Head(head.lines + count, head.size + len(text), previous)
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A client's side: its site, its policy, its ledger, and the one gate through which replies leave.
+"""The egress gate of a client: the one place through which its replies leave.
 
-In simulation a node may hold several alike clients at once (same modalities, same policy), whose messages are
-stacked; gate and ledger look at fields, not at values, so the same code serves one and many.
+In a simulation one gate may serve several alike clients (same modalities, same policy) whose messages are stacked.
+It looks at fields and shapes, not at values, so the same code serves one client and many.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class EgressGate:
     Attributes:
         clients: their numbers.
         blocks: the blocks of their model.
-        ledger: where every crossing is booked.
-        announcement: all that their replies can hold, and what their policy says of it.
-        on_server: whether these are evaluation clients: their rows are the server's own, so nothing leaves anybody.
+        ledger: takes a row for every crossing.
+        announcement: everything that their replies can hold, with the policy's verdict.
+        on_server: whether these are evaluation clients. Their rows are the server's own, so nothing leaves a client.
     """
 
     clients: tuple[int, ...]
@@ -35,7 +35,7 @@ class EgressGate:
     on_server: bool = False
 
     def receive(self, request: Request, msg: Message) -> Any:
-        """Take a message in: leave out blocks this client does not have, and book the rest."""
+        """Receive a message: leave out the blocks that this client does not have, and book the rest."""
         own = cut(msg, self.blocks)
         if not self.on_server:
             parts = crossings(own)
@@ -44,11 +44,16 @@ class EgressGate:
         return own
 
     def release(self, request: Request, reply: Message, *, stacked: bool) -> Message:
-        """The gate: let a reply out, or refuse it whole.
+        """Let a reply out, or refuse all of it.
+
+        Args:
+            request: the request that it answers.
+            reply: of one client, or of a stack of clients.
+            stacked: whether the tensors have a leading axis of clients.
 
         Raises:
-            EgressError: the policy forbids a part of it, or `polyfed check` did not announce one; naming client, field,
-                kind, block, destination and the line that would allow it.
+            EgressError: the policy forbids a part of it, or `polyfed check` did not announce one. The text names
+                client, field, kind, block, destination and the line that would allow it.
         """
         assert isinstance(reply, Message), f"task {request.name} answered with {type(reply).__name__}, not a message"
         if self.on_server:
@@ -59,7 +64,7 @@ class EgressGate:
         return reply
 
     def _refuse_another(self, request: Request, reply: Message, stacked: bool) -> None:
-        """Refuse what is not the reply that the task declares."""
+        """Refuse a reply of another type than the task declares."""
         if why := self.announcement.answer_refusal(request.name, type(reply), request.scope, self.clients[0]):
             parts = crossings(reply, stacked=stacked)
             self._book(request, reply, parts, request.scope, (False,) * len(parts), self.clients)
@@ -72,7 +77,7 @@ class EgressGate:
             raise EgressError(first)
 
     def _alike(self, reply: Message) -> list[tuple[tuple[int, ...], dict[str, int] | None]]:
-        """The clients of a stack by how many rows they send, which is all in which their messages differ."""
+        """The clients of a stack in groups that send equally many rows: their messages differ in nothing else."""
         if not reply.counts:
             return [(self.clients, None)]
         counted = {name: getattr(reply, count).tolist() for name, count in reply.counts.items()}
@@ -98,7 +103,7 @@ class EgressGate:
 
 
 def _refuse_dotted(msg: Message, parts: tuple[Crossing, ...]) -> None:
-    """Refuse what the server's half sends if a tree that is no model's has names like a model's."""
+    """Refuse a message of the server if a tree that is not a model's has names like those of a model."""
     for part in parts:
         if part.kind not in OF_THE_MODEL and (dotted := [name for name in part.names if "." in name]):
             raise RecipeError(
