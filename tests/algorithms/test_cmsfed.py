@@ -1,4 +1,4 @@
-"""CMSFed: the invariants of algorithms.md 2.10, every switch, and an independent loop."""
+"""CMSFed: the invariants of docs/algorithms/cmsfed.md, every option, and an independent loop."""
 
 import itertools
 import math
@@ -226,7 +226,7 @@ def test_only_rows_and_columns_of_the_chosen_change() -> None:
 
 
 def test_a_client_that_trains_one_modality_neither_moves_nor_sends_the_other() -> None:
-    # chi = -inf and a budget of all clients: every pick of the second problem trains `weak` alone
+    # a threshold of -inf and a budget of all clients: every pick of the second problem trains `weak` alone
     states = step_by_step(made(dominance_threshold=-math.inf, resolution="authors", rounds=2))
     first, after = states[1], states[2]
     assert after.choice.train_all == []
@@ -276,7 +276,7 @@ def test_bytes_of_a_round() -> None:
         m: size_bytes({n: v for n, v in state.params.items() if n.startswith(f"{m}.")}) for m in ("a", "b", "shared")
     }
     weak, classes, width = state.choice.weak, 4, 6
-    extra = 4 * (2 * classes * width + classes + 1)  # prototypes, counts, ratio (2.5)
+    extra = 4 * (2 * classes * width + classes + 1)  # prototypes, counts, ratio
     always = 4 * 3 + 8  # two loss terms, their sum; and an int64 row count
     sent: dict[int, int] = {}
     for row in (r for r in rows if r["round"] == 2 and r["destination"] == "server"):

@@ -1,4 +1,4 @@
-"""HFM and its controls: algorithms.md 3.7, and the edge cases of 3.6."""
+"""HFM and its controls: the invariants and edge cases of docs/algorithms/hfm.md."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -41,7 +41,7 @@ def partial(engine: str = "sequential", clients: ClientsSpec | None = None, **op
     return recipe(method, engine, egress=SHARES_B, clients=clients or some_own_b())
 
 
-# the loss (algorithms.md 1.9, 5 to 7)
+# the loss
 
 
 def test_contrastive_loss_of_the_identity_is_ln_of_one_plus_e_to_minus_one() -> None:

@@ -1,4 +1,4 @@
-"""HFM's timeline as plain autograd on matrices, written from algorithms.md 3.2 with PyTorch alone.
+"""HFM's timeline as plain autograd on matrices, written from the timeline in docs/algorithms/hfm.md with PyTorch alone.
 
 A silo is its inputs by modality and its labels. Encoders are Linear-ReLU-Linear, the head one linear layer over the
 concatenation, kept by modality. The mini-batch of every exchange is the whole silo and a local round one step on it,
@@ -25,7 +25,7 @@ class Silo:
 
 @dataclass
 class Settings:
-    """q local rounds, r exchanges, step size, proximal strength, who trains the head."""
+    """Q local rounds, R exchanges, step size, proximal strength, who trains the head."""
 
     q: int = 1
     r: int = 1
@@ -113,7 +113,7 @@ def hfm(silos: Sequence[Silo], w: Weights, rounds: int, how: Settings) -> Weight
 
 
 def vfl(silo: Silo, w: Weights, exchanges: int, how: Settings) -> Weights:
-    """One silo by itself; only the head has an anchor, the one that its edge last sent (3.4)."""
+    """One silo by itself; only the head has an anchor, the one that its edge last sent."""
     for _ in range(exchanges):
         w = vertical(silo, w, {name: w[name] for name in head(sorted(silo.x))}, how)
     return w
