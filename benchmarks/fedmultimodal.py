@@ -123,8 +123,8 @@ def main(alpha: float, fedopt: bool, seeds: Sequence[int], out: Path) -> None:
         last.append(100 * run.result["metrics"]["global"]["macro_f1"])
         print(f"{name} seed {seed}: {best[-1]:.1f} at round {run.result['best']['round']}, {last[-1]:.1f} at the end")
     if len(seeds) > 1:
-        told = [f"{statistics.mean(f1):.1f} +- {statistics.stdev(f1):.1f}" for f1 in (best, last)]
-        print(f"{name}: {told[0]} at the best round, {told[1]} at the last, seeds {list(seeds)}")
+        summary = [f"{statistics.mean(f1):.1f} +- {statistics.stdev(f1):.1f}" for f1 in (best, last)]
+        print(f"{name}: {summary[0]} at the best round, {summary[1]} at the last, seeds {list(seeds)}")
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:

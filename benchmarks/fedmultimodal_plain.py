@@ -104,8 +104,8 @@ class Loop:
         """Macro-F1 in %."""
         self.net.eval()
         with torch.no_grad():
-            told = torch.cat([self.net(*(x[part] for x in self.x)).argmax(1) for part in rows.split(256)])
-        return 100.0 * float(f1_score(self.y[rows], told, average="macro"))
+            predicted = torch.cat([self.net(*(x[part] for x in self.x)).argmax(1) for part in rows.split(256)])
+        return 100.0 * float(f1_score(self.y[rows], predicted, average="macro"))
 
 
 def main(alpha: float, fedopt: bool, seeds: Sequence[int], rounds: int) -> None:

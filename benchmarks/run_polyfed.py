@@ -36,15 +36,15 @@ def population(setting: Setting, folder: Path) -> Population:
         split=torch.zeros(n, dtype=torch.int8),
         ids=torch.arange(n),
     )
-    nobody = torch.zeros(0, dtype=torch.int64)
+    none = torch.zeros(0, dtype=torch.int64)
     return Population(
         columns=columns,
         train=Shards(torch.arange(setting.clients + 1) * setting.rows, torch.arange(n)),
         test=None,
         holds=torch.ones(setting.clients, 2, dtype=torch.bool),
         silo=None,
-        test_rows=nobody,
-        validation_rows=nobody,
+        test_rows=none,
+        validation_rows=none,
     )
 
 

@@ -1,4 +1,4 @@
-"""Data files that lie about their contents: headers of petabytes, Python objects, zip bombs, damaged archives.
+"""Data files that lie about their contents: headers of petabytes, Python objects, bombs, damaged archives.
 
 Each file is small on disk. Each must end in a `DataError` that names the file and the array, and reading it must never
 allocate more than the file's own size justifies.
@@ -18,7 +18,9 @@ import pytest
 
 from polyfed.core.errors import DataError
 from polyfed.data.files import Arrays, read_idx, read_npy
+from polyfed.data.media import Clip, Image
 from polyfed.data.sources import Npz
+from polyfed.data.sources.pictures import read_picture
 
 PIB = 1 << 50
 MODEST = 64 << 20
@@ -236,3 +238,16 @@ def test_a_gzip_bomb_behind_a_small_header_is_not_expanded(tmp_path: Path) -> No
     (tmp_path / "train.gz").write_bytes(content + deflate.flush())
     with pytest.raises(DataError, match=r"train.gz' is cut short or too long"):
         read_idx(tmp_path / "train.gz")
+
+
+def test_a_picture_that_claims_gigapixels_is_refused(tmp_path: Path) -> None:
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    size = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    path = tmp_path / "large.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
+    with pytest.raises(DataError, match=r"large.png' is damaged or not a picture"):
+        read_picture(path)
+    with pytest.raises(DataError, match=r"large.png' is not a whole image"):
+        Image()(Clip.at(path))

@@ -24,7 +24,7 @@ ALL = [
 EXHAUSTIVE = [case for case in ALL if case[0] != "main-class"]
 
 
-def deal(columns, name, options, key=1):
+def split_rows(columns, name, options, key=1):
     return PARTITIONS[name](**options).split(columns, columns.rows(0).numpy(), key)
 
 
@@ -36,22 +36,22 @@ def histograms(columns, parts):
 @pytest.mark.parametrize(("name", "options"), ALL)
 def test_clients_are_disjoint_and_hold_only_the_given_rows(table, name, options):
     columns = table()
-    dealt = np.concatenate(deal(columns, name, options))
-    assert len(np.unique(dealt)) == len(dealt)
-    assert np.isin(dealt, columns.rows(0).numpy()).all()
+    used = np.concatenate(split_rows(columns, name, options))
+    assert len(np.unique(used)) == len(used)
+    assert np.isin(used, columns.rows(0).numpy()).all()
 
 
 @pytest.mark.parametrize(("name", "options"), EXHAUSTIVE)
 def test_every_row_is_dealt(table, name, options):
     columns = table()
-    dealt = np.sort(np.concatenate(deal(columns, name, options)))
-    np.testing.assert_array_equal(dealt, columns.rows(0).numpy())
+    used = np.sort(np.concatenate(split_rows(columns, name, options)))
+    np.testing.assert_array_equal(used, columns.rows(0).numpy())
 
 
 @pytest.mark.parametrize(("name", "options"), ALL)
 def test_one_key_gives_one_partition(table, name, options):
     columns = table()
-    first, again = (deal(columns, name, options) for _ in range(2))
+    first, again = (split_rows(columns, name, options) for _ in range(2))
     for a, b in zip(first, again, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -59,7 +59,7 @@ def test_one_key_gives_one_partition(table, name, options):
 @pytest.mark.parametrize(("name", "options"), [case for case in ALL if case != ("by-client", {})])
 def test_another_key_gives_another_partition(table, name, options):
     columns = table()
-    first, other = (deal(columns, name, options, key) for key in (1, 2))
+    first, other = (split_rows(columns, name, options, key) for key in (1, 2))
     assert any(not np.array_equal(a, b) for a, b in zip(first, other, strict=True))
 
 
@@ -72,41 +72,41 @@ def test_every_partition_takes_its_options_from_the_clients_section():
 
 
 def test_iid_sizes_differ_by_at_most_one(table):
-    sizes = [len(part) for part in deal(table(), "iid", {"num": 7})]
+    sizes = [len(part) for part in split_rows(table(), "iid", {"num": 7})]
     assert max(sizes) - min(sizes) == 1
     assert sum(sizes) == 500
 
 
 def test_a_huge_alpha_is_near_uniform(table):
     columns = table(rows=12000)
-    counts = histograms(columns, deal(columns, "dirichlet", {"num": 10, "alpha": 1e8}))
+    counts = histograms(columns, split_rows(columns, "dirichlet", {"num": 10, "alpha": 1e8}))
     expected = counts.sum(0) / 10
     assert np.abs(counts / expected - 1).max() < 0.03
 
 
 def test_a_tiny_alpha_leaves_few_classes_to_a_client(table):
     columns = table(rows=12000, classes=10)
-    counts = histograms(columns, deal(columns, "dirichlet", {"num": 10, "alpha": 0.05}))
+    counts = histograms(columns, split_rows(columns, "dirichlet", {"num": 10, "alpha": 0.05}))
     share = counts / counts.sum(1, keepdims=True)
     assert (share > 0.05).sum(1).mean() < 3.5
 
 
 @pytest.mark.parametrize("min_size", [1, 20, 60])
 def test_dirichlet_keeps_its_least_size(table, min_size):
-    parts = deal(table(), "dirichlet", {"num": 6, "alpha": 0.5, "min_size": min_size})
+    parts = split_rows(table(), "dirichlet", {"num": 6, "alpha": 0.5, "min_size": min_size})
     assert min(len(part) for part in parts) >= min_size
 
 
 def test_dirichlet_that_cannot_reach_its_least_size_says_what_to_change(table):
     with pytest.raises(RecipeError, match=r"1000 draws.*more than \d+ rows.*alpha"):
-        deal(table(), "dirichlet", {"num": 5, "alpha": 0.01, "min_size": 99})
+        split_rows(table(), "dirichlet", {"num": 5, "alpha": 0.01, "min_size": 99})
 
 
 @pytest.mark.parametrize("name", ["iid", "dirichlet", "dirichlet-authors", "main-class"])
 def test_more_clients_than_rows_is_refused(table, name):
     options = {"num": 501} | ({"alpha": 1.0} if "dirichlet" in name else {})
     with pytest.raises(RecipeError, match=r"has 500\. Use fewer clients"):
-        deal(table(), name, options)
+        split_rows(table(), name, options)
 
 
 def test_natural_clients_are_the_rows_of_each(table):
@@ -120,7 +120,7 @@ def test_natural_clients_are_the_rows_of_each(table):
 
 def test_shards_of_a_natural_client_are_cut_from_it_alone(table):
     columns = table()
-    parts = deal(columns, "by-client", {"shards": 3, "alpha": 0.5, "min_size": 4})
+    parts = split_rows(columns, "by-client", {"shards": 3, "alpha": 0.5, "min_size": 4})
     assert len(parts) == 18
     assert min(len(part) for part in parts) >= 4
     for place, part in enumerate(parts):
@@ -129,18 +129,18 @@ def test_shards_of_a_natural_client_are_cut_from_it_alone(table):
 
 def test_a_natural_client_too_small_to_be_cut_is_named(table):
     with pytest.raises(RecipeError, match=r"natural client 0 has \d+ training rows, too few for clients.shards = 9"):
-        deal(table(), "by-client", {"shards": 9, "min_size": 10})
+        split_rows(table(), "by-client", {"shards": 9, "min_size": 10})
 
 
 def test_by_client_without_natural_clients_says_so(table):
     with pytest.raises(RecipeError, match="no natural clients"):
-        deal(table(client=None), "by-client", {})
+        split_rows(table(client=None), "by-client", {})
 
 
 @pytest.mark.parametrize("num", [5, 10, 25])
 def test_each_client_owns_its_classes_and_owners_share_evenly(table, num):
     columns = table(rows=3000)
-    counts = histograms(columns, deal(columns, "classes-per-client", {"num": num, "classes_per_client": 3}))
+    counts = histograms(columns, split_rows(columns, "classes-per-client", {"num": num, "classes_per_client": 3}))
     assert ((counts > 0).sum(1) == 3).all()
     for per_class in counts.T:
         owners = per_class[per_class > 0]
@@ -152,29 +152,29 @@ def test_each_client_owns_its_classes_and_owners_share_evenly(table, num):
 
 def test_sets_of_classes_overlap_at_random_in_two_one_and_no_class(table):
     columns = table(rows=6000, classes=6)
-    owned = histograms(columns, deal(columns, "classes-per-client", {"num": 20})) > 0
+    owned = histograms(columns, split_rows(columns, "classes-per-client", {"num": 20})) > 0
     common = owned.astype(int) @ owned.T.astype(int)
     assert set(common[np.triu_indices(20, 1)]) == {0, 1, 2}
 
 
 def test_too_few_clients_to_own_all_classes_is_refused(table):
     with pytest.raises(RecipeError, match="cannot own all 5 classes"):
-        deal(table(), "classes-per-client", {"num": 1, "classes_per_client": 3})
+        split_rows(table(), "classes-per-client", {"num": 1, "classes_per_client": 3})
     with pytest.raises(RecipeError, match="hold 5 classes"):
-        deal(table(), "classes-per-client", {"num": 9, "classes_per_client": 6})
+        split_rows(table(), "classes-per-client", {"num": 9, "classes_per_client": 6})
 
 
 def test_a_class_rarer_than_its_owners_is_refused(table):
     label = torch.arange(600) % 2
     label[0] = 2
     with pytest.raises(DataError, match="rarest has 1"):
-        deal(table(label=label), "classes-per-client", {"num": 30, "classes_per_client": 3})
+        split_rows(table(label=label), "classes-per-client", {"num": 30, "classes_per_client": 3})
 
 
 @pytest.mark.parametrize("share", [0.5, 0.3])
 def test_main_class_sizes_are_equal_and_the_share_is_reached(table, share):
     columns = table(rows=6000)
-    counts = histograms(columns, deal(columns, "main-class", {"num": 10, "main_share": share}))
+    counts = histograms(columns, split_rows(columns, "main-class", {"num": 10, "main_share": share}))
     size = counts[0].sum()
     assert (counts.sum(1) == size).all()
     main = counts[np.arange(10), np.arange(10) % 5]
@@ -186,7 +186,7 @@ def test_main_class_sizes_are_equal_and_the_share_is_reached(table, share):
 def test_excluding_the_main_class_makes_its_share_exact(table):
     columns = table(rows=6000)
     options = {"num": 10, "main_share": 0.3, "exclude_main": True, "on_shortage": "reduce"}
-    counts = histograms(columns, deal(columns, "main-class", options))
+    counts = histograms(columns, split_rows(columns, "main-class", options))
     main = counts[np.arange(10), np.arange(10) % 5]
     assert (main == int(0.3 * counts[0].sum())).all()
     assert len(set(counts.sum(1))) == 1
@@ -201,7 +201,7 @@ def rare_class(table):
 
 def test_a_rare_main_class_makes_all_clients_smaller(table):
     columns = rare_class(table)
-    counts = histograms(columns, deal(columns, "main-class", {"num": 5, "main_share": 0.5}))
+    counts = histograms(columns, split_rows(columns, "main-class", {"num": 5, "main_share": 0.5}))
     assert (counts.sum(1) == 80).all()
     assert counts[4, 4] == 40
 
@@ -209,7 +209,7 @@ def test_a_rare_main_class_makes_all_clients_smaller(table):
 def test_a_rare_main_class_may_be_capped_with_a_warning(table):
     columns = rare_class(table)
     with pytest.warns(UserWarning, match="1 clients have a smaller share"):
-        counts = histograms(columns, deal(columns, "main-class", {"num": 5, "on_shortage": "cap"}))
+        counts = histograms(columns, split_rows(columns, "main-class", {"num": 5, "on_shortage": "cap"}))
     assert (counts.sum(1) == 100).all()
     assert counts[4, 4] == 40
 

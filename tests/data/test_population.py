@@ -52,7 +52,7 @@ def test_validation_rows_of_the_data_join_the_pool(table):
     assert population.validation_rows.tolist() == list(range(2, 600, 3))
 
 
-def test_marked_own_test_rows_go_to_their_client_and_guard_rows_to_nobody(table):
+def test_marked_own_test_rows_go_to_their_client_and_guard_rows_to_no_client(table):
     marks = (torch.arange(600) % 4 % 3).to(torch.int8)
     columns = table(split_personal=marks)
     population = populate(columns, spec(partition="by-client", num=None, personal_test="split_personal"), 1)
@@ -133,12 +133,12 @@ def test_devices_of_a_silo_follow_the_given_holdings(table):
     assert population.silo.tolist() == [0, 0, 0, 1, 1, 1]
 
 
-def test_everybody_holds_everything_unless_told_otherwise(table):
+def test_every_client_holds_everything_by_default(table):
     assert populate(table(), spec(), 1).holds.all()
 
 
 @pytest.mark.parametrize(("num", "share"), [(20, 0.25), (20, 0.5), (7, 0.3)])
-def test_missing_takes_the_exact_share_and_leaves_everybody_something(table, num, share):
+def test_missing_takes_the_exact_share_and_leaves_every_client_a_modality(table, num, share):
     holds = populate(table(), spec(num=num, missing={"a": share, "b": share}), 1).holds
     assert (~holds).sum(0).tolist() == [round(share * num)] * 2
     assert holds.any(1).all()

@@ -130,15 +130,15 @@ def test_a_damaged_array_is_seen_and_made_again(crema, tmp_path):
 
 
 def test_corrupt_media_is_skipped_by_name_or_fatal(crema, tmp_path):
-    odd = crema / "AudioWAV" / "1003_DFA_SAD_XX.wav"
-    published.empty_sound(odd)
+    empty = crema / "AudioWAV" / "1003_DFA_SAD_XX.wav"
+    published.empty_sound(empty)
     with pytest.raises(DataError, match=r"1003_DFA_SAD_XX.wav' holds no sound"):
         prepare("crema-d", crema, tmp_path / "out", **OPTIONS)
     heard = Heard()
     made = prepare("crema-d", crema, tmp_path / "out", on_corrupt="skip", listener=heard, **OPTIONS)
     assert made.num_rows == 14
     assert [entry["sample"] for entry in made.skipped] == ["1003_DFA_SAD_XX"]
-    assert str(odd) in heard.last("clip-skipped")["reason"]
+    assert str(empty) in heard.last("clip-skipped")["reason"]
     assert heard.last("prepare-finished")["skipped"] == 1
 
 

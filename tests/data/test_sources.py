@@ -82,7 +82,7 @@ def test_pairs_agree_in_digit_and_split_and_use_all_recordings():
     assert not torch.equal(partner, pairs(label, split, digit, spoken, key=2))
 
 
-def test_a_digit_that_nobody_speaks_is_named():
+def test_a_digit_without_a_recording_is_named():
     zeros = torch.zeros(10, dtype=torch.int8)
     with pytest.raises(DataError, match="no training recording of digit 9"):
         pairs(torch.arange(10), zeros, torch.arange(9), zeros[:9], key=1)

@@ -32,7 +32,7 @@ class Column:
         values: (N, *shape), any real type; may be memory mapped. With `index`, (U, *shape) for U distinct samples.
         shift: Broadcasts over one sample; None is 0.
         scale: Broadcasts over one sample; None is 1.
-        index: Int64 (N,), the entry of `values` for each row, if several rows share one; None: row i has entry i.
+        index: int64 (N,), the entry of `values` for each row, if several rows share one; None: row i has entry i.
     """
 
     values: Tensor
@@ -52,7 +52,7 @@ class Column:
         """The stored values of `rows`, before shift and scale.
 
         Args:
-            rows: Int64 (...).
+            rows: int64 (...).
 
         Returns:
             (..., *shape) in the stored type.
@@ -68,7 +68,7 @@ class Column:
         """The samples of `rows`, shifted and scaled.
 
         Args:
-            rows: Int64 (...); `torch.func.vmap` may batch it.
+            rows: int64 (...); `torch.func.vmap` may batch it.
 
         Returns:
             float32 (..., *shape).
@@ -93,14 +93,14 @@ class Columns:
     Attributes:
         name: Name of the data set, as results show it.
         modalities: Modality -> its column; this order is the order of the modalities everywhere.
-        label: Int64 (N,), in range(num_classes).
+        label: int64 (N,), in range(num_classes).
         num_classes: C, at least the largest label + 1.
-        split: Int8 (N,): 0 train, 1 test, 2 validation, 3 left out.
-        ids: Int64 (N,), stable and distinct sample ids, by which the devices of a silo align their rows.
+        split: int8 (N,): 0 train, 1 test, 2 validation, 3 left out.
+        ids: int64 (N,), stable and distinct sample ids, by which the devices of a silo align their rows.
         class_names: C names.
         present: Modality -> bool (N,), only for a modality that some rows lack.
-        client: Int64 (N,), natural client (speaker, subject, video) of each row.
-        split_personal: Int8 (N,): 0 train, 1 test of the row's natural client, 2 guard row.
+        client: int64 (N,), natural client (speaker, subject, video) of each row.
+        split_personal: int8 (N,): 0 train, 1 test of the row's natural client, 2 guard row.
 
     Raises:
         DataError: There is no modality or no row, lengths differ, or a label or code is out of range.

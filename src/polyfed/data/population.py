@@ -25,8 +25,8 @@ class Population:
         columns: The table.
         train: Training rows of each client.
         test: Own test rows of each client, of which some may have none; None: no client has any.
-        holds: Bool (K, M), which modalities each client holds, in the order of `columns.modalities`.
-        silo: Int64 (K,), silo of each client; None: there are no silos.
+        holds: bool (K, M), which modalities each client holds, in the order of `columns.modalities`.
+        silo: int64 (K,), silo of each client; None: there are no silos.
         test_rows: Global test set, int64, ascending; the union of the clients' own test rows if the data has no global
             test set.
         validation_rows: Pooled validation set, int64, ascending.

@@ -12,7 +12,7 @@ def stratified(label: Tensor, share: float, key: int) -> Tensor:
     """Draw a test set: `round(share * rows)` random rows of every class, the rest is for training.
 
     Args:
-        label: Int64 (N,).
+        label: int64 (N,).
         share: Share of every class.
         key: Key of the draw.
 

@@ -46,7 +46,7 @@ class Extraction:
         target: Folder that the features are written to; it must exist.
         workers: Number of threads that extract at the same time.
         on_corrupt: "skip" leaves out and reports a sample with an unusable clip; "fail" stops at the first.
-        listener: Is told about progress.
+        listener: Called with progress events, see `Listener`.
     """
 
     listing: Listing

@@ -41,7 +41,7 @@ def resampled(wave: Wave, found: int, rate: int) -> Wave:
     """The sound at another sampling rate, by a polyphase low-pass filter.
 
     Args:
-        wave: Float32 (samples,).
+        wave: float32 (samples,).
         found: Its sampling rate in Hz.
         rate: Sampling rate of the result in Hz.
     """

@@ -54,7 +54,7 @@ def split_by_counts(columns: Columns, rows: Rows, counts: Counts, key: int) -> R
     Args:
         columns: The table.
         rows: The rows to split.
-        counts: Int64 (classes, K): a line for each of the C classes, or only for those that occur in `rows`, ascending.
+        counts: int64 (classes, K): a line for each of the C classes, or only for those that occur in `rows`, ascending.
         key: Key of the shuffles.
     """
     label = labels_of(columns, rows)

@@ -20,8 +20,8 @@ class RowSlices(Sequence[Rows]):
     A list of a hundred thousand small arrays would take several times the memory of the numbers in them.
 
     Args:
-        rows: Int64 (n,).
-        bounds: Int64 (K + 1,), ascending: slice k is `rows[bounds[k] : bounds[k + 1]]`.
+        rows: int64 (n,).
+        bounds: int64 (K + 1,), ascending: slice k is `rows[bounds[k] : bounds[k + 1]]`.
     """
 
     def __init__(self, rows: Rows, bounds: NDArray[np.int64]) -> None:
@@ -46,8 +46,8 @@ class Shards:
     """Rows of every client, compressed: client k has `rows[offsets[k] : offsets[k + 1]]`.
 
     Attributes:
-        offsets: Int64 (K + 1,), ascending from 0 to n.
-        rows: Int64 (n,), row numbers of the whole table.
+        offsets: int64 (K + 1,), ascending from 0 to n.
+        rows: int64 (n,), row numbers of the whole table.
     """
 
     offsets: Tensor
@@ -127,7 +127,7 @@ class Shards:
         """How often each value occurs among a client's rows, int64 (K, num).
 
         Args:
-            values: Int64 (N,), a value in range(num) for each row of the whole table.
+            values: int64 (N,), a value in range(num) for each row of the whole table.
             num: Number of different values.
         """
         return torch.bincount(self.owner * num + values[self.rows], minlength=len(self) * num).view(-1, num)

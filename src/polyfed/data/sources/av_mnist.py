@@ -134,7 +134,7 @@ def log_mel(audio: Tensor) -> Tensor:
     Frames of 256 samples, one every 128 samples, under a symmetric Hann window, after 64 zeros on each side.
 
     Args:
-        audio: Int16 (U, 8192) at 8 kHz.
+        audio: int16 (U, 8192) at 8 kHz.
 
     Returns:
         float32 (U, 32, 64).

@@ -37,7 +37,7 @@ def colours(label: Tensor, split: Tensor, seed: int) -> Tensor:
     added to each channel, and the result is clipped.
 
     Args:
-        label: Int64 (N,).
+        label: int64 (N,).
         split: Split codes, int8 (N,).
         seed: Seed of the draws.
 
@@ -55,8 +55,8 @@ def painted(gray: Tensor, colour: Tensor) -> Tensor:
     """Colour gray images: gray * colour, rounded, so that the stroke is coloured and the background stays black.
 
     Args:
-        gray: Uint8 (N, H, W).
-        colour: Float32 (N, 3) in [0, 1].
+        gray: uint8 (N, H, W).
+        colour: float32 (N, 3) in [0, 1].
 
     Returns:
         uint8 (N, 3, H, W).

@@ -43,7 +43,7 @@ class CremaD(MediaSet):
             "random" distinct ones, drawn once for each clip.
         size: Height and width of a frame.
         split: "files" reads train.csv and test.csv (lines `name,EMO`); "actors" makes a fifth of the actors test.
-        fold: Which fifth, 1 to 5.
+        fold: With `split = "actors"`: which fifth of the actors is the test set, 1 to 5.
     """
 
     NAME: ClassVar[str] = "crema-d"
