@@ -80,11 +80,12 @@ class Store:
 
         Their ledgers stay, and a request of such a run is refused.
         """
-        journals = self.folder.parent.parent.glob(f"*/{self.folder.name}/{JOURNAL}")
+        journals = [*self.folder.parent.parent.glob(f"*/{self.folder.name}/{JOURNAL}")]
         newest = sorted(journals, key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in newest[KEPT_RUNS:]:
-            old = Store(path.parent)
-            if old.folder != self.folder and (places := old._places()):
+        stores = [store for path in newest if (store := Store(path.parent))._places()]
+        for old in stores[KEPT_RUNS:]:
+            if old.folder != self.folder:
+                places = old._places()
                 old._note(replace(old._journal(), floor=places[-1]))
                 for place in places:
                     shutil.rmtree(old._path(place))
