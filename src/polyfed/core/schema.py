@@ -118,8 +118,8 @@ def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozense
         The values by key, converted to their types.
 
     Raises:
-        RecipeError: a key is unknown or a value is wrong. The text gives section, key, value and what is allowed, and the
-            new name of an option that was renamed.
+        RecipeError: a key is unknown or a value is wrong. The text gives section, key, value and what is allowed, and
+            the new name of an option that was renamed.
     """
     hints = get_type_hints(cls)
     allowed = [f.name for f in fields(cls) if f.init and f.name not in elsewhere]
