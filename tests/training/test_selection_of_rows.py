@@ -1,4 +1,4 @@
-"""`ClientData.at` and `ClientData.ids`: some rows of a client, in a given order, for one client and for a stack."""
+"""`ClientData.at` and `ClientData.ids`: some rows of a client in a given order, for a single client and for a stack."""
 
 from typing import Any
 
