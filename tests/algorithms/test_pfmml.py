@@ -1,4 +1,4 @@
-"""Personalised multimodal learning: the invariants of docs/algorithms/pfmml.md, against loops over devices and against autograd."""
+"""Personalised multimodal learning: the invariants of docs/algorithms/pfmml.md, by loops over devices and autograd."""
 
 import tomllib
 from collections import Counter
