@@ -1,4 +1,4 @@
-"""Personalised multimodal learning: invariants of docs/algorithms/pfmml.md, against loops and autograd."""
+"""Personalised multimodal learning: the invariants of docs/algorithms/pfmml.md, by loops over devices and autograd."""
 
 import tomllib
 from collections import Counter
