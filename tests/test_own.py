@@ -125,7 +125,7 @@ def test_a_bare_tensor_is_no_column() -> None:
         ("algorithm.name=nowhere:Pull", "No module named 'nowhere'"),
         (
             "algorithm.name=own_parts:First",
-            "must be a class that extends polyfed.algorithms.base.Algorithm; it is the class own_parts.First",
+            "must be a class that extends polyfed.algorithms.Algorithm; it is the class own_parts.First",
         ),
         (
             "selection.name=own_parts:Pull",

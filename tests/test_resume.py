@@ -148,7 +148,7 @@ def test_going_on_with_nothing_says_that_it_begins(tmp_path: Path) -> None:
 
 def test_what_crossed_in_a_round_that_failed_is_in_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first client's reply has left when the second is refused; nothing of that may be missing from the file."""
-    policy = {"b": {"server": []}}
+    policy: dict[str, dict[str, list[str]]] = {"b": {"server": []}}
     made = replace(longer("fedavg", rounds=1), engine=EngineSpec(name="sequential"), egress=policy)
     clients = assemble(made).fed.clients
     holders = [client for client in clients if "b" in clients[client].modalities]

@@ -168,7 +168,8 @@ def test_every_entry_of_a_checkpoint_is_checked(entry: str, run: Path) -> None:
     before = path.read_text()
     for change in (misname,) if entry == "state" else (misname, retype):
         assert change(before) != before
-        restate(run, lambda _, change=change: change(before))
+        text = change(before)
+        restate(run, lambda _, text=text: text)  # type: ignore[misc]
         with pytest.raises(CheckpointError):
             polyfed.load_run(run)
 
@@ -315,8 +316,9 @@ def test_the_resolved_recipe_may_be_an_attack_too(text: str, run: Path) -> None:
 @pytest.mark.parametrize("parse", [parse_json, parse_toml])
 def test_what_is_not_extreme_parses(parse: Callable[[str], Any]) -> None:
     list_of_lists = "[" * (MOST_DEPTH - 2) + "]" * (MOST_DEPTH - 2)
-    made = {parse_json: f'{{"a": {list_of_lists}, "b": {2**130}}}', parse_toml: f"a = {list_of_lists}\nb = {2**130}"}
-    assert parse(made[parse])["b"] == 2**130
+    toml = f"a = {list_of_lists}\nb = {2**130}"
+    text = toml if parse is parse_toml else f'{{"a": {list_of_lists}, "b": {2**130}}}'
+    assert parse(text)["b"] == 2**130
 
 
 # saved models

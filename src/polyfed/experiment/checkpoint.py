@@ -202,10 +202,10 @@ def unpack(skeleton: Any, tensors: dict[str, Tensor], modules: Collection[str]) 
         values = [unpack(v, tensors, modules) for v in content]
         return values if kind == "list" else tuple(values)
     if kind == "class":
-        fields = {name: unpack(v, tensors, modules) for name, v in rest[0][1]}
+        init = {name: unpack(v, tensors, modules) for name, v in rest[0][1]}
         cls = _class(content, modules)
         try:
-            return cls(**fields)
+            return cls(**init)
         except Exception as error:  # the class may check its values, and a file from elsewhere may hold any
             raise ValueError(f"it holds values that {content} does not take: {error}") from error
     return content
