@@ -280,12 +280,12 @@ from pathlib import Path
 
 from torch import nn
 
-from polyfed.algorithm import Averaging
+from polyfed.algorithms.averaging import Averaging
 from polyfed.data import Partition
-from polyfed.data.partition import Iid
+from polyfed.data.partitions import Iid
 from polyfed.data.sources import Toy
 from polyfed.selection import Uniform
-from polyfed.tracking import TensorBoard
+from polyfed.experiment.tracking import TensorBoard
 
 Path(os.environ["TRACE"]).touch()
 
