@@ -185,7 +185,7 @@ def read_with(folder: Path, skeleton: Any) -> Any:
     (path,) = folder.rglob("state.json")
     path.write_text(json.dumps(skeleton))
     latest = json.loads((folder / "latest.json").read_text())
-    latest["sha256"]["state.json"] = checkpoint._sha256(path)
+    latest["sha256"]["state.json"] = checkpoint.sha256_of(path)
     (folder / "latest.json").write_text(json.dumps(latest))
     return checkpoint.load(folder)
 
@@ -280,12 +280,12 @@ from pathlib import Path
 
 from torch import nn
 
-from polyfed.algorithm import Averaging
+from polyfed.algorithms.averaging import Averaging
 from polyfed.data import Partition
-from polyfed.data.partition import Iid
+from polyfed.data.partitions.partition import Iid
 from polyfed.data.sources import Toy
 from polyfed.selection import Uniform
-from polyfed.tracking import TensorBoard
+from polyfed.experiment.tracking import TensorBoard
 
 Path(os.environ["TRACE"]).touch()
 
