@@ -14,9 +14,9 @@ from polyfed.algorithms.base import Broadcast
 from polyfed.algorithms.cmsfed import CmsFed
 from polyfed.algorithms.cmsfed.cmsfed import CmsFedState
 from polyfed.algorithms.cmsfed.imbalance import ImbalanceRatios, pce_weights
+from polyfed.algorithms.cmsfed.local_scope import TrainingScope
 from polyfed.algorithms.cmsfed.messages import Assignment
 from polyfed.algorithms.cmsfed.selection import Choice, SelectionProblem
-from polyfed.algorithms.cmsfed.training_scope import TrainingScope
 from polyfed.core import keys
 from polyfed.core.errors import Diverged, EgressError, RecipeError, TooFewReplies
 from polyfed.core.tree import Tree, size_bytes, vector

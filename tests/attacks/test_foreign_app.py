@@ -27,7 +27,7 @@ from polyfed.core.errors import BadReply, PolyfedError
 from polyfed.deploy.app_folder import CLIENT, RECIPE
 from polyfed.deploy.installed_client import handler_for
 from polyfed.deploy.local_federation import Local
-from polyfed.engines.flower.superlink import PUBLIC, FleetOnly
+from polyfed.engines.flower.public_port import PUBLIC, FleetOnly
 from polyfed.engines.flower.worker import LONGEST_TEXT
 
 THIEF = """

@@ -37,7 +37,7 @@ def superlink(credentials: Path, *, host: str, port: int, control_port: int, dat
     Raises:
         RecipeError: a certificate or a key is missing or cannot be used, or a port is taken.
     """
-    from polyfed.engines.flower.superlink import run_superlink  # which imports a web server: for the server only
+    from polyfed.engines.flower.public_port import run_superlink  # which imports a web server: for the server only
 
     check_server(credentials, [name for name in SERVER if (credentials / name).exists()])
     keys = sorted(credentials.glob("*.pub"))

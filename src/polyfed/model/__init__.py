@@ -4,7 +4,7 @@
 - `spec.py`: `ModelSpec`, the `[model]` section of a recipe.
 - `build.py`: makes a model from that section and the shapes of the data.
 - `encoder.py`: `EncoderSpec`, the base of all encoders, and the multilayer perceptron.
-- `images.py`, `sequences.py`, `hugging_face.py`: encoders of images and clips, of time series, and pre-trained ones.
+- `image_encoders.py`, `sequence_encoders.py`, `hugging_face.py`: encoders of images and clips, of time series, and pre-trained ones.
 - `encoders.py`: the encoders that a recipe can name, and encoders of the user's own.
 - `fusion.py`: the fusions that a recipe can name.
 - `adopt.py`: replaces layers of a PyTorch module that depend on the batch.
@@ -16,13 +16,13 @@
 """
 
 from polyfed.model.build import build_model
-from polyfed.model.encoder import EncoderSpec, Mlp
+from polyfed.model.encoder_spec import EncoderSpec, Mlp
 from polyfed.model.encoders import ENCODERS, Custom, encoder_spec
 from polyfed.model.fusion import FUSIONS
 from polyfed.model.hugging_face import HuggingFace
-from polyfed.model.images import Cnn4, ResNet18
+from polyfed.model.image_encoders import Cnn4, ResNet18
 from polyfed.model.model import Model
-from polyfed.model.sequences import ConvGru, Transformer
+from polyfed.model.sequence_encoders import ConvGru, Transformer
 from polyfed.model.spec import ModelSpec
 
 __all__ = [

@@ -7,7 +7,7 @@ import torch
 from polyfed.core.errors import ModelError, did_you_mean
 from polyfed.core.tree import SHARED, block_of
 from polyfed.model.adopt import adopt
-from polyfed.model.encoder import EncoderSpec, Shape
+from polyfed.model.encoder_spec import EncoderSpec, Shape
 from polyfed.model.fusion import FUSIONS, Attention, Concat, Fusion, Gated, Sum
 from polyfed.model.layers import Rows
 from polyfed.model.model import Block, Model

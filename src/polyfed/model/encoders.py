@@ -9,10 +9,10 @@ from torch import nn
 from polyfed.core.errors import ModelError, NotAllowed, RecipeError
 from polyfed.core.registry import check_import, own
 from polyfed.model.checks import known_fields, one_of
-from polyfed.model.encoder import EncoderSpec, Mlp, Shape
+from polyfed.model.encoder_spec import EncoderSpec, Mlp, Shape
 from polyfed.model.hugging_face import HuggingFace
-from polyfed.model.images import Cnn4, ResNet18
-from polyfed.model.sequences import ConvGru, Transformer
+from polyfed.model.image_encoders import Cnn4, ResNet18
+from polyfed.model.sequence_encoders import ConvGru, Transformer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from polyfed.core.errors import ModelError
 from polyfed.core.registry import check_model
 from polyfed.model import pretrained
-from polyfed.model.encoder import EncoderSpec, Shape
+from polyfed.model.encoder_spec import EncoderSpec, Shape
 from polyfed.model.layers import BatchNorm, Dropout
 
 

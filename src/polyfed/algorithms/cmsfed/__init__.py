@@ -7,7 +7,7 @@ selection, local loss, tasks). It uses five files that know nothing of it:
 - `selection.py`: the two facility-location problems of a round (Eq. 13-14);
 - `imbalance.py`: imbalance ratios of a batch, of a client and of the federation;
 - `client_gradients.py`: the gradients g and h by which clients are compared (Eq. 11);
-- `training_scope.py`: which modalities one client trains, and its features and prototypes.
+- `local_scope.py`: which modalities one client trains, and its features and prototypes.
 
 The page of the method is docs/algorithms/cmsfed.md.
 """

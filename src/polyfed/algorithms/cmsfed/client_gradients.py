@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.cmsfed.training_scope import TrainingScope, encoder_names
+from polyfed.algorithms.cmsfed.local_scope import TrainingScope, encoder_names
 from polyfed.core import keys
 from polyfed.core.request import Accept
 from polyfed.core.tree import SHARED, Tree, like, nested, scaled, select, subtract, under, vector, zip_map

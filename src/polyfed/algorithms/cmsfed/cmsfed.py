@@ -24,9 +24,9 @@ from polyfed.algorithms.base import Broadcast
 from polyfed.algorithms.cmsfed import client_gradients, selection
 from polyfed.algorithms.cmsfed.client_gradients import CE, PCE, GradientSums, whole_gradients
 from polyfed.algorithms.cmsfed.imbalance import ImbalanceRatios, client_ratios, pce_weights
+from polyfed.algorithms.cmsfed.local_scope import TrainingScope
 from polyfed.algorithms.cmsfed.messages import Assignment, Report
 from polyfed.algorithms.cmsfed.selection import Choice, SelectionProblem
-from polyfed.algorithms.cmsfed.training_scope import TrainingScope
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError

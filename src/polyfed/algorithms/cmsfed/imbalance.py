@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.cmsfed.training_scope import TrainingScope
+from polyfed.algorithms.cmsfed.local_scope import TrainingScope
 from polyfed.core.batch import Batch
 from polyfed.core.tree import Tree
 from polyfed.federation.client_registry import ClientRegistry

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from polyfed.core.errors import ModelError
 from polyfed.model.checks import probability, sizes, whole
-from polyfed.model.encoder import EncoderSpec, Shape
+from polyfed.model.encoder_spec import EncoderSpec, Shape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from polyfed.core.errors import ModelError
 from polyfed.model.checks import one_of, sizes
-from polyfed.model.encoder import EncoderSpec, Shape
+from polyfed.model.encoder_spec import EncoderSpec, Shape
 
 _FEW = 4  # RGB + alpha; an axis with more entries is not taken for channels
 
