@@ -176,7 +176,7 @@ def test_a_checkpoint_names_no_class_through_another_module(tmp_path: Path, monk
         skeleton = {"class": f"polyfed.{path}", "fields": [["marks", {"list": []}]]}
         with pytest.raises(ValueError, match=path):
             checkpoint.unpack(skeleton, {}, ())
-    with pytest.raises(CheckpointError, match=r"cannot be read: it holds a polyfed\.checkpoint:Reached"):
+    with pytest.raises(CheckpointError, match=r"cannot be read: it holds a polyfed\.experiment\.checkpoint:Reached"):
         read_with(tmp_path, {"class": "polyfed.experiment.checkpoint:Reached", "fields": [["marks", {"list": []}]]})
 
 
