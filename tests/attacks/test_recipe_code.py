@@ -282,7 +282,7 @@ from torch import nn
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.data import Partition
-from polyfed.data.partitions.partition import Iid
+from polyfed.data.partitions.iid import Iid
 from polyfed.data.sources import Toy
 from polyfed.selection import Uniform
 from polyfed.experiment.tracking import TensorBoard
