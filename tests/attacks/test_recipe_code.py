@@ -19,9 +19,9 @@ from polyfed.cli import main
 from polyfed.core.errors import CheckpointError, EgressError, ModelError, NotAllowed, RecipeError
 from polyfed.core.registry import Allowance, only
 from polyfed.deploy.device import NodeConfig, allowance_on
+from polyfed.engines.protocol import hello
 from polyfed.experiment import checkpoint
 from polyfed.experiment.recipe import load_recipe
-from polyfed.federation.wire_format import Packet
 from polyfed.model import ModelSpec, build_model
 
 TRAP = '''
@@ -314,7 +314,7 @@ OF_CLIENTS = {"encoder": "face:Face", "algorithm": "face:Mean", "selection": "fa
 """Parts whose code runs on devices."""
 
 OF_THE_SERVER = {"data": "face:Rows", "partition": "face:Dealt", "tracking": "face:Board"}
-HELLO = Packet({"want": "enrol"})
+HELLO = hello()
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def test_it_ends_with_counts_and_the_line_of_a_recipe(prepare, tmp_path):
     assert "5/5" in err
     code, _, err = prepare()
     assert code == 0
-    assert "nothing has changed" in err
+    assert "unchanged since it was prepared" in err
 
 
 def test_corrupt_files_end_with_code_5_or_are_listed(prepare, crema):

@@ -14,7 +14,6 @@ MODULES = {
     "checkpoint": "experiment.checkpoint",
     "errors": "core.errors",
     "events": "experiment.events",
-    "export": "experiment.export",
     "facility": "selection.submodular",
     "forms": "federation.reply_validation",
     "keys": "core.keys",

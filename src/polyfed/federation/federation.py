@@ -150,11 +150,13 @@ class Federation:
         """
         if not isinstance(send, Message):
             return 0.0
-        peaks = [
-            value.abs().amax().float() for _, _, value in tensors(send) if value.is_floating_point() and value.numel()
-        ]
-        peak = float(torch.stack(peaks).amax()) if peaks else 0.0
-        if not math.isfinite(peak):
+        peaks: dict[torch.device, list[Tensor]] = {}  # a message may hold tensors of the host beside those of a GPU
+        for _, _, value in tensors(send):
+            if value.is_floating_point() and value.numel():
+                peaks.setdefault(value.device, []).append(value.abs().amax().float())
+        found = [float(torch.stack(group).amax()) for group in peaks.values()]
+        peak = max(found, default=0.0)
+        if not all(map(math.isfinite, found)):
             raise Diverged(
                 f"round {self.round}, task {request.name}: the server's own model {NOT_FINITE}{self._suspects()}. "
                 "Lower [train] lr, set [train] clip_norm, or leave out the client whose updates are too large"

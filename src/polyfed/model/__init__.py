@@ -3,8 +3,9 @@
 - `model.py`: `Model`, a pure function of a Tree and a batch.
 - `spec.py`: `ModelSpec`, the `[model]` section of a recipe.
 - `build.py`: makes a model from that section and the shapes of the data.
-- `encoder.py`: `EncoderSpec`, the base of all encoders, and the multilayer perceptron.
-- `image_encoders.py`, `sequence_encoders.py`, `hugging_face.py`: encoders of images and clips, of time series, and pre-trained ones.
+- `encoder_spec.py`: `EncoderSpec`, the base of all encoders, and the multilayer perceptron.
+- `image_encoders.py`, `sequence_encoders.py`, `hugging_face.py`: encoders of images and clips, of time series, and
+  pre-trained ones.
 - `encoders.py`: the encoders that a recipe can name, and encoders of the user's own.
 - `fusion.py`: the fusions that a recipe can name.
 - `adopt.py`: replaces layers of a PyTorch module that depend on the batch.
