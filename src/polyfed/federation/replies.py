@@ -109,7 +109,7 @@ class Replies(Mapping[int, Any]):
         object.__setattr__(self, "_place", dict(sorted(place.items())))
 
     def __getitem__(self, client: int) -> Any:
-    """The replies to a request, as a mapping from client to reply. They stay stacked; indexing returns views of them.
+        """Return a client's reply, as views of the stack: clone what you keep for longer than the round."""
         part, i = self._place[client]  # type: ignore[attr-defined]
         return trimmed(map_tensors(part.message, lambda t: t[i]))
 
