@@ -94,7 +94,7 @@ class ReplyValidator:
             if not bool(fine.all()):  # NaN fails every range check; the check below reports it
                 self._note(bad, part, fine | (value != value), f"{_at(name, key)} must be {words}")
         floats = [(name, key, value) for name, key, value in found if value.is_floating_point()]
-        # one cheap pass first: a finite sum has only finite terms; otherwise look closer, as the sum may have overflowed
+        # one cheap pass first: a finite sum has only finite terms; otherwise check every tensor (sums can overflow)
         sums = [value.sum(dtype=torch.float32) for _, _, value in floats]
         if floats and not math.isfinite(torch.stack(sums).sum().item()):
             for name, key, value in floats:
@@ -175,7 +175,7 @@ class ReplyValidator:
         return ""
 
     def _group(self, name: str) -> tuple[str, bool]:
-        """Return the group of a name, a block's parameters or its buffers. Clients send all names of a group or none."""
+        """Return the group of a name, a block's parameters or its buffers. A client sends a group whole or not at all."""
         return block_of(name), self.model.is_buffer(name)
 
 
