@@ -175,7 +175,7 @@ class ReplyValidator:
         return ""
 
     def _group(self, name: str) -> tuple[str, bool]:
-        """Return the group of a name, a block's parameters or its buffers. A client sends a group whole or not at all."""
+        """Return a name's group: a block's parameters, or its buffers. Clients send a group whole or not at all."""
         return block_of(name), self.model.is_buffer(name)
 
 
