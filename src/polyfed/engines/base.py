@@ -1,4 +1,4 @@
-"""What every engine needs: contexts, gates, and running one client by itself."""
+"""The base class of all engines: client contexts, egress gates, and running a task on a single client."""
 
 import traceback
 from abc import ABC, abstractmethod
@@ -36,44 +36,45 @@ Emit = Callable[..., None]
 
 
 class Method(Asking, Protocol):
-    """What an engine needs to know of the algorithm that it runs."""
+    """The part of an algorithm that an engine uses."""
 
     @property
     def train(self) -> Train:
-        """How clients train."""
+        """The [train] section: how clients train."""
         ...
 
     @property
     def handles_missing_rows(self) -> bool:
-        """Whether the algorithm handles rows that lack a modality which others of the same client have."""
+        """Whether the algorithm handles rows that lack a modality which other rows of the same client have."""
         ...
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """A client's first local state."""
+        """Make a client's first local state; `key` seeds its random numbers."""
         ...
 
 
 class Engine(ABC):
-    """How requests are answered. A subclass says where the clients are; evaluation clients are always here.
+    """Runs clients. Subclasses decide where and how; evaluation clients always run in the server's process.
 
     Args:
-        population: data and who holds which rows and modalities.
+        population: the data, and which client holds which rows and modalities.
         model: the model.
-        algorithm: whose tasks are asked; its `local` makes a client's first local state.
+        algorithm: the algorithm whose tasks the clients run and whose `local` makes a client's first local state.
         initial: the model's initial parameters, drawn from the run's seed.
-        policy: what may leave a client.
-        ledger: where crossings are booked.
-        device: where data and training live.
-        emit: takes events.
-        debug: let a client's exception through, with client, round and task, instead of dropping the client.
-        clock: counts the work of clients, where the run has a network model.
+        policy: the egress policy, which says what may leave a client.
+        ledger: records every message between server and clients.
+        device: the PyTorch device that holds the data and trains.
+        emit: called with the name and the fields of each event.
+        debug: whether a client's exception ends the run, with a note on client, round and task. Otherwise the client is
+            dropped from the request.
+        clock: counts the work of the clients, or None if the recipe has no [network] section.
     """
 
     name: str
     keeps_locals: ClassVar[bool] = True
-    """Whether `locals` holds what clients keep; otherwise that is where they are."""
+    """Whether `locals` holds the clients' local states. If not, each client keeps its own in its process."""
     limits: Limits = NO_LIMITS
-    """Limits of the device on which this engine runs its client."""
+    """Resource limits of the device on which this engine runs its client."""
 
     def __init__(
         self,
@@ -95,28 +96,38 @@ class Engine(ABC):
         self.device = torch.device(device)
         self.columns = population.columns.to(self.device)
         self.registry = registry_of(population)
-        self.answers = answers_of(algorithm)  # once: a task that comes to the class later is announced by nobody
+        # computed once: tasks added to the class later are not announced, so the gate refuses their replies
+        self.answers = answers_of(algorithm)
         self._announcements: dict[tuple[str, ...], Announcement] = {}
         self.locals: dict[int, Tree] = {}
-        self.kept = 0  # the newest round that will never be asked again; clients in other processes may forget older
+        # the newest round that will not be repeated: clients in other processes may delete older local states
+        self.kept = 0
         self._contexts: dict[tuple[str, ...], ClientContext] = {}
         self._context_of: dict[int, ClientContext] = {}
 
     @property
     def evaluation_clients(self) -> tuple[int, ...]:
-        """The evaluation_clients that have rows."""
+        """The evaluation clients that have rows."""
         rows = {TEST: self.population.test_rows, VALIDATION: self.population.validation_rows}
         return tuple(evaluation_client for evaluation_client, index in rows.items() if len(index))
 
     @abstractmethod
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
-        """Run the task on these clients; each reply has passed its client's egress gate.
+        """Run the task on these clients and return the replies that passed the clients' egress gates.
 
-        A client that fails is missing from the answer, with a reason.
+        A client that fails is listed as missing, with the reason.
+
+        Args:
+            request: the task, with its round, number and seed.
+            clients: the clients' numbers, in ascending order.
+            send: one message for all clients, or a mapping with one message for each.
+
+        Raises:
+            EgressError: a client's policy refused to release its reply.
         """
 
     def context(self, client: int) -> ClientContext:
-        """The client's site; alike clients share one."""
+        """Return the client's context; clients with the same modalities share one."""
         if client not in self._context_of:
             self._context_of[client] = self._make_context(client)
         return self._context_of[client]
@@ -137,14 +148,14 @@ class Engine(ABC):
         return self._contexts[kind]
 
     def local(self, request: Request, client: int) -> Tree:
-        """The client's local state; made when it is first asked."""
+        """Return the client's local state; the first call makes it."""
         if client not in self.locals:
             context = self.context(client)
             self.locals[client] = first_local(self.algorithm, context, request.seed, client, self.device)
         return self.locals[client]
 
     def rows(self, client: int) -> Tensor:
-        """Rows of the table this client trains on, or an examiner judges on."""
+        """Return the indices of the rows on which this client trains or, for an evaluation client, evaluates."""
         if client == TEST:
             return self.population.test_rows.to(self.device)
         if client == VALIDATION:
@@ -152,17 +163,17 @@ class Engine(ABC):
         return self.population.train[client].to(self.device)
 
     def test_rows(self, client: int) -> Tensor | None:
-        """The client's own test rows."""
+        """Return the indices of the client's own test rows, or None if clients have none."""
         own = self.population.test
         return None if own is None or client < 0 else own[client].to(self.device)
 
     def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
-        """The gate of these alike clients."""
+        """Make the egress gate of these clients, which share a context."""
         announcement = self.announcement(context.modalities)
         return EgressGate(clients, context.blocks, self.ledger, announcement, context.evaluation_client)
 
     def announcement(self, modalities: tuple[str, ...]) -> Announcement:
-        """All that replies of clients with these modalities can hold, and what the policy says of it."""
+        """Return everything that replies of clients with these modalities can hold, with the policy's verdict on it."""
         if modalities not in self._announcements:
             holder = Holder(modalities, tuple(self.model.shapes), self.model.modalities)
             tested = bool(self.registry.tested)
@@ -171,13 +182,21 @@ class Engine(ABC):
         return self._announcements[modalities]
 
     def alone(self, request: Request, client: int, send: Send, missing: dict[int, str]) -> Message | None:
-        """Run one client by itself, from what is sent to it; None where it failed, and the reason in `missing`."""
+        """Pass what is sent to one client through its gate and run the task; see `run_received`."""
         msg = self._to_device(send if isinstance(send, Message) else send[client])
         got = self.node((client,), self.context(client)).receive(request, msg)
         return self.run_received(request, client, got, missing)
 
     def run_received(self, request: Request, client: int, got: Any, missing: dict[int, str]) -> Message | None:
-        """Run one client by itself, on what it has received; see `alone`."""
+        """Run the task on one client, given the message that it received.
+
+        Returns:
+            The reply, or None if the client failed; the reason is then in `missing`.
+
+        Raises:
+            PolyfedError: the gate refused the reply, or the task breaks a rule for tasks.
+            Exception: the task raised it, and the engine was made with `debug`.
+        """
         context = self.context(client)
         node = self.node((client,), context)
         view = SingleClientData(
@@ -198,7 +217,7 @@ class Engine(ABC):
             reply, local = reply_and_local(request, returned)
             released = node.release(request, reply, stacked=False)
             if any(tensor.requires_grad for _, _, tensor in tensors(released)):
-                released = map_tensors(released, Tensor.detach)  # or its graph would live as long as the reply
+                released = map_tensors(released, Tensor.detach)  # else the reply keeps its graph alive
         except PolyfedError:
             raise
         except Exception as error:
@@ -214,7 +233,7 @@ class Engine(ABC):
         return released
 
     def metered(self, request: Request, clients: Sequence[int], view: ClientData) -> ClientData:
-        """The view of these alike clients, its work counted where the run has a network model."""
+        """Wrap the dataset of these clients so that it counts their work, if the recipe has a [network] section."""
         if self.clock is None or clients[0] < 0:
             return view
         rows = list(self.registry.rows_of(clients).values())
@@ -226,7 +245,7 @@ class Engine(ABC):
 
 
 def registry_of(population: Population) -> ClientRegistry:
-    """The server's facts about the clients of a population."""
+    """Make the client registry of a population."""
     own = population.test
     tested = () if own is None else tuple((own.sizes > 0).nonzero().flatten().tolist())
     return ClientRegistry(
@@ -239,20 +258,22 @@ def registry_of(population: Population) -> ClientRegistry:
 
 
 def first_local(algorithm: Method, context: ClientContext, seed: int, client: int, device: torch.device | str) -> Tree:
-    """What a client keeps before it is first asked; nothing for an evaluation client."""
+    """Make a client's first local state, on the device; an evaluation client's is empty."""
     made = algorithm.local(context, keys.key(seed, "local", client)) if client >= 0 else {}
     return {name: value.to(device) for name, value in made.items()}
 
 
 def client_key(request: Request, client: int) -> int:
-    """The key of everything random a client does in a round, or in one turn of it."""
+    """Return the key of all random numbers that a client draws in a round, or in one turn of a round."""
     return keys.key(request.seed, "client", client, request.round, *((request.turn,) if request.turn else ()))
 
 
 @contextmanager
 def only_the_gate_refuses(request: Request) -> Iterator[None]:
-    """A task runs while the block runs. Its own `EgressError` is a failure like any other: the words of a refusal leave
-    a device, so those of the egress gate have to be the only ones.
+    """Turn an `EgressError` that a task raises into a `RuntimeError`; run the task in the `with` block.
+
+    The text of a refusal leaves the device, so only the egress gate may write one. A task that raises `EgressError`
+    itself fails like a task that raises any other exception.
     """
     try:
         yield
@@ -261,11 +282,11 @@ def only_the_gate_refuses(request: Request) -> Iterator[None]:
 
 
 def reply_and_local(request: Request, returned: Any) -> tuple[Message, Tree]:
-    """What a task returned: its reply and the client's local state.
+    """Check what a task returned, and split it into the reply and the client's new local state.
 
     Raises:
-        RecipeError: it returned something else; a `return` without the local state is easily written. Or a field of
-            its message is neither the tensor nor the tree that it is declared as.
+        RecipeError: the task did not return a message and a local state, a field of the message is not the tensor or
+            tree that it is declared as, or the local state is not a dict of tensors.
     """
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Message)):
         raise RecipeError(
@@ -288,7 +309,7 @@ def reply_and_local(request: Request, returned: Any) -> tuple[Message, Tree]:
 
 
 def describe_failure(request: Request, clients: Sequence[int], got: Message) -> str:
-    """Where a task failed: clients, round, task, and the shapes of what it had received."""
+    """Describe where a task failed: clients, round, task, and the shapes of the message that it received."""
     shapes: Mapping[str, Any] = {
         name: tuple(value.shape) if isinstance(value, Tensor) else {k: tuple(v.shape) for k, v in value.items()}
         for name, value in ((field, getattr(got, field)) for field in got.kinds)

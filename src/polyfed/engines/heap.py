@@ -1,26 +1,29 @@
-"""Memory that training frees and takes again at every step stays with the process."""
+"""Settings of the C allocator: memory that training frees and allocates again at every step stays with the process."""
 
 import ctypes
 import sys
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's `mallopt`, from its `malloc.h`."""
+"""The parameters M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's `mallopt`, from `malloc.h`."""
 LARGEST = 32 * 2**20
-"""Blocks above this size are mapped one by one: the most that glibc itself would come to, in bytes."""
+"""Size in bytes above which glibc maps each allocation on its own: the maximum of its dynamic threshold."""
 KEPT = 2**29
-"""Free memory that is kept, in bytes: what a stack of clients may take."""
+"""Free memory in bytes that the process keeps: the memory budget of a stack of clients."""
 
 
 def keep_freed_memory() -> bool:
-    """Have the C library keep freed memory for the next step; whether it understood.
+    """Make glibc keep freed memory for the next training step.
 
-    By default glibc hands the gradients of a step back to the system, and the next step faults them in page by page: a
-    sixth of a vectorised round of large models (docs/performance.md). Other C libraries are left as they are.
+    By default, glibc returns the memory of a step's gradients to the system, and the next step faults it in again page
+    by page, which takes a sixth of a vectorised round of large models (docs/performance.md).
+
+    Returns:
+        Whether the C library accepted the settings. False where it is not glibc on Linux.
     """
     if not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None)
     mallopt, trim = (getattr(libc, name, None) for name in ("mallopt", "malloc_trim"))
     if trim is not None:
-        trim(0)  # what loading and dealing out the data has freed is not what training takes: back with it first
+        trim(0)  # first return what loading and partitioning freed, as training does not reuse it
     return mallopt is not None and bool(mallopt(MMAP_THRESHOLD, LARGEST)) and bool(mallopt(TRIM_THRESHOLD, KEPT))

@@ -1,4 +1,4 @@
-"""Engines that hold all clients in this process: their data, and the local state that they keep."""
+"""Base class of the engines that hold all clients in this process, with their data and local states."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from polyfed.model import Model
 
 
 class InProcess(Engine):
-    """Clients of a population, run in this process. The arguments are those of `Engine`.
+    """Runs the clients of a population in this process. The arguments are those of `Engine`.
 
     Raises:
-        RecipeError: the algorithm takes every row of a client for complete, and some are not.
+        RecipeError: some rows lack a modality that their client has, and the algorithm does not handle that.
     """
 
     def __init__(self, population: Population, model: Model, algorithm: Method, initial: Tree, **kwargs: Any) -> None:
@@ -24,7 +24,10 @@ class InProcess(Engine):
         _refuse_missing_rows(population, algorithm)
 
     def received(self, request: Request, clients: Sequence[int], send: Send) -> dict[int, Any]:
-        """What each of these clients takes in, booked; a message to all is cut once for those that own the same."""
+        """Pass what is sent through the clients' gates, and return the message that each client receives.
+
+        A message to all clients is cut and booked once for all clients with the same modalities.
+        """
         if not isinstance(send, Message):
             nodes = {client: self.node((client,), self.context(client)) for client in clients}
             return {client: node.receive(request, self._to_device(send[client])) for client, node in nodes.items()}

@@ -1,8 +1,8 @@
-"""The engine whose clients are in other processes or on other machines. A `Transport` carries the packets.
+"""The engine for clients in other processes or on other machines. A `Transport` carries the packets.
 
-The server computes as the sequential engine does: it takes replies in ascending order of the clients, whenever they
-arrived, so the parameters do not depend on who was fast. Its ledger books what it sent and what it accepted; each
-client keeps a ledger of its own, which also lists what the client refused to send.
+The server computes as with the sequential engine: it merges replies in ascending order of the clients, whatever the
+order of arrival, so the parameters do not depend on the clients' speed. The server's ledger records what it sent and
+what it accepted. Each client keeps a ledger of its own, which also lists what the client refused to send.
 """
 
 import math
@@ -37,11 +37,11 @@ class ReplyTerms:
     """How the server treats clients in other processes; taken from the [engine] section.
 
     Attributes:
-        session: number of this start of the server; a later start has a larger one.
+        session: number of this start of the server; a later start has a larger number.
         reply_seconds: deadline of a request.
         close_at: share of the clients asked whose replies close the request.
         min_replies: replies for which the server waits until the deadline, even if other clients are often late.
-        away_seconds: how long a client whose node is offline may take to come back.
+        away_seconds: how long the server waits for a client whose SuperNode is offline.
         stop_on_refusal: whether a client's refusal ends the run; otherwise the client is left out of the request.
         relay: whether the server may pass on, and see, what clients of a silo send each other.
         limit: size of the largest message that is read, in bytes.
@@ -120,12 +120,12 @@ class Remote(Engine):
                 continue
             if reply is not None:
                 replies[client] = self._to_device(reply)
-        if refused is not None:  # only now, so that the replies of the others, which have arrived, are booked
+        if refused is not None:  # raised only now, so that the ledger also records the replies of the other clients
             raise refused
         return replies
 
     def _answers(self, packets: dict[int, Packet]) -> dict[int, Packet | str]:
-        """Exchange the packets; an event says whose replies to earlier requests came too late and were discarded."""
+        """Exchange the packets; emit an event for each client whose late reply to an earlier request was discarded."""
         terms, before = self.terms, self.transport.discarded.copy()
         least = min(terms.min_replies, len(packets))
         enough = max(math.ceil(terms.close_at * len(packets) - 1e-9), least)
@@ -140,7 +140,7 @@ class Remote(Engine):
         return RequestId(self.ledger.run, self.terms.session, request.round, request.number, client)
 
     def _packets(self, request: Request, clients: Sequence[int], send: Send) -> dict[int, Packet]:
-        """One packet for each client, cut to its blocks and booked; clients with the same blocks share one body."""
+        """Cut the message to each client's blocks, book and encode it; clients with the same blocks share one body."""
         packets: dict[int, Packet] = {}
         encoded: dict[tuple[int, frozenset[str]], tuple[Message, Packet]] = {}
         for client in clients:
@@ -198,7 +198,7 @@ class Remote(Engine):
             raise BadReply(f"answered with {str(verdict)[:40]!r}, which is no verdict")
         reply: Message = decode(answer, request.reply, limit=self.terms.limit)
         announcement = self.announcement(self.registry.owned(client))
-        for part in crossings(reply):  # before it is booked: the ledger holds only names that a message declares
+        for part in crossings(reply):  # before booking, so that the ledger holds only declared names
             if announcement.strange(request.name, part):
                 raise BadReply(f"sent names in {part.field} that {type(reply).__name__} does not declare")
         return reply

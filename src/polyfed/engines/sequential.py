@@ -1,4 +1,4 @@
-"""One client after another: the reference, for debugging and for models too big to stack."""
+"""The sequential engine: one client after another. It is the reference, and suits debugging and large models."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from polyfed.federation.replies import Answer, stacked
 
 
 class Sequential(InProcess):
-    """Runs each asked client by itself, with plain autograd on one live module."""
+    """Runs one client at a time, with ordinary autograd."""
 
     name = "sequential"
 

@@ -1,9 +1,9 @@
-"""Groups of alike clients at once: the whole task of a client, its training loop included, under one `vmap`.
+"""The vectorised engine: it runs the whole task of many clients at once, training loop included, under one `vmap`.
 
-Clients are alike when they own the same modalities, receive the same kind of message and keep the same kind of local
-state. A group is sorted by number of rows, so that little is padded, and cut into stacks that fit a memory budget. What
-cannot be stacked (a task that says so, an examiner, a single client, a stack in which something raised) runs one client
-after another, and an event says so: never silently.
+Clients share a stack if they have the same modalities, and the messages that they receive and their local states have
+the same names, shapes and types. The engine sorts such clients by number of rows, which keeps padding small, and cuts
+them into stacks that fit a memory budget. Evaluation clients and single clients run one by one. So do clients whose
+task declares `loop_because` or raises an exception in a stack; the engine then emits the event `looped`.
 """
 
 import math
@@ -26,20 +26,20 @@ from polyfed.training import StackedClientData
 from polyfed.training.step_plan import Rows
 
 STACK_BYTES = 512 * 2**20
-"""Default budget of a stack: parameters, gradients, moments and the batch of all its clients together. Half a GiB
-keeps two cores busy without touching the memory of a laptop; measured in docs/performance.md."""
+"""Memory budget of a stack in bytes, for the parameters, gradients, moments and batches of all its clients. Half a GiB
+keeps two cores busy and fits into the memory of a laptop (measured in docs/performance.md)."""
 
 CONVOLVES = "2-d convolutions fill a CPU as they are, stacked they take up to twice the time; [engine] stack insists"
-"""Why a stack is not made by default; measured in docs/performance.md."""
+"""Reason in the event if image models run one client at a time on a CPU (measured in docs/performance.md)."""
 
 
 class Vectorised(InProcess):
-    """Runs alike clients stacked.
+    """Runs stacks of similar clients; the other arguments are those of `Engine`.
 
     Args:
-        stack: most clients in a stack; 0 lets `STACK_BYTES` decide, and has models that convolve over images run one
-            client after another on a CPU.
-        replay: whether training steps may be traced and replayed (`view.replay`).
+        stack: most clients in a stack. With 0, the memory budget `STACK_BYTES` decides, and models with 2-d
+            convolutions run one client at a time on a CPU.
+        replay: whether training steps may be traced once and replayed.
     """
 
     name = "vectorised"
@@ -79,7 +79,7 @@ class Vectorised(InProcess):
             kept = tuple((name, value.shape, value.dtype) for name, value in self.local(request, client).items())
             alike.setdefault((self.context(client).modalities, client < 0, form, kept), []).append(client)
         for (_, evaluation_client, _, _), group in alike.items():
-            if evaluation_client:  # the server's test set: one large table, nothing to gain from a stack
+            if evaluation_client:  # a single large table: stacking gains nothing
                 yield from ([client] for client in group)
                 continue
             by_length = sorted((rows, client) for client, rows in self.registry.rows_of(group).items())
@@ -88,10 +88,10 @@ class Vectorised(InProcess):
             yield from (group[start : start + size] for start in range(0, len(group), size))
 
     def _fitting(self, group: list[int]) -> int:
-        """How many of these clients fit the budget: weights, gradient and two moments, and activations of a step."""
+        """Return how many of these clients fit the budget: weights, gradient, two moments and a step's activations."""
         context = self.context(group[0])
         sample = sum(4 * math.prod(self.columns.modalities[m].shape) for m in context.modalities)
-        # activations: a dozen times the input is a rough upper value for the encoders of model/encoders.py
+        # activations: 12 times the input is a rough upper bound for the encoders in model/encoders.py
         batch = (self.algorithm.train.batch_size or int(self.registry.num_rows[group[-1]])) * sample * 12
         return max(1, STACK_BYTES // (4 * size_bytes(context.initial) + batch + 1))
 
@@ -143,7 +143,7 @@ class Vectorised(InProcess):
         if kind.counts and len(received) > 1:
             for client, msg in zip(group, received, strict=True):
                 self.node((client,), context).receive(request, msg)
-        else:  # all have the same form, so one entry speaks for all
+        else:  # all messages have the same names and shapes, so one ledger entry covers all clients
             node.receive(request, received[0])
         made = reply_type[0](**values)
         _refuse_padding(request, made, rows.counts)
@@ -151,18 +151,18 @@ class Vectorised(InProcess):
         reply = node.release(request, _without_padding(made), stacked=True)
         for i, client in enumerate(group):
             self.locals[client] = {name: value[i].clone() for name, value in after.items()}
-        # ascending, so that sums over clients run in the same order whatever their lengths
+        # ascending, so that sums over clients run in the same order whatever their numbers of rows
         return ReplyStack(tuple(group), reply).ascending()
 
     def _note(self, request: Request, reason: str) -> None:
-        """Say once per task and reason that its clients run one by one."""
+        """Emit, once for each task and reason, that its clients run one by one."""
         if (text := f"{request.name}: {reason}") not in self._noted:
             self._noted.add(text)
             self.emit("looped", task=request.name, reason=reason)
 
 
 def _form(msg: Message) -> Any:
-    """What must be equal for messages to stack: the names and shapes of their tensors."""
+    """Return the names, shapes and types of a message's tensors; messages stack if theirs are equal."""
     form: list[Any] = []
     for name in msg.kinds:
         value = getattr(msg, name)
@@ -177,7 +177,7 @@ def _stack_trees(trees: list[Tree]) -> tuple[Tree, dict[str, int | None]]:
 
 
 def _stack_messages(messages: list[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields with a client axis where clients differ, and without one (dimension None) where all share a tensor."""
+    """Stack fields along a new client axis; a tensor that all clients share gets no axis (dimension None)."""
     fields: dict[str, Any] = {}
     dims: dict[str, Any] = {}
     for name in messages[0].kinds:
@@ -205,7 +205,7 @@ def _pad_and_stack(values: list[Tensor]) -> tuple[Tensor, int | None]:
 
 
 def _without_padding(reply: Any) -> Any:
-    """The stacked reply with zeros beyond each client's rows: what a task computes on padding means nothing."""
+    """Set the entries beyond each client's rows to zero, because what a task computes on padding is meaningless."""
     changed: dict[str, Any] = {}
     for name, count in reply.counts.items():
         value, rows_K = getattr(reply, name), getattr(reply, count)
@@ -219,7 +219,11 @@ def _without_padding(reply: Any) -> Any:
 
 
 def _refuse_padding(request: Request, reply: Message, counts: Sequence[int]) -> None:
-    """Refuse to send what looks like an entry per row and does not say so: padding is made of another client's row."""
+    """Refuse a field that has an entry for each row and does not declare it, because it may contain padding.
+
+    Raises:
+        RecipeError: the field does not declare `rows` or a shape, and its length is that of the padded rows.
+    """
     for name, key, value in tensors(reply):
         said = reply.declared[name]
         told = said.rows is not None or said.shape is not None or said.kind in OF_THE_MODEL
@@ -232,7 +236,11 @@ def _refuse_padding(request: Request, reply: Message, counts: Sequence[int]) -> 
 
 
 def _refuse_kept_padding(request: Request, after: Tree, before: Tree, counts: Sequence[int]) -> None:
-    """Refuse to keep something new with an entry per row: in a stack of unequal clients it has been padded."""
+    """Refuse a new entry of the local state that has an entry for each row, because it may contain padding.
+
+    Raises:
+        RecipeError: the length of the new entry is that of the padded rows.
+    """
     for name, value in after.items():
         is_new = name not in before or before[name].shape != value.shape
         if is_new and _may_be_padded(value, counts):
@@ -244,5 +252,5 @@ def _refuse_kept_padding(request: Request, after: Tree, before: Tree, counts: Se
 
 
 def _may_be_padded(value: Tensor, counts: Sequence[int]) -> bool:
-    """Whether a stack's tensor has as many entries a client as the longest of unequal clients has rows."""
+    """Return whether clients differ in rows, and the tensor's second axis is as long as the longest of them."""
     return len(set(counts)) > 1 and value.dim() > 1 and value.shape[1] == max(counts)

@@ -1,4 +1,4 @@
-"""What the server knows of the clients, kept in arrays: 100,000 clients cost no more than their arrays."""
+"""The client registry: what the server knows about the clients, stored in arrays to scale to 100,000 clients."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +10,20 @@ from torch import Tensor
 from polyfed.core.tree import SHARED
 
 TEST, VALIDATION = -1, -2
-"""Examiners: the server's own test and validation rows answer like clients, with these numbers, and are asked only to
-evaluate. What they send crosses no border, so neither gate nor ledger sees it."""
+"""Numbers of the evaluation clients: pseudo-clients that hold the server's own test and validation rows and run only
+evaluation tasks. Their replies never leave the server, so neither the egress gate nor the ledger handles them."""
 
 
 @dataclass(frozen=True)
 class Client:
-    """What the server knows of a client."""
+    """What the server knows about one client.
+
+    Attributes:
+        id: the client's number.
+        num_rows: number of its training rows.
+        modalities: the modalities it has, in the federation's order.
+        silo: number of its silo, or None if the federation has no silos.
+    """
 
     id: int
     num_rows: int
@@ -25,20 +32,21 @@ class Client:
 
     @property
     def blocks(self) -> frozenset[str]:
-        """The blocks of its model."""
+        """The blocks of the client's model: one for each of its modalities, and the shared block."""
         return frozenset((*self.modalities, SHARED))
 
 
 @dataclass(frozen=True)
 class ClientRegistry:
-    """All clients, by number from 0. Facts are kept in arrays: 100,000 clients cost no more than their arrays.
+    """The facts about all clients, which are numbered from 0. `K` is the number of clients, `M` of modalities.
 
     Attributes:
         modalities: all modalities of the federation.
-        num_rows: training rows, int64 (K,).
-        holds: who owns which modality, bool (K, M).
-        silo: silo of each client, int64 (K,), or None.
+        num_rows: number of training rows of each client, int64 (K,).
+        holds: which client has which modality, bool (K, M).
+        silo: the silo of each client, int64 (K,), or None if the federation has no silos.
         tested: clients that have test rows of their own.
+        eligible: clients that have training rows; the others are never asked to train.
     """
 
     modalities: tuple[str, ...]
@@ -48,7 +56,7 @@ class ClientRegistry:
     tested: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Look once, not every round, for clients without rows, which are never asked to train."""
+        """Compute `eligible` once instead of in every round."""
         empty = self.num_rows == 0
         eligible = (~empty).nonzero().flatten().tolist() if bool(empty.any()) else range(len(self))
         object.__setattr__(self, "eligible", eligible)
@@ -69,14 +77,14 @@ class ClientRegistry:
         return Client(client, int(self.num_rows[client]), self.owned(client), silo)
 
     def owned(self, client: int) -> tuple[str, ...]:
-        """The modalities of a client, in the federation's order."""
-        # NumPy: new clients come every round, and a tensor takes ten times as long
+        """Return the modalities of a client, in the federation's order."""
+        # NumPy, because every round looks up new clients, and indexing a tensor takes ten times as long
         held = self._rows_of_holds[client].tobytes()
         if held not in self._sets:
             self._sets[held] = tuple(m for m, has in zip(self.modalities, held, strict=True) if has)
         return self._sets[held]
 
     def rows_of(self, clients: Iterable[int]) -> dict[int, int]:
-        """Training rows of these clients."""
+        """Return the number of training rows of each of these clients."""
         asked = list(clients)
         return dict(zip(asked, self.num_rows[torch.tensor(asked, dtype=torch.int64)].tolist(), strict=True))

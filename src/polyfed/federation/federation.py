@@ -1,8 +1,8 @@
-"""The server's view of the clients: facts about them, and one method, `ask`.
+"""The server's view of the clients: facts about them, and one method to reach them, `ask`.
 
-An algorithm's `round` reaches the clients only through `fed.ask(task, clients, send)`. An engine decides how the
-clients are run; this module does not know which engine it is. The server trusts no reply: it checks names, shapes,
-types and finiteness before use, drops a bad reply with a reason, and continues the round if enough clients answered.
+An algorithm's `round` reaches the clients only through `fed.ask(task, clients, send)`. The engine decides where and how
+the clients run; this module works with every engine. The server trusts no reply: it validates each one before use,
+drops a bad reply with a reason, and continues the round if enough clients have answered.
 """
 
 import math
@@ -28,33 +28,39 @@ from polyfed.federation.reply_validation import NOT_FINITE, ReplyValidator
 from polyfed.training import SingleClientData
 
 HUGE = 1e8
-"""A model with larger values is taken for broken: clients that train on it are not blamed for NaN and infinity."""
+"""Largest absolute value of a healthy model. If the server sends larger values and a client replies with NaN or
+infinity, the reason names the model as the cause."""
 
 
 class Answering(Protocol):
-    """What runs the clients: an engine."""
+    """The part of an engine that the federation uses."""
 
     name: str
 
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
-        """Run the task on these clients; each reply has passed its client's egress gate."""
+        """Run the task on these clients and return the replies that passed the clients' egress gates."""
         ...
 
 
 @dataclass
 class Federation:
-    """The clients of a run, in one round.
+    """The clients of a run, as an algorithm sees them on the server.
 
     Attributes:
-        clients: facts.
+        clients: the client registry.
+        engine: runs the clients.
+        owner: the algorithm whose tasks the clients run.
+        context: the server's own context, with all modalities, for what the server itself computes.
+        template: the model's tree; parameters and gradients in replies must match its names, shapes and types.
+        seed: the run's seed.
+        rounds: number of rounds of the run.
         evaluation_clients: which of TEST and VALIDATION exist.
-        owner: the algorithm whose tasks may be asked.
-        context: the server's own site: the model with all modalities, for what the server itself computes.
-        template: the model's tree, against which parameters and gradients are checked.
-        round: the round, from 1.
-        min_replies: fewer usable answers end the run (fewer asked: all of those).
-        emit: takes events.
-        clock: simulated time and the links of the clients, where the run has a network model.
+        min_replies: the quorum: the run ends if fewer clients give a usable reply. A request to fewer clients needs
+            the replies of all of them.
+        emit: called with the name and the fields of each event.
+        clock: simulated time and the links of the clients, or None if the recipe has no [network] section.
+        round: the current round, from 1; 0 before the first.
+        asked: number of requests so far in this round.
     """
 
     clients: ClientRegistry
@@ -75,13 +81,13 @@ class Federation:
 
     @property
     def validator(self) -> ReplyValidator:
-        """What replies must look like, for the present template."""
+        """The reply validator for the current template."""
         if self._validator is None or self._validator.template is not self.template:
             self._validator = ReplyValidator(self.template, self.context.model, self.clients.modalities)
         return self._validator
 
     def begin(self, round: int) -> None:
-        """Enter a round."""
+        """Start a round: set its number and restart the count of requests."""
         self.round, self.asked = round, 0
         if self.clock is not None:
             self.clock.begin(round)
@@ -96,21 +102,25 @@ class Federation:
         turn: int = 0,
         accept: Accept | None = None,
     ) -> Replies:
-        """Have these clients run a task on a message each; `send` is one message or one a client.
+        """Send a request to these clients and return their replies.
 
         Args:
-            task: a method of the algorithm, or of one of its parts, marked `@task`.
-            clients: numbers; the order does not matter.
-            send: what they receive; parts of trees that belong to modalities a client lacks are left out.
-            quorum: whether too few answers end the run; no, where others have answered already or are asked next.
-            turn: another one for every time that a round asks the same anew, so that batches and dropout differ.
-            accept: `accept(client, reply)` says what is wrong with a reply that is well formed but does not answer what
-                was asked, and nothing otherwise; such a reply is dropped like any bad one.
+            task: a method of the algorithm, or of one of its parts, that is marked `@task`.
+            clients: the clients' numbers, in any order.
+            send: one message for all clients, or a mapping with one message for each. A client receives only the blocks
+                that it has.
+            quorum: whether too few replies end the run. Pass False if this is one of several requests that count
+                together, and call `require_quorum` on the joined replies.
+            turn: a different number each time a round repeats a request, so that batches and dropout masks differ.
+            accept: `accept(client, reply)` returns what is wrong with a valid reply that does not fit the request, or
+                something falsy. Such a reply is dropped with that reason.
 
         Raises:
-            EgressError: a client's policy refused to let the reply go.
-            TooFewReplies: see `require_quorum`.
-            Diverged: see `require_quorum`; or the message to all clients, usually the merged model, is not finite.
+            EgressError: a client's policy refused to release its reply.
+            RecipeError: `clients` holds something that is not the number of a client.
+            TooFewReplies: fewer clients than the quorum gave a usable reply.
+            Diverged: no client replied with finite numbers; or the message to all clients, which is usually the merged
+                model, holds NaN or infinity.
         """
         request = Request(task, path_of(task, self.owner), self.round, self.rounds, self.asked, self.seed, turn)
         self.asked += 1
@@ -140,10 +150,10 @@ class Federation:
         return replies
 
     def _check_sent(self, request: Request, send: Send) -> float:
-        """The largest absolute value in a message to all clients; 0 where each is sent a message of its own.
+        """Return the largest absolute value in a message to all clients; 0 if each client gets its own message.
 
-        The first message after a merge shows whether the server's own model is still finite. If it is, the replies so
-        far did no harm, and the list of suspects begins anew.
+        The first message after a merge shows whether the server's model is still finite. If no value exceeds `HUGE`,
+        the replies merged so far did no harm, and this method clears the list of clients that an error would name.
 
         Raises:
             Diverged: the message holds NaN or infinity.
@@ -169,22 +179,22 @@ class Federation:
         return f", but the model that it was sent already held values up to {peak:.1e}{self._suspects()}"
 
     def _suspects(self) -> str:
-        """Whose replies were merged since the server's model was last fine."""
+        """Name the clients whose replies were merged since the server's model was last healthy."""
         shown = ", ".join(map(str, sorted(self._senders)[:10]))
         more = f" and {len(self._senders) - 10} more" if len(self._senders) > 10 else ""
         return f"; it was merged from replies of clients {shown}{more}" if shown else ""
 
     def require_quorum(self, replies: Replies, what: str) -> None:
-        """End the run if too few of those who were asked gave a usable answer.
+        """End the run if too few of the clients that were asked gave a usable reply.
 
         Args:
-            replies: of one ask, or of several that belong together.
-            what: the task, for the message.
+            replies: the replies to one request, or the joined replies to several requests that count together.
+            what: name of the task, for the error text.
 
         Raises:
-            TooFewReplies: fewer than `min_replies` usable answers.
-            Diverged: nobody answered with finite numbers. One such client is dropped like any bad reply; when all
-                are, it is the run that has left the finite numbers.
+            TooFewReplies: fewer than `min_replies` clients gave a usable reply.
+            Diverged: there is no usable reply, and at least one client replied with NaN or infinity. While others
+                reply with finite numbers, such a client is only dropped.
         """
         missing, asked = replies.missing, len(replies) + len(replies.missing)
         lost = {client: why for client, why in sorted(missing.items()) if NOT_FINITE in why}
@@ -207,13 +217,13 @@ class Federation:
         present: Mapping[str, Tensor] | None = None,
         number: int = 0,
     ) -> SingleClientData:
-        """A view over rows that the server received, for training on the server: the clients' own machinery.
+        """Make a client dataset of rows that the server received, to train on them as a client would.
 
         Args:
-            x: modality -> (n, ...) float32.
-            y: labels (n,) int64, where they were sent; zeros otherwise.
-            present: modality -> bool (n,), for one that some rows lack.
-            number: tells views of one round apart; their batch orders differ.
+            x: modality -> values, (n, ...) float32.
+            y: labels, (n,) int64; all 0 if None.
+            present: modality -> which rows have it, bool (n,); only for modalities that some rows lack.
+            number: a different number for each dataset made in a round, so that their batch orders differ.
         """
         n = len(next(iter(x.values())))
         device = next(iter(x.values())).device
@@ -231,7 +241,7 @@ class Federation:
         return SingleClientData(columns, rows, tuple(x), self.context.model, key, self.round, self.rounds)
 
     def _in_time(self, parts: list[ReplyStack], missing: dict[int, str]) -> list[ReplyStack]:
-        """The parts without clients that ran past the round's deadline in simulated time."""
+        """Drop the clients whose simulated time exceeds the round's deadline."""
         late = {} if self.clock is None else self.clock.late([c for part in parts for c in part.clients])
         missing.update(late)
         return [left for part in parts if (left := part.without(late)) is not None] if late else parts
@@ -239,7 +249,7 @@ class Federation:
     def _inspect(
         self, request: Request, part: ReplyStack, missing: dict[int, str], accept: Accept | None
     ) -> ReplyStack | None:
-        """The part without replies that must not be used; reasons go to `missing`."""
+        """Return the stack without unusable replies, or None if none is left; put the reasons into `missing`."""
         try:
             self.validator.check(part.message, request.reply)
         except BadReply as error:
@@ -252,7 +262,7 @@ class Federation:
         return part.without(bad)
 
     def _foreign(self, part: ReplyStack) -> dict[int, str]:
-        """Clients that sent something of a modality which they do not have, and which: it would enter the means."""
+        """Return the clients that sent a block of a modality they lack, with the reason: it would enter the means."""
         msg = part.message
         sent = {block_of(key) for name, key, _ in tensors(msg) if key is not None and name not in msg.whole}
         known = {client: {*self.clients.owned(client), SHARED, LABELS} for client in part.clients if client >= 0}
@@ -261,5 +271,5 @@ class Federation:
 
 
 def _listed(reasons: Mapping[int, str]) -> str:
-    """The first few clients that are missing, and why."""
+    """List the first three missing clients with their reasons."""
     return "; ".join(f"client {client}: {why}" for client, why in sorted(reasons.items())[:3])

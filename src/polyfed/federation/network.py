@@ -1,12 +1,12 @@
-"""Network: how long a round would take over given links and on given devices. Time is simulated, never waited for.
+"""Simulated time: how long a round would take over given links and on given devices. The run does not wait for it.
 
-Two channels: `wireless` is the cell of the personalised multimodal paper (algorithms.md 4.6): devices uniform in a
-disc around the base station, path loss by distance, one Rayleigh draw per device and round, Shannon's rate; `fixed`
-gives every client the same rates. Any algorithm can be timed: what crossed is read off the ledger, work is counted as
-the views run.
+There are two channels. `wireless` is the cell of the PFMML paper (docs/algorithms/pfmml.md): devices placed uniformly
+in a disc around the base station, path loss by distance, one Rayleigh draw for each device and round, and Shannon's
+rate. `fixed` gives every client the same rates. Every algorithm can be timed: the ledger gives the bytes of each
+message, and the client datasets count the work of local training (docs/network.md).
 
-Units stand in the names: `_s` seconds, `_bps` bits a second, `_hz`, `_w` watts, `_m` metres, `_flops`
-floating-point operations. Shape letters: `K` clients. Numbers are double precision.
+Names end with their unit: `_s` seconds, `_bps` bits per second, `_hz` hertz, `_w` watts, `_m` metres, `_flops`
+floating-point operations. In shapes, `K` is the number of clients. All numbers are in double precision.
 """
 
 import math
@@ -22,33 +22,34 @@ from polyfed.core.schema import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE,
 from polyfed.privacy.ledger import TO_CLIENT, Ledger
 
 TRAINING_PASSES = 3
-"""A training step costs about three forward passes: one forward, two backward (algorithms.md 4.6)."""
+"""Cost of a training step in forward passes: one for the forward pass, two for the backward pass (docs/network.md)."""
 
 Count = Callable[[float, Sequence[float]], None]
-"""`count(row_flops, rows)`: each client did so many operations for each of so many rows."""
+"""`count(row_flops, rows)` adds work to the clients: client `i` spent `row_flops` operations on each of `rows[i]`
+rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The [network] section. Defaults are the calibrated values of algorithms.md 4.5, W9.
+    """The [network] section. The defaults are calibrated on the PFMML paper (docs/algorithms/pfmml.md, decision W9).
 
     Attributes:
-        channel: `wireless` (rates from distance, fading and power) or `fixed` (`rate_up_bps`, `rate_down_bps`).
-        bandwidth_hz: of a device's channel.
+        channel: `wireless` (rates follow from distance, fading and power) or `fixed` (`rate_up_bps`, `rate_down_bps`).
+        bandwidth_hz: bandwidth of a device's channel.
         power_up_w: a device's transmit power.
-        power_down_w: the base station's transmit power per device.
-        noise_dbm_per_hz: spectral density of the noise.
-        carrier_ghz: carrier frequency in the path loss 32.4 + 20 log10(f in GHz) + 20 log10(d in m) dB.
-        cell_radius_m: devices are uniform in a disc of this radius, never nearer than 1 m.
-        fading: Rayleigh fading; without it the channel's gain is its mean.
-        log_base: of the logarithm in Shannon's rate; 2 gives bits (W7).
-        rate_up_bps: of `fixed`, device to server.
-        rate_down_bps: of `fixed`, server to device.
-        latency_s: delay of a message in either direction, however small.
+        power_down_w: the base station's transmit power for each device.
+        noise_dbm_per_hz: power spectral density of the noise.
+        carrier_ghz: carrier frequency f in the path loss 32.4 + 20 log10(f in GHz) + 20 log10(d in m) dB.
+        cell_radius_m: radius of the disc in which devices are placed uniformly, at least 1 m from its centre.
+        fading: whether the channel has Rayleigh fading; without it, the gain equals its mean.
+        log_base: base of the logarithm in Shannon's rate; 2 gives bits per second.
+        rate_up_bps: rate from client to server with `channel = "fixed"`.
+        rate_down_bps: rate from server to client with `channel = "fixed"`.
+        latency_s: delay of each message in either direction, whatever its size.
         compute_flops_per_s: a device's speed.
-        stragglers: share of devices, drawn once, that compute slower.
-        straggler_slowdown: how many times slower.
-        deadline_s: a client whose own time in a round exceeds this is dropped from it; None waits for everybody.
+        stragglers: share of the devices that compute more slowly; drawn once for the run.
+        straggler_slowdown: factor by which stragglers are slower.
+        deadline_s: a client whose own time in a round exceeds this is dropped from the round; None waits for all.
     """
 
     channel: Literal["wireless", "fixed"] = "wireless"
@@ -69,11 +70,11 @@ class Network:
     deadline_s: Annotated[float | None, POSITIVE] = None
 
     def __post_init__(self) -> None:
-        """Refuse values that have no meaning."""
+        """Check that every value lies in its declared range."""
         check_ranges("[network]", self)
 
     def links(self, num_clients: int, seed: int) -> "Links":
-        """Place the clients of a run."""
+        """Draw the distance and the speed of every client from the run's seed."""
         share = 1.0 - keys.uniform(keys.key(seed, "distance"), num_clients).double()
         speed = torch.full_like(share, self.compute_flops_per_s)
         slow = keys.choice(keys.key(seed, "stragglers"), num_clients, round(self.stragglers * num_clients))
@@ -81,18 +82,18 @@ class Network:
         return Links(self, seed, (self.cell_radius_m * share.sqrt()).clamp(min=1.0), speed)
 
     def path_loss_db(self, distance_m: Tensor) -> Tensor:
-        """Path loss at these distances, decibel."""
+        """Return the path loss in decibels at these distances."""
         return 32.4 + 20 * math.log10(self.carrier_ghz) + 20 * torch.log10(distance_m)
 
     def rate_bps(self, gain: Tensor, power_w: float) -> Tensor:
-        """Shannon's rate over a channel of this amplitude gain."""
+        """Return Shannon's rate over a channel with this amplitude gain."""
         noise_w = self.bandwidth_hz * 10 ** ((self.noise_dbm_per_hz - 30) / 10)
         return self.bandwidth_hz * torch.log1p(power_w * gain.square() / noise_w) / math.log(self.log_base)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a round, bits a second, (K,) each."""
+    """The rates of all clients in a round, in bits per second, each of shape (K,)."""
 
     up_bps: Tensor
     down_bps: Tensor
@@ -100,12 +101,13 @@ class Rates:
 
 @dataclass(frozen=True)
 class Links:
-    """The clients of a run on a network.
+    """The links and devices of a run's clients.
 
     Attributes:
-        seed: of the run.
-        distance_m: to the base station, (K,).
-        compute_flops_per_s: (K,).
+        network: the [network] section.
+        seed: the run's seed.
+        distance_m: distance of each client to the base station, (K,).
+        compute_flops_per_s: speed of each client's device, (K,).
     """
 
     network: Network
@@ -114,7 +116,7 @@ class Links:
     compute_flops_per_s: Tensor
 
     def gains(self, round: int) -> Tensor:
-        """Amplitude gain of every client's channel in a round, (K,): Rayleigh with mean 10^(-path loss / 20)."""
+        """Return the amplitude gains of a round, (K,): Rayleigh distributed with mean 10^(-path loss / 20)."""
         mean = 10 ** (-self.network.path_loss_db(self.distance_m) / 20)
         if not self.network.fading:
             return mean
@@ -122,7 +124,7 @@ class Links:
         return mean / math.sqrt(math.pi / 2) * torch.sqrt(-2 * torch.log1p(-u))
 
     def rates(self, round: int) -> Rates:
-        """Rates of a round (1-based); a channel without any gain gets one bit a second, so that times stay finite."""
+        """Return the rates of a round (1-based). Rates are at least one bit per second, so that times stay finite."""
         net = self.network
         if net.channel == "fixed":
             ones = torch.ones_like(self.distance_m)
@@ -134,27 +136,31 @@ class Links:
 
 @dataclass(frozen=True)
 class Timetable:
-    """What a round cost each client.
+    """The simulated time that each client spent in a round.
 
     Attributes:
-        seconds: ask -> client -> simulated seconds of download, compute and upload, in order of asks.
-        deadline_s: the server waits no longer than this.
+        seconds: request number -> client -> seconds of download, compute and upload, in the order of the requests.
+        deadline_s: longest time that the server waits in a round; None if it waits for all clients.
     """
 
     seconds: Mapping[int, Mapping[int, float]]
     deadline_s: float | None = None
 
     def barriers(self) -> float:
-        """Seconds of a round in which every ask waits for its slowest client before the next one starts."""
+        """Return the seconds of a round in which every request waits for its slowest client before the next starts."""
         return self._limited(sum(max(of.values(), default=0.0) for of in self.seconds.values()))
 
     def chains(self, waited_for: Iterable[int]) -> float:
-        """Seconds of a round in which each client goes through its asks on its own and the server waits for some."""
+        """Return the seconds of a round in which clients do not wait for each other between requests.
+
+        Args:
+            waited_for: the clients for which the server waits.
+        """
         total = self.by_client()
         return self._limited(max((total.get(client, 0.0) for client in waited_for), default=0.0))
 
     def by_client(self) -> dict[int, float]:
-        """Seconds of each client over all asks."""
+        """Return the seconds of each client, summed over all requests."""
         total: dict[int, float] = {}
         for of in self.seconds.values():
             for client, seconds in of.items():
@@ -167,13 +173,13 @@ class Timetable:
 
 @dataclass
 class Clock:
-    """Simulated time of a run.
+    """Measures the simulated time of a run, one round at a time.
 
     Attributes:
-        links: clients and their links.
-        ledger: where every crossing of the round is booked.
-        round: the round that is timed; 0 while nothing is (set-up, evaluation).
-        spent_flops: ask -> client -> operations counted in this round.
+        links: the links and devices of the clients.
+        ledger: the run's ledger, which lists every message of the round.
+        round: the round that is being timed; 0 during set-up and evaluation, which take no simulated time.
+        spent_flops: request number -> client -> operations counted in this round.
     """
 
     links: Links
@@ -182,17 +188,17 @@ class Clock:
     spent_flops: dict[int, dict[int, float]] = field(default_factory=dict)
 
     def begin(self, round: int) -> None:
-        """Enter a round: nothing has been spent."""
+        """Start timing a round, with no work counted yet."""
         self.round, self.spent_flops = round, {}
 
     def finish(self) -> Timetable:
-        """Leave the round, before its evaluation, which takes no simulated time: what it cost."""
+        """Return the times of the round and stop timing. Call it before the round's evaluation."""
         times = self.times()
         self.begin(0)
         return times
 
     def counter(self, request: int, clients: Sequence[int]) -> Count:
-        """Takes note of the work of these clients in this ask."""
+        """Return a function that counts the work of these clients in this request."""
         spent = self.spent_flops.setdefault(request, {})
 
         def count(row_flops: float, rows: Sequence[float]) -> None:
@@ -202,12 +208,12 @@ class Clock:
         return count
 
     def forget(self, request: int, clients: Iterable[int]) -> None:
-        """Take back the work of these clients in this ask: it came to nothing and is done again."""
+        """Discard the work counted for these clients in this request, because it failed and is repeated."""
         for client in clients:
             self.spent_flops.get(request, {}).pop(client, None)
 
     def times(self) -> Timetable:
-        """The round so far: asks whose crossings are still in the ledger."""
+        """Return the times of the round so far, from the entries that the ledger still holds."""
         rates, speed = self.links.rates(self.round), self.links.compute_flops_per_s.tolist()
         up, down = rates.up_bps.tolist(), rates.down_bps.tolist()
         seconds: dict[int, dict[int, float]] = {}
@@ -226,7 +232,7 @@ class Clock:
         return Timetable(dict(sorted(seconds.items())), self.links.network.deadline_s)
 
     def late(self, clients: Iterable[int]) -> dict[int, str]:
-        """Of these clients, those that have run past the round's deadline, with the reason."""
+        """Return those of these clients that have exceeded the round's deadline, each with the reason."""
         deadline = self.links.network.deadline_s
         if deadline is None or self.round == 0:
             return {}

@@ -1,4 +1,4 @@
-"""What comes back from an ask: stacked replies, and their means per block."""
+"""The replies to a request: stacks of replies, and their weighted means."""
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,44 +11,48 @@ from polyfed.core.messages import Message, map_tensors, tensors, trimmed
 from polyfed.core.tree import Tree
 
 SMALL = 2**18
-"""Bytes of a reply up to which a copy in a stack costs less than a look at it by itself (docs/performance.md)."""
+"""Largest size in bytes of a reply that is copied into a stack: up to this size, the copy costs less than processing
+the reply on its own (docs/performance.md)."""
 
 MOST = 64
-"""Replies of such a stack: by then, what is done once for all of them hardly counts; a stack stays below 16 MiB."""
+"""Most small replies in one stack: more would hardly save time, and with this number a stack takes at most 16 MiB."""
 
 Piece = tuple[tuple[int, ...], Tensor]
-"""Clients, and what they sent under one name of a tree: (K, ...)."""
+"""Clients, and the stack of the tensors that they sent under one name of a tree, (K, ...)."""
 
 
 @dataclass(frozen=True)
 class ReplyStack:
-    """Replies of some clients, stacked: every tensor of `message` has a leading axis in the order of `clients`."""
+    """Stacked replies of some clients: the leading axis of every tensor of `message` follows the order of `clients`."""
 
     clients: tuple[int, ...]
     message: Message
 
     def without(self, dropped: Collection[int]) -> "ReplyStack | None":
-        """The part without these clients; None when nobody is left."""
+        """Return the stack without these clients, or None if no client is left."""
         wanted = [i for i, client in enumerate(self.clients) if client not in dropped]
         if len(wanted) == len(self.clients):
             return self
         return self.at(wanted) if wanted else None
 
     def ascending(self) -> "ReplyStack":
-        """The part with its clients in ascending order."""
+        """Return the stack with its clients in ascending order."""
         order = sorted(range(len(self.clients)), key=self.clients.__getitem__)
         return self if order == [*range(len(order))] else self.at(order)
 
     def at(self, places: Sequence[int]) -> "ReplyStack":
-        """The replies at these places of the stack, in this order."""
+        """Return the replies at these positions of the stack, in this order."""
         index = torch.tensor(places)
         clients = tuple(self.clients[i] for i in places)
         return ReplyStack(clients, map_tensors(self.message, lambda t: t[index.to(t.device)]))
 
 
 def stacked(replies: dict[int, Message]) -> Iterator[ReplyStack]:
-    """Replies that came one by one, as parts: small ones of one form together, so that checking and averaging them
-    takes one operation for many. Takes them out of `replies` on its way, so that nothing is held twice for long."""
+    """Yield stacks of replies that arrived one by one.
+
+    Small replies with the same shapes and types share a stack, so that one operation checks or averages many of them.
+    The generator removes each reply from `replies` when it stacks it, so that memory holds few replies twice.
+    """
     alike: dict[Hashable, list[int]] = {}
     for client, reply in sorted(replies.items()):
         found = list(tensors(reply))
@@ -62,7 +66,7 @@ def stacked(replies: dict[int, Message]) -> Iterator[ReplyStack]:
 
 
 def _stack(messages: Sequence[Message]) -> Any:
-    """Stack messages of one form into one message whose tensors have a leading client axis."""
+    """Stack messages with equal shapes and types into one message whose tensors have a leading client axis."""
     first, *others = messages
     if not others:
         return map_tensors(first, lambda tensor: tensor.unsqueeze(0))
@@ -71,36 +75,41 @@ def _stack(messages: Sequence[Message]) -> Any:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine brings back: parts in ascending order of their first client, and who is missing, and why."""
+    """What an engine returns for a request.
+
+    Attributes:
+        parts: stacks of replies, in ascending order of their first client.
+        missing: clients without a reply, each with the reason.
+    """
 
     parts: list[ReplyStack]
     missing: dict[int, str]
 
     @classmethod
     def of(cls, parts: Iterable[ReplyStack], missing: dict[int, str]) -> "Answer":
-        """The answer with these parts, put into order; `missing` may still be filled while they come."""
+        """Sort the parts and make an answer of them. A generator of parts may fill `missing` while it runs."""
         return cls(sorted(parts, key=lambda part: part.clients[0]), missing)
 
 
 @dataclass(frozen=True)
 class Replies(Mapping[int, Any]):
-    """Replies by client, kept stacked; a single client's reply is a view made on demand.
+    """The replies to a request, as a mapping from client to reply. They stay stacked; indexing returns views.
 
     Attributes:
-        parts: the stacks.
-        missing: clients that were asked and gave nothing usable, with the reason.
+        parts: the stacks of replies.
+        missing: clients that were asked and gave no usable reply, each with the reason.
     """
 
     parts: list[ReplyStack]
     missing: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Index the clients."""
+        """Record the stack and the position of every client."""
         place = {c: (part, i) for part in self.parts for i, c in enumerate(part.clients)}
         object.__setattr__(self, "_place", dict(sorted(place.items())))
 
     def __getitem__(self, client: int) -> Any:
-        """A client's reply: views of its stack, so clone what is to be kept for longer than the round."""
+        """Return a client's reply, as views of the stack: clone what you keep for longer than the round."""
         part, i = self._place[client]  # type: ignore[attr-defined]
         return trimmed(map_tensors(part.message, lambda t: t[i]))
 
@@ -111,18 +120,23 @@ class Replies(Mapping[int, Any]):
         return len(self._place)  # type: ignore[attr-defined]
 
     def numbers(self, name: str) -> dict[int, float]:
-        """A 0-dim field of every reply as a plain number, by client."""
+        """Return a 0-dimensional field of every reply as a Python number, by client."""
         found: dict[int, float] = {}
         for part in self.parts:
             found.update(zip(part.clients, getattr(part.message, name).tolist(), strict=True))
         return {client: found[client] for client in self}
 
     def mean(self, name: str, weights: Mapping[int, float]) -> Tree:
-        """Per name of a tree, the weighted mean over the clients that sent it; weights are renormalised over those.
+        """Return the weighted mean of a tree, name by name, over the clients that sent the name.
 
-        Names that nobody sent are absent, and those whose senders all weigh nothing. Integers (counters) take the
-        maximum of all that were sent, never a mean (algorithms.md 0.4). The bits of an entry of at most `SMALL` bytes
-        do not depend on which clients came in one stack; those of a larger one do, by rounding.
+        The weights are renormalised over those clients. The result lacks names that no client sent, and names whose
+        senders all have weight 0. Integers, such as counters, take the maximum instead of the mean
+        (docs/algorithms/conventions.md). For an entry of at most `SMALL` bytes, the result does not depend on how the
+        replies are stacked; for a larger entry, the stacking changes the rounding.
+
+        Args:
+            name: a field of the message that holds a tree.
+            weights: non-negative weight of each client.
         """
         pieces: dict[str, list[Piece]] = {}
         for part in self.parts:
@@ -134,19 +148,19 @@ class Replies(Mapping[int, Any]):
 
 
 def joined(requests: Iterable[Replies]) -> Replies:
-    """The replies of several asks, which went to different clients, as if of one."""
+    """Join the replies to several requests, which went to different clients, as if they answered one request."""
     asked = list(requests)
     missing = {client: why for replies in asked for client, why in replies.missing.items()}
     return Replies([part for replies in asked for part in replies.parts], missing)
 
 
 def _mean(pieces: list[Piece], weights: Mapping[int, float], total: float) -> Tensor:
-    """The weighted mean over all clients of the pieces."""
+    """Return the weighted mean over all clients of the pieces, or the maximum for integers."""
     kinds = {stack.dtype for _, stack in pieces}
     if not any(kind.is_floating_point or kind.is_complex for kind in kinds):
         return torch.stack([stack.amax(0) for _, stack in pieces]).amax(0)
     one = pieces[0][1][0]
-    wide = torch.promote_types(one.dtype, torch.float32)  # half of a type's digits are lost in a sum of hundreds
+    wide = torch.promote_types(one.dtype, torch.float32)  # a sum of hundreds loses half of the digits of a 16-bit type
     mean = torch.zeros_like(one, dtype=wide)
     for clients, stack in _ascending(pieces) if one.nbytes <= SMALL else pieces:
         share_K = [weights[client] / total for client in clients]
@@ -159,7 +173,7 @@ def _mean(pieces: list[Piece], weights: Mapping[int, float], total: float) -> Te
 
 
 def _ascending(pieces: list[Piece]) -> list[Piece]:
-    """The same, in ascending order of clients and at most `MOST` of them together, however they came."""
+    """Regroup the pieces: clients in ascending order, at most `MOST` in a piece, whatever the grouping before."""
     clients = [client for group, _ in pieces for client in group]
     order = sorted(range(len(clients)), key=clients.__getitem__)
     whole = pieces[0][1] if len(pieces) == 1 else torch.cat([stack for _, stack in pieces])

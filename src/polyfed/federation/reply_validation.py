@@ -1,5 +1,7 @@
-"""What a reply must look like. The server trusts nothing that comes back: names, shapes, types and values are held
-against what the message's type declares, for this model.
+"""Reply validation: the checks that a reply must pass before the server uses it.
+
+The server trusts no reply. It compares names, shapes, types and values with what the message class declares and with
+the model.
 """
 
 import math
@@ -19,26 +21,26 @@ from polyfed.model import Model
 from polyfed.privacy.announcement import Holder
 
 NOT_FINITE = "is not finite"
-"""How the reason ends when a reply holds NaN or infinity."""
+"""End of the reason for dropping a reply that holds NaN or infinity."""
 
 REAL = ("embeddings", "prototypes", "predictions")
-"""Kinds that are floating-point numbers, of the model's own type: what is computed on them would fail on another."""
+"""Kinds that must have the floating-point type of the model, because computing with another type would fail."""
 
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-"""Types of a number of rows."""
+"""Types that a number of rows may have."""
 
 OF_A_MODALITY = frozenset({"features", "encoded", "sample"})
-"""Sizes that only a modality has."""
+"""Words for sizes that depend on the modality."""
 
 
 @dataclass(frozen=True)
 class ReplyValidator:
-    """The forms of replies in a federation.
+    """Checks replies against their message class and the model.
 
     Attributes:
-        template: the server's parameters, by name.
+        template: the server's parameters and buffers, by name.
         model: the model with all modalities.
-        modalities: of the federation.
+        modalities: the modalities of the federation.
     """
 
     template: Tree
@@ -48,14 +50,14 @@ class ReplyValidator:
 
     @cached_property
     def floats(self) -> frozenset[torch.dtype]:
-        """Floating-point types of the model."""
+        """The floating-point types of the model; float32 if it has none."""
         return frozenset(t.dtype for t in self.template.values() if t.is_floating_point()) or frozenset({torch.float32})
 
     def check(self, msg: Message, expected: type[Message]) -> None:
-        """Refuse a (stacked) reply of another type, or whose names, shapes and types are not as declared.
+        """Check the class of a stacked message, and the names, shapes and types of its tensors.
 
         Raises:
-            BadReply: with the field and what is wrong with it.
+            BadReply: something differs from the declaration; the text names the field and the fault.
         """
         if type(msg) is not expected:
             raise BadReply(f"sent {type(msg).__name__}, expected {expected.__name__}")
@@ -73,7 +75,7 @@ class ReplyValidator:
                 raise BadReply(f"{count} is {kind}, expected whole numbers")
 
     def unusable(self, part: ReplyStack) -> dict[int, str]:
-        """Clients of a part whose reply holds NaN, infinity, or numbers outside of what they can be, and where."""
+        """Return the clients whose reply holds NaN, infinity or numbers outside their range, each with the reason."""
         found = [(name, key, value) for name, key, value in tensors(part.message) if value.numel()]
         bad: dict[int, str] = {}
         for name, count in part.message.counts.items():
@@ -89,10 +91,10 @@ class ReplyValidator:
                 fine, words = said.within.holds(value), said.within.words
             else:
                 continue
-            if not bool(fine.all()):  # NaN is in no range; that it is not finite is said below
+            if not bool(fine.all()):  # NaN fails every range check; the check below reports it
                 self._note(bad, part, fine | (value != value), f"{_at(name, key)} must be {words}")
         floats = [(name, key, value) for name, key, value in found if value.is_floating_point()]
-        # one pass over everything first: a finite sum has finite terms only; one that overflows means a closer look
+        # one cheap pass first: a finite sum has only finite terms; otherwise check every tensor (sums can overflow)
         sums = [value.sum(dtype=torch.float32) for _, _, value in floats]
         if floats and not math.isfinite(torch.stack(sums).sum().item()):
             for name, key, value in floats:
@@ -143,7 +145,7 @@ class ReplyValidator:
                 raise AssertionError(f"a size is classes, features, encoded, sample or None, not {word!r}")
 
     def _flaw(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
-        """What is wrong with the names of a tree, empty if nothing: all clients send a few sets of names."""
+        """Return what is wrong with the names of a tree, or "". Cached, because most clients send the same names."""
         place = field, said, names
         if place not in self._named:
             find = self._unlike_model if said.kind in OF_THE_MODEL else self._unlike_federation
@@ -173,7 +175,7 @@ class ReplyValidator:
         return ""
 
     def _group(self, name: str) -> tuple[str, bool]:
-        """What is sent together or not at all: a block's parameters, and a block's statistics."""
+        """Return a name's group: a block's parameters, or its buffers. Clients send a group whole or not at all."""
         return block_of(name), self.model.is_buffer(name)
 
 

@@ -1,9 +1,9 @@
-"""Messages as bytes: a JSON header that names every tensor, and one body that holds their values. No pickle.
+"""The wire format of messages: a JSON header that describes every tensor, and a body with their values. No pickle.
 
-The header says the message's type, and for every field its kind and its tensors' names, types and shapes; the body is
-the tensors' bytes one after another, little-endian. Nothing of it is believed: `decode` checks type, fields, kinds,
-names, types, shapes, sizes and, where asked, finiteness against the message class that the receiver expects, before
-it makes a tensor.
+The header holds the name of the message class, the kind of every field, and the name, type and shape of every tensor.
+The body holds the tensors' bytes one after another, little-endian. `decode` does not trust the sender: it checks class,
+fields, kinds, names, types, shapes, sizes and, on request, finiteness against the message class that the receiver
+expects.
 """
 
 import math
@@ -20,7 +20,7 @@ from polyfed.core.messages import Message, tensors
 from polyfed.core.tree import Tree
 
 Header = dict[str, Any]
-"""What JSON can hold."""
+"""A JSON object."""
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -37,30 +37,30 @@ DTYPES = {
         torch.bool,
     )
 }
-"""Types that may cross."""
+"""The tensor types that a message may hold, by the name in the header."""
 
 WIRE_FORMAT = 2
-"""Version of headers and bodies. Raise it whenever an older peer would misread them."""
+"""Version of the format of headers and bodies. Increase it with every change that an older peer would misread."""
 
 MAX_TENSORS, MAX_AXES = 40_000, 16
-"""Far above any model of today (inferred); they bound the work that a forged header can cause."""
+"""Limits on the work that a forged header can cause; no model of today comes near them."""
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
-"""What the name of a parameter or modality may look like."""
+"""Pattern of the names of parameters and modalities."""
 
 assert sys.byteorder == "little", "polyfed's wire format is little-endian"
 
 
 @dataclass(frozen=True)
 class Packet:
-    """What crosses: a header and a body."""
+    """A message as it is sent: a header and a body."""
 
     header: Header
     body: bytes = b""
 
 
 def encode(msg: Message) -> Packet:
-    """The packet of a message (of one client, not of a stack)."""
+    """Encode a message of one client; a stack of messages cannot be encoded."""
     entries, parts = [], []
     for field, name, value in tensors(msg):
         flat = value.detach().cpu().contiguous().reshape(-1)
@@ -71,16 +71,16 @@ def encode(msg: Message) -> Packet:
 
 
 def decode(packet: Packet, expected: type[Message], *, limit: int, finite: bool = False) -> Any:
-    """The message of a packet, every part of it checked.
+    """Check a packet and decode its message.
 
     Args:
-        packet: from the other side.
-        expected: the message's type.
-        limit: most bytes of its body.
-        finite: refuse NaN and infinity.
+        packet: the packet that arrived.
+        expected: the class that the message must have.
+        limit: largest allowed size of the body, in bytes.
+        finite: whether to refuse NaN and infinity.
 
     Raises:
-        BadReply: with what is wrong.
+        BadReply: the packet does not hold a valid message of this class; the text says why.
     """
     header, body = packet.header, packet.body
     if len(body) > limit:
@@ -112,7 +112,7 @@ _Entry = tuple[str, str | None, torch.dtype, tuple[int, ...]]
 
 
 def _empty(expected: type[Message]) -> dict[str, Tensor | Tree | None]:
-    """A place for each field: a tree to fill, or None for a tensor to come."""
+    """Return the initial value of each field: an empty tree, or None for a field that holds a single tensor."""
     return {field: None if said.bare else {} for field, said in expected.declared.items()}
 
 
@@ -136,7 +136,7 @@ def _tensor(body: bytes, place: int, dtype: torch.dtype, shape: tuple[int, ...])
     count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)
-    # a copy: the tensor must neither keep the whole body alive nor share unwritable, unaligned memory
+    # copy, so that the tensor does not keep the whole body alive or use read-only, unaligned memory
     data = bytearray(body[place : place + count * dtype.itemsize])
     if dtype is torch.bool and max(data) > 1:
         raise BadReply("holds a boolean that is neither 0 nor 1")

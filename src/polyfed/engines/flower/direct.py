@@ -1,4 +1,4 @@
-"""A grid without processes, for tests of conformance."""
+"""A Flower grid without processes, for conformance tests."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,15 +13,15 @@ from flwr.supercore.task_identity import TaskIdentity
 
 
 class DirectGrid(Grid):
-    """A grid that calls a ClientApp in this process, through Flower's own bytes: conformance without Ray.
+    """Calls a ClientApp in this process and serialises every message as Flower does, so that tests do not need Ray.
 
     Args:
-        app: the ClientApp.
-        clients: how many nodes; node k + 1 is partition k, as in the simulation.
+        app: the ClientApp that answers all messages.
+        clients: number of Flower nodes; node k + 1 has partition k, as in Flower's simulation.
 
     Attributes:
-        bytes_down: bytes of all messages to clients as Flower serialises them.
-        bytes_up: of all replies.
+        bytes_down: bytes of all messages to clients, as Flower serialises them.
+        bytes_up: bytes of all replies, as Flower serialises them.
     """
 
     def __init__(self, app: ClientApp, clients: int) -> None:
@@ -33,24 +33,24 @@ class DirectGrid(Grid):
         TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 0
 
     def set_run(self, run: Run) -> None:
-        """See `Grid`."""
+        """Set the Flower run that this grid belongs to."""
         self._run = run
 
     @property
     def run(self) -> Run:
-        """See `Grid`."""
+        """The Flower run that this grid belongs to."""
         return self._run
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        """See `Grid`."""
+        """Make a message; the arguments are those of Flower's `Message`."""
         return Message(*args, **kwargs)
 
     def get_node_ids(self) -> Iterable[int]:
-        """See `Grid`."""
+        """Return the ids of all nodes, from 1."""
         return range(1, self.clients + 1)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Have the ClientApp answer each message at once."""
+        """Call the ClientApp on each message, keep the replies, and return the ids of the messages."""
         sent = []
         for message in messages:
             self._count += 1
@@ -60,11 +60,11 @@ class DirectGrid(Grid):
         return sent
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Hand over replies, each once."""
+        """Return the replies to these messages; each reply is returned only once."""
         return [self._replies.pop(identity) for identity in message_ids if identity in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """See `Grid`."""
+        """Call the ClientApp on each message and return the replies; `timeout` has no effect."""
         return self.pull_messages(self.push_messages(messages))
 
     def _called(self, message: Message) -> Message:
