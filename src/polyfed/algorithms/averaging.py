@@ -16,8 +16,8 @@ The table lists the hooks in the order in which they are called. `Algorithm` (`b
 | `merge` | server | once the replies are in | weighted mean per block, then a step of the server optimiser |
 | `weights` | server | in `merge` | rows of each client, or 1 with `aggregation = "uniform"` |
 
-A method whose `outgoing` or `reply` returns another message class names that class in `sends` or `replies`. The template
-reads the field `params` of the message sent, and the fields `params`, `loss` and `num_rows` of the replies.
+A method whose `outgoing` or `reply` returns another message class names that class in `sends` or `replies`. The
+template reads the field `params` of the message sent, and the fields `params`, `loss` and `num_rows` of the replies.
 """
 
 from collections.abc import Mapping
@@ -82,8 +82,8 @@ class Averaging(Algorithm):
     Subclasses override the hooks that the module's docstring lists.
 
     Attributes:
-        aggregation: the weights of the mean: `weighted` is by number of rows (McMahan et al., 2017, Algorithm 1), `uniform`
-            is the same weight for every client.
+        aggregation: the weights of the mean: `weighted` is by number of rows (McMahan et al., 2017, Algorithm 1),
+            `uniform` is the same weight for every client.
         selector: which clients take part; the [selection] section.
         server: what the server does with the mean; the [server] section.
     """

@@ -85,7 +85,7 @@ class Announced:
 
 @dataclass(frozen=True)
 class Announcement:
-    """Everything that the replies of one client can hold, or those of several clients with the same modalities and policy.
+    """Everything that the replies of one client, or of several clients with one policy and the same modalities, can hold.
 
     Attributes:
         algorithm: the method, whose options decide which tasks are asked and which fields are sent.
@@ -129,7 +129,7 @@ class Announcement:
     def answer_refusal(self, task: str, reply: type[Message], destination: str, client: int) -> str:
         """Why a reply of this type may not leave, whatever it holds; empty if it is the type that the task declares.
 
-        The text leaves the device, so it does not repeat the undeclared type's name, into which a task could write rows.
+        The text leaves the device, so it does not repeat an undeclared type's name: a task could write rows into it.
         """
         if task not in self.answers:
             return (

@@ -6,10 +6,10 @@
     [egress.labels]
     server = []
 
-If a block has a policy row for a destination, that row alone decides. If there is no row, a modality may send parameters,
-gradients of parameters and statistics, and `labels` may send nothing. If there is no row for `shared`, it may send what
-all modalities of the client may send: the shared layers read all of these modalities, and the gradients of the layers
-can reveal their data. In a deployment the client's own file decides, and a recipe can only make it stricter.
+If a block has a policy row for a destination, that row alone decides. Without a row, a modality may send parameters,
+gradients of parameters and statistics, and `labels` may send nothing. Without a row, `shared` may send only those of
+the same kinds that every modality of the client may send: the shared layers read all of these modalities, and gradients
+of these layers can reveal the data. In a deployment the client's own file decides; a recipe can only make it stricter.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -89,7 +89,7 @@ class Policy:
         }
 
     def inherited(self, kinds: Collection[str], block: str, destination: str) -> str:
-        """Why kinds of `shared` may not leave although no row of `shared` forbids them; empty if a row of `shared` decides."""
+        """Why kinds of `shared` may not leave although it has no row; empty if it has one or they may leave."""
         if block != SHARED or (SHARED, destination) in self.rules:
             return ""
         strict = [m for m, allowed in self._mixed(destination).items() if (DEFAULT & {*kinds}) - allowed]

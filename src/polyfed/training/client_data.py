@@ -49,7 +49,7 @@ Step = Callable[[Any, Batch], Any]
 """`step(carry, batch)` returns the new carry."""
 
 FOLD_BATCH = 256
-"""Number of rows in a batch of `fold`: large enough to hide Python's overhead, small enough for the activations of images."""
+"""Number of rows in a batch of `fold`: enough to hide Python's overhead, few enough for the activations of images."""
 
 ORDER, DROPOUT = keys.key("batch_order"), keys.key("dropout")
 """Purposes of a client's random streams; see `stream_key`."""
@@ -177,8 +177,8 @@ class ClientData(ABC):
             split: whether `loss` returns its terms by name, and `direction` receives the gradient of each term. Without
                 `direction`, the optimiser follows the sum of the gradients. Every term costs one backward pass.
             after: result of an earlier call that this one continues, with its moments, step numbers and place in the
-                order of rows, so that E calls of one epoch equal one call of E epochs. `loss` and `num_steps` of the new
-                result cover all of these calls. Pass `params` and `carry` of the earlier result again. Not allowed with
+                order of rows, so that E calls of one epoch equal one call of E epochs. `loss` and `num_steps` of the
+                new result cover all of these calls. Pass `params` and `carry` of the earlier result again. Not allowed with
                 `train.steps`. Default: a new training, whose moments start at zero.
             on: a batch on which to take one step, in place of all the steps of `train`. With `after`, it is the step
                 that follows those of the earlier call.

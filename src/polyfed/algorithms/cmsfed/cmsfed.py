@@ -67,15 +67,15 @@ class CmsFedState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class CmsFed(Averaging):
-    """CMSFed and its ablations. CMSFed-local is `prototypes = "local"`; FedAvg+PCE also has `modality_selection = false`,
-    and DivFL+PCE moreover `[selection] name = "divfl"`.
+    """CMSFed and its ablations. CMSFed-local is `prototypes = "local"`; FedAvg+PCE adds `modality_selection =
+    false`; DivFL+PCE adds `[selection] name = "divfl"` to both.
 
     Attributes:
         dominance_threshold: chi; a client whose dominance ratio is above it trains the weak modality alone. The paper
             uses 1.5 to 2.5; with inf the ratio makes no client train alone.
         prototype_weight: alpha_p, the strength of PCE; the released code uses 1 by default and 2 in its AVE script.
-        beta_mode: how beta, the weight of PCE in a batch, is computed: `clip` is alpha_p * clip(ratio - 1, 0, 1) as in the paper;
-            `hard` is alpha_p where the ratio is above 1, else 0, as in the released code.
+        beta_mode: how beta, the weight of PCE in a batch, is computed: `clip` is alpha_p * clip(ratio - 1, 0, 1) as in the
+            paper; `hard` is alpha_p where the ratio is above 1, else 0, as in the released code.
         pce_target: the modality that gets PCE: the weak one of the federation, `global_weak` (Eq. 9), or of the batch,
             `batch_weak` (released code).
         gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11); `delta` compares how far training
@@ -126,7 +126,7 @@ class CmsFed(Averaging):
     # the round
 
     def init(self, fed: Federation, params: Tree) -> CmsFedState:
-        """The state of `Averaging`, without requests; clients are first asked in round 1."""
+        """The first state of `Averaging`; no client is asked before round 1."""
         return CmsFedState(**vars(super().init(fed, params)), ratios=ImbalanceRatios.unknown(fed.clients))
 
     def round(self, state: CmsFedState, fed: Federation) -> CmsFedState:
@@ -168,7 +168,7 @@ class CmsFed(Averaging):
         return problem.solve(fed.clients, keys.key(fed.seed, "greedy", fed.round)), state.memory
 
     def train_chosen(self, state: CmsFedState, fed: Federation) -> Replies:
-        """Ask S_M and the clients that train one modality; `min_replies` counts the replies of both requests together."""
+        """Ask S_M and the clients that train alone; `min_replies` counts the replies of both requests together."""
         weak, known = state.choice.weak, state.prototypes if self.prototypes == "global" else {}
         sent = {m: p.sent for m, p in known.items()}
         accept = whole_gradients(state.params, fed)
@@ -304,7 +304,7 @@ class CmsFed(Averaging):
         return self.modality_selection and self.gradient_split == "exact"
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Task `update` is never asked, `explore` only with modality selection; the options decide which fields are sent."""
+        """`update` is never asked, `explore` only with modality selection; the options decide which fields are sent."""
         if task == "update" or (task == "explore" and not self.modality_selection):
             return False
         if task not in ("explore", "train_all", "train_alone"):
