@@ -41,12 +41,12 @@ HELD_BY_DEFAULT = dict.fromkeys((*OF_THE_MODEL, "statistic"), (MODALITIES, SHARE
 """The `blocks` of a tree that does not declare any, by kind; for kinds not listed here they are `modalities`."""
 
 DESTINATIONS = ("server", "silo")
-"""Where a client's reply may go. What a client receives is booked in the ledger under `client`, and no policy refuses it."""
+"""Where a client's reply may go. The ledger books what a client receives under `client`, and no policy refuses it."""
 
 Sizes = tuple[str | None, ...]
-"""The shape of a tensor, with a name for each size: `classes`, the number of classes; `features`, the width of a modality's
-embedding; `encoded`, the shape of its encoder's output; `sample`, the shape of its samples. None stands for any size.
-`encoded` and `sample` may be several axes."""
+"""The shape of a tensor, with a name for each size: `classes`, the number of classes; `features`, the width of a
+modality's embedding; `encoded`, the shape of its encoder's output; `sample`, the shape of its samples. None stands for
+any size. `encoded` and `sample` may be several axes."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def carries(
         rows: for a field whose tensors have one entry per row, the name of the 0-dim field that holds the number of
             rows without padding.
         whole: for a tree that crosses with all its blocks. By default, a client receives only the blocks of its own
-            modalities and may send no others. A head over the embeddings of several parties needs `whole`, because it is useless
-            without all of its parts.
+            modalities and may send no others. A head over the embeddings of several parties needs `whole`,
+            because it is useless without all of its parts.
         shape: shape of each tensor, without the axis of `rows`; see `Sizes`. None means one number for a `statistic`,
             the model's shapes for parameters and gradients, and any shape for other kinds. Labels of shape () are
             class numbers.

@@ -179,7 +179,7 @@ class _Loop:
         return found
 
     def train(self, round: int, state: Any) -> tuple[Any, dict[str, Any]]:
-        """Run the algorithm's round. Returns the new state and the first entries of the round's row in `rounds.jsonl`."""
+        """Run the algorithm's round. Returns the new state and the first entries of the row for `rounds.jsonl`."""
         self.fed.begin(round)
         started = time.perf_counter()
         state = self.recipe.algorithm.round(state, self.fed)
@@ -241,7 +241,7 @@ class _Loop:
         return row
 
     def _write(self, round: int, state: Any, row: dict[str, Any]) -> None:
-        """Append the row. If a checkpoint is due, write it, and let the engine drop the states that it replaces."""
+        """Append the row. If a checkpoint is due, write it, and let the engine forget older states."""
         self.rounds.append(row)
         if self.records is None:
             self.assembly.engine.kept = round
@@ -261,7 +261,7 @@ class _Loop:
             self.assembly.engine.kept = round
 
     def _note(self, event: str, **facts: Any) -> None:
-        """Collect the facts from events that the row of the round needs."""
+        """Collect the facts that the round's row takes from events."""
         if event == "client-missing":
             self.missing[str(facts["client"])] = facts["reason"]
         if event == "judged":  # an algorithm without a global model evaluates several models: add their matrices

@@ -85,7 +85,7 @@ class Announced:
 
 @dataclass(frozen=True)
 class Announcement:
-    """Everything that the replies of one client, or of several clients with one policy and the same modalities, can hold.
+    """Everything that the replies of one client, or of several with the same modalities and policy, can hold.
 
     Attributes:
         algorithm: the method, whose options decide which tasks are asked and which fields are sent.

@@ -178,8 +178,8 @@ class ClientData(ABC):
                 `direction`, the optimiser follows the sum of the gradients. Every term costs one backward pass.
             after: result of an earlier call that this one continues, with its moments, step numbers and place in the
                 order of rows, so that E calls of one epoch equal one call of E epochs. `loss` and `num_steps` of the
-                new result cover all of these calls. Pass `params` and `carry` of the earlier result again. Not allowed with
-                `train.steps`. Default: a new training, whose moments start at zero.
+                new result cover all of these calls. Pass `params` and `carry` of the earlier result again. Not allowed
+                with `train.steps`. Default: a new training, whose moments start at zero.
             on: a batch on which to take one step, in place of all the steps of `train`. With `after`, it is the step
                 that follows those of the earlier call.
 

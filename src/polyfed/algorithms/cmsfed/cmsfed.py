@@ -74,8 +74,8 @@ class CmsFed(Averaging):
         dominance_threshold: chi; a client whose dominance ratio is above it trains the weak modality alone. The paper
             uses 1.5 to 2.5; with inf the ratio makes no client train alone.
         prototype_weight: alpha_p, the strength of PCE; the released code uses 1 by default and 2 in its AVE script.
-        beta_mode: how beta, the weight of PCE in a batch, is computed: `clip` is alpha_p * clip(ratio - 1, 0, 1) as in the
-            paper; `hard` is alpha_p where the ratio is above 1, else 0, as in the released code.
+        beta_mode: how beta, the weight of PCE in a batch, is computed: `clip` is alpha_p * clip(ratio - 1, 0, 1) as in
+            the paper; `hard` is alpha_p where the ratio is above 1, else 0, as in the released code.
         pce_target: the modality that gets PCE: the weak one of the federation, `global_weak` (Eq. 9), or of the batch,
             `batch_weak` (released code).
         gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11); `delta` compares how far training
