@@ -8,7 +8,7 @@
 
 If a block has a policy row for a destination, that row alone decides. Without a row, a modality may send parameters,
 gradients of parameters and statistics, and `labels` may send nothing. Without a row, `shared` may send only those of
-the same kinds that every modality of the client may send: the shared layers read all of these modalities, and gradients
+these three kinds that every modality of the client may send: the shared layers read all its modalities, and gradients
 of these layers can reveal the data. In a deployment the client's own file decides; a recipe can only make it stricter.
 """
 

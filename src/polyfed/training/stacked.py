@@ -40,7 +40,7 @@ from polyfed.training.optimisers import Train
 from polyfed.training.step_plan import Plan, Rows, make_plan
 
 Kind = tuple[bool, bool]
-"""The two facts on which Python branches in a step: whether no row is padding, and whether all clients take the step."""
+"""The two facts on which Python branches in a step: whether no row is padding, and whether every client takes part."""
 
 WHOLE: Kind = (True, True)
 

@@ -67,8 +67,8 @@ class CmsFedState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class CmsFed(Averaging):
-    """CMSFed and its ablations. CMSFed-local is `prototypes = "local"`; FedAvg+PCE adds `modality_selection =
-    false`; DivFL+PCE adds `[selection] name = "divfl"` to both.
+    """CMSFed and its ablations. CMSFed-local is `prototypes = "local"`; FedAvg+PCE adds
+    `modality_selection = false` to it; DivFL+PCE also adds `[selection] name = "divfl"`.
 
     Attributes:
         dominance_threshold: chi; a client whose dominance ratio is above it trains the weak modality alone. The paper
@@ -76,8 +76,8 @@ class CmsFed(Averaging):
         prototype_weight: alpha_p, the strength of PCE; the released code uses 1 by default and 2 in its AVE script.
         beta_mode: how beta, the weight of PCE in a batch, is computed: `clip` is alpha_p * clip(ratio - 1, 0, 1) as in
             the paper; `hard` is alpha_p where the ratio is above 1, else 0, as in the released code.
-        pce_target: the modality that gets PCE: the weak one of the federation, `global_weak` (Eq. 9), or of the batch,
-            `batch_weak` (released code).
+        pce_target: the modality to which PCE is applied: `global_weak` is the weak one of the federation (Eq. 9),
+            `batch_weak` the weak one of the batch (released code).
         gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11); `delta` compares how far training
             moved the encoders (released code), so that no gradients are uploaded.
         normalize_delta: divide deltas by learning rate and steps, so that clients of unequal size are comparable.
@@ -86,7 +86,7 @@ class CmsFed(Averaging):
         greedy: `stochastic` examines max(b, N / 10) candidates in each pass, `full` examines all.
         init_pass: whether the first gradients come from an `epoch` of training whose result is discarded, or from one
             full-batch `step`.
-        prototypes: `global` ones, or `local` ones: the client's own, computed anew for every epoch.
+        prototypes: `global`, or `local`: each client uses its own prototypes, computed anew for every epoch.
         prototype_momentum: momentum of the global prototypes; 0 in the paper.
         modality_selection: if false, the selector draws the cohort, and all of its clients train all their modalities.
         sketch: number of entries to which stored vectors are projected; 0 stores the exact vectors.
