@@ -160,7 +160,7 @@ class Columns:
     def fingerprint(self) -> str:
         """SHA-256 of what a run depends on: labels, splits, ids and presence of all rows, and features of some rows.
 
-        Those rows are evenly spaced. Reading all features of a large data set would take as long as a round of training.
+        Those rows are evenly spaced. Reading all features of a large data set would take as long as a training round.
         """
         some = torch.linspace(0, len(self) - 1, min(len(self), _FINGERPRINT_ROWS), dtype=torch.float64).long()
         sha = hashlib.sha256(f"{self.name}|{self.num_classes}".encode())

@@ -133,7 +133,7 @@ class ClientRuntime:
             sent: whether the reply will leave; if not, only what was received and what was refused is booked.
 
         Raises:
-            OSError, CheckpointError: a file cannot be written. Then neither file has the entries, and nothing may leave.
+            OSError, CheckpointError: a file cannot be written. Then neither file has the entries and nothing may leave.
         """
         entries = self.engine.ledger.drain()
         if not sent:
