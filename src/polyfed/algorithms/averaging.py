@@ -1,10 +1,10 @@
 """`Averaging`: the template of methods that change one thing about federated averaging.
 
-Each round the server sends the model to a cohort, every client trains it on its rows, and the server averages the
-results per block, over the clients that have that block. Used as it is, it is FedAvg (`fedavg.py`).
+In each round the server sends the model to a cohort, every client trains it on its rows, and the server averages each
+block over the clients that have that block. The template without changes is FedAvg (`fedavg.py`).
 
-Hooks in the order in which they are called. `Algorithm` (`base.py`) has those around a round, such as `local`,
-`evaluate` and `will_send`:
+The table lists the hooks in the order in which they are called. `Algorithm` (`base.py`) has further ones, such as
+`local`, `evaluate` and `will_send`:
 
 | hook | called on | when | default |
 |---|---|---|---|
@@ -16,8 +16,8 @@ Hooks in the order in which they are called. `Algorithm` (`base.py`) has those a
 | `merge` | server | once the replies are in | weighted mean per block, then a step of the server optimiser |
 | `weights` | server | in `merge` | rows of each client, or 1 with `aggregation = "uniform"` |
 
-A method whose `outgoing` or `reply` uses another message names its class in `sends` or `replies`. The template reads
-`params` of what is sent, and `params`, `loss` and `num_rows` of the replies.
+A method whose `outgoing` or `reply` returns another message class names that class in `sends` or `replies`. The
+template reads the field `params` of the message sent, and the fields `params`, `loss` and `num_rows` of the replies.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ class Update(Message):
 
 @dataclass(frozen=True)
 class State:
-    """Server state of a method that extends `Averaging`; subclasses add fields.
+    """The server state of a method that extends `Averaging`; subclasses can add fields.
 
     Attributes:
         params: the global model.
@@ -82,9 +82,10 @@ class Averaging(Algorithm):
     Subclasses override the hooks that the module's docstring lists.
 
     Attributes:
-        aggregation: weights of the mean: `weighted` by rows (McMahan et al., 2017, Algorithm 1) or `uniform`.
-        selector: which clients take part, the [selection] section.
-        server: what the server does with the mean, the [server] section.
+        aggregation: the weights of the mean: `weighted` is by number of rows (McMahan et al., 2017, Algorithm 1),
+            `uniform` is the same weight for every client.
+        selector: which clients take part; the [selection] section.
+        server: what the server does with the mean; the [server] section.
     """
 
     aggregation: Literal["weighted", "uniform"] = "weighted"
@@ -105,7 +106,7 @@ class Averaging(Algorithm):
         return State(params, self.server.moments(fed.context.model.trainable(params)), self.selector.start(params))
 
     def round(self, state: Any, fed: Federation) -> Any:
-        """Choose a cohort, ask it to train, and merge the replies. Without any reply the model stays as it is."""
+        """Choose a cohort, ask it to train, and merge the replies. If nobody replies, the model stays as it is."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         state = state.with_(memory=memory)
         replies = fed.ask(self.update, cohort, self.outgoing(state, cohort, fed))
@@ -115,11 +116,11 @@ class Averaging(Algorithm):
         return self.merge(state.with_(memory=memory, train_loss=mean_loss(replies, fed)), replies, fed)
 
     def outgoing(self, state: Any, cohort: list[int], fed: Federation) -> Send:
-        """What the cohort receives: one message for all clients, or a mapping with one for each."""
+        """What the cohort receives: one message for all clients, or a mapping from client to message."""
         return Broadcast(state.params)
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
-        """The local training loss of a batch: a scalar, or (scalar, aux) where `direction` reads aux.
+        """The local training loss of a batch: a scalar, or (scalar, aux) if `direction` uses aux.
 
         Args:
             context: the client context.
@@ -133,7 +134,7 @@ class Averaging(Algorithm):
     def direction(
         self, context: ClientContext, data: ClientData, got: Any, local: Tree
     ) -> tuple[Direction, Tree] | None:
-        """A function that turns a gradient into a direction, and its first carry; None keeps the gradient.
+        """A function that changes the gradient of every step, and its first carry; None leaves gradients unchanged.
 
         Args:
             context: the client context.
@@ -165,7 +166,7 @@ class Averaging(Algorithm):
         return state.with_(params=params, moments=moments)
 
     def weights(self, replies: Replies, fed: Federation) -> Mapping[int, float]:
-        """Weight of each client in the mean: its rows in the client registry, not those that its reply claims, or 1."""
+        """Weight of each client in the mean: 1, or its row count in the client registry, whatever its reply claims."""
         if self.aggregation == "uniform":
             return dict.fromkeys(replies, 1.0)
         return fed.clients.rows_of(replies)
@@ -185,7 +186,7 @@ class Averaging(Algorithm):
     def class_means(
         self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast
     ) -> tuple[ClassMeans, Tree]:
-        """Class means of the client's training rows; only asked for before an evaluation with class prototypes."""
+        """Class means of the client's training rows; the server asks only before evaluating with class prototypes."""
         model = context.model
         sizes = {m: model.feature_size(m) for m in context.modalities if m in model.modalities}
         means, rows = prototypes.class_means(data.fold, partial(model.vectors, got.params), sizes, context.num_classes)

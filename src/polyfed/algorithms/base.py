@@ -2,10 +2,10 @@
 
 The server half runs on the server: `init`, `round` and `evaluate`. The client half runs on the clients: the methods
 marked `@task`. A method that sends parameters, trains them locally and averages the results extends `Averaging`
-(`averaging.py`), which has further hooks; every other method extends `Algorithm`. Methods are final: two methods share
-functions, not a parent.
+(`averaging.py`), which has further hooks; every other method extends `Algorithm`. No method extends another one; what
+two methods share are functions.
 
-Hooks in the order in which they are called; `init` and `round` are required, all others have a default:
+The table lists the hooks in the order in which they are called; all but `init` and `round` have a default:
 
 | hook | called on | when | returns |
 |---|---|---|---|
@@ -14,7 +14,7 @@ Hooks in the order in which they are called; `init` and `round` are required, al
 | `init` | server | once, as round 0 | the first state |
 | `local` | client | before the client's first task | its first local state |
 | `round` | server | every round; it asks clients with `fed.ask` | the next state |
-| `simulated_seconds` | server | after every round, with a network model | how long the round would take |
+| `simulated_seconds` | server | after every round, if there is a network model | how long the round would take |
 | `observe`, `observe_tables` | server | after every round | numbers and matrices for the log |
 | `evaluate` | server | after every round that `[evaluate] every` names | scores; it calls the hooks below |
 | `global_params` | server | in `evaluate`, and in `Run.predict` | the global model, or None |
@@ -23,8 +23,8 @@ Hooks in the order in which they are called; `init` and `round` are required, al
 | `own_params` | client | in personal evaluation, and in `Run.predict` | the model that the client is evaluated with |
 
 The properties `own_models` and `predictor` say where personal models are kept and how they predict
-(`evaluation/scores.py`). The task `score` computes the scores of the global model on evaluation clients, `score_own`
-those of a client's model on its own test rows. docs/own-method.md explains how to write a method.
+(`evaluation/scores.py`). The task `score` evaluates the global model on the evaluation clients; the task `score_own`
+evaluates a client's model on the client's own test rows. docs/own-method.md explains how to write a method.
 """
 
 import warnings
@@ -75,15 +75,15 @@ class Algorithm(TrainedModels):
     The module's docstring lists the hooks in the order in which they are called.
 
     Attributes:
-        train: local training, the [train] section.
-        evaluation: when and how to evaluate, the [evaluate] section.
+        train: local training; the [train] section.
+        evaluation: when and how to evaluate; the [evaluate] section.
     """
 
     train: Train = Train()
     evaluation: Evaluation = Evaluation()
 
     handles_missing_rows: ClassVar[bool] = True
-    """Whether the method accepts clients that have a modality for some of their rows only; else they are refused."""
+    """Whether the method accepts clients that have a modality for only some of their rows; if not, it refuses them."""
     sends_class_means: ClassVar[bool] = False
     """Whether clients can send class means of the global model's features, for `[evaluate] unimodal = "prototype"`."""
 
@@ -119,7 +119,7 @@ class Algorithm(TrainedModels):
         """The server state before the first round: a frozen dataclass with `params` and `train_loss`.
 
         Args:
-            fed: the federation; the method may send setup requests to clients here, which the ledger lists as round 0.
+            fed: the federation. The method may already send requests to clients; the ledger lists them as round 0.
             params: the model's initial parameters, drawn from the run's seed.
         """
 
@@ -149,7 +149,7 @@ class Algorithm(TrainedModels):
 
         Args:
             context: the client context.
-            key: of the client in this run, for random initial values.
+            key: random key of the client in this run, for random initial values.
         """
         return {}
 
@@ -158,11 +158,11 @@ class Algorithm(TrainedModels):
         return {}
 
     def simulated_seconds(self, state: Any, times: Timetable) -> float:
-        """Simulated duration in seconds of the round that led to `state`: every request waits for its slowest client.
+        """Simulated duration of the round, in seconds. By default, every request waits for its slowest client.
 
         Args:
             state: the state after the round.
-            times: when each client of each request would answer under the network model.
+            times: the time at which each client would answer each request under the network model.
         """
         return times.barriers()
 
@@ -186,7 +186,7 @@ class Algorithm(TrainedModels):
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Whether a field of a task's reply can hold anything of a block, given these hyper-parameters.
 
-        If not, `polyfed check` does not announce it and the egress gate refuses it.
+        If not, `polyfed check` does not announce that part of the reply, and the egress gate refuses it.
 
         Args:
             task: the task's name.
@@ -197,7 +197,7 @@ class Algorithm(TrainedModels):
         return True
 
     def evaluate(self, state: Any, fed: Federation) -> Measured:
-        """Evaluate the global model, where there is one, on the server's rows, and clients on their own test rows."""
+        """Evaluate the global model, if any, on the server's rows, and each client's model on its own test rows."""
         params = self.global_params(state) if fed.evaluation_clients else None
         measured = {} if params is None else self.evaluate_globally(params, fed)
         if not (self.evaluation.personal and fed.clients.tested):
@@ -206,7 +206,7 @@ class Algorithm(TrainedModels):
         return Measured(measured | {"personal": group}, accuracies)
 
     def to_judge(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
-        """The message for personal evaluation: the global model, or an empty one where clients keep their models.
+        """The message for personal evaluation: the global model, or an empty Tree if clients keep their own models.
 
         Args:
             state: the server's state.
@@ -216,7 +216,7 @@ class Algorithm(TrainedModels):
         return Broadcast({} if self.own_models == "clients" else state.params)
 
     def evaluate_globally(self, params: Tree, fed: Federation) -> dict[str, dict[str, float]]:
-        """Server evaluation of a model: the groups `global`, `validation` and `unimodal` of result.json."""
+        """Evaluate a model on the server's rows: the groups `global`, `validation` and `unimodal` of result.json."""
         measured: dict[str, dict[str, float]] = {}
         near = self.class_prototypes(params, fed) if TEST in fed.evaluation_clients else {}
         send = ModelToEvaluate(params, {m: p.mean for m, p in near.items()}, {m: p.active for m, p in near.items()})
@@ -231,11 +231,11 @@ class Algorithm(TrainedModels):
         return measured
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
-        """Class means by modality for `[evaluate] unimodal = "prototype"`; empty under the other ways."""
+        """Class means by modality for `[evaluate] unimodal = "prototype"`; empty for its other values."""
         return {}
 
     def evaluate_personally(self, fed: Federation, send: Send) -> tuple[dict[str, float], dict[int, float]]:
-        """Personal evaluation: the group `personal` of result.json, and the accuracy of each client."""
+        """Evaluate clients' models: the group `personal` of result.json, and the accuracy of each client."""
         own = fed.ask(self.score_own, fed.clients.tested, send)
         hits, rows = own.numbers("hits"), own.numbers("num_rows")
         return metrics.personal(hits, rows), {c: hits[c] / rows[c] for c in rows if rows[c] > 0}
@@ -247,5 +247,5 @@ class Algorithm(TrainedModels):
 
     @task()
     def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[OwnScore, Tree]:
-        """Count how many of its own test rows the client's model predicts correctly."""
+        """Count how many of the client's own test rows its model predicts correctly."""
         return own_score(context.model, self.own_params(got, local), data.test, self.predictor), local

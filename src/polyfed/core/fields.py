@@ -27,30 +27,31 @@ HISTOGRAM = "how many rows of each class a client has"
 """The text for `tells` of a field that counts rows per class."""
 
 LABELS = "labels"
-"""The policy row of kind `labels`: labels belong to no modality, whichever field carries them."""
+"""The policy row that decides about kind `labels`: labels belong to no modality, whichever field carries them."""
 
 OF_THE_MODEL = ("parameters", "gradients")
 """Kinds whose trees are keyed by the names of the model's tensors; the trees of other kinds are keyed by block."""
 
 MODALITIES, READ = "modalities", "read"
-"""Words for `blocks`: `modalities` are all modalities of the client, `read` those of them that the model reads."""
+"""Words for `blocks`: `modalities` are all modalities of the client, `read` only those that the model reads."""
 
 HELD_BY_DEFAULT = dict.fromkeys((*OF_THE_MODEL, "statistic"), (MODALITIES, SHARED)) | {
     "labels": (MODALITIES, SHARED, LABELS)
 }
-"""The `blocks` of a tree that does not declare them, by kind; `modalities` for every other kind."""
+"""The `blocks` of a tree that does not declare any, by kind; for kinds not listed here they are `modalities`."""
 
 DESTINATIONS = ("server", "silo")
-"""Where a client's reply may go. The ledger books what a client receives under `client`; no policy refuses that."""
+"""Where a client's reply may go. The ledger books what a client receives under `client`, and no policy refuses it."""
 
 Sizes = tuple[str | None, ...]
-"""The shape of a tensor by names: `classes`; `features`, the width of a modality's embedding; `encoded`, the shape of
-its encoder's output; `sample`, the shape of its samples; None for any size. The last two may be several axes."""
+"""The shape of a tensor, with a name for each size: `classes`, the number of classes; `features`, the width of a
+modality's embedding; `encoded`, the shape of its encoder's output; `sample`, the shape of its samples. None stands for
+any size. `encoded` and `sample` may be several axes."""
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What a field declares; `carries` explains each entry.
+    """What a field declares; the docstring of `carries` explains the other attributes.
 
     Attributes:
         bare: whether the field is annotated as a tensor, not as a tree.
@@ -82,25 +83,25 @@ def carries(
 ) -> Any:
     """Declare a field of a message.
 
-    The egress gate refuses to send a reply with names that its fields do not declare. The server drops a reply that
-    differs from its declaration in any other way (shape, range, type).
+    The egress gate refuses to send a reply that holds names that its fields do not declare. The server drops a reply
+    that differs from its declaration in any other way (shape, range, type).
 
     Args:
         kind: one of `KINDS`.
-        of: for a tensor, the modality that it describes. Default: none in particular.
+        of: for a tensor, the modality that it describes. Default: the tensor belongs to no modality.
         rows: for a field whose tensors have one entry per row, the name of the 0-dim field that holds the number of
-            real rows.
+            rows without padding.
         whole: for a tree that crosses with all its blocks. By default, a client receives only the blocks of its own
-            modalities and may send no others; a head over the embeddings of several parties is useless without all of
-            its parts.
-        shape: shape of each tensor, without the axis of `rows`; see `Sizes`. None means: one number for a `statistic`,
-            the model's shapes for parameters and gradients, any shape for other kinds. Labels of shape () are class
-            numbers.
+            modalities and may send no others. A head over the embeddings of several parties needs `whole`,
+            because it is useless without all of its parts.
+        shape: shape of each tensor, without the axis of `rows`; see `Sizes`. None means one number for a `statistic`,
+            the model's shapes for parameters and gradients, and any shape for other kinds. Labels of shape () are
+            class numbers.
         partial: for parameters and gradients, whether a tree may hold only some tensors of a block.
-        within: the range of every entry.
+        within: the range in which every entry must lie.
         tells: what the field reveals beyond what its kind suggests; `polyfed check` prints it.
-        blocks: for a tree, which blocks it may hold: any of `modalities` (those of the client, or with `whole` those
-            of the federation), `read` (those of them that the model reads), `shared` and `labels`. Default:
+        blocks: for a tree, the blocks that it may hold: any of `modalities` (those of the client, or with `whole` those
+            of the federation), `read` (only those that the model reads), `shared` and `labels`. Default:
             `HELD_BY_DEFAULT`.
     """
     assert kind in KINDS, f"kind {kind!r} is not one of {KINDS}"

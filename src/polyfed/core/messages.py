@@ -7,12 +7,12 @@ A message is a frozen dataclass. Each field is a tensor or a Tree, and declares 
 ...     params: Tree = carries("parameters")
 ...     num_rows: Tensor = carries("statistic")
 
-Policy and ledger treat every block of a tree separately, so that a rule speaks of a modality, a kind and a destination.
-Trees of parameters are split into blocks by the names of the model; other trees (prototypes, embeddings) have the
-block as their key. `blocks=` says which blocks a tree may hold; no other block may leave the client. An empty tree
-means that nothing was sent.
+Policy and ledger treat every block of a tree separately, so that a rule can name a modality, a kind and a destination.
+Trees of parameters are split into blocks by the names of the model's tensors; the keys of other trees (prototypes,
+embeddings) are the blocks themselves. `blocks=` says which blocks a tree may hold; no other block may leave the client.
+An empty tree means that nothing was sent.
 
-A field with one entry per row names the field that counts the rows, `carries("embeddings", rows="num_rows")`. When
+A field with one entry per row names the field that counts the rows: `carries("embeddings", rows="num_rows")`. When
 clients of unequal length are stacked, such a field is padded, and the padding is removed before the message crosses.
 
 The author of a message declares the kinds; nothing proves that they are true (docs/egress.md).
@@ -73,7 +73,7 @@ class Message:
     Attributes:
         declared: what each field declares, by field name.
         kinds: the kind of each field.
-        owners: the modality of each tensor field, None for trees and for tensors of no modality.
+        owners: the modality of each tensor field; None for trees and for tensors that belong to no modality.
         counts: for each field with one entry per row, the field that holds the number of rows.
         tells: for some fields, what they reveal beyond their kind.
         whole: the fields that cross with all their blocks.
@@ -95,7 +95,7 @@ def message(cls: _M) -> _M:
     """Make a class a frozen message; every field must declare a kind.
 
     Raises:
-        RecipeError: a field is neither a tensor nor a tree, or declares an option that such a field cannot have.
+        RecipeError: a field is neither a tensor nor a tree, or declares an option that its type does not allow.
     """
     dataclass(frozen=True)(cls)  # changes the class in place
     fields, hints = dataclasses.fields(cls), get_type_hints(cls)  # type: ignore[arg-type]
@@ -142,11 +142,11 @@ def map_fields(msg: Message, change: Callable[..., Any], *others: Message) -> An
     Args:
         msg: the message; it is not changed.
         change: `change(name, value, *values)` returns the field's new value. `name` is the field's name, `value` its
-            Tensor or Tree, and `values` are those of the same field in `others`.
+            Tensor or Tree, and `values` are the values of the same field in `others`.
         others: further messages of the same type.
 
     Returns:
-        A message of the same type; `msg` itself when `change` returned every value as it was.
+        A message of the same type; `msg` itself if `change` returned every value unchanged.
     """
     values: dict[str, Any] = {}
     changed = False
@@ -163,8 +163,8 @@ def map_value(value: Tensor | Tree, change: Callable[..., Any], *others: Any) ->
 
     Args:
         value: the Tensor or Tree.
-        change: `change(tensor, *tensors)`, where `tensors` are those of the same name in `others`.
-        others: values laid out like `value`.
+        change: `change(tensor, *tensors)`, where `tensors` are the tensors of the same name in `others`.
+        others: further values with the same structure as `value`.
     """
     if isinstance(value, Tensor):
         return change(value, *others)
@@ -178,7 +178,7 @@ def map_tensors(msg: Message, change: Callable[..., Any], *others: Message) -> A
 
     Args:
         msg: the message; it is not changed.
-        change: `change(tensor, *tensors)`, where `tensors` are the same ones of `others`.
+        change: `change(tensor, *tensors)`, where `tensors` are the corresponding tensors of `others`.
         others: further messages of the same type, whose trees have the same names.
     """
     return map_fields(msg, lambda _, value, *values: map_value(value, change, *values), *others)
@@ -197,7 +197,7 @@ def _named(value: Tensor | Tree) -> Iterable[tuple[str | None, Tensor]]:
 
 
 def malformed(msg: Message) -> str:
-    """Describe the first field that is not the Tensor or Tree it is annotated as; empty when all are right."""
+    """Describe the first field whose value is not of the annotated type; empty if all values are."""
     for name, declared in msg.declared.items():
         value = getattr(msg, name)
         if declared.bare:
@@ -213,7 +213,7 @@ def malformed(msg: Message) -> str:
 
 
 def cut(msg: Message, blocks: frozenset[str]) -> Any:
-    """The message for a client that owns these blocks; trees lose all other blocks, unless declared `whole`."""
+    """The message for a client that owns these blocks: trees without other blocks, except those declared `whole`."""
 
     def own(name: str, value: Tensor | Tree) -> Tensor | Tree:
         if name in msg.whole or isinstance(value, Tensor) or all(block_of(key) in blocks for key in value):
@@ -224,7 +224,7 @@ def cut(msg: Message, blocks: frozenset[str]) -> Any:
 
 
 def trimmed(msg: Message) -> Any:
-    """The message of one client without the padding of its fields that have one entry per row."""
+    """One client's message, after removing the padding from the fields that have one entry per row."""
     if not msg.counts:
         return msg
 
@@ -245,10 +245,10 @@ class Crossing:
         field: name of the field.
         kind: its kind.
         block: the modality that the part belongs to, or `shared` or `labels`.
-        dtype: data type of its tensors, `mixed` when they differ.
-        shape: shape of its tensor; for several tensors, their total number of entries.
-        bytes: bytes of its tensors.
-        names: names of its tensors in the tree; for parameters and gradients the block alone; empty for a tensor field.
+        dtype: data type of its tensors; `mixed` if they have several.
+        shape: shape of its tensor; if there are several, their total number of entries.
+        bytes: size of its tensors in bytes.
+        names: names of its tensors in the tree; for parameters and gradients only the block; empty for a tensor field.
     """
 
     field: str
@@ -266,7 +266,7 @@ def crossings(msg: Message, *, stacked: bool = False, rows: Mapping[str, int] | 
     Args:
         msg: the message of one client, or a stack of messages.
         stacked: whether every tensor has a leading client axis; the parts are then those of one client.
-        rows: for fields that are padded, the real number of rows.
+        rows: for each padded field, the number of rows without padding.
     """
     form: list[_Form] = []
     for name in msg.kinds:
@@ -277,7 +277,7 @@ def crossings(msg: Message, *, stacked: bool = False, rows: Mapping[str, int] | 
 
 
 _Form = tuple[tuple[str | None, tuple[int, ...], torch.dtype], ...]
-"""Of each tensor of a field: its name in the tree (None for a tensor field), shape and data type."""
+"""For each tensor of a field: its name in the tree (None for a tensor field), its shape and its data type."""
 
 
 def _shape(tensor: Tensor, stacked: bool, rows: int | None) -> tuple[int, ...]:
@@ -287,7 +287,7 @@ def _shape(tensor: Tensor, stacked: bool, rows: int | None) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _crossings(kind_of_message: type[Message], form: tuple[_Form, ...]) -> tuple[Crossing, ...]:
-    """The parts of all messages of one form; cached, because the messages of a round have only a few forms."""
+    """The parts of any message of this form. They are cached, because the messages of a round have only a few forms."""
     parts: list[Crossing] = []
     for (name, kind), tensors_ in zip(kind_of_message.kinds.items(), form, strict=True):
         groups: dict[str, _Form] = {}

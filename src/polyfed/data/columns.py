@@ -1,4 +1,4 @@
-"""The table that every data source loads: a column of features for each modality, and what is known of each row.
+"""The table that every data source loads: a column of features for each modality, and facts about each row.
 
 Shapes: N rows of the whole data set, C classes, M modalities.
 """
@@ -17,7 +17,7 @@ TRAIN, TEST, VALIDATION, LEFT_OUT = 0, 1, 2, 3
 """Codes of `Columns.split`."""
 
 OWN_TRAIN, OWN_TEST, GUARD = 0, 1, 2
-"""Codes of `Columns.split_personal`; a guard row overlaps a test row (as sliding windows do) and is left out."""
+"""Codes of `Columns.split_personal`; a guard row is left out because it overlaps a test row, as sliding windows do."""
 
 _CHUNK = 1 << 22  # entries read at a time: 16 MiB as float32, whatever the size of the file
 
@@ -29,10 +29,10 @@ class Column:
     """The values of one modality: `take(rows)` is `(values[rows] - shift) / scale`, in float32.
 
     Attributes:
-        values: (N, *shape), any real type; may be memory mapped. With `index`, (U, *shape) for U distinct samples.
-        shift: Broadcasts over one sample; None is 0.
-        scale: Broadcasts over one sample; None is 1.
-        index: int64 (N,), the entry of `values` for each row, if several rows share one; None: row i has entry i.
+        values: (N, *shape), of any real type; may be memory-mapped. With `index`, (U, *shape) for U distinct samples.
+        shift: Subtracted from the values; it broadcasts over one sample. None means 0.
+        scale: Divides the shifted values; it broadcasts over one sample. None means 1.
+        index: int64 (N,), the entry of `values` for each row, if rows share entries; None means that row i has entry i.
     """
 
     values: Tensor
@@ -60,7 +60,7 @@ class Column:
         entries = rows if self.index is None else self.index[rows]
         if not self.values.is_contiguous():
             return self.values[entries]
-        # an embedding copies whole rows; `values[entries]` copies number by number and takes three times as long
+        # `embedding` copies whole rows; `values[entries]` copies number by number and takes three times as long
         picked = torch.nn.functional.embedding(entries, self.values.view(len(self.values), math.prod(self.shape)))
         return picked.view((*entries.shape, *self.shape))
 
@@ -92,15 +92,15 @@ class Columns:
 
     Attributes:
         name: Name of the data set, as results show it.
-        modalities: Modality -> its column; this order is the order of the modalities everywhere.
+        modalities: The column of each modality. Their order here is the order of modalities everywhere.
         label: int64 (N,), in range(num_classes).
         num_classes: C, at least the largest label + 1.
         split: int8 (N,): 0 train, 1 test, 2 validation, 3 left out.
         ids: int64 (N,), stable and distinct sample ids, by which the devices of a silo align their rows.
-        class_names: C names.
-        present: Modality -> bool (N,), only for a modality that some rows lack.
-        client: int64 (N,), natural client (speaker, subject, video) of each row.
-        split_personal: int8 (N,): 0 train, 1 test of the row's natural client, 2 guard row.
+        class_names: The names of the C classes.
+        present: By modality, whether each row has it, bool (N,); only for modalities that some rows lack.
+        client: int64 (N,), the natural client (speaker, subject, video) of each row.
+        split_personal: int8 (N,): 0 training row of its natural client, 1 test row of that client, 2 guard row.
 
     Raises:
         DataError: There is no modality or no row, lengths differ, or a label or code is out of range.
@@ -145,7 +145,7 @@ class Columns:
         """The column of a modality.
 
         Raises:
-            DataError: There is no such modality; the message names the nearest one.
+            DataError: There is no such modality; the message suggests the one with the most similar name.
         """
         if modality not in self.modalities:
             hint = did_you_mean(modality, self.modalities)
@@ -153,14 +153,14 @@ class Columns:
         return self.modalities[modality]
 
     def rows(self, *splits: int) -> Tensor:
-        """Rows whose split code is one of `splits`, ascending, int64 on the CPU."""
+        """Positions of the rows whose split code is one of `splits`, in ascending order, int64 on the CPU."""
         codes = torch.tensor(splits, dtype=self.split.dtype)
         return torch.isin(self.split.cpu(), codes).nonzero()[:, 0]
 
     def fingerprint(self) -> str:
         """SHA-256 of what a run depends on: labels, splits, ids and presence of all rows, and features of some rows.
 
-        Those rows are evenly spaced; reading every feature of a large set would take as long as a round of training.
+        Those rows are evenly spaced. Reading all features of a large data set would take as long as a training round.
         """
         some = torch.linspace(0, len(self) - 1, min(len(self), _FINGERPRINT_ROWS), dtype=torch.float64).long()
         sha = hashlib.sha256(f"{self.name}|{self.num_classes}".encode())
@@ -174,7 +174,7 @@ class Columns:
         return sha.hexdigest()
 
     def to(self, device: torch.device | str) -> "Columns":
-        """The same table with features, labels and presence on another device; split, ids and clients stay in place."""
+        """The same table with features, labels and presence on another device; the other tensors are not moved."""
         return replace(
             self,
             modalities={name: column.to(device) for name, column in self.modalities.items()},
@@ -222,7 +222,7 @@ class Columns:
 
 
 def check_finite(columns: Columns) -> None:
-    """Raise DataError if a modality has NaN or infinity, as float32, in a row that has the modality."""
+    """Raise DataError if a row that has a modality holds NaN or infinity in it, after conversion to float32."""
     for name, column in columns.modalities.items():
         if not column.values.is_floating_point():
             continue
@@ -238,12 +238,12 @@ def check_finite(columns: Columns) -> None:
 
 
 def standardised(columns: Columns) -> Columns:
-    """The same table, with every modality shifted and scaled to mean 0 and deviation 1 over its training rows.
+    """The same table, with the features of every modality scaled to mean 0 and deviation 1 over the training rows.
 
-    Training rows are the rows of split 0 that are neither own test rows nor guard rows of a client. Statistics are per
-    feature: along the last axis of vectors (F,) and sequences (T, F), along the first of images (C, H, W) and larger
-    samples. They are summed in float64, chunk by chunk, so that a memory-mapped column is never copied. A constant
-    feature is only centred.
+    Training rows are the rows of split 0 that are neither own test rows nor guard rows of a client. Every feature has
+    its own mean and deviation. Features lie along the last axis of vectors (F,) and sequences (T, F), and along the
+    first axis of images (C, H, W) and larger samples. The statistics are summed in float64, chunk by chunk, so that a
+    memory-mapped column is never copied. A constant feature is only centred.
 
     Raises:
         DataError: There is no training row, or a feature is not finite.
@@ -264,7 +264,7 @@ def standardised(columns: Columns) -> Columns:
 
 
 def moments(column: Column, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population deviation of each feature over `rows`, both float64 and broadcasting over a sample."""
+    """Mean and population deviation of each feature over `rows`, both float64; they broadcast over a sample."""
     kept = 0 if len(column.shape) > 2 else len(column.shape) - 1
     axes = [axis for axis in range(len(column.shape) + 1) if axis != kept + 1]
     count, mean, squares = 0, torch.zeros(()), torch.zeros(())

@@ -29,7 +29,7 @@ from polyfed.privacy.limits import NO_LIMITS, Limits
 from polyfed.privacy.policy import Policy
 
 LEDGER = "egress.jsonl"
-"""A client's own ledger, beside its local state."""
+"""File name of a client's own ledger, in the folder of its local state."""
 
 
 @dataclass
@@ -38,9 +38,9 @@ class ClientRuntime:
 
     Attributes:
         engine: holds the clients' data and policy.
-        folder: folder of local states and ledgers, with one folder below it for every run and client.
-        relay: whether messages for the client's silo may pass through the server.
-        limit: size of the largest message that is read, in bytes.
+        folder: folder of local states and ledgers; every run has a folder in it, with one folder for each client.
+        relay: whether replies to the client's silo may pass through the server.
+        limit: size in bytes of the largest message that the client reads.
         discreet: whether errors of this client are raised as a `Fault`, so that the server learns only their kind.
         audit: the device's audit log; None in a simulation.
     """
@@ -56,7 +56,7 @@ class ClientRuntime:
         """Answer a request. An error is an answer too, so that no request can stop the client.
 
         Raises:
-            Fault: an error at a `discreet` client.
+            Fault: an error occurred and the client is `discreet`.
         """
         request_id = None
         try:
@@ -109,7 +109,7 @@ class ClientRuntime:
         """Decode the server's message.
 
         Raises:
-            BadReply: it is malformed; or it holds NaN or infinity, which is no fault of this client.
+            BadReply: the message is malformed; or it holds NaN or infinity, which is no fault of this client.
         """
         got: Message = decode(packet, request.got, limit=self.limit)
         for field, name, value in tensors(got):
@@ -119,7 +119,7 @@ class ClientRuntime:
         return got
 
     def _keep(self, store: Store, request_id: RequestId, before: Tree | None, kept: int) -> None:
-        """Write the local state that a task left, if it is another one than before."""
+        """Write the client's local state if the task has replaced it."""
         left = self.engine.locals.get(request_id.client)
         if left is not None and left is not before:
             store.keep(request_id, left, self.engine.registry[request_id.client].modalities, kept)
@@ -128,12 +128,12 @@ class ClientRuntime:
         """Write what crossed into the client's ledger and the device's audit log, before the reply leaves.
 
         Args:
-            store: the client's.
-            request_id: of the request.
+            store: the client's store.
+            request_id: id of the request.
             sent: whether the reply will leave; if not, only what was received and what was refused is booked.
 
         Raises:
-            OSError, CheckpointError: it cannot be written; then neither file has it, and nothing may leave.
+            OSError, CheckpointError: a file cannot be written. Then neither file has the entries and nothing may leave.
         """
         entries = self.engine.ledger.drain()
         if not sent:
@@ -149,10 +149,10 @@ class ClientRuntime:
             raise
 
     def _begun(self, store: Store, request: Request, request_id: RequestId) -> Tree | None:
-        """The client's local state before a task; None where it has none yet.
+        """The client's local state before a task; None if it has none yet.
 
-        If the client has other modalities now than when it left the state, tensors that still fit are kept, and the
-        others begin with their first values.
+        If the client's modalities have changed since the state was written, tensors that still fit are kept, and the
+        others start with their initial values.
         """
         found = store.begin(request_id)
         if found is None or found[1] == self.engine.registry[request_id.client].modalities:
@@ -163,7 +163,7 @@ class ClientRuntime:
         return {name: before[name] if name in fits else value for name, value in first.items()}
 
     def _check_held(self, packet: Packet, client: int) -> None:
-        """Refuse a request for other modalities than the client has now.
+        """Refuse a request that names modalities other than those that the client has now.
 
         Raises:
             BadReply: the client's modalities have changed since it enrolled.
@@ -177,10 +177,10 @@ class ClientRuntime:
         return digest(self.engine.model.frozen)
 
     def _check_frozen(self, packet: Packet, client: int) -> None:
-        """Refuse a request of a server whose model has other frozen parameters, since these are never sent.
+        """Refuse a request if the server's frozen parameters differ from the client's, since these are never sent.
 
         Raises:
-            BadReply: their values differ.
+            BadReply: the frozen parameters differ.
         """
         if Facts.read(packet.header).frozen != self._frozen:
             raise BadReply(
@@ -189,11 +189,11 @@ class ClientRuntime:
             )
 
     def _ask(self, packet: Packet, request_id: RequestId) -> Request:
-        """Read the request in a header.
+        """Read the request from a packet's header.
 
         Raises:
             BadReply: the header is malformed, or the algorithm has no such task.
-            EgressError: the reply would pass through the server, which this client does not allow to see it.
+            EgressError: the reply would pass through the server, and this client does not allow the server to see it.
         """
         match packet.header:
             case {"task": str(name), "seed": int(seed), "rounds": int(rounds), "turn": int(turn)}:
@@ -214,14 +214,14 @@ class ClientRuntime:
 def enrolment(
     population: Population, policy: Policy, client: int, limits: Limits = NO_LIMITS, token: str = ""
 ) -> Packet:
-    """The enrolment of a client, or its refusal: what the server must know before its first request.
+    """A client's enrolment, which tells the server what it must know before its first request; or a refusal to enrol.
 
     Args:
-        population: holds the client under its number.
+        population: the data, with the client under its number.
         policy: the client's policy; it must allow statistics of the `shared` block to reach the server.
         client: the client's number in the federation.
-        limits: the limits that its device sets.
-        token: recognises the device, see `polyfed.deploy.membership`; empty in a simulation.
+        limits: the limits that the client's device sets.
+        token: identifies the device, see `polyfed.deploy.membership`; empty in a simulation.
     """
     if not policy.allows("statistic", SHARED, "server"):
         fix, why = policy.fix(("statistic",), SHARED, "server"), policy.inherited(("statistic",), SHARED, "server")
@@ -229,7 +229,7 @@ def enrolment(
         return reason(REFUSED, None, f"{what}{why and f': {why}'}. It would enrol if the client's policy said: {fix}")
     columns, registry = population.columns, registry_of(population)
     known = registry[client]
-    if known.num_rows < limits.min_rows:  # how many rows it has is not told here: it takes no part
+    if known.num_rows < limits.min_rows:  # the text hides the number of rows, because the client takes no part
         line = f"[limits] min_rows = {limits.min_rows} of the device"
         return reason(REFUSED, None, f"client {client} refused to enrol: it has fewer training rows than {line}")
     told = Enrolment(
@@ -246,7 +246,7 @@ def enrolment(
 
 
 def book(path: Path, rows: Iterable[str]) -> int:
-    """Add rows to a client's ledger, all of them or none; the size that it had before.
+    """Add all rows to a client's ledger, or none of them. Returns the file's previous size.
 
     Raises:
         OSError: the rows cannot be written; then no reply may leave.
@@ -263,7 +263,7 @@ def book(path: Path, rows: Iterable[str]) -> int:
 
 @contextmanager
 def undone(path: Path, size: int) -> Iterator[None]:
-    """Cut a file back to this size if the block fails."""
+    """Truncate a file to this size if the enclosed block fails."""
     try:
         yield
     except BaseException:
@@ -272,6 +272,6 @@ def undone(path: Path, size: int) -> Iterator[None]:
 
 
 def _write(file: BinaryIO, text: bytes) -> None:
-    """Write all of the text: one call may write only a part, as on a disk that is almost full."""
+    """Write the whole text. A single `write` may write only a part of it, for example on a disk that is almost full."""
     while text:
         text = text[file.write(text) :]

@@ -70,7 +70,7 @@ def execute(
 
 @contextmanager
 def _threads(num: int) -> Iterator[None]:
-    """Set the number of threads that PyTorch uses inside one operation, for this block; 0 leaves it as it is."""
+    """Inside this block, let PyTorch use `num` threads for each operation; 0 leaves the number unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(num or before)
     try:
@@ -94,7 +94,7 @@ class _Loop:
 
     @contextmanager
     def interruptible(self, round: int) -> Iterator[None]:
-        """Enclose a round. If an exception ends it, the ledger still gets everything that crossed in it."""
+        """Enclose a round. If an exception ends the round, everything that crossed is still written to the ledger."""
         self.emit("round-started", round=round)
         self._started = time.perf_counter()
         try:
@@ -120,7 +120,7 @@ class _Loop:
         return Run(result, self.rounds, state, self.assembly.model, folder, models)
 
     def _write_report(self, folder: Path) -> None:
-        """Write the report. A failure is only a note, because the result of the run is already on the disk."""
+        """Write the report. A failure only causes a note, because the result of the run is already on disk."""
         try:
             write_report(folder)
         except Exception as error:
@@ -145,7 +145,7 @@ class _Loop:
             self.fed.begin(0)
             state = algorithm.init(self.fed, self.assembly.initial)
             self.fed.template = getattr(state, "params", self.assembly.initial)
-            if records is not None:  # only now, so that a run which is refused at its start leaves its folder free
+            if records is not None:  # only now: a run that is refused at its start must leave its folder free
                 records.note(table, facts)
                 records.rewind({})
             self._book(0)
@@ -169,7 +169,7 @@ class _Loop:
         """The newest checkpoint of this run as (round, content), or None.
 
         Raises:
-            CheckpointError: it is damaged, or another run wrote it.
+            CheckpointError: the checkpoint is damaged, or another run wrote it.
         """
         if self.records is None:
             return None
@@ -179,7 +179,7 @@ class _Loop:
         return found
 
     def train(self, round: int, state: Any) -> tuple[Any, dict[str, Any]]:
-        """Run the algorithm's round; returns the new state and the start of the round's row in `rounds.jsonl`."""
+        """Run the algorithm's round. Returns the new state and the first entries of the row for `rounds.jsonl`."""
         self.fed.begin(round)
         started = time.perf_counter()
         state = self.recipe.algorithm.round(state, self.fed)
@@ -192,7 +192,7 @@ class _Loop:
         return state, row
 
     def summarise(self, row: dict[str, Any], state: Any) -> None:
-        """Add to the row what the algorithm reports about its state: loss, logged numbers, tables."""
+        """Add what the algorithm reports about its state to the row: the loss, logged numbers and tables."""
         algorithm = self.recipe.algorithm
         row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
         if tables := algorithm.observe_tables(state):
@@ -224,8 +224,8 @@ class _Loop:
         """Write the ledger's new entries to the run's folder.
 
         Args:
-            round: the round they belong to.
-            counted: whether their bytes count as training traffic; those of an evaluation do not.
+            round: the round that the entries belong to.
+            counted: whether the entries' bytes count as training traffic; an evaluation's bytes do not.
 
         Returns:
             The facts about the round that follow from these entries.
@@ -241,7 +241,7 @@ class _Loop:
         return row
 
     def _write(self, round: int, state: Any, row: dict[str, Any]) -> None:
-        """Append the row; write a checkpoint if one is due, and let the engine forget what it replaces."""
+        """Append the row. If a checkpoint is due, write it, and let the engine forget older states."""
         self.rounds.append(row)
         if self.records is None:
             self.assembly.engine.kept = round
@@ -261,7 +261,7 @@ class _Loop:
             self.assembly.engine.kept = round
 
     def _note(self, event: str, **facts: Any) -> None:
-        """Collect from the events what the row of the round needs."""
+        """Collect the facts that the round's row takes from events."""
         if event == "client-missing":
             self.missing[str(facts["client"])] = facts["reason"]
         if event == "judged":  # an algorithm without a global model evaluates several models: add their matrices
@@ -304,7 +304,7 @@ class _Loop:
 
 
 def _check_tables(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
-    """The tables, after checking that the rows of each have the same length."""
+    """Return the tables, after checking that all rows of a table have the same length."""
     for name, rows in tables.items():
         if len({len(row) for row in rows}) > 1:
             raise RecipeError(

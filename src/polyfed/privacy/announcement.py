@@ -1,8 +1,8 @@
 """Everything that a client's replies can hold, with the policy's verdict: one list for `polyfed check` and the gate.
 
 The list follows from what each task's message declares, the blocks that the client has, and the algorithm's options.
-`polyfed check` prints it; `EgressGate.release` lets a part of a reply out only if the list has it and the policy
-allows it. So nothing leaves that `check` did not announce.
+`polyfed check` prints the list; `EgressGate.release` lets a part of a reply out only if the list contains it and the
+policy allows it. So nothing leaves that `check` did not announce.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class Holder:
     Attributes:
         own: the modalities of the client.
         everyone: the modalities of the federation.
-        read: those that the model reads.
+        read: the modalities that the model reads.
     """
 
     own: tuple[str, ...]
@@ -43,14 +43,14 @@ class Holder:
     def names(self, said: Declared) -> tuple[str, ...]:
         """The names that tensors of a tree may have; for parameters and gradients, the blocks they may belong to.
 
-        Empty for a field that is a single tensor, which has no name.
+        The result is empty for a field that is a single tensor, because such a tensor has no name.
         """
         held = self.everyone if said.whole else self.own
         words = {MODALITIES: held, READ: tuple(m for m in held if m in self.read)}
         return tuple(dict.fromkeys(name for word in said.blocks or () for name in words.get(word, (word,))))
 
     def blocks(self, said: Declared) -> tuple[str, ...]:
-        """The blocks under which the policy and the ledger treat the parts of a field."""
+        """The blocks to which the policy and the ledger assign the parts of a field."""
         if said.kind == "labels":
             return (LABELS,)
         return (said.of or SHARED,) if said.bare else self.names(said)
@@ -62,14 +62,14 @@ class Announced:
 
     Attributes:
         task: name of the task.
-        message: name of the class of its reply.
-        field: of the message.
-        kind: of the field.
+        message: name of the reply's message class.
+        field: name of the message's field.
+        kind: kind of data that the field carries.
         block: a modality, `shared` or `labels`.
         destination: `server` or `silo`.
-        allowed: whether the policy lets it go to its destination.
-        fix: the line of a policy that would allow it; empty when it is allowed.
-        tells: what it gives away beyond what its kind says; empty for most.
+        allowed: whether the policy lets the part go to its destination.
+        fix: the policy line that would allow the part; empty if it is allowed.
+        tells: what the part reveals beyond what its kind suggests; usually empty.
     """
 
     task: str
@@ -85,11 +85,11 @@ class Announced:
 
 @dataclass(frozen=True)
 class Announcement:
-    """Everything that the replies of one client, or of several alike clients, can hold.
+    """Everything that the replies of one client, or of several with the same modalities and policy, can hold.
 
     Attributes:
-        algorithm: its options decide which tasks are asked and which fields are sent.
-        answers: by the name of a task, the class of its reply and the destination.
+        algorithm: the method, whose options decide which tasks are asked and which fields are sent.
+        answers: for each task name, the message class of its reply and the destination.
         holder: the modalities of the client and of the federation.
         policy: the policy of the client.
         tested: whether any client has test rows of its own.
@@ -129,7 +129,7 @@ class Announcement:
     def answer_refusal(self, task: str, reply: type[Message], destination: str, client: int) -> str:
         """Why a reply of this type may not leave, whatever it holds; empty if it is the type that the task declares.
 
-        The text leaves a device, so it does not repeat the name of another type: a task could write rows into it.
+        The text leaves the device, so it does not repeat an undeclared type's name: a task could write rows into it.
         """
         if task not in self.answers:
             return (
@@ -151,13 +151,13 @@ class Announcement:
         return not self.strange(task, part) and (task, part.field, part.block) in self.rows
 
     def strange(self, task: str, part: Crossing) -> frozenset[str]:
-        """The names in a part of a reply that its message does not declare."""
+        """The names in a part of a reply that the reply's message does not declare."""
         return part.names - self.names[task, part.field]
 
     def refusal(self, task: str, part: Crossing, client: int) -> str:
         """Why a part of a reply may not leave; empty if it may.
 
-        The text leaves a device, so it repeats no name that is not declared: a task could write rows into it.
+        The text leaves the device, so it repeats no undeclared name: a task could write rows into such a name.
         """
         reply, destination = self.answers[task]
         where = f"client {client} refused to send {reply.__name__}.{part.field}"

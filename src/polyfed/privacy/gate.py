@@ -1,7 +1,7 @@
 """The egress gate of a client: the one place through which its replies leave.
 
-In a simulation one gate may serve several alike clients (same modalities, same policy) whose messages are stacked.
-It looks at fields and shapes, not at values, so the same code serves one client and many.
+In a simulation, one gate may serve several clients with the same modalities and the same policy, whose messages are
+stacked. The gate looks at fields and shapes, not at values, so the same code serves one client and many.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from polyfed.privacy.ledger import TO_CLIENT, Entry, Ledger
 
 @dataclass(frozen=True)
 class EgressGate:
-    """The gate of one client, or of several alike clients whose messages are stacked.
+    """The gate of one client, or of several clients whose messages are stacked.
 
     Attributes:
-        clients: their numbers.
-        blocks: the blocks of their model.
-        ledger: takes a row for every crossing.
-        announcement: everything that their replies can hold, with the policy's verdict.
-        on_server: whether these are evaluation clients. Their rows are the server's own, so nothing leaves a client.
+        clients: the numbers of the clients.
+        blocks: the blocks of the clients' model.
+        ledger: receives a row for every crossing.
+        announcement: everything that the clients' replies can hold, with the policy's verdict.
+        on_server: whether these are evaluation clients. Their rows belong to the server, so no client's data leaves.
     """
 
     clients: tuple[int, ...]
@@ -35,7 +35,7 @@ class EgressGate:
     on_server: bool = False
 
     def receive(self, request: Request, msg: Message) -> Any:
-        """Receive a message: leave out the blocks that this client does not have, and book the rest."""
+        """Receive a message: remove the blocks that the clients do not have, and book the rest."""
         own = cut(msg, self.blocks)
         if not self.on_server:
             parts = crossings(own)
@@ -44,15 +44,15 @@ class EgressGate:
         return own
 
     def release(self, request: Request, reply: Message, *, stacked: bool) -> Message:
-        """Let a reply out, or refuse all of it.
+        """Let a whole reply out, or refuse the whole reply.
 
         Args:
-            request: the request that it answers.
-            reply: of one client, or of a stack of clients.
-            stacked: whether the tensors have a leading axis of clients.
+            request: the request that the reply answers.
+            reply: the reply of one client, or the stacked replies of several clients.
+            stacked: whether the tensors have a leading client axis.
 
         Raises:
-            EgressError: the policy forbids a part of it, or `polyfed check` did not announce one. The text names
+            EgressError: the policy forbids a part of the reply, or `polyfed check` did not announce it. The text names
                 client, field, kind, block, destination and the line that would allow it.
         """
         assert isinstance(reply, Message), f"task {request.name} answered with {type(reply).__name__}, not a message"
@@ -64,7 +64,7 @@ class EgressGate:
         return reply
 
     def _refuse_another(self, request: Request, reply: Message, stacked: bool) -> None:
-        """Refuse a reply of another type than the task declares."""
+        """Refuse a reply whose type is not the one that the task declares."""
         if why := self.announcement.answer_refusal(request.name, type(reply), request.scope, self.clients[0]):
             parts = crossings(reply, stacked=stacked)
             self._book(request, reply, parts, request.scope, (False,) * len(parts), self.clients)
@@ -77,7 +77,7 @@ class EgressGate:
             raise EgressError(first)
 
     def _alike(self, reply: Message) -> list[tuple[tuple[int, ...], dict[str, int] | None]]:
-        """The clients of a stack in groups that send equally many rows: their messages differ in nothing else."""
+        """Group a stack's clients by number of rows sent, the only thing in which their messages differ."""
         if not reply.counts:
             return [(self.clients, None)]
         counted = {name: getattr(reply, count).tolist() for name, count in reply.counts.items()}
@@ -95,7 +95,7 @@ class EgressGate:
         allowed: tuple[bool, ...],
         clients: tuple[int, ...],
     ) -> None:
-        if not all(allowed):  # refused whole: nothing of the message leaves, so nothing of it may count as sent
+        if not all(allowed):  # the whole message is refused, so no part of it may count as sent
             allowed = (False,) * len(allowed)
         hashes = contents(msg, parts, allowed) if self.ledger.hashing else ()
         name = type(msg).__name__
@@ -103,7 +103,7 @@ class EgressGate:
 
 
 def _refuse_dotted(msg: Message, parts: tuple[Crossing, ...]) -> None:
-    """Refuse a message of the server if a tree that is not a model's has names like those of a model."""
+    """Refuse a message of the server if a tree that holds no model has names like those of a model."""
     for part in parts:
         if part.kind not in OF_THE_MODEL and (dotted := [name for name in part.names if "." in name]):
             raise RecipeError(

@@ -6,10 +6,10 @@
     [egress.labels]
     server = []
 
-A row that is written decides alone for its block and destination. Without a row, parameters, gradients of parameters
-and statistics of a modality may leave, and nothing of `labels`. Without a row, `shared` inherits the strictest rows of
-the modalities that the client owns: its layers read all of these modalities, and their gradients can hold the rows.
-In a deployment the client's own file decides, and a recipe can only make it stricter.
+If a block has a policy row for a destination, that row alone decides. Without a row, a modality may send parameters,
+gradients of parameters and statistics, and `labels` may send nothing. Without a row, `shared` may send only those of
+these three kinds that every modality of the client may send: the shared layers read all its modalities, and gradients
+of these layers can reveal the data. In a deployment the client's own file decides; a recipe can only make it stricter.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, Crossing
 from polyfed.core.tree import SHARED
 
 DEFAULT = frozenset({"parameters", "gradients", "statistic"})
-"""Kinds that may leave where no row says otherwise (docs/egress.md says why, and what they can still reveal)."""
+"""Kinds that may leave if there is no row (docs/egress.md says why, and what they can still reveal)."""
 
 Table = Mapping[str, Mapping[str, Iterable[str]]]
 
@@ -30,9 +30,9 @@ class Policy:
     """The rules of a client, or of all clients of a federation.
 
     Attributes:
-        rules: the kinds that may leave, by (block, destination), for each row that is written.
-        owned: the modalities of the client whose policy this is. None for all modalities of the federation; then
-            `shared` inherits from every row of a modality.
+        rules: the kinds that may leave, by (block, destination), for each row of the policy.
+        owned: the modalities of the client whose policy this is. None stands for all modalities of the federation;
+            then `shared` inherits from the rows of all modalities.
     """
 
     rules: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
@@ -43,12 +43,12 @@ class Policy:
         """Read the `egress` table of a recipe or of a client's own policy file.
 
         Args:
-            table: kinds by destination, by block.
-            modalities: those that may have a row.
-            where: how error messages name the table.
+            table: for each block, the kinds by destination.
+            modalities: the modalities that may have a row.
+            where: the name of the table in error messages.
 
         Raises:
-            RecipeError: a row, destination or kind is unknown; the text names the nearest name.
+            RecipeError: a row, destination or kind is unknown; the text suggests the most similar name.
         """
         rows = (*modalities, SHARED, LABELS)
         rules: dict[tuple[str, str], frozenset[str]] = {}
@@ -89,7 +89,7 @@ class Policy:
         }
 
     def inherited(self, kinds: Collection[str], block: str, destination: str) -> str:
-        """Why kinds of `shared` may not leave although no row of `shared` forbids them; empty where a row decides."""
+        """Why kinds of `shared` may not leave although it has no row; empty if it has one or they may leave."""
         if block != SHARED or (SHARED, destination) in self.rules:
             return ""
         strict = [m for m, allowed in self._mixed(destination).items() if (DEFAULT & {*kinds}) - allowed]
@@ -102,7 +102,7 @@ class Policy:
         )
 
     def allows(self, kind: str, block: str, destination: str) -> bool:
-        """Whether this may leave."""
+        """Whether this kind may go from this block to this destination."""
         return kind in self.kinds(block, destination)
 
     def allows_models(self, destination: str) -> bool:
@@ -111,7 +111,7 @@ class Policy:
         return all(self.allows("parameters", block, destination) for block in {SHARED, *named})
 
     def stricter(self, other: "Policy") -> "Policy":
-        """The policy that allows what both allow: a client's own file, narrowed by a recipe."""
+        """The policy that allows what both policies allow, such as a client's own file and a recipe."""
         assert self.owned == other.owned, "policies of different clients"
         pairs = {*self.rules, *other.rules}
         return replace(self, rules={pair: self.kinds(*pair) & other.kinds(*pair) for pair in pairs})
@@ -130,10 +130,10 @@ class Policy:
         return f"[egress.{block}] {destination} = [{listed}]"
 
     def explanations(self, refused: Iterable[tuple[str, str, str]]) -> Iterator[str]:
-        """A sentence for each destination to which `shared` may not send something because of a modality's row.
+        """One sentence for each destination to which a modality's row forbids `shared` to send something.
 
         Args:
-            refused: (kind, block, destination) of what the policy forbids.
+            refused: (kind, block, destination) of everything that the policy forbids.
         """
         kinds: dict[str, set[str]] = {}
         for kind, block, destination in refused:

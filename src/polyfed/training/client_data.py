@@ -37,19 +37,19 @@ from polyfed.training.step_counts import steps_trained as steps_trained
 
 Loss = Callable[[Tree, Batch], Any]
 """`loss(params, batch)` returns a 0-dim tensor, or a pair (0-dim tensor, aux). `aux` is any nest of tensors; it is
-handed to `direction`. With `split=True` a dict of 0-dim tensors by name takes the place of the 0-dim tensor: the terms
-of the loss."""
+handed to `direction`. With `split=True`, the loss returns its terms instead of the 0-dim tensor: a dict of 0-dim
+tensors by name."""
 
 Direction = Callable[[Any, Tree, Any, Tree], tuple[Tree, Tree]]
 """`direction(grads, params, aux, carry)` returns (grads, carry): the gradient for the optimiser, and the state for the
-next step. For gradient modulation, control variates and running sums. With `split=True` the `grads` it receives are a
-dict with one Tree for each term; it returns a single Tree."""
+next step. It serves gradient modulation, control variates and running sums. With `split=True`, `grads` is a dict with
+one Tree for each term of the loss; the returned gradient is a single Tree all the same."""
 
 Step = Callable[[Any, Batch], Any]
 """`step(carry, batch)` returns the new carry."""
 
 FOLD_BATCH = 256
-"""Rows of a batch in `fold`: large enough to hide Python's overhead, small enough for the activations of images."""
+"""Number of rows in a batch of `fold`: enough to hide Python's overhead, few enough for the activations of images."""
 
 ORDER, DROPOUT = keys.key("batch_order"), keys.key("dropout")
 """Purposes of a client's random streams; see `stream_key`."""
@@ -64,7 +64,7 @@ class TrainingResult:
         loss: mean of the training loss over the steps, a 0-dim tensor; 0 when no step was taken.
         num_steps: optimiser steps taken, a 0-dim int64 tensor.
         carry: the state that `direction` returned in the last step.
-        moments: the optimiser's moments, from which `minimise(after=...)` goes on.
+        moments: the optimiser's moments, with which `minimise(after=...)` continues.
         num_epochs: epochs trained, including those of the training that `after` continued.
     """
 
@@ -78,7 +78,7 @@ class TrainingResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The arguments of one call of `ClientData.minimise`, which explains them."""
+    """The arguments of one call of `ClientData.minimise`; its docstring explains them."""
 
     loss: Loss
     params: Tree
@@ -97,7 +97,7 @@ class Job:
         assert self.after is None or self.train.steps is None, "after= continues epochs; train.steps must be None"
 
     def trained(self, model: Model) -> list[str]:
-        """Names of the parameters to train: the trainable ones, restricted to `only` where it is given."""
+        """Names of the parameters to train: all trainable ones, or those of them that `only` names."""
         names = list(model.trainable(self.params))
         if self.only is None:
             return names
@@ -121,8 +121,8 @@ class ClientData(ABC):
     client axis, and all clients of the stack go through their steps together:
 
     - All clients' batches have the same number of rows; `batch.ok` (B,) is False for padding.
-    - The functions are called as often as the client with the most steps needs. A client that has no steps left keeps
-      its parameters, moments and carry; what a function computes for it is discarded.
+    - The functions are called once for every step of the client with the most steps. A client that has no steps left
+      keeps its parameters, moments and carry; what a function computes for it is discarded.
     - `loss` and `direction` may be called fewer times than there are steps, because repeated steps are replayed without
       them. They must not rely on side effects, such as counting their calls.
 
@@ -157,7 +157,7 @@ class ClientData(ABC):
         """Train `params` on the client's rows; the class docstring has an example.
 
         Each step differentiates `loss` on one batch, passes the gradient through `direction`, and takes an optimiser
-        step. Rows are shuffled anew in every epoch. BatchNorm statistics follow the batches.
+        step. Rows are shuffled anew in every epoch. The batches update the running BatchNorm statistics.
 
         Args:
             loss: the objective, see `Loss`. Its batches are in training mode: dropout is drawn, and BatchNorm uses the
@@ -174,13 +174,14 @@ class ClientData(ABC):
                 trainable parameters in `params`.
             stream: number of the random stream for the order of rows and dropout; calls with the same number see the
                 same batches.
-            split: whether `loss` returns its terms by name, and `direction` receives the gradient of each. Without
-                `direction`, the optimiser follows their sum. Costs one backward pass per term.
+            split: whether `loss` returns its terms by name, and `direction` receives the gradient of each term. Without
+                `direction`, the optimiser follows the sum of the gradients. Every term costs one backward pass.
             after: result of an earlier call that this one continues, with its moments, step numbers and place in the
                 order of rows, so that E calls of one epoch equal one call of E epochs. `loss` and `num_steps` of the
-                result cover all of these calls. Give its `params` and `carry` again. Not allowed with `train.steps`.
-                Default: moments start at zero.
-            on: a batch to take a single step on, instead of all the steps of `train`; with `after`, the next step.
+                new result cover all of these calls. Pass `params` and `carry` of the earlier result again. Not allowed
+                with `train.steps`. Default: a new training, whose moments start at zero.
+            on: a batch on which to take one step, in place of all the steps of `train`. With `after`, it is the step
+                that follows those of the earlier call.
 
         Returns:
             The trained parameters, the mean loss, the number of steps and the state of the optimiser.
@@ -190,20 +191,20 @@ class ClientData(ABC):
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
         """The batch that `minimise` would use in one of its steps.
 
-        For methods that exchange messages with the server between the forward and the backward pass of a batch, such
-        as split learning, with one request for each batch.
+        It serves methods that exchange messages with the server between the forward and the backward pass of a batch,
+        such as split learning. They send one request for each batch.
 
         Args:
             train: as for `minimise`.
-            number: number of the step, from 1; a 0-dim tensor where clients of a stack are at different steps. The
-                client must have that many steps.
-            model: as for `minimise`; with BatchNorm, batches of one row are left out.
+            number: number of the step, from 1; a 0-dim tensor if the clients of a stack are at different steps. It
+                must not exceed the client's number of steps.
+            model: as for `minimise`; if it has BatchNorm, batches of one row are left out.
             stream: as for `minimise`.
         """
 
     @abstractmethod
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
-        """Run `step` over all rows of the client, in their own order, one batch after another.
+        """Run `step` over all rows of the client, in the client's own order, one batch after another.
 
         Batches are in evaluation mode (no dropout, running BatchNorm statistics), and no gradients are recorded.
 
@@ -220,8 +221,8 @@ class ClientData(ABC):
 
         Args:
             step: `step(carry, batch)` returns the new carry.
-            carry: what the first call receives: usually a nest of tensors.
-            batch_size: rows of a batch; the last batch may have fewer.
+            carry: the carry that the first call receives, usually a nest of tensors.
+            batch_size: number of rows in a batch; the last batch may have fewer.
 
         Returns:
             What the last call of `step` returned; `carry` itself if the client has no rows.
@@ -244,29 +245,29 @@ class ClientData(ABC):
     def at(self, rows: Tensor) -> "ClientData":
         """The dataset that consists of some of the client's rows, in the given order.
 
-        `rows` of its batches are positions within this selection.
+        In its batches, `Batch.rows` are positions within this selection.
 
         Args:
             rows: positions among the client's own rows, int64 (n,). Under `vmap` the clients of a stack may select
-                different rows, but all the same number.
+                different rows, but all select the same number of rows.
         """
 
     @property
     @abstractmethod
     def ids(self) -> Tensor:
-        """Sample ids of the client's rows, int64 (n,); under `vmap` padded to the client with the most rows."""
+        """Sample ids of the client's rows, int64 (n,); under `vmap`, padded to the length of the longest client."""
 
     @property
     @abstractmethod
     def test(self) -> "ClientData":
-        """The client's own test rows; without rows where the data has no test rows for clients."""
+        """The client's own test rows; an empty dataset if the data has no test rows for clients."""
 
     def draw(self, purpose: str, number: int = 0) -> int | Tensor:
         """A key for random numbers of this client in this round, for the functions of `polyfed.core.keys`.
 
         Args:
-            purpose: what the numbers are for; other words give independent numbers.
-            number: which of several draws for that purpose.
+            purpose: a word for what the numbers are used for; different words give independent numbers.
+            number: number of the draw, if there are several for the same purpose.
         """
         return stream_key(self.key, keys.key(purpose), number)
 
@@ -280,27 +281,27 @@ def stream_key(client: int | Tensor, purpose: int, number: int) -> int | Tensor:
 
     Args:
         client: the client's key of the round.
-        purpose: key of what the numbers are for: `ORDER`, `DROPOUT`, or a purpose of the task.
-        number: which of several streams for that purpose.
+        purpose: key of the word for what the numbers are used for: `ORDER`, `DROPOUT`, or a purpose of the task.
+        number: number of the stream, if there are several for the same purpose.
     """
     return keys.fold_in(keys.fold_in(client, purpose), number)
 
 
 def split_loss(out: Any) -> tuple[Any, Any]:
-    """Split what a loss returned into its value (or its terms) and its aux; the aux is {} where it returned none."""
+    """Split what a loss returned into its value (or its terms) and its aux, which is {} if the loss returned none."""
     return out if isinstance(out, tuple) else (out, {})
 
 
 def legs(train: Train) -> list[Train]:
     """Split a training of E epochs into E trainings of one epoch, for `minimise(after=...)`.
 
-    A training that counts in steps cannot be split, and is returned as it is.
+    A training whose length is given in steps cannot be split; it is returned unchanged, as the only entry.
     """
     return [replace(train, epochs=1)] * train.epochs if train.steps is None and train.epochs > 1 else [train]
 
 
 def summed(grads: Mapping[str, Tree]) -> Tree:
-    """Add up the gradients of all terms: the gradient of their sum."""
+    """Add up the gradients of all terms, which gives the gradient of the whole loss."""
     first, *rest = grads.values()
     for term in rest:
         first = add(first, term)

@@ -32,7 +32,7 @@ from polyfed.training.step_counts import steps_trained, usable_rows
 
 @dataclass
 class SingleClientData(ClientData):
-    """The dataset of one client: some rows of a table.
+    """The dataset of one client, which consists of some rows of a table.
 
     Attributes:
         columns: the table.
@@ -71,7 +71,7 @@ class SingleClientData(ClientData):
 
     @property
     def test(self) -> "SingleClientData":
-        """The client's own test rows."""
+        """See `ClientData.test`."""
         index = self.index[:0] if self.test_index is None else self.test_index
         return SingleClientData(self.columns, index, self.modalities, self.model, self.key, self.round, self.rounds)
 
@@ -172,7 +172,7 @@ class SingleClientData(ClientData):
                 done += 1
 
     def _gather(self, rows: Tensor, key: int | None = None) -> Batch:
-        """The batch of these rows, given as positions among the client's own rows."""
+        """Make a batch of rows, which are given as positions among the client's own rows."""
         where = self.index.index_select(0, rows)  # twice as fast as index[rows] on rows this short
         columns = self.columns
         return Batch(
@@ -185,12 +185,12 @@ class SingleClientData(ClientData):
 
 
 def _collected(value: Tensor, leaves: Tree) -> Tree:
-    """The gradient of `value` for all leaves of its graph, zero where it does not depend on a leaf.
+    """The gradient of `value` for all leaves of its graph; zero for leaves on which it does not depend.
 
-    Uses `backward`, because `autograd.grad` spends a thirtieth of a small step on looking at every leaf in Python. When
-    only some leaves are wanted, use `_gradient`: `backward` computes the gradients of all leaves.
+    This function calls `backward`, because `autograd.grad` spends a thirtieth of a small step on visiting every leaf in
+    Python. If only some leaves are wanted, use `_gradient`, since `backward` computes the gradients of all leaves.
     """
-    if value.requires_grad:  # it does not when the loss is independent of all parameters
+    if value.requires_grad:  # false when the loss is independent of all parameters
         value.backward()  # type: ignore[no-untyped-call]
     grads: Tree = {}
     for name, leaf in leaves.items():
@@ -200,7 +200,7 @@ def _collected(value: Tensor, leaves: Tree) -> Tree:
 
 
 def _gradient(value: Tensor, leaves: Tree, retain: bool = False) -> Tree:
-    """The gradient of `value` for these leaves, zero where it does not depend on a leaf."""
+    """The gradient of `value` for these leaves; zero for leaves on which it does not depend."""
     # `materialize_grads` would fill in the zeros as well, but costs a sixth of a small step
     if not (leaves and value.requires_grad):
         return like(leaves)

@@ -1,6 +1,6 @@
 """The datasets of many similar clients. A client task runs once for all of them under `torch.func.vmap`.
 
-Shape letters: `K` clients of the stack, `T` steps, `B` rows of a step, `N` rows of the longest client.
+Shape letters: `K` clients of the stack, `T` steps, `B` rows of a batch, `N` rows of the client with the most rows.
 
 Inside the task, `vmap` hides the client axis, so tensors look as if there were one client. Data of the whole stack
 (positions of rows, step plans, keys) stays outside in tensors with a leading axis K. The task picks a client's part
@@ -40,7 +40,7 @@ from polyfed.training.optimisers import Train
 from polyfed.training.step_plan import Plan, Rows, make_plan
 
 Kind = tuple[bool, bool]
-"""The two facts on which Python branches in a step: whether no row is padding, and whether every client takes it."""
+"""The two facts on which Python branches in a step: whether no row is padding, and whether every client takes part."""
 
 WHOLE: Kind = (True, True)
 
@@ -52,9 +52,9 @@ class Schedule:
     Attributes:
         kinds: the kind of each step.
         columns: the inputs of the steps, tensors (T, ...); for a single step on a given batch, without the axis T.
-        count: number of steps that the client has taken after these, a 0-dim tensor.
-        batch: `batch(full, *inputs)` makes the batch of a step, from whether no row is padding and from all of its
-            inputs but the last two.
+        count: total number of steps that the client has taken at the end of the call, a 0-dim tensor.
+        batch: `batch(full, *inputs)` makes the batch of a step. `full` says whether no row is padding; `inputs` are
+            all inputs of the step but the last two.
     """
 
     kinds: list[Kind]
@@ -77,7 +77,7 @@ class StackedClientData(ClientData):
         round: the round, from 1.
         rounds: number of rounds of the run.
         test_stack: the test rows of each client.
-        chosen: for a selection of rows (`at`), their positions among the client's own rows, (n,).
+        chosen: for a selection made with `at`, positions of the selected rows among the client's own rows, (n,).
         replays: whether training steps may be traced and replayed, see `step_replay.py`.
     """
 
@@ -94,7 +94,7 @@ class StackedClientData(ClientData):
     replays: bool = True
 
     def __post_init__(self) -> None:
-        """Pick this client's number of rows and key from those of the stack."""
+        """Pick this client's number of rows and random key from those of the stack."""
         device = self.stack.index.device
         counts = self.stack.counts if self.chosen is None else (len(self.chosen),) * len(self.keys)
         self._sizes = Rows(self.stack.index, counts)
@@ -113,7 +113,7 @@ class StackedClientData(ClientData):
 
     @property
     def test(self) -> "StackedClientData":
-        """The clients' own test rows."""
+        """See `ClientData.test`."""
         stack = self.test_stack or Rows(self.stack.index[:, :0], (0,) * len(self.keys))
         return replace(self, stack=stack, test_stack=None, chosen=None)
 
@@ -138,7 +138,7 @@ class StackedClientData(ClientData):
         return TrainingResult(w, mean, schedule.count, kept, moments, (after.num_epochs if after else 0) + train.epochs)
 
     def _schedule(self, job: Job, model: Model) -> "Schedule":
-        """The steps of a training; a single one where `on` gives a batch."""
+        """The steps of a call of `minimise`; a single step if `on` gives a batch."""
         after, train = job.after, job.train
         done = 0 if after is None else after.num_steps
         if job.on is not None:
@@ -160,7 +160,7 @@ class StackedClientData(ClientData):
         return self._batch(rows_B, where_B, None if full else ok_B, key)
 
     def _source(self, job: Job) -> tuple[Any, ...] | None:
-        """What decides, besides the kind of a step, which operations it performs; None forbids to replay steps."""
+        """What decides, besides a step's kind, which operations the step performs; None forbids replaying steps."""
         if not self.replays:
             return None
         code = (getattr(part, "__code__", type(part)) for part in (job.loss, job.direction))
@@ -179,8 +179,9 @@ class StackedClientData(ClientData):
     def _steps(self, plan: Plan, number: Tensor, stream: int) -> tuple[Tensor, ...]:
         """The inputs of all steps, tensors (T, ...).
 
-        They are: positions of the rows, their positions in the table, which rows are real, dropout key, whether the
-        client takes the step, number of the step. The step itself uses the last two, the others make its batch.
+        The inputs are: positions of the rows, positions of the same rows in the table, which rows are not padding, the
+        dropout key, whether the client takes the step, and the step's number. The last two are for the step itself; the
+        others make its batch.
         """
         dropout_key = stream_key(self.key, DROPOUT, stream)
         rows, ok = plan.rows[self.lane], plan.ok[self.lane]
@@ -201,11 +202,11 @@ class StackedClientData(ClientData):
         return carry
 
     def _own(self, value: Tensor) -> Tensor:
-        """A copy with a client axis, which in-place steps need, even where all clients share the tensor."""
+        """A copy with a client axis, even if all clients share the tensor; in-place steps need that axis."""
         return self.lane.new_empty(value.shape, dtype=value.dtype).copy_(value)
 
     def _where(self, rows: Tensor) -> Tensor:
-        """Positions in the table of the client's own rows."""
+        """Convert positions among the client's own rows to positions in the table."""
         return self.stack.index[self.lane, rows if self.chosen is None else self.chosen[rows]]
 
     def _batch(self, rows: Tensor, where: Tensor, ok: Tensor | None, key: int | Tensor | None) -> Batch:
@@ -253,7 +254,7 @@ def _step_of(
 
 
 def _gradient_of(loss: Loss, model: Model, split: bool) -> Callable[..., Any]:
-    """Make `f(trained, rest, batch)` -> (gradient, (value, aux, buffers)); with `split`, a gradient for each term."""
+    """Make `f(trained, rest, batch)` -> (gradient, (value, aux, buffers)); with `split`, one gradient for each term."""
 
     def scalar(trained: Tree, rest: Tree, batch: Batch) -> tuple[Any, tuple[Any, Any, Tree]]:
         # the layers write buffers in place, and a function under `grad` must not change its inputs
@@ -265,7 +266,7 @@ def _gradient_of(loss: Loss, model: Model, split: bool) -> Callable[..., Any]:
 
 
 def _split_grad(terms: Callable[..., Any]) -> Callable[..., Any]:
-    """Like `grad(terms, has_aux=True)`, for a function that returns a dict of scalars: a gradient Tree for each."""
+    """Like `grad(terms, has_aux=True)`, but `terms` returns a dict of scalars, and each gets its own gradient Tree."""
 
     def gradient(trained: Tree, *rest: Any) -> tuple[dict[str, Tree], Any]:
         values, pull, aux = vjp(lambda w: terms(w, *rest), trained, has_aux=True)  # type: ignore[misc]
@@ -287,7 +288,7 @@ def _where(alive: Tensor, new: Any, old: Any) -> Any:
 
 
 def _where_alike(alive: Tensor, new: Any, old: Any) -> Any:
-    """`new`, but `old` for clients without rows left. A carry whose layout changes (a growing list) is always `new`."""
+    """`old` for clients without rows left, else `new`; always `new` if the carry's layout changes (a growing list)."""
     (after, spec), (before, spec_before) = pytree.tree_flatten(new), pytree.tree_flatten(old)
     if spec != spec_before or not all(isinstance(leaf, Tensor) for leaf in (*after, *before)):
         return new

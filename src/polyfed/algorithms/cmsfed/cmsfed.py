@@ -4,8 +4,8 @@ Fan, Xu, Wang, Huo, Chen, Guo, "Overcome Modal Bias in Multi-modal Federated Lea
 Selection", ECCV 2024 (first circulated as CMSFed). In every round some clients, the set S_M, train all their
 modalities; others, the set S_w, train only the modality that is weak in the whole federation. Both sets solve
 facility-location problems: S_M represents the gradients of all clients, S_M and S_w together represent all gradients
-of the weak encoder. Where the weak modality is behind in a batch, its distance to the global class prototypes is added
-to the loss (prototypical cross-entropy, PCE).
+of the weak encoder. If the weak modality lags behind in a batch, a term with its distances to the global class
+prototypes is added to the loss (prototypical cross-entropy, PCE).
 
 With more than two modalities the weakest is compared with the strongest. A client that lacks a modality has no
 imbalance ratio and is never in S_M; if it is chosen, it trains the weakest modality that it owns, alone. See
@@ -52,10 +52,10 @@ class CmsFedState(State):
 
     Attributes:
         gradients: the clients' vectors g and their distances D_1; None before the first pass.
-        encoders: by modality, the vectors h and their distances D_2.
+        encoders: the vectors h and their distances D_2, by modality.
         prototypes: the global prototypes by modality.
         ratios: the last reported imbalance ratios of every client.
-        choice: who trained what in this round.
+        choice: which clients trained which modalities in this round.
     """
 
     gradients: Similarity | None = None
@@ -67,32 +67,32 @@ class CmsFedState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class CmsFed(Averaging):
-    """CMSFed and its ablations. FedAvg+PCE is `modality_selection = false, prototypes = "local"`; DivFL+PCE is the same
-    with `[selection] name = "divfl"`; CMSFed-local is `prototypes = "local"`.
+    """CMSFed and its ablations. CMSFed-local is `prototypes = "local"`; FedAvg+PCE adds
+    `modality_selection = false` to it; DivFL+PCE also adds `[selection] name = "divfl"`.
 
     Attributes:
         dominance_threshold: chi; a client whose dominance ratio is above it trains the weak modality alone. The paper
-            takes 1.5 to 2.5; inf lets nobody train alone.
-        prototype_weight: alpha_p, the strength of PCE; the released code's default is 1, its AVE script takes 2.
-        beta_mode: how PCE is weighted in a batch by beta: `clip` is alpha_p * clip(ratio - 1, 0, 1) as in the paper;
-            `hard` is alpha_p where the ratio is above 1, else 0, as in the released code.
-        pce_target: add PCE for the `global_weak` modality (Eq. 9), or for the `batch_weak` one (released code).
+            uses 1.5 to 2.5; with inf the ratio makes no client train alone.
+        prototype_weight: alpha_p, the strength of PCE; the released code uses 1 by default and 2 in its AVE script.
+        beta_mode: how beta, the weight of PCE in a batch, is computed: `clip` is alpha_p * clip(ratio - 1, 0, 1) as in
+            the paper; `hard` is alpha_p where the ratio is above 1, else 0, as in the released code.
+        pce_target: the modality to which PCE is applied: `global_weak` is the weak one of the federation (Eq. 9),
+            `batch_weak` the weak one of the batch (released code).
         gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11); `delta` compares how far training
             moved the encoders (released code), so that no gradients are uploaded.
-        normalize_delta: divide deltas by learning rate and steps, to make clients with unequal numbers of rows
-            comparable.
-        resolution: who joins of the two problems' best candidates: both (`paper`, Eq. 13-14) or one of them
-            (`authors`, the released code).
-        greedy: `stochastic` looks at max(b, N / 10) candidates in a pass, `full` at all.
-        init_pass: the first gradients come from an `epoch` of training that is thrown away, or from one full-batch
-            `step`.
-        prototypes: `global`, or `local`: a client's own, computed anew after every epoch.
+        normalize_delta: divide deltas by learning rate and steps, so that clients of unequal size are comparable.
+        resolution: which of the two problems' best candidates join: both (`paper`, Eq. 13-14) or one (`authors`, the
+            released code).
+        greedy: `stochastic` examines max(b, N / 10) candidates in each pass, `full` examines all.
+        init_pass: whether the first gradients come from an `epoch` of training whose result is discarded, or from one
+            full-batch `step`.
+        prototypes: `global`, or `local`: each client uses its own prototypes, computed anew for every epoch.
         prototype_momentum: momentum of the global prototypes; 0 in the paper.
-        modality_selection: if off, the selector draws the cohort, and the cohort trains everything.
-        sketch: number of entries to which stored vectors are projected; 0 keeps them exact.
-        hysteresis: another modality becomes the weak one only if its ratio is larger by this share; 0 in the paper.
-        feature_norm: length given to features before distances to prototypes are taken; 0 leaves them as they are, as
-            in the paper. With raw distances PCE can fall by making features longer, until the classifier diverges:
+        modality_selection: if false, the selector draws the cohort, and all of its clients train all their modalities.
+        sketch: number of entries to which stored vectors are projected; 0 stores the exact vectors.
+        hysteresis: the share by which another modality's ratio must be larger to make it the weak one; 0 in the paper.
+        feature_norm: length to which features are scaled before distances to prototypes; 0 does not scale, as in the
+            paper. Without scaling, training can lower PCE by lengthening the features, until the classifier diverges:
             docs/algorithms/cmsfed.md says when that ends a run.
     """
 
@@ -126,7 +126,7 @@ class CmsFed(Averaging):
     # the round
 
     def init(self, fed: Federation, params: Tree) -> CmsFedState:
-        """The state of `Averaging`; clients are first asked in round 1."""
+        """The first state of `Averaging`; no client is asked before round 1."""
         return CmsFedState(**vars(super().init(fed, params)), ratios=ImbalanceRatios.unknown(fed.clients))
 
     def round(self, state: CmsFedState, fed: Federation) -> CmsFedState:
@@ -146,7 +146,7 @@ class CmsFed(Averaging):
         return self.learned(after, state.params, replies, fed)
 
     def choose(self, state: CmsFedState, fed: Federation) -> tuple[Choice, Any]:
-        """S_M and S_w of this round by Eq. 13-14, and the selector's memory."""
+        """The sets S_M and S_w of this round (Eq. 13-14), and the selector's memory."""
         ratios, size, num = state.ratios, self.selector.size(fed), len(fed.clients)
         weak = ratios.weak(state.choice.weak, self.hysteresis)
         if not (self.modality_selection and bool(ratios.complete.any())):
@@ -168,7 +168,7 @@ class CmsFed(Averaging):
         return problem.solve(fed.clients, keys.key(fed.seed, "greedy", fed.round)), state.memory
 
     def train_chosen(self, state: CmsFedState, fed: Federation) -> Replies:
-        """Ask S_M and those who train alone; `min_replies` counts the replies of both requests together."""
+        """Ask S_M and the clients that train alone; `min_replies` counts the replies of both requests together."""
         weak, known = state.choice.weak, state.prototypes if self.prototypes == "global" else {}
         sent = {m: p.sent for m, p in known.items()}
         accept = whole_gradients(state.params, fed)
@@ -184,7 +184,7 @@ class CmsFed(Averaging):
         return replies
 
     def learned(self, state: CmsFedState, sent: Tree, replies: Replies, fed: Federation) -> CmsFedState:
-        """Replace prototypes, ratios and vectors of the clients that answered; everything about others stays."""
+        """Replace prototypes, ratios and vectors of the clients that answered; those of other clients stay."""
         reports: dict[int, Report] = dict(replies.items())
         state = state.with_(
             prototypes=prototypes.gathered(
@@ -202,7 +202,7 @@ class CmsFed(Averaging):
         return state.with_(gradients=d1, encoders=d2)
 
     def _gradients(self, client: int, report: Report, sent: Tree, first: bool, fed: Federation) -> tuple[Tree, Tree]:
-        """g and h of a client (Eq. 11), each empty if it has none."""
+        """The vectors g and h of a client (Eq. 11); a vector that the client does not have is empty."""
         if self.gradient_split == "exact":
             return report.gradient, report.encoder_gradient
         divisor = -1.0
@@ -217,7 +217,7 @@ class CmsFed(Averaging):
     def local_loss(self, scope: TrainingScope, near: Mapping[str, Prototypes]) -> Callable[[Tree, Batch], Any]:
         """L = CE + sum of beta * PCE over the helped modalities (Eq. 9), with the value of each term.
 
-        With exact gradients the terms stay apart, so that g and h can be added up.
+        With exact gradients the loss returns its terms separately, so that g and h can be summed over the steps.
         """
 
         def loss(w: Tree, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
@@ -236,7 +236,7 @@ class CmsFed(Averaging):
     def fit(
         self, scope: TrainingScope, data: ClientData, params: Tree, near: Mapping[str, Prototypes] | None, train: Train
     ) -> TrainingResult:
-        """Train with these prototypes; None takes the client's own, computed anew before every epoch."""
+        """Train with the prototypes `near`; None stands for the client's own, computed anew before every epoch."""
         sums = GradientSums(scope, exact=self.sends_gradients)
         return sums.minimise(lambda use: self.local_loss(scope, use), data, params, near, train)
 
@@ -249,7 +249,7 @@ class CmsFed(Averaging):
 
     @task()
     def explore(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Report, Tree]:
-        """Before the first round: gradients, prototypes and ratio at the initial model; the training is thrown away."""
+        """Before the first round: report gradients, prototypes and ratio at the initial model; discard the training."""
         scope = TrainingScope(context, context.modalities, context.modalities, True, self.feature_norm)
         own, _ = scope.own_prototypes(data, got.params)
         fit = self.fit(scope, data, got.params, own, self.first_pass())
@@ -257,7 +257,7 @@ class CmsFed(Averaging):
 
     @task()
     def train_all(self, context: ClientContext, data: ClientData, local: Tree, got: Assignment) -> tuple[Report, Tree]:
-        """S_M: all modalities with L = CE + beta * PCE of the weak one (Eq. 9)."""
+        """The task of S_M: train all modalities with L = CE + beta * PCE of the weak one (Eq. 9)."""
         helped = context.modalities if self.pce_target == "batch_weak" else tuple(got.target)
         scope = TrainingScope(context, context.modalities, helped, False, self.feature_norm)
         fit = self.fit(scope, data, got.params, self._near(got), self.train)
@@ -267,7 +267,7 @@ class CmsFed(Averaging):
     def train_alone(
         self, context: ClientContext, data: ClientData, local: Tree, got: Assignment
     ) -> tuple[Report, Tree]:
-        """S_w: one modality with L = CE + alpha_p * PCE; the other encoders neither move nor are sent back."""
+        """The task of S_w: train one modality with L = CE + alpha_p * PCE, and send back no other encoder."""
         scope = TrainingScope(context, tuple(got.target), tuple(got.target), True, self.feature_norm)
         fit = self.fit(scope, data, got.params, self._near(got), self.train)
         return self._report(scope, data, fit, fit.params, select(fit.params, (*scope.modalities, SHARED))), local
@@ -278,7 +278,7 @@ class CmsFed(Averaging):
         return received if self.prototypes == "global" else None
 
     def _report(self, scope: TrainingScope, data: ClientData, fit: TrainingResult, at: Tree, kept: Tree) -> Report:
-        """Gradients of the training; prototypes and ratios of the model `at`; the blocks `kept`."""
+        """A report: gradients of the training, prototypes and ratios of the model `at`, and the parameters `kept`."""
         g, h = client_gradients.mean_gradients(fit)
         own, rows = scope.own_prototypes(data, at)
         pooled = self.prototypes == "global"
@@ -300,11 +300,11 @@ class CmsFed(Averaging):
 
     @property
     def sends_gradients(self) -> bool:
-        """Whether clients send g and h: not where the server computes deltas, or compares no clients."""
+        """Whether clients send g and h. They do not if the server computes deltas or compares no clients."""
         return self.modality_selection and self.gradient_split == "exact"
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """`update` is never asked, `explore` only with modality selection; fields follow the options."""
+        """`update` is never asked, `explore` only with modality selection; the options decide which fields are sent."""
         if task == "update" or (task == "explore" and not self.modality_selection):
             return False
         if task not in ("explore", "train_all", "train_alone"):
@@ -316,5 +316,5 @@ class CmsFed(Averaging):
         return task != "explore" or field != "params" or self.gradient_split != "exact"
 
     def observe(self, state: CmsFedState) -> dict[str, float]:
-        """Fig. 6: the global ratio and each modality's share of the picks; and the sizes of both sets."""
+        """The global ratio and each modality's share of the picks (Fig. 6), and the sizes of both sets."""
         return selection.logged(state.choice, state.ratios)
