@@ -16,9 +16,8 @@ for _name, _value in (QUIET | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}).items
 
 from flwr.supercore import telemetry  # noqa: E402
 
-telemetry.FLWR_TELEMETRY_ENABLED = os.environ[
-    "FLWR_TELEMETRY_ENABLED"
-]  # flwr has already read it if it was imported first
+# set here too: flwr has already read the variable if it was imported before polyfed
+telemetry.FLWR_TELEMETRY_ENABLED = os.environ["FLWR_TELEMETRY_ENABLED"]
 
 from polyfed.engines.flower.apps import client_app, server_app, simulate  # noqa: E402
 from polyfed.engines.flower.direct import DirectGrid  # noqa: E402
