@@ -3,7 +3,7 @@
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -197,6 +197,11 @@ class _Loop:
         row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
         if tables := algorithm.observe_tables(state):
             row["tables"] = _check_tables(tables)
+        if row["round"] == -(-self.recipe.rounds // 3):
+            logged = [past["logged"] for past in [*self.rounds, row]]
+            row["concerns"] = algorithm.concerns(logged)
+            for text in row["concerns"]:
+                self.emit("note", text=f"WARNING: {text}")
 
     def evaluate(self, row: dict[str, Any], state: Any) -> None:
         """Evaluate the state, if the recipe evaluates in this round."""
@@ -293,6 +298,8 @@ class _Loop:
         result["seconds_total"] = self.totals["seconds"]
         seconds = [row["seconds"]["train"] for row in self.rounds]
         result["seconds_per_round"] = statistics.median(seconds) if seconds else 0.0
+        result["logged"] = {k: statistics.fmean(v) for k, v in _columns(row["logged"] for row in self.rounds).items()}
+        result["concerns"] = [text for row in self.rounds for text in row.get("concerns", [])]
         if self.recipe.network is not None:
             result["simulated_seconds"] = self.totals["simulated_seconds"]
         return result | {"state_sha256": checkpoint.digest(state)}
@@ -301,6 +308,15 @@ class _Loop:
         """The content of `run.json`."""
         facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds")}
         return facts | facts_of(self.assembly) | {"versions": versions()}
+
+
+def _columns(rows: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    """The values of each name over the rows that have it."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    return found
 
 
 def _check_tables(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
