@@ -5,13 +5,21 @@ from collections.abc import Mapping
 import torch
 
 from polyfed.algorithms.partialfl.messages import Deposit
-from polyfed.core.tree import Tree
+from polyfed.core.tree import SHARED, Tree, nested, under
 from polyfed.federation.replies import Replies
+
+PRESENT = "present"
+"""Prefix of the masks beside the deposited rows: which of the rows the client has."""
 
 
 def usable_rows(given: Deposit, shapes: Mapping[str, tuple[int, ...]]) -> Tree:
-    """The deposited rows (n, ...) by modality, without those whose shape the model does not read."""
-    return {m: x.clone() for m, x in (given.vectors | given.samples).items() if tuple(x.shape[1:]) == shapes.get(m)}
+    """The deposited rows (n, ...) by modality, without those whose shape the model does not read.
+
+    Under `present.<modality>` they also say which rows the client has, if it lacks the modality for some.
+    """
+    rows = {m: x.clone() for m, x in (given.vectors | given.samples).items() if tuple(x.shape[1:]) == shapes.get(m)}
+    there = {m: has.clone() for m, has in under(SHARED, given.there).items() if m in rows}
+    return rows | nested(PRESENT, there)
 
 
 def usable_embeddings(replies: Replies, deposits: Mapping[int, Tree], size: int) -> dict[int, Tree]:
@@ -30,6 +38,11 @@ def logged(replies: Replies, server_losses: list[float]) -> dict[str, float]:
     parts = [part.message for part in replies.parts if part.message.student]  # type: ignore[attr-defined]
     if not parts:
         return {}
-    names = {"local_loss": "loss_local", "alignment": "alignment"}
+    names = {"local_loss": "loss_local"}
+    aligned = [part for part in parts if part.params]
     means = {ours: float(torch.cat([getattr(p, name) for p in parts]).mean()) for name, ours in names.items()}
+    if aligned:
+        means["alignment"] = float(torch.cat([part.alignment for part in aligned]).mean())
+    if parts[0].probe:
+        means["teacher_accuracy"] = float(torch.cat([p.probe[f"{SHARED}.teacher_accuracy"] for p in parts]).mean())
     return means | {"loss_server": sum(server_losses) / max(len(server_losses), 1)}

@@ -14,7 +14,10 @@ class Call(Message):
 
 @message
 class Deposit(Message):
-    """A client's rows (n, ...) of its shareable modalities: vectors of an extractor, or the samples themselves."""
+    """A client's rows (n, ...) of its shareable modalities: vectors of an extractor, or the samples themselves.
+
+    `there` says for a modality that some rows lack which rows have it: 1 or 0, (n,), under `shared.<modality>`.
+    """
 
     vectors: Tree = carries(
         "embeddings",
@@ -23,6 +26,7 @@ class Deposit(Message):
         tells="the rows as the data holds them: inputs = 'embeddings' says that they are embeddings",
     )
     samples: Tree = carries("raw", rows="num_rows", shape=("sample",))
+    there: Tree = carries("statistic", rows="num_rows", shape=(), partial=True)
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
@@ -37,11 +41,15 @@ class Guided(Message):
 
 @message
 class GuidedUpdate(Message):
-    """The trained global model, the local model's embeddings z'_T (n, d) by modality, losses and alignment."""
+    """The trained global model, the local model's embeddings z'_T (n, d) by modality, losses and alignment.
+
+    `probe` has the teacher's accuracy under `shared.teacher_accuracy`, if the options ask for it.
+    """
 
     params: Tree = carries("parameters")
     student: Tree = carries("embeddings", rows="num_rows", shape=(None,))
     loss: Tensor = carries("statistic")
     local_loss: Tensor = carries("statistic")
     alignment: Tensor = carries("statistic")
+    probe: Tree = carries("statistic", partial=True)
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
