@@ -85,6 +85,8 @@ class Algorithm(TrainedModels):
 
     handles_missing_rows: ClassVar[bool] = True
     """Whether the method accepts clients that have a modality for only some of their rows; if not, it refuses them."""
+    aligns_rows: ClassVar[bool] = False
+    """Whether clients match their rows by sample ids; if so, a device whose data has no ids is refused."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named sets of options: with `preset = "paper"`, a recipe takes these for the options that it does not set."""
     sends_class_means: ClassVar[bool] = False

@@ -1,5 +1,6 @@
 """`KeptTraining`: a training that a client puts away after a task and continues in a later one."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +46,17 @@ class KeptTraining:
 
     def tree(self) -> Tree:
         """A client's local state that holds this training."""
+        return self.params | self.state()
+
+    def state(self) -> Tree:
+        """The moments and the number of steps, for a local state that holds the parameters itself."""
         flat = {f"{kind}/{name}": value for kind, tree in self.moments.items() for name, value in tree.items()}
-        return self.params | nested(MOMENT, flat) | {STEPS: self.steps}
+        return nested(MOMENT, flat) | {STEPS: self.steps}
+
+    def only(self, names: Collection[str]) -> "KeptTraining":
+        """The same training of some of its parameters."""
+        moments = {kind: {n: v for n, v in tree.items() if n in names} for kind, tree in self.moments.items()}
+        return KeptTraining({n: v for n, v in self.params.items() if n in names}, moments, self.steps)
 
     def earlier(self) -> TrainingResult:
         """This training for `ClientData.minimise(..., after=)`."""

@@ -85,6 +85,7 @@ class Npz(Source):
             num_classes=max(int(label.max()) + 1 if len(label) else 0, 1) if names is None else len(names),
             split=self._split(arrays, label),
             ids=self._ids(arrays, len(label)),
+            numbered=self._named(arrays, "ids") is None,
             class_names=names,
             present=self._presence(arrays),
             client=self._client(arrays),
