@@ -85,8 +85,9 @@ class BlockSimilarity:
     """The vectors of clients that lack some blocks, kept block by block, and the distances between the clients.
 
     The squared distance of two clients is the sum over the blocks of their squared distances there. In a block that
-    one of them lacks they are as far apart as two clients that have the block are on average. So a client that lacks
-    a block is neither nearer to the others nor further away for that reason (docs/decisions/0015).
+    one of them lacks, it is the mean m of that block times s r + 1 - s. Here r says how far apart the two are in the
+    blocks that they share, relative to the means there, and s is the share of the shared blocks in all means. So a
+    client that lacks a block is neither nearer to the others nor further away for that reason (docs/decisions/0015).
 
     Attributes:
         blocks: the similarity of each block; a client is unknown in the blocks that it lacks.
@@ -122,13 +123,20 @@ class BlockSimilarity:
     @property
     def distance(self) -> Tensor:
         """Distances (N, N) float32, symmetric, zero diagonal; +inf to and from clients of which nothing is known."""
-        squared = torch.zeros_like(next(iter(self.blocks.values())).distance)
+        size = len(self.known)
+        squared, expected = torch.zeros(size, size), torch.zeros(size, size)
+        total = torch.zeros(())
         for one in self.blocks.values():
             own = one.distance.square()
             pairs = one.known & one.known.unsqueeze(1)
-            others = pairs & ~torch.eye(len(own), dtype=torch.bool)
+            others = pairs & ~torch.eye(size, dtype=torch.bool)
             mean = own[others].mean() if bool(others.any()) else own.new_zeros(())
-            squared += torch.where(pairs, own, mean)
+            squared += torch.where(pairs, own, 0.0)
+            expected += torch.where(pairs, mean, 0.0)
+            total = total + mean
+        share = expected / total.clamp(min=1e-30)
+        relative = torch.where(expected > 0, squared / expected.clamp(min=1e-30), 1.0)
+        squared += (total - expected).clamp(min=0.0) * (share * relative + 1 - share)
         known = self.known
         squared = squared.masked_fill(~(known & known.unsqueeze(1)), float("inf"))
         return squared.sqrt().fill_diagonal_(0.0)
