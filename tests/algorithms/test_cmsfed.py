@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from oracles import cmsfed as oracle
-from polyfed.algorithms.base import Broadcast
 from polyfed import run
+from polyfed.algorithms.base import Broadcast
 from polyfed.algorithms.cmsfed import CmsFed
 from polyfed.algorithms.cmsfed.aggregation import represented
 from polyfed.algorithms.cmsfed.cmsfed import CmsFedState
@@ -523,9 +523,7 @@ def test_three_modalities_run_and_agree(engine: str) -> None:
     toy = Toy(rows=300, classes=3, shapes={"a": (8,), "b": (8,), "c": (8,)}, snr={"a": 4.0, "b": 2.0, "c": 1.0})
     model = ModelSpec(embedding=6, encoders={m: {"kind": "mlp", "hidden": [8]} for m in "abc"})
     holdings = ClientsSpec(partition="iid", num=6, holdings=[["a", "b", "c"], ["a", "b", "c"], ["a", "b"]])
-    case = recipe(
-        paper(dominance_threshold=1.0), engine, data=toy, model=model, clients=holdings, egress=OPEN
-    )
+    case = recipe(paper(dominance_threshold=1.0), engine, data=toy, model=model, clients=holdings, egress=OPEN)
     _, state, _ = played(case)
     assert state.choice.weak in ("a", "b", "c")
     logged = case.algorithm.observe(state)

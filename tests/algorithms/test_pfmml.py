@@ -396,3 +396,57 @@ def test_blocks_of_the_crema_d_recipe_have_the_papers_sizes() -> None:
     layouts = {b: Layout.of(b, model.template, model) for b in ("audio", "visual", "shared")}
     sizes = {block: layout.num_trainable for block, layout in layouts.items()}
     assert sizes == {"audio": 11_170_240 + 524_288, "visual": 11_176_512 + 524_288, "shared": 7_174}
+
+
+def normalised(options: dict[str, float]) -> Any:
+    """Logits of block `a` after one update, for uploads and drifts that the options scale."""
+    rng = np.random.default_rng(4)
+    size, numbers = 5, int(options.get("numbers", 40))
+    base = torch.from_numpy(rng.normal(size=(size, 40)))
+    uploads = base.repeat(1, numbers // 40) * options.get("uploads", 1.0)
+    logits = torch.full((size, size), 1 / size, dtype=torch.float64)
+    record = aggregate(logits, torch.arange(size), uploads)
+    drift = torch.from_numpy(rng.normal(size=(size, 40))).repeat(1, numbers // 40) * options.get("drift", 1.0)
+    now = (torch.arange(size), record.copies + drift)
+    built = torch.ones(size, dtype=torch.int64)
+    return learned(logits, built, {1: record}, now, numbers, Step(1.0, 1, None, True)) - logits
+
+
+def test_normalised_learning_depends_on_directions_alone() -> None:
+    plain = normalised({})
+    for options in ({"drift": 1e-4}, {"uploads": 100.0}, {"numbers": 400}):
+        torch.testing.assert_close(normalised(options), plain, rtol=1e-4, atol=1e-6)
+    assert float(plain.abs().max()) <= 2.0
+    torch.testing.assert_close(plain.sum(1), torch.zeros(5, dtype=torch.float64), atol=1e-9, rtol=0)
+
+
+def test_normalised_learning_equals_the_formula() -> None:
+    rng = np.random.default_rng(1)
+    size = 4
+    uploads = torch.from_numpy(rng.normal(size=(size, 9)))
+    logits = torch.from_numpy(rng.normal(size=(size, size)))
+    record = aggregate(logits, torch.arange(size), uploads)
+    now = torch.from_numpy(rng.normal(size=(size, 9)))
+    ours = learned(logits, torch.ones(size).long(), {1: record}, (torch.arange(size), now), 9, Step(0.7, 1, None, True))
+    for k in range(size):
+        copy = record.mix[k] @ uploads
+        drift = now[k] - copy
+        longest = max(float((w - copy).norm()) for w in uploads)
+        parts = torch.stack([(w - copy) @ drift / (drift.norm() * longest) for w in uploads])
+        torch.testing.assert_close(ours[k] - logits[k], 0.7 * (parts - parts.mean()), rtol=1e-6, atol=1e-9)
+
+
+def test_equal_uploads_and_no_drift_teach_nothing() -> None:
+    uploads = torch.ones(3, 5, dtype=torch.float64)
+    logits = torch.zeros(3, 3, dtype=torch.float64)
+    record = aggregate(logits, torch.arange(3), uploads)
+    after = learned(logits, torch.ones(3).long(), {1: record}, (torch.arange(3), uploads), 5, Step(1.0, 1, None, True))
+    assert torch.equal(after, logits)
+
+
+def test_coefficients_that_do_not_move_are_told() -> None:
+    method = paper()
+    rows = [{"own_coefficient.a": 0.2, "own_coefficient.b": 0.2}, {"own_coefficient.a": 0.2, "own_coefficient.b": 0.6}]
+    assert "coefficients of a have not moved" in method.concerns(rows)[0]
+    assert paper(coefficient_lr=0.0).concerns(rows) == []
+    assert paper(placebo="uniform").concerns(rows) == []

@@ -53,7 +53,9 @@ def mean_by_clusters(
     return mean
 
 
-def with_whole_classifier(mean: Tree, sent: Tree, replies: Replies, weights: Mapping[int, float], fed: Federation) -> Tree:
+def with_whole_classifier(
+    mean: Tree, sent: Tree, replies: Replies, weights: Mapping[int, float], fed: Federation
+) -> Tree:
     """The mean, in which clients that did not train a modality count with the columns of the classifier they received.
 
     So the whole of omega is averaged over the cohort, as in the paper.

@@ -14,7 +14,7 @@ docs/algorithms/cmsfed.md.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,15 +30,12 @@ from polyfed.algorithms.cmsfed.options import CmsFedOptions
 from polyfed.algorithms.cmsfed.selection import Choice, SelectionProblem
 from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError
-from polyfed.core.schema import BELOW_ONE, NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, select
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies, joined
 from polyfed.privacy.policy import Policy
-from polyfed.selection import Uniform
 from polyfed.selection.submodular import AnySimilarity, Similarity, sample_size
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.client_data import steps_trained
@@ -147,7 +144,9 @@ class CmsFed(CmsFedOptions):
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
         mean = replies.mean("params", weights)
         if self.client_weights == "clusters" and state.gradients is not None:
-            rows = dict.fromkeys(fed.clients, 1.0) if self.aggregation == "uniform" else fed.clients.rows_of(fed.clients)
+            rows = (
+                dict.fromkeys(fed.clients, 1.0) if self.aggregation == "uniform" else fed.clients.rows_of(fed.clients)
+            )
             weak = state.encoders.get(state.choice.weak)
             mean = aggregation.mean_by_clusters(replies, state.choice, state.gradients, weak, rows, fed.clients)
         if self.classifier_average == "cohort":

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from polyfed.algorithms.partialfl.messages import Deposit
-from polyfed.core.tree import SHARED, Tree, nested, under
+from polyfed.core.tree import SHARED, Tree, nested
 from polyfed.federation.replies import Replies
 
 PRESENT = "present"
@@ -18,8 +18,11 @@ def usable_rows(given: Deposit, shapes: Mapping[str, tuple[int, ...]]) -> Tree:
     Under `present.<modality>` they also say which rows the client has, if it lacks the modality for some.
     """
     rows = {m: x.clone() for m, x in (given.vectors | given.samples).items() if tuple(x.shape[1:]) == shapes.get(m)}
-    there = {m: has.clone() for m, has in under(SHARED, given.there).items() if m in rows}
-    return rows | nested(PRESENT, there)
+    has = given.there.get(SHARED)
+    columns = sorted(given.vectors | given.samples)
+    if has is None or has.shape[1] != len(columns):
+        return rows
+    return rows | nested(PRESENT, {m: has[:, columns.index(m)].clone() for m in rows})
 
 
 def usable_embeddings(replies: Replies, deposits: Mapping[int, Tree], size: int) -> dict[int, Tree]:
@@ -44,5 +47,5 @@ def logged(replies: Replies, server_losses: list[float]) -> dict[str, float]:
     if aligned:
         means["alignment"] = float(torch.cat([part.alignment for part in aligned]).mean())
     if parts[0].probe:
-        means["teacher_accuracy"] = float(torch.cat([p.probe[f"{SHARED}.teacher_accuracy"] for p in parts]).mean())
+        means["teacher_accuracy"] = float(torch.cat([p.probe[SHARED] for p in parts]).mean())
     return means | {"loss_server": sum(server_losses) / max(len(server_losses), 1)}

@@ -16,7 +16,8 @@ class Call(Message):
 class Deposit(Message):
     """A client's rows (n, ...) of its shareable modalities: vectors of an extractor, or the samples themselves.
 
-    `there` says for a modality that some rows lack which rows have it: 1 or 0, (n,), under `shared.<modality>`.
+    If some rows lack a modality, `there` says under `shared` which rows have which: 1 or 0, (n, M), with a column for
+    each of the M modalities in alphabetical order.
     """
 
     vectors: Tree = carries(
@@ -26,7 +27,7 @@ class Deposit(Message):
         tells="the rows as the data holds them: inputs = 'embeddings' says that they are embeddings",
     )
     samples: Tree = carries("raw", rows="num_rows", shape=("sample",))
-    there: Tree = carries("statistic", rows="num_rows", shape=(), partial=True)
+    there: Tree = carries("statistic", rows="num_rows", shape=(None,))
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
@@ -43,7 +44,7 @@ class Guided(Message):
 class GuidedUpdate(Message):
     """The trained global model, the local model's embeddings z'_T (n, d) by modality, losses and alignment.
 
-    `probe` has the teacher's accuracy under `shared.teacher_accuracy`, if the options ask for it.
+    `probe` has the teacher's accuracy under `shared`, if the options ask for it.
     """
 
     params: Tree = carries("parameters")
@@ -51,5 +52,5 @@ class GuidedUpdate(Message):
     loss: Tensor = carries("statistic")
     local_loss: Tensor = carries("statistic")
     alignment: Tensor = carries("statistic")
-    probe: Tree = carries("statistic", partial=True)
+    probe: Tree = carries("statistic")
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)

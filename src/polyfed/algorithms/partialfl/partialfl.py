@@ -30,7 +30,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
 from polyfed.core.tasks import task
-from polyfed.core.tree import SHARED, Tree, digest, nested, select, squared_distance, under
+from polyfed.core.tree import SHARED, Tree, digest, select, squared_distance
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -39,7 +39,6 @@ from polyfed.training import ClientData, TrainingResult
 from polyfed.training.kept import KeptTraining
 from polyfed.training.losses import contrastive, cross_entropy
 from polyfed.training.optimisers import Moments
-from polyfed.training.prototypes import masked_mean
 
 ALIGNED = 0.05
 """Mean cosine of paired embeddings below which a model counts as not aligned with its teacher: on the measured sets it
@@ -98,8 +97,7 @@ class PartialFL(PartialOptions):
         """Hand over, once, the rows of the modalities that this client's own policy allows."""
         shared = self.shareable(context.policy, context.modalities)
         rows = data.collect(lambda batch: teachers.shared_rows(batch, shared)) if shared else {}
-        there = nested(SHARED, under(PRESENT, rows))
-        rows = {m: rows[m] for m in shared}
+        there = {SHARED: rows.pop(PRESENT)} if PRESENT in rows else {}
         vectors, samples = (rows, {}) if self.inputs == "embeddings" else ({}, rows)
         return Deposit(vectors, samples, there, data.num_rows), local
 
@@ -178,7 +176,7 @@ class PartialFL(PartialOptions):
         update = replace(update, student=student, local_loss=own_loss, loss=update.loss if update.params else own_loss)
         if self.probe:
             accuracy = teachers.nearest_mean_accuracy(z_T, data, context.num_classes)
-            update = replace(update, probe=nested(SHARED, {"teacher_accuracy": accuracy}))
+            update = replace(update, probe={SHARED: accuracy})
         return update, kept.after(fit).tree() if kept else fit.params
 
     def _train_global(

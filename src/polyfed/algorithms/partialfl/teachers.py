@@ -9,19 +9,26 @@ from torch import Tensor
 from polyfed.algorithms.partialfl.deposits import PRESENT
 from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.core.tree import Tree, nested, under
+from polyfed.core.tree import Tree, under
 from polyfed.federation.federation import Federation
 from polyfed.training import ClientData
 from polyfed.training.prototypes import masked_mean
 
 
 def shared_rows(batch: Batch, shared: tuple[str, ...]) -> Tree:
-    """The rows (B, ...) of a batch to deposit, zero where the client lacks the modality, and where it has it (B,)."""
+    """The rows (B, ...) of a batch to deposit, zero where the client lacks the modality.
+
+    If it lacks one somewhere, `present` says where it has which, (B, M), with the modalities in alphabetical order.
+    """
     there = {m: batch.present[m] for m in shared if m in batch.present}
     rows = {m: batch.x[m] for m in shared}
     for m, has in there.items():
         rows[m] = torch.where(has.view(-1, *(1,) * (rows[m].dim() - 1)), rows[m], torch.zeros_like(rows[m]))
-    return rows | nested(PRESENT, {m: has.to(torch.float32) for m, has in there.items()})
+    if not there:
+        return rows
+    everywhere = torch.ones_like(batch.y, dtype=torch.bool)
+    has = torch.stack([there.get(m, everywhere) for m in sorted(shared)], 1)
+    return rows | {PRESENT: has.to(torch.float32)}
 
 
 def deposited(deposit: Tree, client: int, fed: Federation) -> ClientData | None:
