@@ -375,8 +375,8 @@ def test_pmr_at_one_length_does_not_reward_longer_features(engine: str) -> None:
     for norm in (0.0, 1.0):
         method = algorithm("fedpmr", alpha=20.0, coef="hard", feature_norm=norm)
         parts, state, _ = played(recipe(method, engine, rounds=6))
-        rows = parts.population.columns.modalities["b"].take(parts.population.train[0])
-        batch = Batch(x={"a": parts.population.columns.modalities["a"].take(parts.population.train[0]), "b": rows},
-                      y=parts.population.columns.label[parts.population.train[0]], rows=torch.arange(len(rows)))  # fmt: skip
+        rows, columns = parts.population.train[0], parts.population.columns
+        x = {m: column.take(rows) for m, column in columns.modalities.items()}
+        batch = Batch(x=x, y=columns.label[rows], rows=torch.arange(len(rows)))
         grown[norm] = float(parts.fed.context.model.vectors(state.params, batch)["b"].norm(dim=1).mean())
     assert grown[1.0] < grown[0.0]

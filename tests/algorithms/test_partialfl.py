@@ -455,9 +455,8 @@ def test_a_kept_local_optimiser_equals_one_uninterrupted_optimiser() -> None:
     parts, _, _ = played(made)
     rows = parts.population.train[0]
     columns = parts.population.columns
-    tower = filled(oracle.Tower(24, 8, 6, 4), assemble(made).algorithm.local_model(parts.fed.context.model, ("b",)).init(
-        keys.key(made.seed, "local", 0)
-    ))  # fmt: skip
+    local_model = made.algorithm.local_model(parts.fed.context.model, ("b",))
+    tower = filled(oracle.Tower(24, 8, 6, 4), local_model.init(keys.key(made.seed, "local", 0)))
     optimiser = torch.optim.Adam(tower.parameters(), lr=ADAM.lr)
     for t in range(1, made.rounds + 1):
         for at in batches(keys.key(made.seed, "client", 0, t), len(rows), ADAM):

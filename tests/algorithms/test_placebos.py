@@ -1,4 +1,4 @@
-"""Controls that remove the idea of a method and keep its cost: they change the run, and keep every law of the method."""
+"""Controls that remove the idea of a method and keep its cost: they change the run and keep the laws of the method."""
 
 from dataclasses import replace
 from types import SimpleNamespace

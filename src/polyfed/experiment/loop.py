@@ -3,7 +3,7 @@
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -14,7 +14,7 @@ import torch
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
-from polyfed.core.errors import CheckpointError, RecipeError
+from polyfed.core.errors import CheckpointError
 from polyfed.core.registry import name_of
 from polyfed.data import Population
 from polyfed.engines.base import Engine
@@ -25,7 +25,7 @@ from polyfed.experiment.checkpoint import RESTORE
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.records import Records, run_id
-from polyfed.experiment.round_facts import facts_of_round
+from polyfed.experiment.round_facts import check_tables, facts_of_round, means_of
 from polyfed.experiment.run_checkpoint import TOTALS, kept_facts, load_content
 from polyfed.experiment.run_result import Run, best_round, models_of
 from polyfed.report import write_report
@@ -196,7 +196,7 @@ class _Loop:
         algorithm = self.recipe.algorithm
         row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
         if tables := algorithm.observe_tables(state):
-            row["tables"] = _check_tables(tables)
+            row["tables"] = check_tables(tables)
         if row["round"] == -(-self.recipe.rounds // 3):
             logged = [past["logged"] for past in [*self.rounds, row]]
             row["concerns"] = algorithm.concerns(logged)
@@ -298,7 +298,7 @@ class _Loop:
         result["seconds_total"] = self.totals["seconds"]
         seconds = [row["seconds"]["train"] for row in self.rounds]
         result["seconds_per_round"] = statistics.median(seconds) if seconds else 0.0
-        result["logged"] = {k: statistics.fmean(v) for k, v in _columns(row["logged"] for row in self.rounds).items()}
+        result["logged"] = means_of(row["logged"] for row in self.rounds)
         result["concerns"] = [text for row in self.rounds for text in row.get("concerns", [])]
         if self.recipe.network is not None:
             result["simulated_seconds"] = self.totals["simulated_seconds"]
@@ -308,25 +308,6 @@ class _Loop:
         """The content of `run.json`."""
         facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds")}
         return facts | facts_of(self.assembly) | {"versions": versions()}
-
-
-def _columns(rows: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
-    """The values of each name over the rows that have it."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            found.setdefault(name, []).append(value)
-    return found
-
-
-def _check_tables(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
-    """Return the tables, after checking that all rows of a table have the same length."""
-    for name, rows in tables.items():
-        if len({len(row) for row in rows}) > 1:
-            raise RecipeError(
-                f"observe_tables: the rows of '{name}' have {[len(row) for row in rows]} entries; make them equal"
-            )
-    return tables
 
 
 def versions() -> dict[str, str]:

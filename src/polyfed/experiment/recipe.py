@@ -21,6 +21,7 @@ from polyfed.core.schema import checked
 from polyfed.data import PARTITIONS, SOURCES, ClientsSpec, Source
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.overrides import apply, called, refuse_unknown
+from polyfed.experiment.presets import with_preset
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
 from polyfed.experiment.tracking import TRACKERS, Tracker
 from polyfed.federation.network import Network
@@ -273,7 +274,7 @@ def _toml(value: Any) -> Any:
 def _algorithm(sections: Mapping[str, Any], clients: ClientsSpec) -> Algorithm:
     """Build the algorithm with the parts that are written in sections of their own."""
     cls, table = _class("[algorithm]", ALGORITHMS, Algorithm, sections["algorithm"])
-    table = _with_preset(cls, table)
+    table = with_preset(cls, table)
     own = {f.name for f in fields(cls)}
     given: dict[str, Any] = {}
     for part, section in PARTS.items():
@@ -302,21 +303,6 @@ def _algorithm(sections: Mapping[str, Any], clients: ClientsSpec) -> Algorithm:
         )
     built: Algorithm = build("[algorithm]", cls, table, **given)
     return built
-
-
-def _with_preset(cls: type[Algorithm], table: Mapping[str, Any]) -> dict[str, Any]:
-    """The section [algorithm], with the options of its preset where it does not set them itself.
-
-    Raises:
-        RecipeError: the algorithm has no such preset.
-    """
-    rest = dict(table)
-    if (name := rest.pop("preset", None)) is None:
-        return rest
-    if name not in cls.presets:
-        known = f"its presets are {', '.join(map(repr, cls.presets))}" if cls.presets else "it has no presets"
-        raise RecipeError(f"[algorithm] preset = {name!r}: {cls.__name__} has no such preset; {known}. Remove the line")
-    return {**cls.presets[name], **rest}
 
 
 def _class(

@@ -1,4 +1,4 @@
-"""How CMSFed averages: the gamma weights of Eq. 6, and the classifier's columns of a modality that some did not train."""
+"""How CMSFed averages: the gamma weights of Eq. 6, and classifier columns of modalities that some did not train."""
 
 from collections.abc import Mapping, Sequence
 

@@ -144,9 +144,7 @@ class CmsFed(CmsFedOptions):
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
         mean = replies.mean("params", weights)
         if self.client_weights == "clusters" and state.gradients is not None:
-            rows = (
-                dict.fromkeys(fed.clients, 1.0) if self.aggregation == "uniform" else fed.clients.rows_of(fed.clients)
-            )
+            rows = self.weights_of(fed)
             weak = state.encoders.get(state.choice.weak)
             mean = aggregation.mean_by_clusters(replies, state.choice, state.gradients, weak, rows, fed.clients)
         if self.classifier_average == "cohort":
@@ -154,6 +152,10 @@ class CmsFed(CmsFedOptions):
         trainable = fed.context.model.trainable(state.params)
         params, moments = self.server.apply(state.params, mean, state.moments, trainable)
         return state.with_(params=params, moments=moments)
+
+    def weights_of(self, fed: Federation) -> Mapping[int, float]:
+        """The weight of every client in the whole: its rows, or 1."""
+        return dict.fromkeys(fed.clients, 1.0) if self.aggregation == "uniform" else fed.clients.rows_of(fed.clients)
 
     def learned(self, state: CmsFedState, sent: Tree, replies: Replies, fed: Federation) -> CmsFedState:
         """Replace prototypes, ratios and vectors of the clients that answered; those of other clients stay."""
@@ -298,6 +300,6 @@ class CmsFed(CmsFedOptions):
             return []
         return [
             f"no client was picked to train the weak modality alone in {len(logged)} rounds, so that cmsfed has only "
-            "chosen clients and added the prototype term; ratio_rule = 'quantile' or a smaller dominance_threshold picks "
-            "some"
+            "chosen clients and added the prototype term. To have some picked, set ratio_rule = 'quantile' or lower "
+            "dominance_threshold"
         ]

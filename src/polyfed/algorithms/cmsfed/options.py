@@ -29,8 +29,8 @@ class CmsFedOptions(Averaging):
             `batch_weak` the weak one of the batch (released code).
         gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11); `delta` compares how far training
             moved the encoders (released code), so that no gradients are uploaded.
-        client_weights: weights of the clients in the mean: `samples` by number of rows, `clusters` by the rows of the clients
-            that a chosen client represents (the gamma of Eq. 6), in the weak encoder under D_2, elsewhere under D_1.
+        client_weights: weights of the clients in the mean: `samples` by number of rows, `clusters` by the rows of the
+            clients that a chosen client represents (the gamma of Eq. 6), in the weak block under D_2, else under D_1.
         classifier_average: over whom the classifier's columns of a modality are averaged: over all chosen clients
             (`cohort`, the whole of omega; who did not train them counts with the values that were sent out), or over
             those that trained the modality (`trained`).

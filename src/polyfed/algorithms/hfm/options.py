@@ -47,10 +47,10 @@ class VerticalOptions(Algorithm):
     renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds", "r": "exchanges"}
 
     def __post_init__(self) -> None:
-        """Refuse options out of range, [train] epochs and steps, which have no effect here, and options that contradict each other.
+        """Refuse options out of range, options that contradict each other, and [train] epochs and steps.
 
         Raises:
-            RecipeError: see above.
+            RecipeError: the text says what to set instead.
         """
         super().__post_init__()
         if self.train.epochs != 1 or self.train.steps is not None:

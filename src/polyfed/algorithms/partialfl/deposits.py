@@ -1,6 +1,7 @@
 """Checks of the rows that clients handed over and of the embeddings that they send back, and what a round logs."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -38,7 +39,8 @@ def usable_embeddings(replies: Replies, deposits: Mapping[int, Tree], size: int)
 
 def logged(replies: Replies, server_losses: list[float]) -> dict[str, float]:
     """Numbers of a round for the log: means over the clients that have a shareable modality."""
-    parts = [part.message for part in replies.parts if part.message.student]  # type: ignore[attr-defined]
+    messages: list[Any] = [part.message for part in replies.parts]
+    parts = [message for message in messages if message.student]
     if not parts:
         return {}
     names = {"local_loss": "loss_local"}

@@ -298,7 +298,7 @@ class PartialFL(PartialOptions):
             return []
         return [
             f"the global model's embeddings have not aligned with the teacher's in {len(logged)} rounds (largest mean "
-            f"cosine {max(seen):.3f}): compare with beta = 0 and with placebo = 'shuffled' before you credit the teacher"
+            f"cosine {max(seen):.3f}): compare with beta = 0 and placebo = 'shuffled' before you credit the teacher"
         ]
 
 

@@ -119,5 +119,5 @@ def nearest_mean_accuracy(z_T: Tree, data: ClientData, num_classes: int) -> Tens
         right = asked & (scores.argmax(-1) == batch.y)
         return counts + torch.stack([right.sum(), asked.sum()]).to(counts.dtype)
 
-    hits = data.fold(hit, torch.zeros(2, device=z.device))
+    hits: Tensor = data.fold(hit, torch.zeros(2, device=z.device))
     return hits[0] / hits[1].clamp(min=1)

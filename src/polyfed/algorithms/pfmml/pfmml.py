@@ -95,8 +95,8 @@ class Pfmml(Algorithm):
         price_per_second: alpha, the price of a second under `linear`; the paper tries 1e-4, 1e-3, 1e-2.
         grad_sign: sign of a device's drift as an estimate of its gradient: -1, because a device moves against its
             gradient; 1 is the paper's literal text.
-        scale: `normalised` divides inner products by the lengths of their vectors, so that one rate serves all blocks and
-            data sets. `raw` (the paper) takes the drift as it is, `per-step` divides it by learning rate and steps,
+        scale: `normalised` divides inner products by the lengths of their vectors, so that one rate serves all blocks
+            and data sets. `raw` (the paper) takes the drift as it is, `per-step` divides it by learning rate and steps,
             `per-size` treats every block as if it were as large as the largest one. Inner products grow with the size
             of a block, so that under `raw` the coefficients of a small block hardly change (docs/results/pfmml.md).
         record: `last` learns from a device's newest copy, however old; `previous-round` only from copies of the last
@@ -200,8 +200,8 @@ class Pfmml(Algorithm):
         if not still or not self.coefficient_lr or self.placebo == "uniform":
             return []
         return [
-            f"the coefficients of {', '.join(still)} have not moved in {len(logged)} rounds, so every device gets nearly "
-            "the plain mean there; raise coefficient_lr, or take scale = 'normalised'"
+            f"the coefficients of {', '.join(still)} have not moved in {len(logged)} rounds, so every device gets "
+            "nearly the plain mean there; raise coefficient_lr, or take scale = 'normalised'"
         ]
 
     def observe_tables(self, state: PfmmlState) -> dict[str, list[list[float]]]:
