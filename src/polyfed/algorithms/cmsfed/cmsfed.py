@@ -144,7 +144,7 @@ class CmsFed(CmsFedOptions):
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
         mean = replies.mean("params", weights)
         if self.client_weights == "clusters" and state.gradients is not None:
-            rows = self.weights_of(fed)
+            rows = self.represented_rows(fed)
             weak = state.encoders.get(state.choice.weak)
             mean = aggregation.mean_by_clusters(replies, state.choice, state.gradients, weak, rows, fed.clients)
         if self.classifier_average == "cohort":
@@ -153,7 +153,7 @@ class CmsFed(CmsFedOptions):
         params, moments = self.server.apply(state.params, mean, state.moments, trainable)
         return state.with_(params=params, moments=moments)
 
-    def weights_of(self, fed: Federation) -> Mapping[int, float]:
+    def represented_rows(self, fed: Federation) -> Mapping[int, float]:
         """The weight of every client in the whole: its rows, or 1."""
         return dict.fromkeys(fed.clients, 1.0) if self.aggregation == "uniform" else fed.clients.rows_of(fed.clients)
 
