@@ -109,7 +109,7 @@ class Pfmml(Algorithm):
     """
 
     uploads: float | int = 1 / 3
-    coefficient_lr: Annotated[float, NOT_NEGATIVE] = 1.0
+    coefficient_lr: Annotated[float, NOT_NEGATIVE] = 2.0
     max_age: Annotated[int, NOT_NEGATIVE] = 10
     rule: Literal["ratio", "linear"] = "ratio"
     price_per_second: Annotated[float, NOT_NEGATIVE] = 1e-4
