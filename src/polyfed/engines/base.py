@@ -23,6 +23,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
 from polyfed.federation.replies import Answer
 from polyfed.model import Model
+from polyfed.objective import CLASSES, Objective
 from polyfed.privacy.announcement import Announcement, Asking, Holder
 from polyfed.privacy.gate import EgressGate
 from polyfed.privacy.ledger import Ledger
@@ -68,6 +69,7 @@ class Engine(ABC):
         debug: whether a client's exception ends the run, with a note on client, round and task. Otherwise the client is
             dropped from the request.
         clock: counts the work of the clients, or None if the recipe has no [network] section.
+        objective: the task that the model learns.
     """
 
     name: str
@@ -89,11 +91,12 @@ class Engine(ABC):
         emit: Emit = lambda *_, **__: None,
         debug: bool = False,
         clock: Clock | None = None,
+        objective: Objective = CLASSES,
     ) -> None:
         keep_freed_memory()
         self.population, self.model, self.algorithm, self.initial = population, model, algorithm, initial
         self.policy, self.ledger, self.emit, self.debug, self.clock = policy, ledger, emit, debug, clock
-        self.device = torch.device(device)
+        self.device, self.objective = torch.device(device), objective
         self.columns = population.columns.to(self.device)
         self.registry = registry_of(population)
         # computed once: tasks added to the class later are not announced, so the gate refuses their replies
@@ -144,6 +147,7 @@ class Engine(ABC):
                 initial=select(self.initial, blocks),
                 evaluation_client=client < 0,
                 policy=self.policy.for_client(owned),
+                objective=self.objective,
             )
         return self._contexts[kind]
 

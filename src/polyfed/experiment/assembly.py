@@ -15,6 +15,7 @@ from polyfed.engines import Sequential, Vectorised
 from polyfed.engines.base import Engine
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
 from polyfed.federation.client_registry import TEST
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Clock
@@ -28,7 +29,7 @@ class Assembly:
     """The parts of a run, before its first round.
 
     Attributes:
-        recipe: the recipe.
+        recipe: the recipe, with its task.
         population: the data and its division into clients.
         model: the model, as functions of a Tree.
         policy: the egress policy.
@@ -36,6 +37,7 @@ class Assembly:
         ledger: records everything that crosses.
         engine: runs tasks on the clients.
         fed: the federation as the server's code sees it.
+        was_guessed: whether the labels decided on the task, because the recipe names none.
     """
 
     recipe: Recipe
@@ -46,6 +48,7 @@ class Assembly:
     ledger: Ledger
     engine: Engine
     fed: Federation
+    was_guessed: bool = False
 
     @property
     def algorithm(self) -> Algorithm:
@@ -64,7 +67,7 @@ from `polyfed.deploy`."""
 
 def population_of(recipe: Recipe) -> Population:
     """Load the recipe's data and divide it among the clients."""
-    columns: Columns = stacked(recipe.data.load(), recipe.stack)
+    columns: Columns = prepared(recipe, stacked(recipe.data.load(), recipe.stack))
     seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
     return populate(columns, recipe.clients, keys.key(seed, "population"))
 
@@ -75,11 +78,11 @@ def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes:
     Args:
         recipe: the recipe.
         shapes: modality -> shape of a sample.
-        num_classes: the number of classes C.
+        num_classes: the number of classes, or of targets where the task has no classes.
         policy: some algorithms leave out modalities that it does not allow to cross.
     """
     spec, read = recipe.algorithm.model_spec(recipe.model, tuple(shapes), policy)
-    return build_model(spec, shapes, num_classes, read, _init_key(recipe))
+    return build_model(spec, shapes, task_of(recipe).num_outputs(num_classes), read, _init_key(recipe))
 
 
 def initial_of(recipe: Recipe, model: Model) -> Tree:
@@ -115,7 +118,9 @@ def assemble(
     """
     emit = emit or Emitter()
     population = population or population_of(recipe)
-    columns = population.columns
+    columns, was_guessed = population.columns, recipe.task is None
+    recipe = with_task(recipe, columns)
+    refuse_unfit(recipe, population)
     policy = Policy.parse(recipe.egress, columns.modalities)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model = model_of(recipe, shapes, columns.num_classes, policy)
@@ -138,6 +143,7 @@ def assemble(
         emit=emit,
         debug=recipe.engine.debug,
         clock=clock,
+        objective=task_of(recipe),
     )
     fed = Federation(
         clients=held.registry,
@@ -152,7 +158,7 @@ def assemble(
         emit=emit,
         clock=clock,
     )
-    return Assembly(recipe, population, model, policy, initial, ledger, held, fed)
+    return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed)
 
 
 def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
@@ -201,6 +207,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
             "validation_rows": len(population.validation_rows),
             "sha256": columns.fingerprint(),
         },
+        "task": task_facts(assembly.recipe, columns.num_classes, was_guessed=assembly.was_guessed),
         "num_clients": len(registry),
         "clients": [
             {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)} | _dealt(assembly, c.id) for c in shown

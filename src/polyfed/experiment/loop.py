@@ -210,7 +210,8 @@ class _Loop:
         if self.confusion is not None and row["round"] == self.recipe.rounds:
             row["confusion"] = self.confusion.to(torch.int64).tolist()
         if measured.personal:
-            row["personal_accuracy"] = {str(c): a for c, a in sorted(measured.personal.items())}
+            name = "personal_accuracy" if self.fed.context.objective.SCORE == "accuracy" else "personal_score"
+            row[name] = {str(c): a for c, a in sorted(measured.personal.items())}
         row["seconds"]["evaluate"] = time.perf_counter() - started
         self._book(row["round"], counted=False)
 
@@ -287,7 +288,7 @@ class _Loop:
         result = {key: headline[key] for key in ("algorithm", "engine", "dataset")}
         result |= {"seed": self.recipe.seed, "rounds": self.recipe.rounds, "clients": headline["clients"]}
         result |= {"num_parameters": headline["num_parameters"], "metrics": measured}
-        if best := best_round(self.rounds):
+        if best := best_round(self.rounds, self.fed.context.objective):
             result["best"] = best
         result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}
         result["seconds_total"] = self.totals["seconds"]

@@ -18,6 +18,7 @@ from polyfed.training.optimisers import ServerOptimiser, Train
 
 SECTIONS: Mapping[str, type | tuple[str, ...]] = {
     "data": ("name",),
+    "task": ("name",),
     "clients": ClientsSpec,
     "model": ModelSpec,
     "train": Train,

@@ -26,6 +26,7 @@ from polyfed.experiment.tracking import TRACKERS, Tracker
 from polyfed.federation.network import Network
 from polyfed.model import ModelSpec
 from polyfed.model.encoders import entry_of
+from polyfed.objective import OBJECTIVES, Objective
 from polyfed.selection import SELECTORS, Selector
 from polyfed.training.optimisers import ServerOptimiser, Train
 
@@ -42,6 +43,7 @@ class Recipe:
         algorithm: the algorithm; its fields hold the sections [train], [selection], [server] and [evaluate].
         model: the section [model].
         clients: the section [clients].
+        task: the section [task], or None, so that the labels decide.
         seed: the seed of every random draw.
         rounds: the number of rounds.
         engine: the section [engine].
@@ -57,6 +59,7 @@ class Recipe:
     algorithm: Algorithm
     model: ModelSpec
     clients: ClientsSpec = ClientsSpec(num=10)
+    task: Objective | None = None
     seed: int = 1
     rounds: int = 10
     engine: EngineSpec = EngineSpec()
@@ -88,17 +91,14 @@ class Recipe:
             if part in algorithm:
                 table[section] = algorithm.pop(part)
         if "selection" in table:
-            selector = self.algorithm.selector  # type: ignore[attr-defined]
-            table["selection"] = {"name": name_of(selector, SELECTORS)} | table["selection"]
-            for elsewhere in ("participation", "train"):
-                table["selection"].pop(elsewhere, None)
+            own = {key: entry for key, entry in table["selection"].items() if key not in ("participation", "train")}
+            table["selection"] = {"name": name_of(self.algorithm.selector, SELECTORS)} | own  # type: ignore[attr-defined]
         table["algorithm"] = {"name": name_of(self.algorithm, ALGORITHMS)} | algorithm
-        table["engine"] = as_table(self.engine)
-        table["checkpoint"] = as_table(self.checkpoint)
-        if self.network is not None:
-            table["network"] = as_table(self.network)
-        if self.tracking is not None:
-            table["tracking"] = {"name": name_of(self.tracking, TRACKERS)} | as_table(self.tracking)
+        table |= {"engine": as_table(self.engine), "checkpoint": as_table(self.checkpoint)}
+        table |= {} if self.network is None else {"network": as_table(self.network)}
+        for name, part, registry in (("task", self.task, OBJECTIVES), ("tracking", self.tracking, TRACKERS)):
+            if part is not None:
+                table[name] = {"name": name_of(part, registry)} | as_table(part)
         table["egress"] = {block: {d: list(k) for d, k in row.items()} for block, row in self.egress.items()}
         return table
 
@@ -182,17 +182,14 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
         data=build("[data]", *_class("[data]", SOURCES, Source, data)),
         **checked("[data]", Recipe, stack),
         clients=clients,
+        task=_named("task", OBJECTIVES, Objective, sections),
         model=build("[model]", ModelSpec, sections["model"]),
         algorithm=_algorithm(sections, clients),
         engine=build("[engine]", EngineSpec, sections.get("engine", {})),
         checkpoint=build("[checkpoint]", CheckpointSpec, sections.get("checkpoint", {})),
         egress=_egress(sections.get("egress", {})),
         network=build("[network]", Network, sections["network"]) if "network" in sections else None,
-        tracking=(
-            build("[tracking]", *_class("[tracking]", TRACKERS, Tracker, sections["tracking"]))
-            if "tracking" in sections
-            else None
-        ),
+        tracking=_named("tracking", TRACKERS, Tracker, sections),
         name=name,
     )
 
@@ -301,6 +298,12 @@ def _algorithm(sections: Mapping[str, Any], clients: ClientsSpec) -> Algorithm:
         )
     built: Algorithm = build("[algorithm]", cls, table, **given)
     return built
+
+
+def _named(section: str, registry: Mapping[str, type], base: type, sections: Mapping[str, Any]) -> Any:
+    """The object that a section describes by a name and options; None without the section."""
+    found, where = sections.get(section), f"[{section}]"
+    return None if found is None else build(where, *_class(where, registry, base, found))
 
 
 def _class(

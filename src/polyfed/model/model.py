@@ -47,7 +47,7 @@ class Model:
 
     Attributes:
         modalities: the modalities that the model reads, in order.
-        num_classes: C.
+        num_classes: C, the width of the model's output; for tasks without classes see `num_outputs`.
         shapes: sample shape of each modality.
         has_batchnorm: whether a layer uses batch statistics, so that a training batch needs at least two rows.
         convolves: whether a layer is a convolution over two or more dimensions.
@@ -83,6 +83,11 @@ class Model:
         self.has_batchnorm = any(isinstance(layer, BatchNorm) and layer.training for layer in layers)
         self.convolves = any(isinstance(layer, nn.Conv2d | nn.Conv3d) for layer in layers)
         self.sequential = self._fusion.sequential
+
+    @property
+    def num_outputs(self) -> int:
+        """Width of the model's output; for classes, their number."""
+        return self.num_classes
 
     # names and sizes
 

@@ -36,12 +36,12 @@ from polyfed.core.tree import SHARED, Tree, select
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies, joined
+from polyfed.objective import Classification, Objective
 from polyfed.privacy.policy import Policy
 from polyfed.selection import Uniform
 from polyfed.selection.submodular import Similarity, sample_size
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.client_data import steps_trained
-from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import Prototypes
 
@@ -95,6 +95,9 @@ class CmsFed(Averaging):
             paper. Without scaling, training can lower PCE by lengthening the features, until the classifier diverges:
             docs/algorithms/cmsfed.md says when that ends a run.
     """
+
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+    objectives_because: ClassVar[str] = "its prototypes and imbalance ratios are those of classes"
 
     dominance_threshold: float = 2.0
     prototype_weight: Annotated[float, NOT_NEGATIVE] = 1.0
@@ -223,7 +226,7 @@ class CmsFed(Averaging):
         def loss(w: Tree, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
             batch = replace(batch, x={m: batch.x[m] for m in scope.modalities})
             features = scope.context.model.features(w, batch)
-            terms = {CE: cross_entropy(scope.context.model.fuse(w, features, batch), batch)}
+            terms = {CE: scope.context.loss(w, batch, features)}
             z = scope.as_vectors(features)
             if beta := pce_weights(scope, near, z, batch, self.prototype_weight, self.beta_mode, self.pce_target):
                 pce = [b * prototypes.cross_entropy(near[m], z[m], batch, m) for m, b in beta.items()]
