@@ -237,7 +237,8 @@ class Algorithm(TrainedModels):
         if TEST in replies:
             objective = fed.context.objective
             alone = {m: objective.measured(sums) for m, sums in replies[TEST].unimodal.items()}
-            measured["unimodal"] = {m: one[objective.SCORE] for m, one in alone.items() if objective.SCORE in one}
+            if not objective.BY_MODALITY:
+                measured["unimodal"] = {m: one[objective.SCORE] for m, one in alone.items() if objective.SCORE in one}
         return measured
 
     def measured(self, scores: Scores, fed: Federation, *, tell: bool) -> dict[str, float]:

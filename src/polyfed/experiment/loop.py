@@ -28,6 +28,7 @@ from polyfed.experiment.records import Records, run_id
 from polyfed.experiment.round_facts import facts_of_round
 from polyfed.experiment.run_checkpoint import TOTALS, kept_facts, load_content
 from polyfed.experiment.run_result import Run, best_round, models_of
+from polyfed.experiment.task_choice import headline_of
 from polyfed.report import write_report
 
 
@@ -279,6 +280,7 @@ class _Loop:
             "rounds": self.recipe.rounds,
             "clients": len(self.fed.clients),
             "num_parameters": self.assembly.model.num_parameters(),
+            "task": headline_of(self.recipe),
         }
 
     def _result(self, state: Any) -> dict[str, Any]:
@@ -287,15 +289,13 @@ class _Loop:
         headline = self._headline()
         result = {key: headline[key] for key in ("algorithm", "engine", "dataset")}
         result |= {"seed": self.recipe.seed, "rounds": self.recipe.rounds, "clients": headline["clients"]}
-        result |= {"num_parameters": headline["num_parameters"], "metrics": measured}
-        if best := best_round(self.rounds, self.fed.context.objective):
-            result["best"] = best
+        result |= {"num_parameters": headline["num_parameters"], "task": headline["task"], "metrics": measured}
+        result |= {"best": best} if (best := best_round(self.rounds, self.fed.context.objective)) else {}
         result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}
         result["seconds_total"] = self.totals["seconds"]
         seconds = [row["seconds"]["train"] for row in self.rounds]
         result["seconds_per_round"] = statistics.median(seconds) if seconds else 0.0
-        if self.recipe.network is not None:
-            result["simulated_seconds"] = self.totals["simulated_seconds"]
+        result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}
         return result | {"state_sha256": checkpoint.digest(state)}
 
     def _facts(self) -> dict[str, Any]:

@@ -60,6 +60,13 @@ def refuse_unfit(recipe: Recipe, population: Population) -> None:
         )
 
 
+def headline_of(recipe: Recipe) -> dict[str, Any]:
+    """The task in result.json: its name, and the metrics by which a run is judged."""
+    objective = task_of(recipe)
+    name = name_of(objective, OBJECTIVES)
+    return {"name": name, "score": objective.SCORE, "best": objective.BEST, "rising": objective.RISING}
+
+
 def task_facts(recipe: Recipe, size: int, *, was_guessed: bool) -> dict[str, Any]:
     """The facts about the task in run.json.
 
@@ -69,11 +76,5 @@ def task_facts(recipe: Recipe, size: int, *, was_guessed: bool) -> dict[str, Any
         was_guessed: whether the labels decided, because the recipe names no task.
     """
     objective = task_of(recipe)
-    return {
-        "name": name_of(objective, OBJECTIVES),
-        "guessed": was_guessed,
-        "outputs": objective.num_outputs(size),
-        "score": objective.SCORE,
-        "rising": objective.RISING,
-        "options": as_table(objective),
-    }
+    facts = {"guessed": was_guessed, "outputs": objective.num_outputs(size), "options": as_table(objective)}
+    return headline_of(recipe) | facts

@@ -70,8 +70,10 @@ def rounds_to(folder: Folder, reach: float) -> int | None:
     """The first evaluated round whose accuracy on the global test set is at least `reach`; None if none was.
 
     For an algorithm without a global model, the mean accuracy over clients' own test rows counts. If the run evaluates
-    every n rounds, the result can be up to n - 1 rounds late.
+    every n rounds, the result can be up to n - 1 rounds late. None if the run's score is not the accuracy.
     """
+    if folder.headline.score != "accuracy":
+        return None
     seen: dict[str, list[tuple[int, float]]] = {"global.accuracy": [], "personal.mean": []}
     for row in folder.rounds():
         for name, found in seen.items():
