@@ -53,6 +53,11 @@ class ReplyValidator:
     size: int = 0
     _named: dict[tuple[str, Declared, tuple[str, ...]], str] = field(default_factory=dict)
 
+    @property
+    def classes(self) -> int:
+        """The number of classes or targets."""
+        return self.size or self.model.num_outputs
+
     @cached_property
     def floats(self) -> frozenset[torch.dtype]:
         """The floating-point types of the model; float32 if it has none."""
@@ -91,7 +96,7 @@ class ReplyValidator:
         for name, key, value in found:
             said = part.message.declared[name]
             if said.kind == "labels" and self._of_classes(said):
-                fine, words = (value >= 0) & (value < self.model.num_classes), f"from 0 to {self.model.num_classes - 1}"
+                fine, words = (value >= 0) & (value < self.classes), f"from 0 to {self.classes - 1}"
             elif said.within is not None:
                 fine, words = said.within.holds(value), said.within.words
             else:
@@ -158,9 +163,9 @@ class ReplyValidator:
             if word is None:
                 yield None
             elif word == "own":
-                yield from self.objective.own_shape(self.size or self.model.num_outputs)
+                yield from self.objective.own_shape(self.classes)
             elif word == "label":
-                yield from self.objective.label_shape(self.size or self.model.num_outputs)
+                yield from self.objective.label_shape(self.classes)
             elif word == "classes":
                 yield self.model.num_classes
             elif word == "features":
