@@ -19,6 +19,7 @@ from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
 from polyfed.data.columns import Columns
 from polyfed.data.sources import Toy
+from polyfed.evaluation import metrics
 from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.recipe import Recipe
 from polyfed.model import ModelSpec

@@ -66,8 +66,7 @@ class Engine(ABC):
         ledger: records every message between server and clients.
         device: the PyTorch device that holds the data and trains.
         emit: called with the name and the fields of each event.
-        debug: whether a client's exception ends the run, with a note on client, round and task. Otherwise the client is
-            dropped from the request.
+        debug: whether a client's exception ends the run; otherwise the client is dropped from the request.
         clock: counts the work of the clients, or None if the recipe has no [network] section.
         objective: the task that the model learns.
     """

@@ -8,8 +8,7 @@ of the weak encoder. If the weak modality lags behind in a batch, a term with it
 prototypes is added to the loss (prototypical cross-entropy, PCE).
 
 With more than two modalities the weakest is compared with the strongest. A client that lacks a modality has no
-imbalance ratio and is never in S_M; if it is chosen, it trains the weakest modality that it owns, alone. See
-docs/algorithms/cmsfed.md.
+imbalance ratio and is never in S_M; if chosen, it trains its weakest modality alone. Page: docs/algorithms/cmsfed.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -96,9 +95,6 @@ class CmsFed(Averaging):
             docs/algorithms/cmsfed.md says when that ends a run.
     """
 
-    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
-    objectives_because: ClassVar[str] = "its prototypes and imbalance ratios are those of classes"
-
     dominance_threshold: float = 2.0
     prototype_weight: Annotated[float, NOT_NEGATIVE] = 1.0
     beta_mode: Literal["clip", "hard"] = "clip"
@@ -115,6 +111,7 @@ class CmsFed(Averaging):
     hysteresis: Annotated[float, NOT_NEGATIVE] = 0.0
     feature_norm: Annotated[float, NOT_NEGATIVE] = 0.0
 
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
     renamed: ClassVar[Mapping[str, str]] = {"chi": "dominance_threshold", "alpha_p": "prototype_weight"}
 
     def __post_init__(self) -> None:

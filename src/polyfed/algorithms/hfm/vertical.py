@@ -100,7 +100,6 @@ class Vertical(Algorithm):
 
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
     objectives_because: ClassVar[str] = "devices of a silo exchange embeddings to compute one common output"
-
     local_rounds: Annotated[int, AT_LEAST_ONE] = 5
     exchanges: Annotated[int, AT_LEAST_ONE] = 2
     local_unit: Literal["epoch", "step"] = "epoch"

@@ -91,7 +91,7 @@ class Mosei(_Cmu):
             for a .pkl prints the command that converts it.
         modalities: "text", "audio", "vision".
         classes: 7: round(clip(score, -3, 3)) + 3; 2: score >= 0. Both are inferred, see docs/data.md.
-        target: "class", or "score": the sentiment from -3 to 3, for the task `regression`. `classes` then has no effect.
+        target: "class", or "score": the sentiment from -3 to 3, for `regression`; then `classes` has no effect.
         steps: Steps of a sample that are kept, from the first one that is not padding; aligned files have 50.
         standardise: Shift and scale `audio` and `vision` by training statistics over steps that are not padding.
     """
@@ -124,7 +124,7 @@ class Mosi(_Cmu):
             converts it.
         modalities: "text", "audio", "vision".
         classes: 7: round(clip(score, -3, 3)) + 3; 2: score >= 0. Both are inferred, see docs/data.md.
-        target: "class", or "score": the sentiment from -3 to 3, for the task `regression`. `classes` then has no effect.
+        target: "class", or "score": the sentiment from -3 to 3, for `regression`; then `classes` has no effect.
         steps: Steps of a sample that are kept, from the first one that is not padding.
         standardise: Shift and scale `audio` and `vision` by training statistics over steps that are not padding.
     """
