@@ -221,20 +221,23 @@ def scores(context: ClientContext, got: ModelToEvaluate, data: ClientData, unimo
         return objective.outputs(model, w, batch, features), features
 
     if objective.WHOLE:
-        outputs, whole = all_rows(data, lambda batch: outputs_of(batch)[0])
-        sums: dict[str, Tensor] = {ALL: objective.sums(outputs, whole)}
-    else:
+        whole = all_rows(data, lambda batch: outputs_of(batch)[0])
+        assert whole is not None, "an evaluation client has rows"
+        return Scores(objective.sums(*whole), torch.zeros(0, device=data.num_rows.device), {})
 
-        def step(carry: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-            outputs, features = outputs_of(batch)
-            found = {ALL: objective.sums(outputs, batch)}
-            found |= {m: objective.sums(single(features, m, batch), batch, brief=True) for m in alone}
-            return {name: carry[name] + value if name in carry else value for name, value in found.items()}
+    def step(carry: tuple[dict[str, Tensor], list[Tree]], batch: Batch) -> tuple[dict[str, Tensor], list[Tree]]:
+        total, rows = carry
+        outputs, features = outputs_of(batch)
+        found = {ALL: objective.sums(outputs, batch)}
+        found |= {m: objective.sums(single(features, m, batch), batch, brief=True) for m in alone}
+        kept = [*rows, {"outputs": outputs, "y": batch.y}] if objective.exact else rows
+        return {name: total[name] + value if name in total else value for name, value in found.items()}, kept
 
-        sums = data.fold(step, {})
-        if objective.exact:
-            outputs, whole = all_rows(data, lambda batch: outputs_of(batch)[0])
-    exact = objective.exact_scores(outputs.cpu(), Batch({}, whole.y.cpu(), whole.rows.cpu())) if objective.exact else []
+    sums, rows = data.fold(step, ({}, []))
+    exact: list[float] = []
+    if objective.exact:
+        outputs, y = (torch.cat([part[name] for part in rows]).cpu() for name in ("outputs", "y"))
+        exact = objective.exact_scores(outputs, Batch({}, y, torch.arange(len(y))))
     return Scores(sums.pop(ALL), torch.tensor(exact, device=data.num_rows.device), sums)
 
 
@@ -242,9 +245,14 @@ ALL = "all modalities"
 """The sums from all modalities, beside those from each one alone; a modality's name has no space."""
 
 
-def all_rows(data: ClientData, function: Callable[[Batch], Tensor]) -> tuple[Tensor, Batch]:
-    """The outputs for all rows of a client dataset, and these rows as one batch without samples; runs under vmap."""
+def all_rows(data: ClientData, function: Callable[[Batch], Tensor]) -> tuple[Tensor, Batch] | None:
+    """The outputs for all rows of a client dataset, and these rows as one batch without samples; None without rows.
+
+    Runs under vmap.
+    """
     found = data.collect(lambda batch: {"outputs": function(batch), "y": batch.y})
+    if not found:
+        return None
     rows = torch.arange(len(found["y"]), device=found["y"].device)
     return found["outputs"], Batch(x={}, y=found["y"], rows=rows, ok=rows < data.num_rows)
 
@@ -270,17 +278,15 @@ def own_score(context: ClientContext, w: Tree, data: ClientData, predictor: Pred
         predictor: how `w` predicts.
     """
     model, objective = context.model, context.objective
-    zero = torch.zeros(objective.own_shape(context.num_classes), device=data.num_rows.device)
+    kind = torch.float32 if objective.OF_CLASSES else torch.float64
+    zero = torch.zeros(objective.own_shape(context.num_classes), dtype=kind, device=data.num_rows.device)
 
     def outputs(batch: Batch) -> Tensor:
         by_modality = objective.BY_MODALITY
         return objective.outputs(model, w, batch) if by_modality else predictor.logits(model, w, batch)
 
     if objective.WHOLE:
-        found = data.collect(lambda batch: {"outputs": outputs(batch), "y": batch.y})
-        sums = objective.own_sums(*all_rows(data, outputs)) if found else zero
-        return OwnScore(sums, data.num_rows)
-    first = zero if objective.OF_CLASSES else zero.to(torch.float64)
-    return OwnScore(
-        data.fold(lambda total, batch: total + objective.own_sums(outputs(batch), batch), first), data.num_rows
-    )
+        found = all_rows(data, outputs)
+        return OwnScore(zero if found is None else objective.own_sums(*found), data.num_rows)
+    sums = data.fold(lambda total, batch: total + objective.own_sums(outputs(batch), batch), zero)
+    return OwnScore(sums, data.num_rows)
