@@ -179,8 +179,8 @@ def runtime_of(
     own = relay is not None
     emit = Emitter([log_event] if own else [])
     parts = (population, model, recipe.algorithm, initial_of(recipe, model))
-    shared = {"ledger": Ledger("none"), "emit": emit, "objective": task_of(recipe)}
-    engine = Sequential(*parts, policy=policy, device=device_of(recipe), **shared)
+    objective, ledger = task_of(recipe), Ledger("none")
+    engine = Sequential(*parts, policy=policy, ledger=ledger, device=device_of(recipe), emit=emit, objective=objective)
     engine.limits = limits
     relay = relay if relay is not None else recipe.engine.relay == "server-sees"
     limit, audit = recipe.engine.message_megabytes * MEGABYTE, AuditLog(folder) if own else None

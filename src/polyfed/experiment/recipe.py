@@ -96,9 +96,9 @@ class Recipe:
         table["algorithm"] = {"name": name_of(self.algorithm, ALGORITHMS)} | algorithm
         table |= {"engine": as_table(self.engine), "checkpoint": as_table(self.checkpoint)}
         table |= {} if self.network is None else {"network": as_table(self.network)}
-        for name, part, registry in (("task", self.task, OBJECTIVES), ("tracking", self.tracking, TRACKERS)):
-            if part is not None:
-                table[name] = {"name": name_of(part, registry)} | as_table(part)
+        for name, held, registry in (("task", self.task, OBJECTIVES), ("tracking", self.tracking, TRACKERS)):
+            if held is not None:
+                table[name] = {"name": name_of(held, registry)} | as_table(held)
         table["egress"] = {block: {d: list(k) for d, k in row.items()} for block, row in self.egress.items()}
         return table
 
