@@ -114,9 +114,7 @@ class Deadly(Averaging):
 def deadly(tmp_path: Path, deaths: int) -> Recipe:
     made = recipe(algorithm("fedavg"), engine=engine("sequential", 2))
     rows = assemble(made).fed.clients.num_rows
-    method = Deadly(
-        train=made.algorithm.train, file=str(tmp_path / "deaths"), deaths=deaths, victim_rows=int(rows[2])
-    )
+    method = Deadly(train=made.algorithm.train, file=str(tmp_path / "deaths"), deaths=deaths, victim_rows=int(rows[2]))
     assert (rows == rows[2]).sum() == 1
     return replace(made, algorithm=method)
 

@@ -3,7 +3,7 @@
 The processes are forked from the server's process before or during a run, so they hold the data, the model and the
 algorithm without a copy. Local states stay in the server's process: a worker receives them with the request and returns
 the new ones. So it does not matter which worker runs a client, a run can be resumed with another number of workers, and
-a worker that dies costs no state: its clients are run again by a new one. docs/decisions/0017-workers.md has the
+a worker that dies costs no state: its clients are run again by a new one. docs/decisions/0018-workers.md has the
 reasons.
 
 A request is cut into units: a stack of clients, or one client. What a unit computes does not depend on the process that

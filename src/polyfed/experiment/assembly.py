@@ -168,10 +168,10 @@ def engine_of(recipe: Recipe) -> Callable[..., Engine]:
     spec = recipe.engine
     if spec.name == "flower":  # this engine only checks a recipe
         return Sequential
-    shared = {"workers": workers_of(recipe), "threads": spec.threads or 1}
+    workers, threads = workers_of(recipe), spec.threads or 1
     if spec.name == "vectorised":
-        return partial(Vectorised, stack=spec.stack, replay=spec.replay, **shared)
-    return partial(Sequential, **shared)
+        return partial(Vectorised, stack=spec.stack, replay=spec.replay, workers=workers, threads=threads)
+    return partial(Sequential, workers=workers, threads=threads)
 
 
 def workers_of(recipe: Recipe) -> int:
