@@ -6,6 +6,7 @@ containers limit to 64 MB by default, and the system frees it when the last proc
 
 import mmap
 import os
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ class Arena:
         self._size = FIRST_SIZE
         os.ftruncate(self._file, self._size)
         self._memory = mmap.mmap(self._file, self._size)
+        self._close = weakref.finalize(self, os.close, self._file)
 
     def write(self, tensors: Iterable[Tensor]) -> list[Place]:
         """Copy tensors into the arena, over what it held, and return their places.
@@ -82,7 +84,7 @@ class Arena:
 
     def close(self) -> None:
         """Give up this process's share of the memory; views that are still held stay valid."""
-        os.close(self._file)
+        self._close()
 
     def _map(self, size: int) -> None:
         """Map at least `size` bytes; views of an earlier mapping stay valid."""
