@@ -23,6 +23,7 @@ from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.overrides import apply, called, refuse_unknown
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
 from polyfed.experiment.tracking import TRACKERS, Tracker
+from polyfed.federation.attack import Attack
 from polyfed.federation.network import Network
 from polyfed.model import ModelSpec
 from polyfed.model.encoders import entry_of
@@ -49,6 +50,7 @@ class Recipe:
         egress: the policy table, `{block: {destination: [kinds]}}`.
         stack: new modality -> modalities it is stacked from (early fusion, `data.stacking`); `stack` in [data].
         network: the section [network], or None for no simulated time.
+        attack: the section [attack], or None for honest clients.
         tracking: the tracker that receives the numbers of the run, or None.
         name: the name of the output folder, unless the user gives one.
     """
@@ -64,6 +66,7 @@ class Recipe:
     egress: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     stack: Mapping[str, Sequence[str]] = field(default_factory=dict)
     network: Any = None
+    attack: Attack | None = None
     tracking: Tracker | None = None
     name: str = "run"
 
@@ -97,6 +100,8 @@ class Recipe:
         table["checkpoint"] = as_table(self.checkpoint)
         if self.network is not None:
             table["network"] = as_table(self.network)
+        if self.attack is not None:
+            table["attack"] = as_table(self.attack)
         if self.tracking is not None:
             table["tracking"] = {"name": name_of(self.tracking, TRACKERS)} | as_table(self.tracking)
         table["egress"] = {block: {d: list(k) for d, k in row.items()} for block, row in self.egress.items()}
@@ -188,6 +193,7 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
         checkpoint=build("[checkpoint]", CheckpointSpec, sections.get("checkpoint", {})),
         egress=_egress(sections.get("egress", {})),
         network=build("[network]", Network, sections["network"]) if "network" in sections else None,
+        attack=build("[attack]", Attack, sections["attack"]) if "attack" in sections else None,
         tracking=(
             build("[tracking]", *_class("[tracking]", TRACKERS, Tracker, sections["tracking"]))
             if "tracking" in sections
