@@ -77,7 +77,7 @@ def aggregate(
             share = torch.tensor([weights[client] for client in clients], dtype=wide, device=values.device)
             start = torch.cat([centre[key].flatten().to(values) for key in real])
             combined = rule(Group(block, values, share / share.sum(), start), server)
-            pieces = combined.split([one[key].numel() for key in real])
+            pieces = torch.split(combined, [one[key].numel() for key in real])
             found |= {key: piece.view_as(one[key]).to(one[key]) for key, piece in zip(real, pieces, strict=True)}
     return found
 
@@ -164,7 +164,8 @@ def norm_clip(group: Group, server: ServerOptimiser) -> Tensor:
     norms = updates.norm(dim=1)
     limit = norms.new_tensor(server.max_norm) if server.max_norm else norms.median()
     factor = (limit / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
-    return group.centre + (group.weights * factor) @ updates
+    clipped: Tensor = (group.weights * factor) @ updates
+    return group.centre + clipped
 
 
 RULES: Mapping[str, Callable[[Group, ServerOptimiser], Tensor]] = {
