@@ -66,7 +66,8 @@ def population_of(recipe: Recipe) -> Population:
     """Load the recipe's data and divide it among the clients."""
     columns: Columns = prepared(recipe, stacked(recipe.data.load(), recipe.stack))
     seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
-    return populate(columns, recipe.clients, keys.key(seed, "population"))
+    population = populate(columns, recipe.clients, keys.key(seed, "population"))
+    return population if recipe.attack is None else recipe.attack.poison(population, recipe.seed)
 
 
 def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes: int, policy: Policy) -> Model:
@@ -154,6 +155,7 @@ def assemble(
         min_replies=recipe.engine.min_replies,
         emit=emit,
         clock=clock,
+        attack=recipe.attack,
     )
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed)
 
