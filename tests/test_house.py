@@ -23,6 +23,7 @@ ROOMS = [
     "model",
     "data",
     "training",
+    "objective",
     "privacy",
     "federation",
     "evaluation",

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import RecipeError
 from polyfed.core.schema import BELOW_ONE, NOT_NEGATIVE
+from polyfed.objective import Classification, Objective
 from polyfed.selection import Uniform
 
 
@@ -74,6 +75,7 @@ class CmsFedOptions(Averaging):
     feature_norm: Annotated[float, NOT_NEGATIVE] = 6.0
     placebo: Literal["none", "random-picks", "random-modality", "random-prototypes"] = "none"
 
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"ratio_rule": "threshold", "gradient_split": "exact", "feature_norm": 0.0}
     }

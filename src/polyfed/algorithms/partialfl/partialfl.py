@@ -35,9 +35,10 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import Model
+from polyfed.objective import SUPERVISED, Classification, Objective
 from polyfed.training import ClientData, TrainingResult
 from polyfed.training.kept import KeptTraining
-from polyfed.training.losses import contrastive, cross_entropy
+from polyfed.training.losses import contrastive
 from polyfed.training.optimisers import Moments
 
 ALIGNED = 0.05
@@ -70,6 +71,8 @@ class PartialState(State):
 class PartialFL(PartialOptions):
     """PartialFL: the method. Its options are those of `PartialOptions`."""
 
+    objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
+    objectives_because: ClassVar[str] = "a device trains one output of its local model besides the global model"
     sends: ClassVar[type[Message]] = Guided
     replies: ClassVar[type[Message]] = GuidedUpdate
 
@@ -82,6 +85,8 @@ class PartialFL(PartialOptions):
             RecipeError: the global model has no joint embedding.
         """
         check(fed)
+        if not isinstance(fed.context.objective, Classification) and (self.probe or not self.same_class_negatives):
+            raise RecipeError("partialfl: probe and same_class_negatives = false need classes; remove both options")
         shared = self.shareable(fed.context.policy, fed.clients.modalities)
         start = self.tower(fed.context.model, shared).init(keys.key(fed.seed, "init", "tower"))
         tower = {name: value.to(next(iter(params.values())).device) for name, value in start.items()}
@@ -103,11 +108,11 @@ class PartialFL(PartialOptions):
 
     def tower(self, model: Model, shared: tuple[str, ...]) -> Model:
         """F_s, which maps shared vectors to embeddings z_T."""
-        return mlps(shapes_of(model, shared), self.server_hidden, embedding_size(model), model.num_classes)
+        return mlps(shapes_of(model, shared), self.server_hidden, embedding_size(model), model.num_outputs)
 
     def local_model(self, model: Model, shared: tuple[str, ...]) -> Model:
         """F_k, which maps shared vectors to embeddings z'_T and logits."""
-        return mlps(shapes_of(model, shared), self.local_hidden, embedding_size(model), model.num_classes)
+        return mlps(shapes_of(model, shared), self.local_hidden, embedding_size(model), model.num_outputs)
 
     def local(self, context: ClientContext, key: int) -> Tree:
         """The initial local model, which never leaves the device; empty without a shareable modality."""
@@ -165,7 +170,7 @@ class PartialFL(PartialOptions):
         model = self.local_model(context.model, tuple(z_T))
         kept = KeptTraining.of(local) if self.keep_local_optimiser else None
         fit = data.minimise(
-            lambda theta_k, batch: self.loss_local(model, theta_k, batch, z_T),
+            lambda theta_k, batch: self.loss_local(context.objective, model, theta_k, batch, z_T),
             kept.params if kept else local,
             train=self.train,
             model=model,
@@ -186,7 +191,7 @@ class PartialFL(PartialOptions):
             return grads, {"alignment": carry["alignment"] + aux.detach()}
 
         fit = data.minimise(
-            lambda theta_g, batch: self.loss_global(context.model, theta_g, batch, got),
+            lambda theta_g, batch: self.loss_global(context.objective, context.model, theta_g, batch, got),
             got.params,
             train=self.train,
             direction=noted if got.teacher else None,
@@ -221,13 +226,13 @@ class PartialFL(PartialOptions):
 
     # the three losses
 
-    def loss_global(self, model: Model, theta_g: Tree, batch: Batch, got: Guided) -> Any:
-        """L_glob (Eq. 3): cross-entropy, FedProx's proximal term, and beta times L^{T->A} (Eq. 1) of z_A towards z_T.
+    def loss_global(self, objective: Objective, model: Model, theta_g: Tree, batch: Batch, got: Guided) -> Any:
+        """L_glob (Eq. 3): the task's loss, FedProx's proximal term, and beta times L^{T->A} (Eq. 1) of z_A towards z_T.
 
         With a teacher, also the mean cosine of z_A and z_T.
         """
         z_A, logits = embed(model, theta_g, batch)
-        value = cross_entropy(logits, batch)
+        value = objective.loss(logits, batch)
         if self.mu:
             value = value + self.mu / 2 * squared_distance(model.trainable(theta_g), got.params)
         if not (z_T := got.teacher):
@@ -238,11 +243,11 @@ class PartialFL(PartialOptions):
         near = {m: F.cosine_similarity(z_A.detach(), v[batch.rows]) for m, v in z_T.items()}
         return value, teachers.mean_alignment(near, batch, read)
 
-    def loss_local(self, model: Model, theta_k: Tree, batch: Batch, z_T: Tree) -> Tensor:
-        """L_loc (Eq. 4): cross-entropy, and beta times L^{S->L} of z'_T towards z_T. Rows without T do not count."""
+    def loss_local(self, objective: Objective, model: Model, theta_k: Tree, batch: Batch, z_T: Tree) -> Tensor:
+        """L_loc (Eq. 4): the task's loss, and beta times L^{S->L} of z'_T towards z_T. Rows without T do not count."""
         z = model.features(theta_k, batch)
         beta = self.beta if self.beta_local is None else self.beta_local
-        value = cross_entropy(model.fuse(theta_k, z, batch), teachers.rows_with(batch, z_T))
+        value = objective.loss(model.fuse(theta_k, z, batch), teachers.rows_with(batch, z_T))
         return value + beta * self.contrast(z, z_T, batch, batch.y) if beta else value
 
     def loss_server(self, model: Model, theta_s: Tree, batch: Batch, student: Tree) -> Tensor:

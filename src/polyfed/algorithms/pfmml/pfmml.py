@@ -42,9 +42,9 @@ from polyfed.evaluation.scores import Measured
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import TRAINING_PASSES, Timetable
+from polyfed.objective import Objective
 from polyfed.training import ClientData
 from polyfed.training.client_data import rows_trained, steps_trained
-from polyfed.training.losses import cross_entropy
 
 MOVED = 0.005
 """Change of the mean coefficient of devices for themselves, over a third of a run, that counts as learning."""
@@ -107,6 +107,8 @@ class Pfmml(Algorithm):
         placebo: a control that keeps the cost: `uniform` learns coefficients and does not use them, `shuffled` mixes
             with each device's coefficients for the other devices in random order. `none` is the method.
     """
+
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     uploads: float | int = 1 / 3
     coefficient_lr: Annotated[float, NOT_NEGATIVE] = 2.0
@@ -219,9 +221,7 @@ class Pfmml(Algorithm):
     @task()
     def practise(self, context: ClientContext, data: ClientData, local: Tree, got: Start) -> tuple[Done, Tree]:
         """Train the device's own model (step 1)."""
-        fit = data.minimise(
-            lambda w, batch: cross_entropy(context.model.logits(w, batch), batch), local, train=self.train
-        )
+        fit = data.minimise(context.loss, local, train=self.train)
         return Done(fit.loss, data.num_rows), fit.params
 
     @task()
