@@ -211,9 +211,7 @@ class ClientRuntime:
         return request
 
 
-def enrolment(
-    population: Population, policy: Policy, client: int, limits: Limits = NO_LIMITS, token: str = ""
-) -> Packet:
+def enrolment(population: Population, policy: Policy, client: int, limits: Limits = NO_LIMITS) -> Packet:
     """A client's enrolment, which tells the server what it must know before its first request; or a refusal to enrol.
 
     Args:
@@ -221,7 +219,6 @@ def enrolment(
         policy: the client's policy; it must allow statistics of the `shared` block to reach the server.
         client: the client's number in the federation.
         limits: the limits that the client's device sets.
-        token: identifies the device, see `polyfed.deploy.membership`; empty in a simulation.
     """
     if not policy.allows("statistic", SHARED, "server"):
         fix, why = policy.fix(("statistic",), SHARED, "server"), policy.inherited(("statistic",), SHARED, "server")
@@ -240,7 +237,6 @@ def enrolment(
         tested=client in registry.tested,
         shapes={name: columns.modalities[name].shape for name in known.modalities},
         num_classes=columns.num_classes,
-        token=token,
     )
     return Packet(told.header())
 

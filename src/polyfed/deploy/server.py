@@ -18,7 +18,6 @@ from polyfed.deploy.admission import enrolled, enrolment_in
 from polyfed.deploy.handlers import MEGABYTE, Simulated
 from polyfed.deploy.membership import Membership
 from polyfed.engines.base import Engine
-from polyfed.engines.protocol import hello
 from polyfed.engines.remote import Remote, ReplyTerms
 from polyfed.experiment.assembly import population_of
 from polyfed.experiment.events import Emitter
@@ -130,7 +129,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
         emit = Emitter([_Log()])
         with only_server(out):
             members = Membership(out)
-            transport.greeting, transport.vet = hello(members.federation), members.refusal
+            transport.vet = members.refusal
             population = enrolled(recipe, transport, emit, members.left_out)
             engine = engine_by(transport, recipe.engine, members.session)
             execute(recipe, records, emit, population=population, engine=engine)

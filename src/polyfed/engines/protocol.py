@@ -112,7 +112,6 @@ class Enrolment:
         tested: whether it has test rows of its own.
         shapes: shape of a sample by modality.
         num_classes: its largest label plus one.
-        token: 64 hexadecimal digits by which the server recognises the device again; empty in a simulation.
     """
 
     client: int
@@ -122,7 +121,6 @@ class Enrolment:
     tested: bool
     shapes: dict[str, tuple[int, ...]]
     num_classes: int
-    token: str = ""
 
     @classmethod
     def read(cls, header: Header) -> "Enrolment":
@@ -186,26 +184,9 @@ def check_versions(header: Mapping[str, Any], here: str) -> None:
         raise BadReply("comes from {}, {here} has {}; install the same version on both".format(*shown, here=here))
 
 
-def hello(federation: str = "") -> Packet:
-    """The packet that asks a node to enrol.
-
-    Args:
-        federation: id of the server's run folder, from which a device derives its token; empty in a simulation.
-    """
-    return Packet({"want": ENROL, "federation": federation, **versions()})
-
-
-def federation_of(header: Header) -> str:
-    """The id of the server's run folder in a packet that asks a node to enrol.
-
-    Raises:
-        BadReply: the server runs another version, or the id is malformed.
-    """
-    check_versions(header, "this device")
-    found = header.get("federation")
-    if not (isinstance(found, str) and (not found or _WORD.fullmatch(found))):
-        raise BadReply("asks to enrol in a federation whose id cannot be read")
-    return found
+def hello() -> Packet:
+    """The packet that asks a node to enrol."""
+    return Packet({"want": ENROL, **versions()})
 
 
 @dataclass(frozen=True)

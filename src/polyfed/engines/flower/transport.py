@@ -13,6 +13,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from polyfed.engines.flower.codec import packet_of, records
+from polyfed.engines.flower.node_keys import device_of
 from polyfed.engines.protocol import ENROLLED, FAILED, REPLY, Patience, hello, one_line
 from polyfed.federation.wire_format import Packet
 
@@ -97,16 +98,15 @@ class GridTransport:
         grid: Flower's grid.
         stop: set it from another thread to end a wait with KeyboardInterrupt.
         node_of: the node from which each client enrolled.
-        greeting: the packet that asks a node to enrol.
-        vet: `vet(packet, node)` returns why an enrolment must be refused, and an empty text otherwise.
+        vet: `vet(packet, device)` returns why an enrolment must be refused, and an empty text otherwise. The device is
+            named by the fingerprint of its key.
         discarded: by client, how many replies arrived after their request had been closed.
     """
 
     grid: Grid
     stop: Event = field(default_factory=Event)
     node_of: dict[int, int] = field(default_factory=dict)
-    greeting: Packet = field(default_factory=hello)
-    vet: Callable[[Packet, int], str] = lambda packet, node: ""
+    vet: Callable[[Packet, str], str] = lambda packet, device: ""
     discarded: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -262,7 +262,7 @@ class GridTransport:
         """Ask nodes that are new to enrol."""
         new = [node for node in self.grid.get_node_ids() if node not in self._asked]
         self._asked.update(new)
-        messages = [Message(records(self.greeting), node, "query", ttl=max(seconds, 1.0)) for node in new]
+        messages = [Message(records(hello()), node, "query", ttl=max(seconds, 1.0)) for node in new]
         if messages:
             self._enrolling.update(i for i in self.grid.push_messages(messages) if i)
 
@@ -274,7 +274,7 @@ class GridTransport:
             packet = _content(message)
             if packet.header.get("verdict") == ENROLLED:
                 node = message.metadata.src_node_id
-                if flaw := self.vet(packet, node) or self._place(packet.header.get("client"), node):
+                if flaw := self.vet(packet, device_of(self.grid, node)) or self._place(packet.header.get("client"), node):
                     packet = Packet({"verdict": FAILED, "reason": one_line(flaw)})
             answers.append(packet)
         return answers
