@@ -300,7 +300,8 @@ class _Loop:
     def _facts(self) -> dict[str, Any]:
         """The content of `run.json`."""
         facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds")}
-        return facts | facts_of(self.assembly) | {"versions": versions()}
+        audited = self.records is not None and self.records.audit is not None
+        return facts | facts_of(self.assembly) | ({"audited": True} if audited else {}) | {"versions": versions()}
 
 
 def _check_tables(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:

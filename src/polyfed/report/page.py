@@ -24,6 +24,7 @@ from polyfed.report import charts, egress, history, senders
 from polyfed.report import formatting as words
 from polyfed.report.compare import Comparison, modalities_of
 from polyfed.report.curves import curves_of
+from polyfed.report.reconciliation import Reconciliation, reconcile
 from polyfed.report.run_folder import Folder
 
 REPORT = "report.html"
@@ -32,8 +33,12 @@ WAYS = {"server": "To the server", "silo": "To the silo's edge", "client": "Down
 """Destination in the ledger -> heading on the page."""
 
 
-def write_report(dir: str | Path) -> Path:
+def write_report(dir: str | Path, device_logs: Sequence[Path] = ()) -> Path:
     """Write `report.html` into the folder of a run, whether it is finished or not.
+
+    Args:
+        dir: the folder.
+        device_logs: state folders of devices, whose audit logs are compared with the server's.
 
     Returns:
         The path of the page.
@@ -57,6 +62,7 @@ def write_report(dir: str | Path) -> Path:
         charts=shown,
         ways=matrices(crossed, folder, modalities),
         senders=senders.senders(crossed, folder),
+        logs=_reconciled(folder, device_logs),
         drawn={
             "charts": shown,
             "participation": past.participation.table(modalities),
@@ -120,6 +126,13 @@ def holdings(folder: Folder) -> list[dict[str, Any]]:
         {"modalities": held, "clients": len(rows), "rows": sum(rows), "least": min(rows), "most": max(rows)}
         for held, rows in ordered
     ]
+
+
+def _reconciled(folder: Folder, device_logs: Sequence[Path]) -> Reconciliation | None:
+    """What the audit logs say; None for a run that keeps none."""
+    if not (device_logs or folder.facts.get("audited")):
+        return None
+    return reconcile(folder.path, device_logs)
 
 
 def matrices(sums: egress.Egress, folder: Folder, modalities: Sequence[str]) -> list[dict[str, Any]]:
