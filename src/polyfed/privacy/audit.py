@@ -5,11 +5,13 @@ A device keeps one log for all runs in its state folder; the server of a deploym
 
     {"time": ..., "run": ..., ..., "verdict": "allowed", "sha256": CONTENT, "previous": HASH OF THE LINE BEFORE}
 
-Lines are written in groups: those of a request on a device, those of a round on a server. Each group ends with a seal:
-a line that is signed with the key of the log (Ed25519). `audit-head.json` is signed too and says how long the log is,
-so that lines missing at its end are found. A device's group is on the disk before its reply leaves. The reply carries the
-hash of the seal, and the server writes this hash into its own rows. So neither log can be rewritten unnoticed while the
-other is kept. Who has the private key of a log can write another log.
+Lines are written in groups: those of a request on a device, those of a round on a server. A group ends with a seal: a
+line that is signed with the key of the log (Ed25519). `audit-head.json` is signed too and says how long the log is, so
+that lines missing at its end are found.
+
+A device's group is on the disk before its reply leaves. The reply carries the hash of the seal, and the server writes
+this hash into its own rows. So neither log can be rewritten unnoticed while the other is kept. Who has the private key
+of a log can write another log.
 """
 
 import fcntl

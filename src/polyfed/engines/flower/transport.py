@@ -1,5 +1,6 @@
 """Packets over a Flower grid: enrolling nodes, sending requests, waiting for replies."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
