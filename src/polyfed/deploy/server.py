@@ -143,7 +143,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
         emit = Emitter([_Log()])
         with only_server(out):
             members = Membership(out)
-            transport.vet = members.refusal
+            transport.vet, transport.limit = members.refusal, recipe.engine.message_megabytes * MEGABYTE
             population = enrolled(recipe, transport, emit, members.left_out)
             engine = engine_by(transport, recipe.engine, members.session, audited=True)
             execute(recipe, records, emit, population=population, engine=engine)

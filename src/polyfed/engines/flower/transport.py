@@ -13,7 +13,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from polyfed.engines.flower.codec import packet_of, records
-from polyfed.engines.flower.grid_calls import online, pull, push
+from polyfed.engines.flower.grid_calls import is_too_large, online, pull, push
 from polyfed.engines.flower.node_keys import device_of
 from polyfed.engines.flower.open_request import OpenRequest
 from polyfed.engines.flower.process import LINK_LOST
@@ -32,6 +32,9 @@ LONGEST_SKIP = 64
 
 TTL = 2.0
 """How long Flower keeps a message, as a multiple of the deadline, so that late replies arrive and can be counted."""
+
+LARGEST_ENROLMENT = 2**20
+"""Bytes of the largest answer to the question whether a node takes part."""
 
 FINAL = (
     ErrorCode.CLIENT_APP_RAISED_EXCEPTION,
@@ -52,6 +55,7 @@ class GridTransport:
         node_of: the node from which each client enrolled.
         vet: `vet(packet, device)` returns why an enrolment must be refused, and an empty text otherwise. The device is
             named by the fingerprint of its key.
+        limit: size in bytes of the largest reply that is fetched.
         discarded: by client, how many replies arrived after their request had been closed.
     """
 
@@ -59,6 +63,7 @@ class GridTransport:
     stop: Event = field(default_factory=Event)
     node_of: dict[int, int] = field(default_factory=dict)
     vet: Callable[[Packet, str], str] = lambda packet, device: ""
+    limit: int = 2**29
     discarded: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -111,8 +116,8 @@ class GridTransport:
         A request that is lost with its node is sent again when the node is back; repeating a task gives the same reply
         (`polyfed.engines.protocol`). The wait ends when everybody has answered, when `patience.enough` clients have
         replied, or at the deadline. A client that missed its deadline is asked again, but for some requests it is
-        waited for only `polyfed.engines.flower.open_request.GRACE` times as long as the others took. A client whose node is offline is waited for only
-        `patience.away_seconds`.
+        waited for only `open_request.GRACE` times as long as the others took. A client whose node is offline is waited
+        for only `patience.away_seconds`.
         """
         now = time.monotonic()
         run = OpenRequest(packets, patience, now)
@@ -191,7 +196,7 @@ class GridTransport:
         now = time.monotonic()
         self._overdue = {identity: entry for identity, entry in self._overdue.items() if entry[1] > now}
         wanted = [*run.waiting, *self._overdue]
-        came = pull(self.grid, wanted)
+        came = pull(self.grid, wanted, self.limit)
         for message in came:
             identity = message.metadata.reply_to_message_id
             late, _ = self._overdue.pop(identity, (None, 0.0))
@@ -199,6 +204,9 @@ class GridTransport:
                 self.discarded[late] += 1
             client = run.waiting.pop(identity, None)
             if client is None or client in run.answers:
+                continue
+            if message.has_error() and is_too_large(message.error.reason):
+                run.answers[client] = f"is too large: more than {self.limit} bytes"
                 continue
             if message.has_error() and message.error.code not in FINAL:
                 run.again[client] = f"Flower says: {one_line(message.error.reason)}"
@@ -231,7 +239,7 @@ class GridTransport:
     def _greeted(self) -> list[Packet]:
         """The answers of nodes that were asked to enrol; an enrolment that must be refused becomes a failure."""
         answers = []
-        for message in pull(self.grid, list(self._enrolling)):
+        for message in pull(self.grid, list(self._enrolling), LARGEST_ENROLMENT):
             self._enrolling.discard(message.metadata.reply_to_message_id)
             packet = _content(message)
             if packet.header.get("verdict") == ENROLLED:
