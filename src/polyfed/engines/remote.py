@@ -135,7 +135,8 @@ class Remote(Engine):
         """
         terms, before = self.terms, self.transport.discarded.copy()
         least = min(terms.min_replies, len(packets))
-        enough = max(math.ceil(terms.close_at * len(packets) - 1e-9), least)
+        share = math.ceil(terms.close_at * len(packets) - 1e-9)
+        enough = max(share if request.enough is None else min(share, request.enough), least)
         patience = Patience(terms.reply_seconds, enough, least, terms.away_seconds)
 
         def sent(clients: Collection[int]) -> None:

@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
+from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Algorithm
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
+from polyfed.core.registry import name_of
 from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
 from polyfed.engines import Sequential, Vectorised
@@ -114,6 +117,7 @@ def assemble(
         PolyfedError: recipe, data or model are wrong, or do not fit each other.
     """
     emit = emit or Emitter()
+    refuse_overselect(recipe)
     population = population or population_of(recipe)
     columns = population.columns
     policy = Policy.parse(recipe.egress, columns.modalities)
@@ -153,6 +157,28 @@ def assemble(
         clock=clock,
     )
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed)
+
+
+def refuse_overselect(recipe: Recipe) -> None:
+    """Refuse over-selection where it would have no effect, or another one than it says.
+
+    Raises:
+        RecipeError: the algorithm does not ask its cohort in the one request of `Averaging`; or no time passes in which
+            a client could be slow.
+    """
+    if recipe.clients.overselect is None:
+        return
+    where = f"[clients] overselect = {recipe.clients.overselect:g}"
+    if getattr(type(recipe.algorithm), "round", None) is not Averaging.round:
+        raise RecipeError(
+            f"{where}: algorithm '{name_of(recipe.algorithm, ALGORITHMS)}' needs the replies of all clients that it "
+            "asks, or asks them one after the other. Remove it, or take an algorithm that averages, such as fedavg"
+        )
+    if recipe.network is None and recipe.engine.name != "flower":
+        raise RecipeError(
+            f"{where}: no client is slower than another where no time passes. Add a section [network], take "
+            "[engine] name = 'flower', or remove it"
+        )
 
 
 def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:

@@ -90,7 +90,7 @@ class Recipe:
         if "selection" in table:
             selector = self.algorithm.selector  # type: ignore[attr-defined]
             table["selection"] = {"name": name_of(selector, SELECTORS)} | table["selection"]
-            for elsewhere in ("participation", "train"):
+            for elsewhere in ("participation", "overselect", "train"):
                 table["selection"].pop(elsewhere, None)
         table["algorithm"] = {"name": name_of(self.algorithm, ALGORITHMS)} | algorithm
         table["engine"] = as_table(self.engine)
@@ -285,7 +285,7 @@ def _algorithm(sections: Mapping[str, Any], clients: ClientsSpec) -> Algorithm:
         entry = sections.get(section, {})
         if part == "selector":
             kind, rest = _class(f"[{section}]", SELECTORS, Selector, {"name": "uniform"} | dict(entry))
-            taken: dict[str, Any] = {"participation": clients.participation}
+            taken: dict[str, Any] = {"participation": clients.participation, "overselect": clients.overselect}
             if "train" in {f.name for f in fields(kind)}:
                 taken["train"] = given["train"]  # a selector that trains clients uses the algorithm's [train]
             given[part] = build(f"[{section}]", kind, rest, **taken)
