@@ -229,7 +229,8 @@ def enrolment(population: Population, policy: Policy, client: int, limits: Limit
     columns, registry = population.columns, registry_of(population)
     known = registry[client]
     if known.num_rows < limits.min_rows:  # the text hides the number of rows, because the client takes no part
-        line = f"[limits] min_rows = {limits.min_rows} of the device"
+        whose = "recipe" if limits.is_of_the_recipe("min_rows") else "device"
+        line = f"[limits] min_rows = {limits.min_rows} of the {whose}"
         return reason(REFUSED, None, f"client {client} refused to enrol: it has fewer training rows than {line}")
     told = Enrolment(
         client=client,

@@ -120,7 +120,7 @@ class Deployed:
         with blamed("the recipe cannot be read there"):
             recipe = recipe_on(node, self.recipe_path)
         with blamed("its policy file is not valid"):
-            policy, limits = policy_on(node, recipe, node.held), limits_on(node)
+            policy, limits = policy_on(node, recipe, node.held), limits_on(node).stricter(recipe.limits)
         enrols = packet.header.get("want") == ENROL
         if enrols:
             check_versions(packet.header, "this device")

@@ -18,11 +18,13 @@ from polyfed.engines import Sequential, Vectorised
 from polyfed.engines.base import Engine
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.section_checks import refuse_breaches
 from polyfed.federation.client_registry import TEST
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Clock
 from polyfed.model import Model, build_model
 from polyfed.privacy.ledger import Ledger
+from polyfed.privacy.limits import NO_LIMITS
 from polyfed.privacy.policy import Policy
 
 
@@ -119,6 +121,7 @@ def assemble(
     emit = emit or Emitter()
     refuse_overselect(recipe)
     population = population or population_of(recipe)
+    refuse_small_clients(recipe, population)
     columns = population.columns
     policy = Policy.parse(recipe.egress, columns.modalities)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
@@ -157,6 +160,20 @@ def assemble(
         clock=clock,
     )
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed)
+
+
+def refuse_small_clients(recipe: Recipe, population: Population) -> None:
+    """Refuse clients whose rows break the recipe's own [limits]; clients without rows train nothing.
+
+    Raises:
+        RecipeError: the text names the smallest client, the limit and the value.
+    """
+    sizes = population.train.sizes
+    if recipe.limits == NO_LIMITS or not bool((sizes > 0).any()):
+        return
+    least = int(sizes[sizes > 0].min())
+    client = int((sizes == least).nonzero()[0])
+    refuse_breaches(recipe.limits, recipe.algorithm.train, recipe.rounds, least, f"client {client}: ")
 
 
 def refuse_overselect(recipe: Recipe) -> None:

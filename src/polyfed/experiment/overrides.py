@@ -14,6 +14,7 @@ from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
 from polyfed.federation.network import Network
 from polyfed.model import ModelSpec
+from polyfed.privacy.limits import Limits
 from polyfed.training.optimisers import ServerOptimiser, Train
 
 SECTIONS: Mapping[str, type | tuple[str, ...]] = {
@@ -27,6 +28,7 @@ SECTIONS: Mapping[str, type | tuple[str, ...]] = {
     "evaluate": Evaluation,
     "network": Network,
     "egress": (),
+    "limits": Limits,
     "engine": EngineSpec,
     "checkpoint": CheckpointSpec,
     "tracking": ("name",),
