@@ -1,12 +1,14 @@
 """Calls, messages and replies that are too large: each is refused before it is held in memory."""
 
 import asyncio
+import json
 import socket
 import time
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,8 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, pull_obj
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
 from starlette.datastructures import Headers
 
+from engines.devices import RECIPE, Devices
+from polyfed.core.errors import RecipeError
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.flower.grid_calls import FEW_PIECES, SLACK, TOO_LARGE, at_most, is_too_large
 from polyfed.engines.flower.public_port import (
@@ -177,6 +181,32 @@ def test_of_a_message_that_is_too_large_at_most_the_limit_is_fetched() -> None:
     for many in (60, 64):
         assert LIMIT + SLACK < fetched([piece] * many) <= LIMIT + SLACK + 3 * piece
     assert fetched([1] * (FEW_PIECES + 5)) == 0, "so many pieces are not asked for at all"
+
+
+LARGE = RECIPE.replace("hidden = [8]", "hidden = [600, 600]").replace("rounds = 2", "rounds = 1")
+
+
+def test_a_run_whose_replies_are_too_large_is_refused_before_its_first_round(tmp_path: Path, capsys: Any) -> None:
+    devices = Devices(tmp_path, LARGE)
+    recipe = devices.app / "recipe.toml"
+    recipe.write_text(recipe.read_text() + "message_megabytes = 2\n")
+    with pytest.raises(RecipeError, match=r"a reply of task 'update' takes [\d,]+ bytes, and .* = 2 allows 2,097,152"):
+        devices.serve(tmp_path / "run")
+    told = json.loads((tmp_path / "run" / "error.json").read_text())
+    assert (told["error"], told["exit_code"]) == ("RecipeError", 2)
+    assert "Write message_megabytes = " in told["text"]
+    assert "exit code 2" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "egress.jsonl").exists(), "nothing was asked"
+
+
+def test_a_message_of_the_server_that_is_too_large_is_not_sent(tmp_path: Path, monkeypatch: Any) -> None:
+    devices = Devices(tmp_path, LARGE)
+    recipe = devices.app / "recipe.toml"
+    recipe.write_text(recipe.read_text() + "message_megabytes = 2\n")
+    monkeypatch.setattr("polyfed.experiment.check.refuse_large", lambda assembly: None)
+    with pytest.raises(RecipeError, match=r"the message of task 'update' to client 0 takes [\d,]+ bytes"):
+        devices.serve(tmp_path / "run")
+    assert not (tmp_path / "nodes" / "0" / "polyfed-state" / "audit.jsonl").exists()
 
 
 class Oversized(DirectGrid):

@@ -20,7 +20,7 @@ from polyfed.data import Population
 from polyfed.engines.base import Engine
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble, facts_of
-from polyfed.experiment.check import refuse_forbidden, warn_unmeasured
+from polyfed.experiment.check import check_before_run
 from polyfed.experiment.checkpoint import RESTORE
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
@@ -55,8 +55,7 @@ def execute(
         emit.listeners.append(recipe.tracking.follow(recipe.table(), None if records is None else records.folder))
     with _threads(recipe.engine.threads):
         assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
-        refuse_forbidden(assembly)
-        warn_unmeasured(assembly)
+        check_before_run(assembly)
         loop = _Loop(assembly, records, emit)
         first, state = loop.start()
         for round in range(first, recipe.rounds + 1):
@@ -299,9 +298,9 @@ class _Loop:
 
     def _facts(self) -> dict[str, Any]:
         """The content of `run.json`."""
-        facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds")}
         audited = self.records is not None and self.records.audit is not None
-        return facts | facts_of(self.assembly) | ({"audited": True} if audited else {}) | {"versions": versions()}
+        facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds"), "audited": audited}
+        return facts | facts_of(self.assembly) | {"versions": versions()}
 
 
 def _check_tables(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:

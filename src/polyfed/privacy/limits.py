@@ -79,8 +79,8 @@ class Limits:
             return ""
         whose, where = ("recipe", "recipe") if self.is_of_the_recipe(key) else ("device", "device's policy file")
         return (
-            f"[limits] {key} = {getattr(self, key)} of the {whose}, and {MEANINGS[key].format(value)}. It would be allowed if the "
-            f"{where} said: [limits] {key} = {value}"
+            f"[limits] {key} = {getattr(self, key)} of the {whose}, and {MEANINGS[key].format(value)}. "
+            f"It would be allowed if the {where} said: [limits] {key} = {value}"
         )
 
     def _beyond(self, key: str, value: int) -> bool:
