@@ -11,6 +11,7 @@ from typing import Any
 
 from polyfed.core.errors import BadReply, CheckpointError
 from polyfed.core.files import replace_text
+from polyfed.core.parsing import parse_json
 from polyfed.engines.protocol import Enrolment
 from polyfed.federation.wire_format import Packet
 
@@ -69,7 +70,7 @@ class Membership:
         if not self._path.exists():
             return -1, {}
         try:
-            found: dict[str, Any] = json.loads(self._path.read_text())
+            found: dict[str, Any] = parse_json(self._path.read_text())
             devices = {str(number): device for number, device in found["clients"].items()}
             if not all(isinstance(device, str) for device in devices.values()):
                 raise ValueError("a client has no key")

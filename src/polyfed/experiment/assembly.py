@@ -119,9 +119,8 @@ def assemble(
         PolyfedError: recipe, data or model are wrong, or do not fit each other.
     """
     emit = emit or Emitter()
-    refuse_overselect(recipe)
     population = population or population_of(recipe)
-    refuse_small_clients(recipe, population)
+    refuse_unfit(recipe, population)
     columns = population.columns
     policy = Policy.parse(recipe.egress, columns.modalities)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
@@ -160,6 +159,16 @@ def assemble(
         clock=clock,
     )
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed)
+
+
+def refuse_unfit(recipe: Recipe, population: Population) -> None:
+    """Refuse a recipe whose clients, or whose over-selection, do not fit the rest of it.
+
+    Raises:
+        RecipeError: see `refuse_small_clients` and `refuse_overselect`.
+    """
+    refuse_small_clients(recipe, population)
+    refuse_overselect(recipe)
 
 
 def refuse_small_clients(recipe: Recipe, population: Population) -> None:

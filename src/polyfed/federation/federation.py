@@ -115,8 +115,7 @@ class Federation:
             turn: a different number each time a round repeats a request, so that batches and dropout masks differ.
             accept: `accept(client, reply)` returns what is wrong with a valid reply that does not fit the request, or
                 something falsy. Such a reply is dropped with that reason.
-            enough: how many replies close the request, so that the slowest clients are not waited for; None waits for
-                all.
+            enough: how many replies close the request; the slowest clients are not waited for. None waits for all.
 
         Raises:
             EgressError: a client's policy refused to release its reply.

@@ -31,6 +31,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from polyfed.core.errors import CheckpointError
 from polyfed.core.files import AUDIT, PUBLIC_KEY, append_whole, replace_text, sync
+from polyfed.core.parsing import parse_json
 from polyfed.privacy.ledger import Entry, lines
 
 HEAD, PRIVATE_KEY, LOCK = "audit-head.json", "audit-key.pem", "audit.lock"
@@ -172,11 +173,15 @@ class AuditLog:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Wait until no other process writes this log."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / LOCK).open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        """Wait until no other process writes this log. Files that are written meanwhile are for this user only."""
+        before = os.umask(0o077)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / LOCK).open("w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                yield
+        finally:
+            os.umask(before)
 
 
 def _chained(
@@ -202,7 +207,7 @@ def head_of(folder: Path, key: Ed25519PublicKey | None = None) -> Head:
     """
     path = folder / HEAD
     try:
-        row = json.loads(path.read_text())
+        row = parse_json(path.read_text())
         head = Head(int(row["lines"]), int(row["bytes"]), str(row["hash"]))
         if key is not None:
             key.verify(bytes.fromhex(row["signature"]), head.signed_bytes())

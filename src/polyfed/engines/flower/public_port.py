@@ -175,6 +175,8 @@ def run_superlink(
         RecipeError: a key is not a public key of the kind that Flower takes.
     """
     known = [_public_key(path) for path in keys]
+    Path(database).touch(mode=0o600)  # it holds the messages; SQLite gives the files beside it the same mode
+    Path(database).chmod(0o600)
     pragmas = vars(sql_mixin)
     pragmas["SQLITE_PRAGMAS"] = _patient(pragmas["SQLITE_PRAGMAS"])
     sys.argv = ["flower-superlink", *_words(credentials, database, control_port)]
