@@ -1,4 +1,4 @@
-"""A device sends nothing to a server whose certificate has expired: a real SuperNode, and a listener in this process."""
+"""A device sends nothing to a server whose certificate has expired: a real SuperNode, and a listener of the test."""
 
 import socket
 import ssl

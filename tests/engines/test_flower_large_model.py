@@ -1,4 +1,4 @@
-"""A model of more than 300 MB a client through a SuperLink and SuperNodes. Slow; needs 8 GB of memory and 3 GB of disk."""
+"""A model of more than 300 MB a client through a SuperLink and SuperNodes. Slow; needs 8 GB of memory."""
 
 import json
 import os
