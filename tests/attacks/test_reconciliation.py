@@ -176,11 +176,14 @@ class Killed(BaseException):
     """Ends the server in place of writing a checkpoint."""
 
 
-def test_a_run_that_was_killed_and_went_on_keeps_its_chain_and_agrees(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("dies", "resumed"), [(1, -1), (2, 1)])
+def test_a_run_that_was_killed_and_went_on_keeps_its_chain_and_agrees(
+    dies: int, resumed: int, tmp_path: Path, monkeypatch: Any
+) -> None:
     devices, save = Devices(tmp_path), checkpoint.save
 
     def dying(folder: Path, round: int, *rest: Any) -> None:
-        if round == 2 and folder.parent.name == "run":
+        if round == dies and folder.parent.name == "run":
             raise Killed
         save(folder, round, *rest)
 
@@ -191,7 +194,7 @@ def test_a_run_that_was_killed_and_went_on_keeps_its_chain_and_agrees(tmp_path: 
     monkeypatch.setattr(checkpoint, "save", save)
     devices.serve(tmp_path / "run")
     assert (tmp_path / "run" / AUDIT).read_bytes().startswith(before), "nothing is removed: it had crossed"
-    assert [row["resumed_after"] for row in rows_of(tmp_path / "run") if "resumed_after" in row] == [1]
+    assert [row["resumed_after"] for row in rows_of(tmp_path / "run") if "resumed_after" in row] == [resumed]
     result = reconcile(tmp_path / "run", states(tmp_path))
     assert result.findings == ()
     assert verify(tmp_path / "run").rows > len((tmp_path / "run" / EGRESS).read_text().splitlines())

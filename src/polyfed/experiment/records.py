@@ -39,7 +39,7 @@ class Log(Protocol):
         ...
 
     def resumed(self, round: int) -> None:
-        """Note that the run goes on after this round."""
+        """Note that the run goes on after this round; -1 if it starts again."""
         ...
 
 
@@ -167,7 +167,7 @@ class Records:
             with path.open("ab") as file:
                 file.truncate(places.get(name, 0))
         if self.audit is not None:
-            self.audit.resumed(round)
+            self.audit.resumed(round or -1)  # set-up, which is round 0, is done again too
         return left
 
     def append(self, row: dict[str, Any]) -> None:

@@ -106,7 +106,7 @@ class AuditLog:
         return self._add([json.loads(row) for row in lines(entries, run, contents=True)], place)
 
     def resumed(self, round: int) -> None:
-        """Note that a run goes on after this round. Rows of later rounds stay, since they crossed; they do not count.
+        """Note that a run goes on after this round, or from the start (-1). Later rows stay, since they crossed.
 
         Raises:
             CheckpointError, OSError: see `append`.
