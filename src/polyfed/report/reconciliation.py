@@ -74,7 +74,8 @@ def reconcile(run: str | Path, devices: Sequence[Path] = ()) -> Reconciliation:
         ImportError: the extra `polyfed[flower]` is not installed.
     """
     folder = Folder(Path(run))
-    remarks, findings = [], []
+    remarks: list[str] = []
+    findings: list[str] = []
     if not (folder.path / AUDIT).exists():
         findings.append(f"{folder.path} holds no {AUDIT}: the run was a simulation, or the server's log was removed")
         return Reconciliation((), tuple(findings))

@@ -93,9 +93,9 @@ def at_most(module: Any, limit: int) -> Iterator[None]:
         module.pull_objects = whole
 
 
-def is_too_large(reason: str) -> bool:
+def is_too_large(reason: str | None) -> bool:
     """Whether this is the reason of an error by which Flower says that a message was not fetched for its size."""
-    return TOO_LARGE in reason
+    return reason is not None and TOO_LARGE in reason
 
 
 @contextmanager

@@ -9,7 +9,7 @@ and refuses every other path; the whole SuperLink listens on loopback.
 import socket
 import sys
 from base64 import b64decode
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from threading import Thread
@@ -56,7 +56,7 @@ LOCK_SECONDS = 600
 LARGEST_BODY, LARGEST_HEAD = 2**23, 2**15
 """Bytes of a call's body and of its headers. Flower sends a message in pieces of 5 MiB (1.41)."""
 
-Scope = Mapping[str, Any]
+Scope = MutableMapping[str, Any]
 
 
 class FleetOnly:
