@@ -14,7 +14,7 @@ from typing import Any
 
 from polyfed.core.errors import BadReply
 from polyfed.deploy.app_folder import CLIENT, RECIPE
-from polyfed.deploy.faults import log
+from polyfed.deploy.faults import log_problem
 from polyfed.deploy.handlers import Deployed
 from polyfed.engines.flower import client_app
 from polyfed.engines.flower.worker import read_app, work
@@ -45,7 +45,7 @@ def main(address: str, secret: bytes) -> None:
     """Answer for the SuperNode that started this process, until it ends."""
     folder = Path(tempfile.mkdtemp(prefix="polyfed-"))
     try:
-        work(address, secret, lambda fab: handler_for(fab, folder), log)
+        work(address, secret, lambda fab: handler_for(fab, folder), log_problem)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -14,9 +14,13 @@ from polyfed.core.errors import RecipeError
 from polyfed.deploy.credentials import SERVER, check_server
 from polyfed.deploy.device import node_from
 from polyfed.deploy.processes import HOST, listens
+from polyfed.engines import flower
 from polyfed.engines.flower import QUIET
 
 WORKER = "polyfed.deploy.installed_client"
+
+SUPERNODE = Path(flower.__file__).with_name("supernode_process.py")
+"""The program that this process becomes; it does not import PyTorch."""
 
 CONNECTION = "polyfed"
 """Name of the connection to this SuperLink in `FLWR_HOME/config.toml`."""
@@ -100,8 +104,7 @@ def supernode(superlink: str, root_certificates: Path, key: Path, node_config: s
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     os.environ.update(QUIET | dict(os.environ))
     _start_worker(address, secret)
-    program = str(Path(sys.executable).with_name("flower-supernode"))
-    os.execv(sys.executable, [sys.executable, program, *words])
+    os.execv(sys.executable, [sys.executable, "-P", str(SUPERNODE), *words])
 
 
 def _start_worker(address: str, secret: bytes) -> None:

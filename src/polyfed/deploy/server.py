@@ -17,6 +17,7 @@ from polyfed.data import Population
 from polyfed.deploy.admission import enrolled, enrolment_in
 from polyfed.deploy.handlers import MEGABYTE, Simulated
 from polyfed.deploy.membership import Membership
+from polyfed.deploy.run_log import LOGGER, listeners_of
 from polyfed.engines.base import Engine
 from polyfed.engines.protocol import hello
 from polyfed.engines.remote import Remote, ReplyTerms
@@ -124,10 +125,11 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
     """
     out = Path(str(config.get("out", "runs/flower"))).expanduser()
     (out / ERROR).unlink(missing_ok=True)
+    listeners, status = listeners_of(out)
     try:
         recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
         records = Records(out, resume=True)
-        emit = Emitter([_Log()])
+        emit = Emitter(listeners)
         with only_server(out):
             members = Membership(out)
             transport.greeting, transport.vet = hello(members.federation), members.refusal
@@ -139,7 +141,9 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
         told = {"error": type(error).__name__, "text": str(error), "exit_code": error.exit_code}
         if out.is_dir():
             (out / ERROR).write_text(json.dumps(told, indent=1))
-        print(f"polyfed: {error} (exit code {error.exit_code})", flush=True)  # noqa: T201  the app's log is its screen
+        if status is not None:
+            status.failed(str(error))
+        LOGGER.error("%s (exit code %d)", error, error.exit_code, extra={"facts": told})
         raise
 
 
@@ -150,21 +154,3 @@ def only_server(out: Path, seconds: float = 90.0) -> AbstractContextManager[None
         RecipeError: another server still holds it after `seconds`.
     """
     return alone_in(out, "another server is writing this run", "Stop it (flwr list, flwr stop) or end it", seconds)
-
-
-class _Log:
-    """Prints events as lines of the app's log, which `flwr log` shows."""
-
-    def __call__(self, event: str, **facts: Any) -> None:
-        if event == "round-finished":
-            row = facts["row"]
-            evaluated = row.get("metrics", {}).get("global", {})
-            shown = "".join(f", {name} {evaluated[name]:.4f}" for name in ("accuracy", "loss") if name in evaluated)
-            text = f"round {row['round']}: {len(row['cohort'])} asked, {row['bytes_up']} bytes up{shown}"
-        elif event == "note":
-            text = facts["text"]
-        elif event in ("client-missing", "late-reply"):
-            text = f"{event}: " + ", ".join(f"{name} {value}" for name, value in facts.items())
-        else:
-            return
-        print(f"polyfed: {text}", flush=True)  # noqa: T201  the app's log is its screen
