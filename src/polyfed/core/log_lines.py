@@ -55,7 +55,12 @@ class _Screen(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record and flush, since the process may be killed."""
-        print(self.format(record), file=getattr(sys, self.stream), flush=True)  # noqa: T201  the log is the screen
+        print(self.format(record), file=getattr(sys, self.stream), flush=True)
+
+
+def says_something(record: logging.LogRecord) -> bool:
+    """Whether a record has any text; a filter, since Flower logs empty lines."""
+    return bool(record.getMessage().strip())
 
 
 def logger_of(role: str, stream: str) -> logging.Logger:

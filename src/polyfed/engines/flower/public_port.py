@@ -8,7 +8,8 @@ and refuses every other path; the whole SuperLink listens on loopback.
 
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -19,14 +20,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
 from flwr.supercore import sql_mixin
-from flwr.supercore.http_logging import get_uvicorn_log_config
-from flwr.supercore.logger import console_handler
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.superlink.cli.flower_superlink import SuperLinkLifespan, _parse_superlink_lifespan_config
 from flwr.superlink.main import create_app
 from flwr.superlink.routers.fleet.router import router as fleet
 
 from polyfed.core.errors import RecipeError
+from polyfed.engines.flower.flower_log import adopt_flower_log, web_log_config
+from polyfed.engines.flower.link_facts import link_facts
 
 LOOPBACK = "127.0.0.1"
 
@@ -64,21 +65,46 @@ class FleetOnly:
             await send({"type": "http.response.body", "body": text})
 
 
-class _Whole(uvicorn.Server):
-    """The server on loopback; the public one ends with it."""
+@dataclass(frozen=True)
+class Service:
+    """A web application beside the SuperLink, on a port of its own.
 
-    def __init__(self, config: uvicorn.Config, public: uvicorn.Server) -> None:
+    Attributes:
+        app: makes the application, given a function that asks the SuperLink for `polyfed.engines.flower.link_facts`.
+        host: address.
+        port: port.
+        tls: whether it uses the server's certificate.
+    """
+
+    app: Callable[[Callable[[], dict[str, Any]]], Any]
+    host: str
+    port: int
+    tls: bool
+
+
+class _Whole(uvicorn.Server):
+    """The server on loopback; the others end with it."""
+
+    def __init__(self, config: uvicorn.Config, others: Sequence[uvicorn.Server]) -> None:
         super().__init__(config)
-        self.public = public
+        self.others = others
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop taking connections, on both ports."""
-        self.public.should_exit = True
+        """Stop taking connections, on all ports."""
+        for other in self.others:
+            other.should_exit = True
         await super().shutdown(sockets)
 
 
 def run_superlink(
-    *, credentials: Path, keys: Iterable[Path], database: str, control_port: int, host: str, port: int
+    *,
+    credentials: Path,
+    keys: Iterable[Path],
+    database: str,
+    control_port: int,
+    host: str,
+    port: int,
+    services: Iterable[Service] = (),
 ) -> None:
     """Run a SuperLink until it is asked to end.
 
@@ -89,29 +115,34 @@ def run_superlink(
         control_port: port on loopback for `flwr` and for the processes of an app.
         host: address on which SuperNodes are served.
         port: port on which SuperNodes are served.
+        services: further web applications.
 
     Raises:
         RecipeError: a key is not a public key of the kind that Flower takes.
     """
+    adopt_flower_log("superlink")
     known = [_public_key(path) for path in keys]
     pragmas = vars(sql_mixin)
     pragmas["SQLITE_PRAGMAS"] = _patient(pragmas["SQLITE_PRAGMAS"])
     sys.argv = ["flower-superlink", *_words(credentials, database, control_port)]
     config = _parse_superlink_lifespan_config()
     app = create_app(config, SuperLinkLifespan)
-    _register(app.state.linkstate_factory.state(), known)
-    common: dict[str, Any] = {
-        "log_config": get_uvicorn_log_config(console_handler.level),
-        "ssl_keyfile": config.ssl_keyfile,
-        "ssl_certfile": config.ssl_certfile,
-        "ws": "none",
-    }
+    state = app.state.linkstate_factory.state
+    _register(state(), known)
+    common: dict[str, Any] = {"log_config": web_log_config("superlink"), "ws": "none"}
+    tls = {"ssl_keyfile": config.ssl_keyfile, "ssl_certfile": config.ssl_certfile}
     # bound before anything starts, so that a port that is taken ends the command
-    outer = uvicorn.Config(FleetOnly(app), host=host, port=port, lifespan="off", **common)
-    opened = outer.bind_socket()
-    public = uvicorn.Server(outer)
-    whole = _Whole(uvicorn.Config(app, host=LOOPBACK, port=control_port, **common), public)
-    Thread(target=public.run, kwargs={"sockets": [opened]}, daemon=True).start()
+    outer = [uvicorn.Config(FleetOnly(app), host=host, port=port, lifespan="off", **tls, **common)]
+    for service in services:
+        where, extra = {"host": service.host, "port": service.port}, tls if service.tls else {}
+        made = service.app(lambda: link_facts(state()))
+        outer.append(uvicorn.Config(made, lifespan="off", **where, **extra, **common))
+    opened = [(uvicorn.Server(one), one.bind_socket()) for one in outer]
+    whole = _Whole(
+        uvicorn.Config(app, host=LOOPBACK, port=control_port, **tls, **common), [server for server, _ in opened]
+    )
+    for server, bound in opened:
+        Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True).start()
     whole.run()
 
 

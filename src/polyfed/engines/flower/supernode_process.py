@@ -14,5 +14,7 @@ from flwr.supernode.cli import flower_supernode
 LOG_LINES = Path(__file__).parents[2] / "core" / "log_lines.py"
 
 if __name__ == "__main__":
-    vars(console_handler)["format"] = runpy.run_path(str(LOG_LINES))["LogLines"]("device").format
+    log_lines = runpy.run_path(str(LOG_LINES))
+    vars(console_handler)["format"] = log_lines["LogLines"]("device").format
+    console_handler.addFilter(log_lines["says_something"])
     sys.exit(flower_supernode())
