@@ -85,7 +85,7 @@ def test_a_logger_writes_to_the_stream_of_the_moment_once(capsys: Any) -> None:
 
 def test_the_file_needs_the_standard_library_only() -> None:
     """A device's SuperNode loads it by its path, so that PyTorch is not imported there."""
-    code = "import runpy, sys; runpy.run_path(sys.argv[1]); print([m for m in sys.modules if m in ('torch', 'polyfed')])"
+    code = "import runpy, sys; runpy.run_path(sys.argv[1]); print(sorted({'torch', 'polyfed'} & set(sys.modules)))"
     words = [sys.executable, "-S", "-c", code, str(Path(log_lines.__file__))]
     assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip() == "[]"
     assert runpy.run_path(log_lines.__file__)["LOG_FORMAT"] == LOG_FORMAT
