@@ -7,6 +7,7 @@ nothing of it is imported.
 
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -43,8 +44,11 @@ PROJECT = "pyproject.toml"
 LONGEST_TEXT = 2**20
 """Most bytes of a text that is read from an app."""
 
-LOOK_SECONDS = 0.2
-"""Between looks for a task, and for the end of the SuperNode."""
+LOOK_SECONDS, BUSY_SECONDS = 0.2, 1.0
+"""Between looks for a task, when there is none and when one is being done."""
+
+GRACE_SECONDS = 10.0
+"""How long the process of a task may live on after the SuperNode has handed out the next task (inferred)."""
 
 _ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 
@@ -109,7 +113,8 @@ class Duties:
 def work(address: str, secret: bytes, duties: Duties) -> None:
     """Do the tasks of a SuperNode, each in a process of its own, until the SuperNode has ended.
 
-    A task's process is a copy of this one (`fork`), so that PyTorch is imported once and a crash ends one task only.
+    A task's process is a copy of this one (`fork`), so that PyTorch is imported once and a crash ends one task only. A
+    SuperNode hands out one task at a time.
 
     Args:
         address: where the SuperNode's interface for such processes listens, `host:port` on this machine.
@@ -119,23 +124,62 @@ def work(address: str, secret: bytes, duties: Duties) -> None:
     parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the SuperNode is asked to end, and this process ends with it
     client = _client(address, SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={_ACQUIRE}), None)
-    request = AcquireTaskRequest(supported_task_types=list(TaskType))
+    tasks: list[_Task] = []
     while os.getppid() == parent:
-        try:
-            found = client.AcquireTask(request)
-        except httpx.TransportError:  # the SuperNode does not listen yet, or no more
-            found = None
-        if found is None or not (found.HasField("task") and found.token):
+        found = _acquired(client)
+        if found is not None:
+            for task in tasks:
+                task.end = min(task.end, time.monotonic() + GRACE_SECONDS)
+            reading, writing = os.pipe()
+            child = os.fork()
+            if child == 0:
+                _perform_alone(address, found.token, found.task.type, duties, parent, writing)
+            os.close(writing)
+            tasks.append(_Task(child, reading))
+        elif not tasks:
             duties.wait(LOOK_SECONDS)
-            continue
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            _perform_alone(address, found.token, found.task.type, duties, parent, writing)
-        os.close(writing)
-        while os.getppid() == parent and os.waitpid(child, os.WNOHANG) == (0, 0):
+        look = time.monotonic() + BUSY_SECONDS
+        while tasks and os.getppid() == parent and time.monotonic() < look:
             duties.wait(LOOK_SECONDS / 10)
-        duties.done(_told(reading))
+            tasks = [task for task in tasks if not _ended(task, duties)]
+
+
+@dataclass
+class _Task:
+    """The process of a task.
+
+    Attributes:
+        process: its number.
+        reading: where it tells what became of the task.
+        end: when it is killed. A SuperNode hands out a task when it has the reply to the one before, or has given up
+            on it, for example because the server died before the whole message was there. The process of a task that
+            was given up would wait for the rest of the message for ever.
+    """
+
+    process: int
+    reading: int
+    end: float = math.inf
+
+
+def _acquired(client: Any) -> Any:
+    """The next task of the SuperNode, or None."""
+    try:
+        found = client.AcquireTask(AcquireTaskRequest(supported_task_types=list(TaskType)))
+    except httpx.TransportError:  # the SuperNode does not listen yet, or no more
+        return None
+    return found if found.HasField("task") and found.token else None
+
+
+def _ended(task: _Task, duties: Duties) -> bool:
+    """Whether the process of a task has ended; kills it if it is overdue."""
+    if os.waitpid(task.process, os.WNOHANG) != (0, 0):
+        duties.done(_told(task.reading))
+        return True
+    if time.monotonic() > task.end:
+        duties.note("a task was given up: the SuperNode has gone on to the next one")
+        os.kill(task.process, signal.SIGKILL)
+        task.end = math.inf
+    return False
 
 
 def _told(reading: int) -> dict[str, Any]:
