@@ -2,6 +2,8 @@
 
 import os
 import re
+import sqlite3
+import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +13,11 @@ from packaging.requirements import Requirement
 
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 import flwr
+
+from polyfed.core.errors import RecipeError
+from polyfed.deploy import launch
+from polyfed.deploy.credentials import write_credentials
+from polyfed.deploy.processes import ServerPorts, free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,3 +46,17 @@ def test_the_release_that_was_asked_for_is_the_one_that_runs() -> None:
         pytest.skip("`make check-flower` asks for a release")
     assert version("flwr") == release
     assert f"flower-{release}" in flwr.__file__
+
+
+@pytest.mark.filterwarnings("ignore:No path_separator:DeprecationWarning")  # Flower's configuration of Alembic
+def test_a_database_of_a_newer_release_ends_the_command_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["polyfed"])
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with sqlite3.connect(tmp_path / "link.db") as database:
+        database.execute("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)")
+        database.execute("INSERT INTO alembic_version VALUES ('of_tomorrow')")
+    database.close()
+    with pytest.raises(RecipeError, match=r"link\.db was written by another release of Flower .*Move it elsewhere"):
+        launch.superlink(write_credentials(tmp_path, 1), ServerPorts("127.0.0.1", *free_ports(2)))

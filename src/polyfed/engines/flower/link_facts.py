@@ -1,8 +1,13 @@
-"""What a SuperLink knows about its SuperNodes and runs: counts, numbers and statuses."""
+"""What a SuperLink's database tells: counts, numbers and statuses of its SuperNodes and runs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from alembic.util.exc import CommandError
 from flwr.supercore.constant import NodeStatus
+
+from polyfed.core.errors import RecipeError
 
 LATEST = 10
 """How many runs are listed, the latest first."""
@@ -25,3 +30,22 @@ def link_facts(state: Any) -> dict[str, Any]:
         for run in runs
     ]
     return {"nodes": {"registered": len(nodes), "online": online}, "runs": told}
+
+
+@contextmanager
+def database_of_this_release(path: str) -> Iterator[None]:
+    """Enclose the first use of a SuperLink's database. Flower brings an older database up to date by itself.
+
+    Args:
+        path: the file.
+
+    Raises:
+        RecipeError: a newer release of Flower has written it.
+    """
+    try:
+        yield
+    except CommandError as error:
+        raise RecipeError(
+            f"{path} was written by another release of Flower ({error}). Move it elsewhere and start again: the "
+            "devices' keys are registered anew, and `flwr run` goes on from the run's last checkpoint"
+        ) from None

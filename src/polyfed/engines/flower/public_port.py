@@ -27,7 +27,7 @@ from flwr.superlink.routers.fleet.router import router as fleet
 
 from polyfed.core.errors import RecipeError
 from polyfed.engines.flower.flower_log import adopt_flower_log, web_log_config
-from polyfed.engines.flower.link_facts import link_facts
+from polyfed.engines.flower.link_facts import database_of_this_release, link_facts
 
 LOOPBACK = "127.0.0.1"
 
@@ -118,7 +118,7 @@ def run_superlink(
         services: further web applications.
 
     Raises:
-        RecipeError: a key is not a public key of the kind that Flower takes.
+        RecipeError: a key is not a public key of the kind that Flower takes, or the database is of a newer release.
     """
     adopt_flower_log("superlink")
     known = [_public_key(path) for path in keys]
@@ -126,9 +126,10 @@ def run_superlink(
     pragmas["SQLITE_PRAGMAS"] = _patient(pragmas["SQLITE_PRAGMAS"])
     sys.argv = ["flower-superlink", *_words(credentials, database, control_port)]
     config = _parse_superlink_lifespan_config()
-    app = create_app(config, SuperLinkLifespan)
-    state = app.state.linkstate_factory.state
-    _register(state(), known)
+    with database_of_this_release(database):
+        app = create_app(config, SuperLinkLifespan)
+        state = app.state.linkstate_factory.state
+        _register(state(), known)
     common: dict[str, Any] = {"log_config": web_log_config("superlink"), "ws": "none"}
     tls = {"ssl_keyfile": config.ssl_keyfile, "ssl_certfile": config.ssl_certfile}
     # bound before anything starts, so that a port that is taken ends the command
