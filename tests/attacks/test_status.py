@@ -299,9 +299,10 @@ def test_a_federation_tells_its_status_to_those_who_may_know(tmp_path: Path) -> 
         assert (told["run"]["round"], told["run"]["enrolled"]) == (2, 3)
         assert "polyfed_run_round 2.0" in fetched(metrics)
         assert 'polyfed_device_tasks_total{verdict="reply"} 2.0' in fetched(device)
-        lines = [json.loads(line) for line in federation.log("link").splitlines() if line.startswith("{")]
+        texts = federation.log("link") + federation.log("run")
+        lines = [json.loads(line) for line in texts.splitlines() if line.startswith("{")]
         assert {"flwr", "uvicorn", "polyfed"} <= {line["source"] for line in lines}
-        assert read_token(files[1]) not in federation.log("link") + federation.log("run")
+        assert read_token(files[1]) not in texts
 
 
 def fetched(port: int) -> str:

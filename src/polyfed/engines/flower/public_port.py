@@ -131,13 +131,12 @@ def run_superlink(
         state = app.state.linkstate_factory.state
         _register(state(), known)
     common: dict[str, Any] = {"log_config": web_log_config("superlink"), "ws": "none"}
-    tls = {"ssl_keyfile": config.ssl_keyfile, "ssl_certfile": config.ssl_certfile}
+    tls: dict[str, Any] = {"ssl_keyfile": config.ssl_keyfile, "ssl_certfile": config.ssl_certfile}
     # bound before anything starts, so that a port that is taken ends the command
     outer = [uvicorn.Config(FleetOnly(app), host=host, port=port, lifespan="off", **tls, **common)]
     for service in services:
-        where, extra = {"host": service.host, "port": service.port}, tls if service.tls else {}
-        made = service.app(lambda: link_facts(state()))
-        outer.append(uvicorn.Config(made, lifespan="off", **where, **extra, **common))
+        made, secured = service.app(lambda: link_facts(state())), tls if service.tls else {}
+        outer.append(uvicorn.Config(made, host=service.host, port=service.port, lifespan="off", **secured, **common))
     opened = [(uvicorn.Server(one), one.bind_socket()) for one in outer]
     whole = _Whole(
         uvicorn.Config(app, host=LOOPBACK, port=control_port, **tls, **common), [server for server, _ in opened]

@@ -5,7 +5,6 @@ PyTorch into a process that does not need it.
 """
 
 import runpy
-import sys
 from pathlib import Path
 
 from flwr.supercore.logger import console_handler
@@ -17,4 +16,4 @@ if __name__ == "__main__":
     log_lines = runpy.run_path(str(LOG_LINES))
     vars(console_handler)["format"] = log_lines["LogLines"]("device").format
     console_handler.addFilter(log_lines["says_something"])
-    sys.exit(flower_supernode())
+    flower_supernode()
