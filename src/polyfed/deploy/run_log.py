@@ -22,6 +22,9 @@ LOGGER = logger_of("server", "stdout")  # the app's log is its screen
 LOGGED = ("client-missing", "late-reply")
 """Events whose facts are written out; the others have sentences of their own."""
 
+SCORES = ("accuracy", "mae", "recall1", "loss")
+"""Scores of the global model that a round's line shows, where they are measured."""
+
 KEPT_REASONS = 20
 """Clients whose newest reason for a missing reply is kept in the status."""
 
@@ -32,7 +35,7 @@ def log_run(event: str, **facts: Any) -> None:
     if event == "round-finished":
         row = facts["row"]
         evaluated = row.get("metrics", {}).get("global", {})
-        shown = "".join(f", {name} {evaluated[name]:.4f}" for name in ("accuracy", "loss") if name in evaluated)
+        shown = "".join(f", {name} {evaluated[name]:.4f}" for name in SCORES if name in evaluated)
         text = f"round {row['round']}: {len(row['cohort'])} asked, {row['bytes_up']} bytes up{shown}"
         facts = {"round": row["round"], "asked": len(row["cohort"]), "bytes_up": row["bytes_up"]}
     elif event == "note":

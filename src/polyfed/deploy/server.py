@@ -128,6 +128,8 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
     listeners, status = listeners_of(out)
     try:
         recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
+        if recipe.attack is not None:
+            raise RecipeError("[attack] has clients lie, which only a simulation may. Remove the section")
         records = Records(out, resume=True)
         emit = Emitter(listeners)
         with only_server(out):
