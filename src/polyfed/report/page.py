@@ -47,7 +47,7 @@ def write_report(dir: str | Path) -> Path:
     modalities = modalities_of(folder)
     shown = [chart.table() for chart in charts.charts_of(past, modalities)]
     crossed = egress.aggregate(folder)
-    text = _render(
+    text = render(
         "run.html",
         folder=folder,
         past=past,
@@ -63,7 +63,7 @@ def write_report(dir: str | Path) -> Path:
             "tables": {name: frames.drawn() for name, frames in past.tables.items()},
         },
     )
-    return _write(folder.path / REPORT, text)
+    return write_page(folder.path / REPORT, text)
 
 
 GENERATOR = b'<meta name="generator" content="polyfed">'
@@ -81,8 +81,8 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
         RecipeError: the page cannot be written.
     """
     shown = [chart.table() for chart in curves_of(comparison)]
-    text = _render("comparison.html", comparison=comparison, charts=shown, drawn={"charts": shown})
-    return _write(Path(path), text)
+    text = render("comparison.html", comparison=comparison, charts=shown, drawn={"charts": shown})
+    return write_page(Path(path), text)
 
 
 def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> list[tuple[str, str, str]]:
@@ -154,7 +154,8 @@ def _cell(sums: egress.Egress, place: egress.Place, allowed: bool, most: int) ->
     }
 
 
-def _render(template: str, **context: Any) -> str:
+def render(template: str, **context: Any) -> str:
+    """The text of a page, from a template of this room and the names that it uses; `drawn` is the data of its charts."""
     scripts = [asset("uPlot.iife.min.js"), asset("report.js")]
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
     return (
@@ -197,7 +198,15 @@ def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _write(path: Path, text: str) -> Path:
+def write_page(path: Path, text: str) -> Path:
+    """Write a page, unless another file has its name.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        RecipeError: the file is no page of polyfed's, or it cannot be written.
+    """
     try:
         if path.is_file() and not _is_report(path):
             raise RecipeError(f"{path} exists and is no page of polyfed's. Choose another name, or move it away")
