@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from polyfed.cli import audit, catalogue_pages, deployment, preparation, tables
+from polyfed.cli import audit, catalogue_pages, deployment, preparation, sweep, tables
 from polyfed.cli.output import print_json, show, standard_output
 from polyfed.cli.progress import Progress
 from polyfed.core.errors import DataError, EgressError, PolyfedError, PolyfedWarning, RecipeError
@@ -55,6 +55,7 @@ app = typer.Typer(
 
 
 app.add_typer(audit.app)
+app.add_typer(sweep.app)
 
 
 class Device(StrEnum):

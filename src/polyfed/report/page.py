@@ -155,7 +155,7 @@ def _cell(sums: egress.Egress, place: egress.Place, allowed: bool, most: int) ->
 
 
 def render(template: str, **context: Any) -> str:
-    """The text of a page, from a template of this room and the names that it uses; `drawn` is the data of its charts."""
+    """The text of a page, from a template of this room and its names; `drawn` is the data of its charts."""
     scripts = [asset("uPlot.iife.min.js"), asset("report.js")]
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
     return (

@@ -156,7 +156,9 @@ class Planner:
                 "'sequential'"
             )
         if cell.space and recipe.clients.validation == 0.0 and not self.fingerprint(recipe)[1]:
-            raise RecipeError("the search needs validation rows: set clients.validation, as in clients.validation = 0.1")
+            raise RecipeError(
+                "the search needs validation rows: set clients.validation, as in clients.validation = 0.1"
+            )
 
 
 def combinations(keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

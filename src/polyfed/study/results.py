@@ -1,4 +1,4 @@
-"""The files of a study's folder: what ran, failed and is left (`index.html`, `study.json`), and the numbers of the runs."""
+"""The files of a study's folder: what ran, failed and is left (`index.html`, `study.json`), and all numbers."""
 
 import json
 import os

@@ -14,7 +14,7 @@ from polyfed.study.board import Board, Entry
 from polyfed.study.plan import Cell, Planner
 from polyfed.study.pool import Message, Pool
 from polyfed.study.search import Searcher
-from polyfed.study.study_file import Study, load_study
+from polyfed.study.study_file import load_study
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -132,7 +132,9 @@ class _Sweep:
                 return None
             searcher.tell(asked, [_mean(found) for found in scores])
         if searcher.best is None:
-            board.blocked[number] = f"training diverged with each of the {len(searcher.trials)} settings that were tried"
+            board.blocked[number] = (
+                f"training diverged with each of the {len(searcher.trials)} settings that were tried"
+            )
         return searcher.best
 
     def _entry(self, cell: Cell, seed: int, chosen: Mapping[str, Any], *, tuning: bool = False) -> Entry:
