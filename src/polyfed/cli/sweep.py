@@ -6,15 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from polyfed.cli.output import print_json, show
-from polyfed.cli.sweep_progress import SweepProgress, results_table
 from polyfed.core.signals import handling, interrupt
-from polyfed.report.run_schema import LIMIT
-from polyfed.study import sweep
-from polyfed.study.results import PAGE
-from polyfed.study.study_file import load_study
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM: 128 + SIGINT, as in shells."""
@@ -30,12 +24,19 @@ def sweep_study(
     study: Annotated[Path, typer.Argument(metavar="STUDY.toml", help="The study.", show_default=False)],
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, max=LIMIT, metavar="N", help="The most runs at once. [default: the number of cores]"),
+        typer.Option(min=1, metavar="N", help="The most runs at once. [default: the number of cores]"),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the study. [default: runs/NAME]")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")] = False,
 ) -> None:
     """Carry out a study: methods x scenarios x settings x seeds, several runs at once; started again, it goes on."""
+    from rich.text import Text
+
+    from polyfed.cli.sweep_progress import SweepProgress, results_table
+    from polyfed.study import sweep
+    from polyfed.study.results import PAGE
+    from polyfed.study.study_file import load_study
+
     folder = out or Path("runs") / load_study(study).name
     progress = SweepProgress()
     try:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.evaluation.metrics import mean_and_spread
@@ -14,6 +14,9 @@ from polyfed.report.formatting import MISSING, number_of
 from polyfed.report.labels import flat, labels_of, method_of, parts_of
 from polyfed.report.run_folder import Folder
 from polyfed.report.study_folder import NamedRun, runs_of
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SHARES = {"accuracy": "accuracy", "uar": "UAR", "macro_f1": "macro-F1", "top5": "top-5"}
 """Score of the global model -> its heading."""
@@ -160,6 +163,13 @@ class Comparison:
             | {f"{name}.spread": cell.spread for name, cell in group.cells.items()}
             for group in self.groups
         ]
+
+    def frame(self) -> "pd.DataFrame":
+        """The rows as a data frame, with the columns `method` and `scenario`."""
+        import pandas as pd  # here: it takes half a second
+
+        names = ({"method": group.method, "scenario": group.scenario} for group in self.groups)
+        return pd.DataFrame([name | row for name, row in zip(names, self.rows(), strict=True)])
 
 
 def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Comparison:

@@ -1,7 +1,7 @@
 """What a comparison proves: paired differences to a baseline, and mean ranks over scenarios or seeds."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,6 +52,7 @@ class Evidence:
         methods: the methods that are ranked.
         ranks: their mean ranks; None if there are fewer than three methods or two blocks.
         blocks: what the ranks are averaged over, "scenarios" or "seeds".
+        scores: (scenario, method) -> (seed, fold) -> score.
     """
 
     metric: str
@@ -60,6 +61,7 @@ class Evidence:
     methods: tuple[str, ...]
     ranks: MeanRanks | None
     blocks: str
+    scores: Mapping[tuple[str, str], Mapping[tuple[int, str], float]]
 
     @property
     def lowest(self) -> bool:
@@ -119,7 +121,7 @@ def evidence(
     )
     words = list(dict.fromkeys(word for wanted in metrics for word in wanted))
     ranked, ranks, blocks = _ranks(by_place, methods, scenarios, lowest=words[0].endswith("loss"))
-    return Evidence(" or ".join(words), test, rows, ranked, ranks, blocks)
+    return Evidence(" or ".join(words), test, rows, ranked, ranks, blocks, by_place)
 
 
 def scores_of(group: Group, metrics: Sequence[str]) -> dict[tuple[int, str], float]:
@@ -149,9 +151,7 @@ def metrics_of(comparison: Comparison, metric: str | None = None) -> list[tuple[
     return [group.metrics or (default,) for group in comparison.groups]
 
 
-def _differences(
-    own: dict[tuple[int, str], float] | None, other: dict[tuple[int, str], float] | None
-) -> list[float]:
+def _differences(own: dict[tuple[int, str], float] | None, other: dict[tuple[int, str], float] | None) -> list[float]:
     """The differences of the runs that both methods have."""
     return [] if own is None or other is None else [own[run] - other[run] for run in own if run in other]
 

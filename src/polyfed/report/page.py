@@ -24,7 +24,10 @@ from polyfed.report import charts, egress, history, senders
 from polyfed.report import formatting as words
 from polyfed.report.compare import Comparison, modalities_of
 from polyfed.report.curves import curves_of
+from polyfed.report.evidence import Evidence, evidence
+from polyfed.report.progressions import price_charts
 from polyfed.report.run_folder import Folder
+from polyfed.report.sheets import scenarios_sheet, tests_of
 
 REPORT = "report.html"
 
@@ -70,8 +73,13 @@ GENERATOR = b'<meta name="generator" content="polyfed">'
 """The tag in the head of every page that polyfed writes; only pages that have it are overwritten."""
 
 
-def write_comparison(comparison: Comparison, path: str | Path) -> Path:
-    """Write a comparison as a page: the tables, and curves with their range over runs.
+def write_comparison(comparison: Comparison, path: str | Path, proof: Evidence | None = None) -> Path:
+    """Write a comparison as a page: the tables, the tests, and curves with their range over runs.
+
+    Args:
+        comparison: the comparison.
+        path: the file to write.
+        proof: the tests; None: those of `evidence` without further choices.
 
     Returns:
         The path of the page.
@@ -80,8 +88,11 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
         DataError: a run's files are damaged.
         RecipeError: the page cannot be written.
     """
-    shown = [chart.table() for chart in curves_of(comparison)]
-    text = render("comparison.html", comparison=comparison, charts=shown, drawn={"charts": shown})
+    proof = proof or evidence(comparison)
+    curves = [*curves_of(comparison), *price_charts(comparison)]
+    shown = [chart.table() for chart in curves]
+    sheets = [sheet for sheet in (scenarios_sheet(comparison, proof), *tests_of(proof)) if sheet is not None]
+    text = render("comparison.html", comparison=comparison, sheets=sheets, charts=shown, drawn={"charts": shown})
     return write_page(Path(path), text)
 
 
