@@ -1,7 +1,8 @@
 """polyfed: multimodal federated learning. One implementation of a method runs in simulation and on real devices.
 
 The names below are the public front door: load or parse a recipe, `check` what it lets leave the clients, `run` it, and
-read what the run wrote; `sweep` a study of many runs, and `compare` them. Methods of your own import from `polyfed.algorithms`, `polyfed.core` and `polyfed.training`.
+read what the run wrote; `sweep` a study of many runs, and `compare` them. Methods of your own import from
+`polyfed.algorithms`, `polyfed.core` and `polyfed.training`.
 """
 
 from importlib.metadata import version
