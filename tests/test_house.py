@@ -32,6 +32,7 @@ ROOMS = [
     "experiment",
     "deploy",
     "run",
+    "study",
     "cli",
 ]
 """The rooms of the package, lowest first: a file imports from its own room and from lower ones."""

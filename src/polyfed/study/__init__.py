@@ -3,11 +3,11 @@
 - `study_file`: a study as a file; `ranges`: the values of its keys.
 - `plan`: the recipes of its runs, and the names under which their results are kept.
 - `search`: the choice of settings by Optuna, on validation rows.
-- `sweep`: `polyfed.sweep`, which carries a study out.
+- `scheduler`: `polyfed.sweep`, which carries a study out.
 - `pool`: the processes that carry out runs at once; `worker`: such a process; `machine`: cores and free memory.
 - `board`: which runs are finished, failed or left, and why; `results`: the files of a study's folder.
 """
 
-from polyfed.study.sweep import sweep
+from polyfed.study.scheduler import sweep
 
 __all__ = ["sweep"]

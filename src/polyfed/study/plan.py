@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from polyfed.data.columns import VALIDATION
 from polyfed.data.stacking import stacked
 from polyfed.experiment.loop import versions
 from polyfed.experiment.recipe import Recipe, parse_recipe, read_table
-from polyfed.study.ranges import at, put, remove, values_of
+from polyfed.study.ranges import at, combinations, put, remove
 from polyfed.study.study_file import NAMES, Study, refuse
 
 WITHOUT_EFFECT = ("checkpoint", "tracking", "versions")
@@ -159,12 +159,6 @@ class Planner:
             raise RecipeError(
                 "the search needs validation rows: set clients.validation, as in clients.validation = 0.1"
             )
-
-
-def combinations(keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every combination of the values of these keys."""
-    for values in itertools.product(*(values_of(entry) for entry in keys.values())):
-        yield dict(zip(keys, values, strict=True))
 
 
 def edit(table: dict[str, Any], changes: Mapping[str, Any], removed: list[str]) -> None:

@@ -1,5 +1,6 @@
 """Processes that carry out runs at once: as many as cores and memory allow, each with one thread."""
 
+import contextlib
 import json
 import os
 import queue
@@ -27,12 +28,14 @@ class Worker:
         job: The name of the run that it carries out; empty if it has none.
         memory: The most memory, in bytes, that it has told.
         log: The file with what it printed to standard error.
+        listener: The thread that reads what it tells.
     """
 
     process: "subprocess.Popen[str]"
     log: Path
     job: str = ""
     memory: int = 0
+    listener: threading.Thread | None = None
 
 
 @dataclass
@@ -70,7 +73,7 @@ class Pool:
         for worker in self.workers:
             worker.process.kill()
         for worker in self.workers:
-            worker.process.wait()
+            _close(worker)
 
     @property
     def running(self) -> int:
@@ -92,11 +95,9 @@ class Pool:
         worker = next((w for w in self.workers if not w.job), None) or self._new()
         worker.job = job
         assert worker.process.stdin is not None
-        try:
+        with contextlib.suppress(OSError):  # it was killed while it was idle; its end is read as that of its run
             worker.process.stdin.write(json.dumps({"recipe": recipe, "folder": str(folder)}, default=str) + "\n")
             worker.process.stdin.flush()
-        except OSError:  # it was killed while it was idle; its end is read as that of its run
-            pass
 
     def message(self, seconds: float) -> Message | None:
         """The next message of a worker; None if none comes within so many seconds.
@@ -110,6 +111,7 @@ class Pool:
         job = worker.job
         if facts is None:
             self.workers.remove(worker)
+            _close(worker)
             return Message(job, "killed", {"why": _end_of(worker)}) if job else None
         worker.memory = max(worker.memory, facts.pop("memory", 0))
         self.need = max(self.need, worker.memory)
@@ -136,14 +138,26 @@ class Pool:
         worker = Worker(process, log)
         self.workers.append(worker)
         assert process.stdout is not None
-        threading.Thread(target=self._listen, args=(worker, process.stdout), daemon=True).start()
+        worker.listener = threading.Thread(target=self._listen, args=(worker, process.stdout), daemon=True)
+        worker.listener.start()
         return worker
 
     def _listen(self, worker: Worker, lines: IO[str]) -> None:
-        for line in lines:
-            if line.endswith("\n"):
-                self._messages.put((worker, json.loads(line)))
+        with lines:
+            for line in lines:
+                if line.endswith("\n"):
+                    self._messages.put((worker, json.loads(line)))
         self._messages.put((worker, None))
+
+
+def _close(worker: Worker) -> None:
+    """Wait for the end of a process, and close what led to it."""
+    worker.process.wait()
+    if worker.listener is not None:
+        worker.listener.join()
+    if worker.process.stdin is not None:
+        with contextlib.suppress(OSError):  # words that the process no longer read
+            worker.process.stdin.close()
 
 
 def _end_of(worker: Worker) -> str:

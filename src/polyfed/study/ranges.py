@@ -1,7 +1,8 @@
 """The values of a key in a study: a list, or a range. Keys of recipes as dotted paths."""
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -87,6 +88,17 @@ def values_of(entry: Any) -> list[Any]:
     """The values of a list or a range; see `entry_of` for errors."""
     found = entry_of(entry)
     return list(found.values()) if isinstance(found, Range) else found
+
+
+def combinations(keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every combination of the values of these keys; the last key changes fastest."""
+    for values in itertools.product(*(values_of(entry) for entry in keys.values())):
+        yield dict(zip(keys, values, strict=True))
+
+
+def grid_size(keys: Mapping[str, Any]) -> int:
+    """The number of combinations of the values of these keys."""
+    return math.prod(len(values_of(entry)) for entry in keys.values())
 
 
 def flat_keys(table: Mapping[str, Any], stop: Sequence[str] = WHOLE, head: str = "") -> dict[str, Any]:

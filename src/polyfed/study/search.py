@@ -4,12 +4,14 @@ A search holds nothing on disk. Its proposals depend on the seed of the sampler 
 sweep that was killed asks the same questions again and finds their answers among the runs that are finished.
 """
 
+import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from polyfed.core.errors import RecipeError
-from polyfed.study.ranges import Range, entry_of
+from polyfed.study.ranges import Range, combinations, entry_of, grid_size
 from polyfed.study.study_file import Search
 
 try:
@@ -37,28 +39,28 @@ class Searcher:
     trials: list[tuple[Values, float | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Start Optuna's study.
+        """Start Optuna's study; a grid needs none.
 
         Raises:
             RecipeError: Optuna is not installed.
         """
+        self._spaces = {key: entry_of(entry) for key, entry in self.space.items()}
+        self._asked: list[Any] = []
+        self._study: Any = None
+        if self.search.sampler == "grid":
+            return
         if optuna is None:
             raise RecipeError("[search] needs Optuna: pip install 'polyfed[study]'")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._spaces = {key: entry_of(entry) for key, entry in self.space.items()}
-        direction = "minimize" if self.lowest else "maximize"
-        self._study = optuna.create_study(direction=direction, sampler=self._sampler())
-        self._asked: list[Any] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            direction = "minimize" if self.lowest else "maximize"
+            self._study = optuna.create_study(direction=direction, sampler=self._sampler())
 
     @property
     def budget(self) -> int:
         """The number of trials; fewer than the study allows if a grid has fewer settings."""
-        if self.search.sampler != "grid":
-            return self.search.trials
-        number = 1
-        for space in self._spaces.values():
-            number *= len(_listed(space))
-        return min(self.search.trials, number)
+        return min(self.search.trials, grid_size(self.space)) if self._study is None else self.search.trials
 
     @property
     def best(self) -> Values | None:
@@ -71,29 +73,29 @@ class Searcher:
 
     def ask(self) -> list[Values]:
         """The settings of the next batch; empty when the budget is spent."""
-        number = min(self.search.batch, self.budget - len(self.trials))
+        done = len(self.trials)
+        number = min(self.search.batch, self.budget - done)
+        if self._study is None:
+            return list(itertools.islice(combinations(self.space), done, done + number))
         self._asked = [self._study.ask() for _ in range(number)]
         return [
-            {key: _suggested(trial, key, space, self.search.sampler) for key, space in self._spaces.items()}
-            for trial in self._asked
+            {key: _suggested(trial, key, space) for key, space in self._spaces.items()} for trial in self._asked
         ]
 
     def tell(self, asked: Sequence[Values], scores: Sequence[float | None]) -> None:
         """Tell the scores of the batch that was asked last, in its order."""
-        for trial, values, score in zip(self._asked, asked, scores, strict=True):
+        self.trials += zip(asked, scores, strict=True)
+        for trial, score in zip(self._asked, scores, strict=False):  # a grid has no trials of Optuna
             if score is None:
                 self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
             else:
                 self._study.tell(trial, score)
-            self.trials.append((values, score))
 
     def _sampler(self) -> Any:
         samplers, seed = optuna.samplers, self.search.sampler_seed
         if self.search.sampler == "tpe":
             # without constant_liar, the trials of one batch, which have no scores yet, would lie close together
             return samplers.TPESampler(seed=seed, constant_liar=True)
-        if self.search.sampler == "grid":
-            return samplers.GridSampler({key: _listed(space) for key, space in self._spaces.items()}, seed=seed)
         return {"random": samplers.RandomSampler, "qmc": samplers.QMCSampler}[self.search.sampler](seed=seed)
 
 
@@ -101,9 +103,9 @@ def _listed(space: list[Any] | Range) -> list[Any]:
     return list(space.values()) if isinstance(space, Range) else space
 
 
-def _suggested(trial: Any, key: str, space: list[Any] | Range, sampler: str) -> Any:
+def _suggested(trial: Any, key: str, space: list[Any] | Range) -> Any:
     """The value that a trial proposes for a key; floats are rounded to four digits, which a table can print."""
-    if isinstance(space, list) or sampler == "grid" or space.count is not None:
+    if isinstance(space, list) or space.count is not None:
         options = _listed(space)
         if all(isinstance(option, bool | int | float | str) for option in options):
             return trial.suggest_categorical(key, options)

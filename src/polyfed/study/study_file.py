@@ -8,10 +8,13 @@ from typing import Annotated, Any, Literal
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.parsing import parse_toml
 from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, check_ranges, checked
-from polyfed.study.ranges import Range, entry_of, flat_keys, values_of
+from polyfed.study.ranges import Range, entry_of, flat_keys, grid_size, values_of
 
 GROUPS = ("global", "personal", "unimodal", "global_by_client")
 """Groups of metrics in result.json that a study may report."""
+
+SECTIONS = ("methods", "scenarios", "when", "search")
+"""Keys of a study that hold sections."""
 
 NAMES = ("method", "scenario")
 """Words of `match` that are no keys of a recipe."""
@@ -183,7 +186,9 @@ def parse_study(table: Mapping[str, Any], name: str = "study", folder: Path = Pa
         RecipeError: with all problems of the table.
     """
     problems: list[str] = []
-    top = {key: value for key, value in table.items() if key not in ("methods", "scenarios", "when", "search")}
+    known = [f.name for f in fields(Study) if f.name not in ("name", "folder")]
+    problems += [f"no key or section '{key}'; {did_you_mean(key, known)}" for key in table if key not in known]
+    top = {key: value for key, value in table.items() if key in known and key not in SECTIONS}
     parts: dict[str, Any] = {
         "methods": _named("methods", Method, table.get("methods", {}), problems),
         "scenarios": _named("scenarios", Scenario, table.get("scenarios", {}), problems),
@@ -287,6 +292,14 @@ def _check_values(study: Study, problems: list[str]) -> None:
             found = tried(problems, f"{where} {key}:", lambda entry=entry: entry_of(entry))
             if isinstance(found, Range) and (not searched or _sampler(study) == "grid"):
                 tried(problems, f"{where} {key}:", found.values)
+    if study.search is not None and _sampler(study) == "grid" and not problems:
+        for name, method in study.methods.items():
+            size = grid_size(study.search.keys | method.search)
+            if size > study.search.trials:
+                problems.append(
+                    f"[search] trials = {study.search.trials}: the grid of '{name}' has {size} settings. Give as many "
+                    "trials, or another sampler"
+                )
 
 
 def _sampler(study: Study) -> str:
