@@ -67,8 +67,14 @@ def test_a_study_crosses_methods_with_scenarios_grids_and_conditions(tmp_path):
         ("few", "fedprox lr=0.1 mu=0.1"),
     ]
     assert len(found) == 2 * (2 + 4)
-    assert [c.label for c in found if c.skip and c.scenario == "few"] == ["fedprox lr=0.2 mu=0.1", "fedprox lr=0.2 mu=1"]
-    assert {(c.scenario, c.table["clients"]["num"], c.table["rounds"]) for c in found} == {("few", 3, 2), ("many", 6, 3)}
+    assert [c.label for c in found if c.skip and c.scenario == "few"] == [
+        "fedprox lr=0.2 mu=0.1",
+        "fedprox lr=0.2 mu=1",
+    ]
+    assert {(c.scenario, c.table["clients"]["num"], c.table["rounds"]) for c in found} == {
+        ("few", 3, 2),
+        ("many", 6, 3),
+    }
     assert {c.table["engine"]["threads"] for c in found} == {1}
 
 

@@ -82,10 +82,12 @@ def columns_sheet(comparison: Comparison, name: str, title: str, columns: Sequen
         for group in comparison.groups
     ]
     best = set()
-    for place, column in enumerate(columns, 2):
-        means = {row: cell.mean for row, g in enumerate(comparison.groups) if (cell := g.cells.get(column.name))}
-        if column.is_quality and len(means) > 1:
-            best |= {(row, place) for row, mean in means.items() if mean == max(means.values())}
+    for scenario in dict.fromkeys(group.scenario for group in comparison.groups):
+        rivals = [(row, group) for row, group in enumerate(comparison.groups) if group.scenario == scenario]
+        for place, column in enumerate(columns, 2):
+            means = {row: cell.mean for row, g in rivals if (cell := g.cells.get(column.name))}
+            if column.is_quality and len(means) > 1:
+                best |= {(row, place) for row, mean in means.items() if mean == max(means.values())}
     return Sheet(name, f"{title}: {MEANING}", ["method", "n", *(c.heading for c in columns)], rows, frozenset(best))
 
 
@@ -111,7 +113,7 @@ def ranks_sheet(proof: Evidence) -> Sheet | None:
     ranks = proof.ranks
     title = (
         f"Mean ranks over {ranks.blocks} {proof.blocks} by {_metric(proof)}, rank 1 is the best; Friedman's test "
-        f"p = {_p(ranks.p)}; Nemenyi's critical difference at 5 % is {ranks.critical:.2f}"
+        f"{_equation(ranks.p)}; Nemenyi's critical difference at 5 % is {ranks.critical:.2f}"
     )
     order = sorted(range(len(proof.methods)), key=lambda place: ranks.ranks[place])
     rows = []
@@ -209,6 +211,10 @@ def _p(value: float | None) -> str:
     if value is None:
         return MISSING
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _equation(p: float) -> str:
+    return f"p {_p(p)}" if p < 0.001 else f"p = {_p(p)}"
 
 
 def _test_columns(row: Difference) -> dict[str, Any]:

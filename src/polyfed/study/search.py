@@ -78,9 +78,7 @@ class Searcher:
         if self._study is None:
             return list(itertools.islice(combinations(self.space), done, done + number))
         self._asked = [self._study.ask() for _ in range(number)]
-        return [
-            {key: _suggested(trial, key, space) for key, space in self._spaces.items()} for trial in self._asked
-        ]
+        return [{key: _suggested(trial, key, space) for key, space in self._spaces.items()} for trial in self._asked]
 
     def tell(self, asked: Sequence[Values], scores: Sequence[float | None]) -> None:
         """Tell the scores of the batch that was asked last, in its order."""
