@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from sample import write_run
 
 from polyfed.cli import main
 from polyfed.report import compare, evidence, sheets, write_comparison, write_figures
-from sample import write_run
 
 
 @pytest.fixture

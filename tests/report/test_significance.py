@@ -4,12 +4,12 @@ import math
 
 import numpy as np
 import pytest
+from sample import write_run
 from scipy import stats
 
 from polyfed.core.errors import RecipeError
 from polyfed.report import compare, evidence
 from polyfed.report.significance import critical_difference, holm, mean_ranks, paired
-from sample import write_run
 
 
 @pytest.mark.parametrize("n", [2, 5, 12])
@@ -101,7 +101,7 @@ def test_the_baseline_the_metric_and_the_test_are_chosen(runs):
     assert [row.method for row in proof.differences] == names[:2]
     assert proof.metric == "global.uar"
     assert proof.ranks.blocks == 4
-    with pytest.raises(RecipeError, match="'global.urar': no run has it; did you mean 'global.uar'"):
+    with pytest.raises(RecipeError, match=r"'global\.urar': no run has it; did you mean 'global\.uar'"):
         evidence(comparison, "global.urar")
     with pytest.raises(RecipeError, match="is not a method of these runs; did you mean"):
         evidence(comparison, baseline=names[0][:-1])

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
+from study_world import table
 
 from polyfed.core.errors import RecipeError
 from polyfed.study.plan import Planner
 from polyfed.study.ranges import Range, flat_keys, values_of
 from polyfed.study.study_file import load_study
-from study_world import table
 
 
 def cells(folder: Path, **changes):
@@ -127,7 +127,7 @@ def test_problems_of_recipes_name_the_method_and_the_scenario_once(tmp_path):
 
 def test_the_search_needs_validation_rows_and_both_ends_of_a_range_must_be_valid(tmp_path):
     search = {"trials": 2, "seeds": [9], "keys": {"train.lr": {"low": 0.01, "high": 0.1}}}
-    with pytest.raises(RecipeError, match="the search needs validation rows: set clients.validation"):
+    with pytest.raises(RecipeError, match=r"the search needs validation rows: set clients\.validation"):
         cells(tmp_path, search=search, set={"clients.validation": 0.0})
     search["keys"] = {"train.momentum": {"low": 0.5, "high": 2.0}}
     with pytest.raises(RecipeError, match=r"\[train\] momentum = 2.0"):

@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 import tomli_w
+from study_world import HerePool, table
 
 import polyfed
 from polyfed.core.errors import RecipeError
 from polyfed.study import machine
 from polyfed.study.pool import Pool, Worker
-from study_world import HerePool, table
 
 SCORE = "metrics.global.accuracy"
 

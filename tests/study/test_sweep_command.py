@@ -6,12 +6,12 @@ import json
 import pytest
 import tomli_w
 from rich.console import Console
+from study_world import HerePool, table
 
 from polyfed.cli import main
 from polyfed.cli.sweep_progress import SweepProgress
 from polyfed.study.board import Board, Entry
 from polyfed.study.plan import Cell
-from study_world import HerePool, table
 
 
 def typed(capsys, monkeypatch, folder, study, *words):
