@@ -185,7 +185,7 @@ def start(study: dict, folder: Path) -> subprocess.Popen:
     (folder / "study.toml").write_text(tomli_w.dumps(study))
     words = ["sweep", str(folder / "study.toml"), "--out", str(folder / "out"), "--jobs", "2"]
     return subprocess.Popen(
-        [sys.executable, "-m", "polyfed.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-m", "polyfed.cli", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
 
 
@@ -216,7 +216,7 @@ def test_a_sweep_that_was_killed_five_times_ends_with_the_same_table(tmp_path, v
         elif children:
             os.kill(draw.choice(children).pid, signal.SIGKILL)
             kills += 1
-    process.communicate()
+    process.wait()
     assert kills > 0, "the sweep ended before the first kill"
     assert process.returncode == 0
     frame = polyfed.sweep(study, tmp_path / "out", jobs=1)

@@ -35,7 +35,7 @@ class Entry:
         round: The last round that is done.
         rounds: The number of rounds.
         kept: Whether an earlier sweep finished it.
-        tries: How often its process was killed.
+        tries: How often its process was killed since its last finished round.
         remarks: The warnings of the run.
         result: The content of result.json; empty if it is not finished.
     """

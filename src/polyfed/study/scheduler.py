@@ -19,8 +19,9 @@ from polyfed.study.study_file import load_study
 if TYPE_CHECKING:
     import pandas as pd
 
-KILLS = 3
-"""A run whose process was killed so often has failed; memory may be too short for it even alone."""
+KILLS = 6
+"""A run whose process was killed so often, without a finished round in between, has failed: memory may be too short for
+it even alone. Fewer would blame the run for kills from outside: five of them may all hit one run."""
 
 PATIENCE = 0.5
 """Seconds between two looks at the free memory."""
@@ -176,15 +177,17 @@ class _Sweep:
         """Book what a process told about its run."""
         entry, facts = self.board.entries[message.job], message.facts
         if message.event == "round":
+            if facts["round"] > entry.round:
+                entry.tries = 0
             entry.round, entry.rounds = facts["round"], facts.get("rounds", entry.rounds)
             return
         if message.event == "killed":
             entry.tries += 1
             if entry.tries < KILLS:
                 entry.state = "left"
-                self.waiting.insert(0, entry)
+                self.waiting.append(entry)
                 return
-            self.board.note_failure(entry, 1, f"{facts['why']}; {KILLS} times")
+            self.board.note_failure(entry, 1, f"{facts['why']}; {KILLS} times in a row")
         elif facts["code"]:
             self.board.note_failure(entry, facts["code"], facts["why"])
         else:
