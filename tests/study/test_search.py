@@ -3,7 +3,7 @@
 import pytest
 
 from polyfed.study.search import Searcher
-from polyfed.study.study_file import Search
+from polyfed.study.study_schema import Search
 
 SPACE = {"train.lr": {"low": 0.01, "high": 1.0, "scale": "log"}, "algorithm.mu": [0.1, 1.0]}
 

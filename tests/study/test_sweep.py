@@ -197,7 +197,7 @@ def test_a_sweep_that_was_killed_five_times_ends_with_the_same_table(tmp_path, v
     study = table(
         tmp_path,
         seeds=[1, 2, 3],
-        set={"rounds": 6},
+        set={"rounds": 25},
         methods={"fedavg": {}, "fedprox": {}, "moon": {}},
         grid={"train.lr": [0.05, 0.1]},
     )
@@ -217,7 +217,7 @@ def test_a_sweep_that_was_killed_five_times_ends_with_the_same_table(tmp_path, v
             os.kill(draw.choice(children).pid, signal.SIGKILL)
             kills += 1
     process.wait()
-    assert kills > 0, "the sweep ended before the first kill"
+    assert kills >= 3, "the sweep ended before the third kill"
     assert process.returncode == 0
     frame = polyfed.sweep(study, tmp_path / "out", jobs=1)
     assert len(frame) == 18

@@ -12,6 +12,7 @@ from polyfed.core.errors import RecipeError
 if TYPE_CHECKING:
     from rich.console import Group
 
+    from polyfed.report import Comparison, Evidence
     from polyfed.report.sheets import Sheet
 
 COMPARISON = "comparison.html"
@@ -79,36 +80,49 @@ def compare_runs(
     dark: Annotated[bool, typer.Option("--dark", help="Draw the figures for a dark background.")] = False,
 ) -> None:
     """Compare runs: those that differ only in seed or fold share a line, with mean, spread and paired tests."""
-    from polyfed.report import compare, evidence, sheets, write_comparison, write_figures
+    from polyfed.report import compare, evidence, write_comparison, write_figures
 
     if as_json and form is not Format.table:
         raise RecipeError(f"--json and --format {form.value} both say what to print; keep one of them")
     targets = [path for path in dirs if html and path.suffix == ".html"]
     comparison = compare((path for path in dirs if path not in targets), reach)
     proof = evidence(comparison, metric, baseline, test.value)  # type: ignore[arg-type]
-    page = write_comparison(comparison, (targets or [Path(COMPARISON)])[-1], proof) if html else None
-    drawn = [] if figures is None else write_figures(comparison, proof, figures, metric=metric, dark=dark)
+    written = []
+    if html:
+        page = write_comparison(comparison, (targets or [Path(COMPARISON)])[-1], proof)
+        written.append(f"picture in {page}")
+    if figures is not None:
+        drawn = write_figures(comparison, proof, figures, metric=metric, dark=dark)
+        written.append(f"{len(drawn)} figures in {figures}")
     if as_json:
         print_json(comparison.rows())
-    elif form is Format.json:
-        print_json(sheets.content(comparison, proof))
-    elif form is Format.csv:
-        typer.echo(sheets.csv(comparison, proof), nl=False)
-    elif form is not Format.table:
-        write = sheets.markdown if form is Format.markdown else sheets.latex
-        typer.echo(write(sheets.sheets_of(comparison, proof)), nl=False)
     else:
-        from rich.text import Text
+        print_as(form, comparison, proof, written)
 
-        from polyfed.cli import tables
 
-        found = [sheets.scenarios_sheet(comparison, proof), *sheets.tests_of(proof)]
-        show(
-            tables.comparison_tables(comparison, standard_output().width),
-            *(part for sheet in found if sheet is not None for part in (Text(""), sheet_table(sheet))),
-            *([] if page is None else [Text(f"picture in {page}")]),
-            *([] if not drawn else [Text(f"{len(drawn)} figures in {figures}")]),
-        )
+def print_as(form: Format, comparison: "Comparison", proof: "Evidence", written: list[str]) -> None:
+    """Print a comparison; `written` says in the terminal which files were written."""
+    from rich.text import Text
+
+    from polyfed.cli import tables
+    from polyfed.report import sheets
+
+    match form:
+        case Format.json:
+            print_json(sheets.content(comparison, proof))
+        case Format.csv:
+            typer.echo(sheets.csv(comparison, proof), nl=False)
+        case Format.markdown:
+            typer.echo(sheets.markdown(sheets.sheets_of(comparison, proof)), nl=False)
+        case Format.latex:
+            typer.echo(sheets.latex(sheets.sheets_of(comparison, proof)), nl=False)
+        case Format.table:
+            found = [sheets.scenarios_sheet(comparison, proof), *sheets.tests_of(proof)]
+            show(
+                tables.comparison_tables(comparison, standard_output().width),
+                *(part for sheet in found if sheet is not None for part in (Text(""), sheet_table(sheet))),
+                *(Text(line) for line in written),
+            )
 
 
 def sheet_table(sheet: "Sheet") -> "Group":

@@ -51,7 +51,7 @@ def write_figures(
         raise RecipeError("figures need Matplotlib: pip install 'polyfed[figures]'") from None
     folder = Path(folder)
     figures: dict[str, Any] = {}
-    with mpl.rc_context(_style(dark)):
+    with mpl.rc_context(_style(dark)):  # type: ignore[arg-type]
         for cost, groups in progressions(comparison, metric).items():
             for scenario in dict.fromkeys(group.scenario for group in groups):
                 own = [group for group in groups if group.scenario == scenario]

@@ -62,7 +62,7 @@ def progressions(comparison: Comparison, metric: str | None = None) -> dict[str,
 
 def price_charts(comparison: Comparison, metric: str | None = None) -> list[Chart]:
     """Charts for the page: the score against bytes and simulated seconds, one chart for each scenario and cost."""
-    charts = []
+    charts: list[Chart] = []
     for cost, groups in progressions(comparison, metric).items():
         if cost == "rounds":  # `curves_of` draws it
             continue

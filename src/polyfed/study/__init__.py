@@ -1,6 +1,6 @@
 """How do many recipes become one table? A study crosses methods with scenarios, settings and seeds; a sweep runs it.
 
-- `study_file`: a study as a file; `ranges`: the values of its keys.
+- `study_schema`: the sections of a study; `study_file` reads them; `ranges`: the values of its keys.
 - `plan`: the recipes of its runs, and the names under which their results are kept.
 - `search`: the choice of settings by Optuna, on validation rows.
 - `scheduler`: `polyfed.sweep`, which carries a study out.

@@ -17,7 +17,8 @@ from polyfed.data.stacking import stacked
 from polyfed.experiment.loop import versions
 from polyfed.experiment.recipe import Recipe, parse_recipe, read_table
 from polyfed.study.ranges import at, combinations, put, remove
-from polyfed.study.study_file import NAMES, Study, refuse
+from polyfed.study.study_file import refuse
+from polyfed.study.study_schema import NAMES, Study
 
 WITHOUT_EFFECT = ("checkpoint", "tracking", "versions")
 """Sections of a recipe that do not change a result."""

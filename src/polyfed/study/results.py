@@ -12,7 +12,7 @@ from polyfed.report.page import render, write_page
 from polyfed.report.run_folder import numbers_of
 from polyfed.study.board import Board, Entry
 from polyfed.study.plan import short, value_text
-from polyfed.study.study_file import Study
+from polyfed.study.study_schema import Study
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,12 +12,12 @@ from typing import Any
 
 from polyfed.core.errors import RecipeError
 from polyfed.study.ranges import Range, combinations, entry_of, grid_size
-from polyfed.study.study_file import Search
+from polyfed.study.study_schema import Search
 
 try:
     import optuna
 except ImportError:  # only a study with a search needs it
-    optuna = None
+    optuna = None  # type: ignore[assignment]
 
 Values = Mapping[str, Any]
 
@@ -54,8 +54,9 @@ class Searcher:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            direction = "minimize" if self.lowest else "maximize"
-            self._study = optuna.create_study(direction=direction, sampler=self._sampler())
+            self._study = optuna.create_study(
+                direction="minimize" if self.lowest else "maximize", sampler=self._sampler()
+            )
 
     @property
     def budget(self) -> int:

@@ -1,14 +1,16 @@
-"""A study as a file: methods, scenarios, grids, conditions and the search. All problems of a file are told at once."""
+"""Reads a study from its file. All problems of a file are told at once."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.parsing import parse_toml
-from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, check_ranges, checked
-from polyfed.study.ranges import Range, entry_of, flat_keys, grid_size, values_of
+from polyfed.core.schema import checked
+from polyfed.study.ranges import WHOLE, Range, entry_of, flat_keys, grid_size, values_of
+from polyfed.study.study_schema import NAMES, Method, Scenario, Search, Study, When
 
 GROUPS = ("global", "personal", "unimodal", "global_by_client")
 """Groups of metrics in result.json that a study may report."""
@@ -16,141 +18,8 @@ GROUPS = ("global", "personal", "unimodal", "global_by_client")
 SECTIONS = ("methods", "scenarios", "when", "search")
 """Keys of a study that hold sections."""
 
-NAMES = ("method", "scenario")
-"""Words of `match` that are no keys of a recipe."""
-
 RANGE = ("low", "high")
 """A table with one of these keys is a range."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """What the methods are compared on: data, clients and rounds.
-
-    Attributes:
-        recipe: The recipe that every run of this scenario starts from; a path from the study's file. Default: the
-            study's `recipe`.
-        metric: What is measured; default: the study's `metric`.
-        set: Keys of the recipe and their values.
-        unset: Keys or sections that are removed from the recipe.
-    """
-
-    recipe: str | None = None
-    metric: str | list[str] | None = None
-    set: dict[str, Any] = field(default_factory=dict)
-    unset: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """One line of the table of results.
-
-    Attributes:
-        set: Keys of the recipe and their values. Without `algorithm.name`, the name of the method is that of the
-            algorithm.
-        unset: Keys or sections that are removed from the recipe.
-        grid: Keys and their lists or ranges; every combination is a line of the table.
-        search: Keys and their lists or ranges; the search chooses a value on validation rows.
-    """
-
-    set: dict[str, Any] = field(default_factory=dict)
-    unset: list[str] = field(default_factory=list)
-    grid: dict[str, Any] = field(default_factory=dict)
-    search: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class When:
-    """A condition: where everything in `match` holds, keys are changed, or the runs are left out.
-
-    Attributes:
-        match: `method`, `scenario` or keys of the recipe, each with a value or a list of values.
-        set: Keys of the recipe and their values.
-        unset: Keys or sections that are removed from the recipe.
-        skip: Why these runs are left out; empty: they are not.
-    """
-
-    match: dict[str, Any]
-    set: dict[str, Any] = field(default_factory=dict)
-    unset: list[str] = field(default_factory=list)
-    skip: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """How settings are chosen: the same number of trials for every method, on validation rows, on seeds of its own.
-
-    Attributes:
-        trials: Settings that are tried for each method in each scenario.
-        seeds: The seeds of each trial; none of them may be a reported seed.
-        keys: Keys that are searched for every method, with their lists or ranges.
-        sampler: Optuna's sampler: "tpe", "random", "qmc" or "grid". "grid" needs lists, or ranges with `count` or
-            `step`.
-        sampler_seed: The seed of the sampler.
-        batch: Trials that the sampler proposes before it sees their scores. They can run at once. The result depends
-            on this number, and not on the number of processes.
-    """
-
-    trials: Annotated[int, AT_LEAST_ONE]
-    seeds: list[int] | dict[str, Any]
-    keys: dict[str, Any] = field(default_factory=dict)
-    sampler: Literal["tpe", "random", "qmc", "grid"] = "tpe"
-    sampler_seed: Annotated[int, NOT_NEGATIVE] = 0
-    batch: Annotated[int, AT_LEAST_ONE] = 4
-
-    def __post_init__(self) -> None:
-        """Check types and ranges of the options."""
-        check_ranges("[search]", self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Study:
-    """A study: every method in every scenario, with every combination of the grid, on every seed.
-
-    Attributes:
-        title: What the study asks, for its page.
-        recipe: The recipe that every run starts from; a path from the study's file. A scenario may have its own.
-        seeds: The reported seeds: a list or a range.
-        metric: The metric of result.json that is reported, at the last round; of a list, the first that a run has.
-        set: Keys of the recipe and their values, for every run.
-        unset: Keys or sections that are removed from every recipe.
-        grid: Keys and their lists or ranges, for every method; every combination is a line of the table.
-        methods: Name -> method.
-        scenarios: Name -> scenario; without any, `recipe` alone is the scenario.
-        when: Conditions, which are applied in order.
-        search: How settings are chosen; None: no method has keys to search.
-        name: The name of the study's folder: that of its file.
-        folder: Where paths to recipes start.
-    """
-
-    title: str = ""
-    recipe: str | None = None
-    seeds: list[int] | dict[str, Any]
-    metric: str | list[str] = "global.accuracy"
-    set: dict[str, Any] = field(default_factory=dict)
-    unset: list[str] = field(default_factory=list)
-    grid: dict[str, Any] = field(default_factory=dict)
-    methods: Mapping[str, Method]
-    scenarios: Mapping[str, Scenario] = field(default_factory=dict)
-    when: Sequence[When] = ()
-    search: Search | None = None
-    name: str = "study"
-    folder: Path = Path()
-
-    @property
-    def reported_seeds(self) -> list[int]:
-        """The seeds whose runs are reported."""
-        return values_of(self.seeds)
-
-    @property
-    def tuning_seeds(self) -> list[int]:
-        """The seeds of the search; empty without a search."""
-        return [] if self.search is None else values_of(self.search.seeds)
-
-    def metrics_of(self, scenario: str) -> list[str]:
-        """The metrics of a scenario, of which the first counts that a run has."""
-        metric = self.scenarios[scenario].metric or self.metric
-        return [metric] if isinstance(metric, str) else list(metric)
 
 
 def load_study(given: str | Path | Mapping[str, Any]) -> Study:
@@ -236,9 +105,9 @@ def _section(
     if not isinstance(table, Mapping):
         problems.append(f"{where} must be a table, with its keys below it")
         return None
-    before, values = len(problems), {}
+    before, values = len(problems), dict[str, Any]()
     for key, value in table.items():
-        found = tried(problems, "", lambda key=key, value=value: checked(where, cls, {key: value}, frozenset(given)))
+        found = tried(problems, "", partial(checked, where, cls, {key: value}, frozenset(given)))
         values |= found or {}
     for f in fields(cls):
         needed = f.default is MISSING and f.default_factory is MISSING
@@ -248,7 +117,7 @@ def _section(
         return None
     for key in ("set", "grid", "search", "keys", "match"):
         if isinstance(values.get(key), Mapping):
-            values[key] = flat_keys(values[key], RANGE if key in ("grid", "search", "keys") else ("kind", "name"))
+            values[key] = flat_keys(values[key], RANGE if key in ("grid", "search", "keys") else WHOLE)
     return tried(problems, where, lambda: cls(**values, **given))
 
 
@@ -289,7 +158,7 @@ def _check_values(study: Study, problems: list[str]) -> None:
     for where, keys in places.items():
         searched = where.endswith(("search", "keys"))
         for key, entry in keys.items():
-            found = tried(problems, f"{where} {key}:", lambda entry=entry: entry_of(entry))
+            found = tried(problems, f"{where} {key}:", partial(entry_of, entry))
             if isinstance(found, Range) and (not searched or _sampler(study) == "grid"):
                 tried(problems, f"{where} {key}:", found.values)
     if study.search is not None and _sampler(study) == "grid" and not problems:
