@@ -86,7 +86,7 @@ def compare_runs(
         raise RecipeError(f"--json and --format {form.value} both say what to print; keep one of them")
     targets = [path for path in dirs if html and path.suffix == ".html"]
     comparison = compare((path for path in dirs if path not in targets), reach)
-    proof = evidence(comparison, metric, baseline, test.value)  # type: ignore[arg-type]
+    proof = evidence(comparison, metric, baseline, test.value)
     written = []
     if html:
         page = write_comparison(comparison, (targets or [Path(COMPARISON)])[-1], proof)
