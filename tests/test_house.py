@@ -22,6 +22,7 @@ ROOMS = [
     "model",
     "data",
     "training",
+    "objective",
     "privacy",
     "federation",
     "evaluation",
@@ -32,7 +33,6 @@ ROOMS = [
     "experiment",
     "deploy",
     "run",
-    "study",
     "cli",
 ]
 """The rooms of the package, lowest first: a file imports from its own room and from lower ones."""

@@ -13,9 +13,9 @@ from polyfed.experiment.models import Models
 from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
 from polyfed.experiment.run_result import Run, load_run
 from polyfed.experiment.saved_model import load_model
+from polyfed.experiment.study import sweep
 from polyfed.report.compare import Comparison, compare
 from polyfed.run import run
-from polyfed.study import sweep
 
 __version__ = version("polyfed")
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any, Self
 
-from polyfed.study.pool import Message
-from polyfed.study.worker import carry_out
+from polyfed.experiment.study.pool import Message
+from polyfed.experiment.study.worker import carry_out
 
 RECIPE = """seed = 1
 rounds = 2

@@ -2,8 +2,8 @@
 
 import pytest
 
-from polyfed.study.search import Searcher
-from polyfed.study.study_schema import Search
+from polyfed.experiment.study.search import Searcher
+from polyfed.experiment.study.study_schema import Search
 
 SPACE = {"train.lr": {"low": 0.01, "high": 1.0, "scale": "log"}, "algorithm.mu": [0.1, 1.0]}
 

@@ -6,9 +6,9 @@ import pytest
 from study_world import table
 
 from polyfed.core.errors import RecipeError
-from polyfed.study.plan import Planner
-from polyfed.study.ranges import Range, flat_keys, values_of
-from polyfed.study.study_file import load_study
+from polyfed.experiment.study.plan import Planner
+from polyfed.experiment.study.ranges import Range, flat_keys, values_of
+from polyfed.experiment.study.study_file import load_study
 
 
 def cells(folder: Path, **changes):

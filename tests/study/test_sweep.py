@@ -17,8 +17,8 @@ from study_world import HerePool, table
 
 import polyfed
 from polyfed.core.errors import RecipeError
-from polyfed.study import machine
-from polyfed.study.pool import Pool, Worker
+from polyfed.experiment.study import machine
+from polyfed.experiment.study.pool import Pool, Worker
 
 SCORE = "metrics.global.accuracy"
 
@@ -32,7 +32,7 @@ def numbers(frame):
 @pytest.fixture
 def here(monkeypatch):
     """Sweeps carry out their runs in this process."""
-    monkeypatch.setattr("polyfed.study.scheduler.Pool", HerePool)
+    monkeypatch.setattr("polyfed.experiment.study.scheduler.Pool", HerePool)
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from study_world import HerePool, table
 
 from polyfed.cli import main
 from polyfed.cli.sweep_progress import SweepProgress
-from polyfed.study.board import Board, Entry
-from polyfed.study.plan import Cell
+from polyfed.experiment.study.board import Board, Entry
+from polyfed.experiment.study.plan import Cell
 
 
 def typed(capsys, monkeypatch, folder, study, *words):
-    monkeypatch.setattr("polyfed.study.scheduler.Pool", HerePool)
+    monkeypatch.setattr("polyfed.experiment.study.scheduler.Pool", HerePool)
     (folder / "study.toml").write_text(tomli_w.dumps(study))
     with pytest.raises(SystemExit) as end:
         main(["sweep", str(folder / "study.toml"), "--out", str(folder / "out"), *words])

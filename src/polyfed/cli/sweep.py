@@ -33,9 +33,9 @@ def sweep_study(
     from rich.text import Text
 
     from polyfed.cli.sweep_progress import SweepProgress, results_table
-    from polyfed.study import sweep
-    from polyfed.study.results import PAGE
-    from polyfed.study.study_file import load_study
+    from polyfed.experiment.study import sweep
+    from polyfed.experiment.study.results import PAGE
+    from polyfed.experiment.study.study_file import load_study
 
     folder = out or Path("runs") / load_study(study).name
     progress = SweepProgress()

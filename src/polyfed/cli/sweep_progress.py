@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from polyfed.cli.layout import plain_table, titled
+from polyfed.experiment.study.board import Board, Entry
+from polyfed.experiment.study.results import cell_text
 from polyfed.report.formatting import seconds_of
-from polyfed.study.board import Board, Entry
-from polyfed.study.results import cell_text
 
 MOST_LINES = 24
 """The live table shows at most this many lines of results, since a terminal shows no more."""

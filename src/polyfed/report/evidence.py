@@ -8,6 +8,7 @@ from typing import Any
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.report.compare import Comparison, Group
 from polyfed.report.labels import flat
+from polyfed.report.scores import is_error, is_share
 from polyfed.report.significance import MeanRanks, Test, holm, mean_ranks, paired
 
 DEFAULTS = ("global.accuracy", "personal.mean")
@@ -66,7 +67,12 @@ class Evidence:
     @property
     def lowest(self) -> bool:
         """Whether small values of the metric are good."""
-        return self.metric.endswith("loss")
+        return is_error(self.metric)
+
+    @property
+    def share(self) -> bool:
+        """Whether the metric is written in percent."""
+        return is_share(self.metric)
 
     def table(self) -> dict[str, Any]:
         """The tests as JSON can hold them."""
@@ -120,7 +126,7 @@ def evidence(
         for (scenario, method, result), p in zip(found, corrected, strict=True)
     )
     words = list(dict.fromkeys(word for wanted in metrics for word in wanted))
-    ranked, ranks, blocks = _ranks(by_place, methods, scenarios, lowest=words[0].endswith("loss"))
+    ranked, ranks, blocks = _ranks(by_place, methods, scenarios, lowest=is_error(words[0]))
     return Evidence(" or ".join(words), test, rows, ranked, ranks, blocks, by_place)
 
 

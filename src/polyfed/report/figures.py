@@ -109,7 +109,7 @@ def _curves(
     """A score against its cost: the mean over runs, and the range over runs."""
     figure = figure_of(figsize=(WIDTH, 3.2))
     axes = figure.subplots()
-    factor = 1.0 if proof.lowest else 100.0
+    factor = 100.0 if proof.share else 1.0
     colours = DARK if dark else LIGHT
     for number, group in enumerate(groups):
         colour, dash = colours[number % len(colours)], DASHES[number // len(colours) % len(DASHES)]
@@ -123,7 +123,7 @@ def _curves(
         else:
             axes.errorbar(group.x[-1], mean[-1], [[mean[-1] - low[-1]], [high[-1] - mean[-1]]], color=colour, capsize=3)
     axes.set_xlabel(x_label)
-    axes.set_ylabel(proof.metric if proof.lowest else f"{proof.metric} (%)")
+    axes.set_ylabel(f"{proof.metric} (%)" if proof.share else proof.metric)
     axes.set_title(scenario, fontsize=9)
     axes.grid(True, linewidth=0.5)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0)
@@ -136,7 +136,7 @@ def _differences(figure_of: Any, proof: Evidence, scenario: str) -> Any:
     figure = figure_of(figsize=(WIDTH, 0.7 + 0.28 * len(rows)))
     axes = figure.subplots()
     ink = axes.yaxis.label.get_color()
-    factor = 1.0 if proof.lowest else 100.0
+    factor = 100.0 if proof.share else 1.0
     axes.axvline(0.0, color=ink, linewidth=0.8)
     for place, row in enumerate(rows):
         if row.low is not None and row.high is not None:
@@ -146,7 +146,7 @@ def _differences(figure_of: Any, proof: Evidence, scenario: str) -> Any:
         axes.plot(factor * row.mean, place, "o", color=ink, markerfacecolor=face, markersize=5)
     axes.set_yticks(range(len(rows)), [row.method for row in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    unit = "" if proof.lowest else " (points)"
+    unit = " (points)" if proof.share else ""
     axes.set_xlabel(f"{proof.metric} minus that of {rows[0].baseline}{unit}; filled: p < 0.05 after Holm")
     axes.set_title(scenario, fontsize=9)
     axes.grid(True, axis="x", linewidth=0.5)

@@ -188,11 +188,11 @@ def _text(cell: Cell | None, unit: str) -> str:
 
 
 def _unit(proof: Evidence) -> str:
-    return "number" if proof.lowest else "share"
+    return "share" if proof.share else "number"
 
 
 def _metric(proof: Evidence) -> str:
-    return proof.metric if proof.lowest else f"{proof.metric} (%)"
+    return f"{proof.metric} (%)" if proof.share else proof.metric
 
 
 def _rank(rank: float | None) -> str:

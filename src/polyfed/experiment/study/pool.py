@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from polyfed.study import machine
+from polyfed.experiment.study import machine
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 """Several runs at once use the cores better than several threads of one run, which wait for each other."""
@@ -126,7 +126,7 @@ class Pool:
         log.parent.mkdir(exist_ok=True)
         with log.open("a", encoding="utf-8") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "polyfed.study.worker"],
+                [sys.executable, "-m", "polyfed.experiment.study.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,

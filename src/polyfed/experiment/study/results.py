@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.files import STUDY, replace_text
+from polyfed.experiment.study.board import Board, Entry
+from polyfed.experiment.study.plan import short, value_text
+from polyfed.experiment.study.study_schema import Study
 from polyfed.report.page import render, write_page
 from polyfed.report.run_folder import numbers_of
-from polyfed.study.board import Board, Entry
-from polyfed.study.plan import short, value_text
-from polyfed.study.study_schema import Study
+from polyfed.report.scores import is_share
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -100,7 +101,7 @@ def cell_text(board: Board, number: int) -> str:
     if found is None:
         return ""
     mean, spread, count = found
-    factor, digits = (1, 3) if board.metrics[board.cells[number].scenario][0].endswith("loss") else (100, 1)
+    factor, digits = (100, 1) if is_share(board.metrics[board.cells[number].scenario][0]) else (1, 3)
     words = [f"{factor * value:.{digits}f}" for value in ((mean, spread) if count > 1 else (mean,))]
     return " ± ".join(words) + (f" (n={count} of {len(reported)})" if count < len(reported) else "")
 

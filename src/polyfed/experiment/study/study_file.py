@@ -9,8 +9,8 @@ from typing import Any
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.parsing import parse_toml
 from polyfed.core.schema import checked
-from polyfed.study.ranges import WHOLE, Range, entry_of, flat_keys, grid_size, values_of
-from polyfed.study.study_schema import NAMES, Method, Scenario, Search, Study, When
+from polyfed.experiment.study.ranges import WHOLE, Range, entry_of, flat_keys, grid_size, values_of
+from polyfed.experiment.study.study_schema import NAMES, Method, Scenario, Search, Study, When
 
 GROUPS = ("global", "personal", "unimodal", "global_by_client")
 """Groups of metrics in result.json that a study may report."""

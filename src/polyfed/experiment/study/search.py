@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyfed.core.errors import RecipeError
-from polyfed.study.ranges import Range, combinations, entry_of, grid_size
-from polyfed.study.study_schema import Search
+from polyfed.experiment.study.ranges import Range, combinations, entry_of, grid_size
+from polyfed.experiment.study.study_schema import Search
 
 try:
     import optuna

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from polyfed.core.files import RESULT, replace_text
 from polyfed.core.parsing import parse_json
 from polyfed.evaluation.metrics import mean_and_spread
+from polyfed.experiment.study.plan import Cell
 from polyfed.report.run_schema import RUN_RESULT, parse_as
-from polyfed.study.plan import Cell
 
 State = Literal["left", "running", "finished", "failed"]
 

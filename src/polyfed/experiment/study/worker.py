@@ -1,4 +1,4 @@
-"""A process that carries out runs, one after another: `python -m polyfed.study.worker`.
+"""A process that carries out runs, one after another: `python -m polyfed.experiment.study.worker`.
 
 It reads jobs as lines of JSON from standard input and writes what happens as lines of JSON to standard output. It ends
 when its input is closed. So it ends too when the process that started it was killed, whatever killed it.
@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from polyfed.core.errors import PolyfedError, PolyfedWarning
+from polyfed.experiment.events import Emitter
 from polyfed.experiment.lock import alone_in
+from polyfed.experiment.loop import execute
 from polyfed.experiment.recipe import parse_recipe
-from polyfed.run import run
-from polyfed.study.machine import memory_of
+from polyfed.experiment.records import Records
+from polyfed.experiment.study.machine import memory_of
 
 LEAVE = 30.0
 """Seconds to wait for a process that still writes to the folder of a run."""
@@ -67,7 +69,9 @@ def carry_out(job: Mapping[str, Any], tell: Any) -> None:
         outcome: dict[str, Any]
         try:
             _wait_for(Path(job["folder"]))
-            run(parse_recipe(job["recipe"]), out=job["folder"], resume=True, listeners=[listen])
+            records = Records(Path(job["folder"]), resume=True)
+            with records.alone():
+                execute(parse_recipe(job["recipe"]), records, Emitter([listen]))
             outcome = {"code": 0, "why": ""}
         except PolyfedError as error:
             outcome = {"code": error.exit_code, "why": f"{type(error).__name__}: {error}"}

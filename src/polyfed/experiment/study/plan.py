@@ -16,9 +16,9 @@ from polyfed.data.columns import VALIDATION
 from polyfed.data.stacking import stacked
 from polyfed.experiment.loop import versions
 from polyfed.experiment.recipe import Recipe, parse_recipe, read_table
-from polyfed.study.ranges import at, combinations, put, remove
-from polyfed.study.study_file import refuse
-from polyfed.study.study_schema import NAMES, Study
+from polyfed.experiment.study.ranges import at, combinations, put, remove
+from polyfed.experiment.study.study_file import refuse
+from polyfed.experiment.study.study_schema import NAMES, Study
 
 WITHOUT_EFFECT = ("checkpoint", "tracking", "versions")
 """Sections of a recipe that do not change a result."""

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from polyfed.core.errors import RecipeError
 from polyfed.experiment.events import Emitter, Listener
 from polyfed.experiment.lock import alone_in
-from polyfed.study import machine, results
-from polyfed.study.board import Board, Entry
-from polyfed.study.plan import Cell, Planner
-from polyfed.study.pool import Message, Pool
-from polyfed.study.search import Searcher
-from polyfed.study.study_file import load_study
+from polyfed.experiment.study import machine, results
+from polyfed.experiment.study.board import Board, Entry
+from polyfed.experiment.study.plan import Cell, Planner
+from polyfed.experiment.study.pool import Message, Pool
+from polyfed.experiment.study.search import Searcher
+from polyfed.experiment.study.study_file import load_study
+from polyfed.report.scores import is_error
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -118,7 +119,7 @@ class _Sweep:
         board, study = self.board, self.planner.study
         assert study.search is not None
         metrics = board.metrics[cell.scenario]
-        searcher = Searcher(study.search, cell.space, metrics[0].endswith("loss"))
+        searcher = Searcher(study.search, cell.space, is_error(metrics[0]))
         board.trials[number] = searcher.trials
         while asked := searcher.ask():
             batch = [[self._entry(cell, s, values, tuning=True) for s in study.tuning_seeds] for values in asked]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, check_ranges
-from polyfed.study.ranges import values_of
+from polyfed.experiment.study.ranges import values_of
 
 NAMES = ("method", "scenario")
 """Words of `match` that are no keys of a recipe."""

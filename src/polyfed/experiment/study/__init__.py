@@ -8,6 +8,6 @@
 - `board`: which runs are finished, failed or left, and why; `results`: the files of a study's folder.
 """
 
-from polyfed.study.scheduler import sweep
+from polyfed.experiment.study.scheduler import sweep
 
 __all__ = ["sweep"]
