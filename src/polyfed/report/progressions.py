@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from polyfed.report import history
-from polyfed.report.charts import Chart, Series
+from polyfed.report.charts import Chart, Series, Unit
 from polyfed.report.compare import Comparison, Group
 from polyfed.report.evidence import metrics_of
+from polyfed.report.scores import is_share
 
 COSTS = {
     "rounds": ("round", 1.0),
@@ -63,6 +64,7 @@ def progressions(comparison: Comparison, metric: str | None = None) -> dict[str,
 def price_charts(comparison: Comparison, metric: str | None = None) -> list[Chart]:
     """Charts for the page: the score against bytes and simulated seconds, one chart for each scenario and cost."""
     charts: list[Chart] = []
+    unit: Unit = "share" if is_share(metrics_of(comparison, metric)[0][0]) else "number"
     for cost, groups in progressions(comparison, metric).items():
         if cost == "rounds":  # `curves_of` draws it
             continue
@@ -75,7 +77,7 @@ def price_charts(comparison: Comparison, metric: str | None = None) -> list[Char
                 Series(group.label, [dict(zip(group.x, group.mean, strict=True)).get(p) for p in x], colour)
                 for colour, group in enumerate(own)
             ]
-            charts.append(Chart(f"cost-{len(charts)}", title, caption, "share", x, series, COSTS[cost][0]))
+            charts.append(Chart(f"cost-{len(charts)}", title, caption, unit, x, series, COSTS[cost][0]))
     return charts
 
 
