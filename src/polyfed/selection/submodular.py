@@ -87,7 +87,7 @@ class BlockSimilarity:
     The squared distance of two clients is the sum over the blocks of their squared distances there. In a block that
     one of them lacks, it is the mean m of that block times s r + 1 - s. Here r says how far apart the two are in the
     blocks that they share, relative to the means there, and s is the share of the shared blocks in all means. So a
-    client that lacks a block is neither nearer to the others nor further away for that reason (docs/decisions/0015).
+    client that lacks a block is neither nearer to the others nor further away for that reason (docs/decisions/0019).
 
     Attributes:
         blocks: the similarity of each block; a client is unknown in the blocks that it lacks.

@@ -183,7 +183,7 @@ def refreshed(
 ) -> tuple[AnySimilarity, dict[str, Similarity]]:
     """D_1, and D_2 by modality, with the rows and columns of some clients replaced ("no overheads").
 
-    If every client owns every modality, g is one vector. Otherwise D_1 is kept block by block (decision 15).
+    If every client owns every modality, g is one vector. Otherwise D_1 is kept block by block (decision 19).
 
     Args:
         d1: vectors g and their distances so far; None before the first pass.
