@@ -10,6 +10,8 @@ The table lists the hooks in the order in which they are called; all but `init` 
 | hook | called on | when | returns |
 |---|---|---|---|
 | `model_spec` | server | before the model is built | the model to build, and the modalities that it reads |
+| `check_model` | server | once the model is built | nothing; it refuses a model that the method cannot train |
+| `private_names` | both | in `polyfed check`, and in the egress gate for every reply | parameters that never leave |
 | `will_ask`, `will_send` | both | in `polyfed check`, and in the egress gate for every reply | what replies can hold |
 | `init` | server | once, as round 0 | the first state |
 | `local` | client | before the client's first task | its first local state |
@@ -55,7 +57,7 @@ from polyfed.federation.client_registry import TEST, VALIDATION
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
-from polyfed.model import ModelSpec
+from polyfed.model import Model, ModelSpec
 from polyfed.privacy.policy import Policy
 from polyfed.training import ClientData, prototypes
 from polyfed.training.optimisers import Train
@@ -84,6 +86,8 @@ class Algorithm(TrainedModels):
 
     handles_missing_rows: ClassVar[bool] = True
     """Whether the method accepts clients that have a modality for only some of their rows; if not, it refuses them."""
+    needs_embeddings: ClassVar[bool] = False
+    """Whether the method works with embeddings of single modalities, which a whole module may not have."""
     sends_class_means: ClassVar[bool] = False
     """Whether clients can send class means of the global model's features, for `[evaluate] unimodal = "prototype"`."""
 
@@ -143,6 +147,27 @@ class Algorithm(TrainedModels):
             policy: what may leave the clients.
         """
         return spec, modalities
+
+    def check_model(self, model: Model) -> None:
+        """Refuse a model that the method cannot train.
+
+        Raises:
+            RecipeError: the method needs an embedding of every modality, and the model has none.
+        """
+        if self.needs_embeddings and not model.has_embeddings:
+            raise RecipeError(
+                f"{type(self).__name__} works with the embedding of each modality, and the module of [model] gives none: "
+                "give it the methods encode(modality, x) and fuse(z, present) and an attribute `embedding`, or choose a "
+                "method that needs none, such as fedavg, fedprox or scaffold"
+            )
+
+    def private_names(self, model: Model) -> frozenset[str]:
+        """The parameters and buffers that clients keep: the egress gate refuses a reply that holds one of them."""
+        return frozenset()
+
+    def first_local(self, context: ClientContext, key: int) -> Tree:
+        """A client's local state before its first task: what `local` returns, and what a template keeps there."""
+        return self.local(context, key)
 
     def local(self, context: ClientContext, key: int) -> Tree:
         """A client's local state before its first task. It never leaves the client.

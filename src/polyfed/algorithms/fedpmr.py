@@ -13,7 +13,7 @@ What crosses: as under FedAvg; prototypes stay on the client. Page: docs/algorit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -52,6 +52,8 @@ class FedPmr(Averaging):
     per: bool = False
     mu: Annotated[float, NOT_NEGATIVE] = 0.01
     per_epochs: Annotated[int, NOT_NEGATIVE] = 10
+
+    needs_embeddings: ClassVar[bool] = True
 
     @task()
     def update(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Update, Tree]:  # type: ignore[override]

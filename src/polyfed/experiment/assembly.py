@@ -119,6 +119,7 @@ def assemble(
     policy = Policy.parse(recipe.egress, columns.modalities)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model = model_of(recipe, shapes, columns.num_classes, policy)
+    recipe.algorithm.check_model(model)
     if recipe.algorithm.evaluation.unimodal == "head" and not model.linear_head:
         raise RecipeError(
             "[evaluate] unimodal = 'head' splits the logits into a term for each modality, which only linear fusion "

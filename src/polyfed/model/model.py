@@ -83,6 +83,7 @@ class Model:
         self.has_batchnorm = any(isinstance(layer, BatchNorm) and layer.training for layer in layers)
         self.convolves = any(isinstance(layer, nn.Conv2d | nn.Conv3d) for layer in layers)
         self.sequential = self._fusion.sequential
+        self.has_embeddings = True
 
     # names and sizes
 

@@ -112,6 +112,7 @@ class CmsFed(Averaging):
     hysteresis: Annotated[float, NOT_NEGATIVE] = 0.0
     feature_norm: Annotated[float, NOT_NEGATIVE] = 0.0
 
+    needs_embeddings: ClassVar[bool] = True
     renamed: ClassVar[Mapping[str, str]] = {"chi": "dominance_threshold", "alpha_p": "prototype_weight"}
 
     def __post_init__(self) -> None:

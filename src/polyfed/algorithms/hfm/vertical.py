@@ -108,6 +108,7 @@ class Vertical(Algorithm):
     inner_batch: Annotated[int, AT_LEAST_ONE] = 64
     mu: Annotated[float, NOT_NEGATIVE] = 0.0
 
+    needs_embeddings: ClassVar[bool] = True
     renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds", "r": "exchanges"}
 
     def __post_init__(self) -> None:

@@ -91,6 +91,7 @@ class PartialFL(Averaging):
     local_hidden: tuple[int, ...] = (256,)
     server_hidden: tuple[int, ...] = (1024, 1024, 512)
 
+    needs_embeddings: ClassVar[bool] = True
     sends: ClassVar[type[Message]] = Guided
     replies: ClassVar[type[Message]] = GuidedUpdate
     handles_missing_rows: ClassVar[bool] = False
