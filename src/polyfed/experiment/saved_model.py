@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from polyfed.algorithms import PREDICTORS
 from polyfed.core.errors import DataError, NotAllowed, RecipeError
 from polyfed.core.files import sync
 from polyfed.core.parsing import parse_json
 from polyfed.core.registry import Allowance, find, name_of, only
-from polyfed.core.tree import SHARED, Tree, select
+from polyfed.core.tree import SHARED, Tree, digest, select
 from polyfed.evaluation.scores import Predictor
 from polyfed.experiment.checkpoint import sha256_of
 from polyfed.experiment.models import Models
@@ -91,7 +92,14 @@ def _description(models: Models) -> dict[str, Any]:
     held: dict[tuple[str, ...], list[int]] = {}
     for client, modalities in models.clients.items():
         held.setdefault(modalities, []).append(client)
-    spec = as_table(models.spec) | {"encoders": {name: entry_of(entry) for name, entry in models.spec.encoders.items()}}
+    own, encoders = models.spec.classes(), {name: entry_of(entry) for name, entry in models.spec.encoders.items()}
+    options = {name: dict(getattr(models.spec, name)) for name in ("fusion_options", "module_options")}
+    spec = as_table(models.spec) | own | options | {"encoders": encoders}
+    if isinstance(models.spec.module, nn.Module):
+        raise RecipeError(
+            f"the model is a {own['module']} that was made before the run, and model.json cannot say how. Give [model] "
+            "module the class, with module_options"
+        )
     try:
         build("[model]", ModelSpec, json.loads(json.dumps(spec)))
     except (TypeError, RecipeError) as error:
@@ -107,6 +115,8 @@ def _description(models: Models) -> dict[str, Any]:
         "shapes": models.model.shapes,
         "reads": models.model.modalities,
         "classes": models.model.num_classes,
+        "key": models.model.key,
+        "frozen": digest(models.model.frozen) if models.model.frozen else "",
         "class_names": models.class_names,
         "clients": [{"modalities": modalities, "clients": clients} for modalities, clients in held.items()],
         "own_models": models.own,
@@ -159,6 +169,7 @@ def _check_allowed(folder: Path, said: Mapping[str, Any], allowance: Allowance) 
     """
     encoders = list(said["model"]["encoders"].values())
     classes = [str(encoder["kind"]) for encoder in encoders] + [str(said["predictor"]["name"])]
+    classes += [str(said["model"].get(name, "")) for name in ("fusion", "module")]
     for path in classes:
         if ":" in path and not allowance.has_import(path):
             raise NotAllowed(
@@ -178,9 +189,14 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
     shapes = {name: tuple(shape) for name, shape in said["shapes"].items()}
     spec = build("[model]", ModelSpec, said["model"])
     try:
-        model = build_model(spec, shapes, said["classes"], said["reads"])
+        model = build_model(spec, shapes, said["classes"], said["reads"], said.get("key", 0))
     except (RuntimeError, OverflowError) as error:  # PyTorch refuses sizes that are negative or too large
         raise ValueError(f"its model cannot be built: {error}") from error
+    if said.get("frozen") and digest(model.frozen) != said["frozen"]:
+        raise DataError(
+            f"{folder / DESCRIPTION}: the frozen parameters are others than those of the run. Restore the pretrained model "
+            "that the run read, or the code of your own module"
+        )
     how, names, sums, own = dict(said["predictor"]), said["class_names"], dict(said["sha256"]), said["own_models"]
     clients = {k: tuple(group["modalities"]) for group in said["clients"] for k in group["clients"]}
     shared = _read_tree(folder / GLOBAL, sums[GLOBAL], model, model.modalities, device) if GLOBAL in sums else None

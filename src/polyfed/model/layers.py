@@ -1,4 +1,4 @@
-"""Replacements for layers of PyTorch: BatchNorm and dropout that follow the batch, and GRU and attention for `vmap`.
+"""Replacements for layers of PyTorch: BatchNorm and dropout that follow the batch, and GRU, LSTM and attention for `vmap`.
 
 In PyTorch, the mode (training or evaluation) belongs to the module, padding counts as data, and dropout draws from a
 global generator. Here the batch decides all three. Every BatchNorm and dropout layer of a model holds the same `Rows`
@@ -165,6 +165,52 @@ class GRU(nn.Module):
             h = torch.lerp(new, h, update)
             states.append(h)
         return torch.stack(states, 1), h.unsqueeze(0)
+
+
+class LSTM(nn.Module):
+    """Long short-term memory (Hochreiter and Schmidhuber 1997) over (B, T, F), with an initial state of zero.
+
+    It has the same parameters, names and results as `torch.nn.LSTM(batch_first=True)`, with any number of layers, in one
+    or both directions. It is written out for the same reason as `GRU`.
+    """
+
+    def __init__(self, like: nn.LSTM) -> None:
+        super().__init__()
+        self.size, self.layers = like.hidden_size, like.num_layers
+        self.directions = ("", "_reverse") if like.bidirectional else ("",)
+        for name, parameter in like.named_parameters():
+            self.register_parameter(name, parameter)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """From (B, T, F) to the hidden states of the last layer (B, T, D * H) and the final states.
+
+        The final hidden and cell states are (L * D, B, H) each, for L layers and D directions.
+        """
+        hidden, cells = [], []
+        for layer in range(self.layers):
+            parts = [self._pass(x, f"_l{layer}{direction}") for direction in self.directions]
+            x = torch.cat([states for states, _, _ in parts], -1)
+            hidden += [h for _, h, _ in parts]
+            cells += [c for _, _, c in parts]
+        return x, (torch.stack(hidden), torch.stack(cells))
+
+    def _pass(self, x: Tensor, suffix: str) -> tuple[Tensor, Tensor, Tensor]:
+        """One layer in one direction: all hidden states (B, T, H), and the final hidden and cell state (B, H)."""
+        ih, hh, bias_ih, bias_hh = (
+            getattr(self, name + suffix, None) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        )
+        assert ih is not None
+        assert hh is not None
+        steps = list(nn.functional.linear(x, ih, bias_ih).unbind(1))
+        backwards = suffix.endswith("_reverse")
+        h = c = x.new_zeros(x.shape[0], self.size)
+        states = []
+        for step in reversed(steps) if backwards else steps:
+            enter, forget, new, leave = (step + nn.functional.linear(h, hh, bias_hh)).chunk(4, -1)
+            c = torch.sigmoid(forget) * c + torch.sigmoid(enter) * torch.tanh(new)
+            h = torch.sigmoid(leave) * torch.tanh(c)
+            states.append(h)
+        return torch.stack(states[::-1] if backwards else states, 1), h, c
 
 
 class Attention(nn.MultiheadAttention):
