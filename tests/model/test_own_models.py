@@ -21,7 +21,7 @@ from polyfed.experiment.check import check
 from polyfed.experiment.recipe import Recipe, parse_recipe
 from polyfed.model import ModelSpec, build_model
 from test_predict import samples
-from world import PLAIN, algorithm, furthest, played, recipe, same
+from world import PLAIN, algorithm, furthest, played, recipe
 
 WHOLE = ModelSpec(module="own_models:Whole", blocks=BLOCKS, module_options={"width": 7})
 SPECS = {

@@ -155,7 +155,7 @@ class GRU(nn.Module):
         """From (B, T, F) to all hidden states (B, T, H) and the last one (1, B, H)."""
         size = self.weight_hh_l0.shape[1]
         steps = nn.functional.linear(x, self.weight_ih_l0, self.bias_ih_l0).unbind(1)
-        h = x.new_zeros(x.shape[0], size)
+        h = steps[0].new_zeros(x.shape[0], size)  # of the same type as the steps, which autocast may have lowered
         states = []
         for step in steps:
             hidden = nn.functional.linear(h, self.weight_hh_l0, self.bias_hh_l0)

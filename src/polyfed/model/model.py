@@ -5,7 +5,7 @@ Shape letters: `B` rows, `E` width of the embedding, `T` time steps, `C` classes
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,7 @@ class Model(Named):
         names = list(reversed(self._slots.names))
         self._first = {kind: {block_of(n): n for n in names if f".{kind}." in n} for kind in ("encoder", "fusion")}
         self._live: Tree | None = None
+        self._lower = False
         self._flops: dict[str, int] = {}
         self._encoded: dict[str, tuple[int, ...]] = {}
         layers = [layer for module in self._modules.values() for layer in module.modules()]
@@ -165,6 +166,22 @@ class Model(Named):
             self._live = None
             for value in tree.values():
                 value.grad = None
+
+    @contextmanager
+    def computing(self, precision: str) -> Iterator[None]:
+        """Inside the `with` block, encoders and fusion compute in this precision; their results are float32.
+
+        Args:
+            precision: `float32`, or `bf16` for bfloat16 by autocast.
+        """
+        before, self._lower = self._lower, precision != "float32"
+        try:
+            yield
+        finally:
+            self._lower = before
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._slots.device.type, torch.bfloat16) if self._lower else _NOTHING
 
     # calls
 
@@ -259,13 +276,14 @@ class Model(Named):
     def _features(self, batch: Batch) -> dict[str, Tensor]:
         z = {}
         try:
-            for name, encoder in self._encoders.items():
-                if name in batch.x:
-                    self._rows.see(batch, batch.present.get(name))
-                    z[name] = encoder(batch.x[name])
+            with self._autocast():
+                for name, encoder in self._encoders.items():
+                    if name in batch.x:
+                        self._rows.see(batch, batch.present.get(name))
+                        z[name] = encoder(batch.x[name])
         finally:
             self._rows.clear()
-        return z
+        return {name: value.float() for name, value in z.items()} if self._lower else z
 
     def _fuse(self, features: Mapping[str, Tensor], batch: Batch) -> Tensor:
         return self._over(lambda z: self._fusion(self._parts, z, batch.present), features, batch)
@@ -278,7 +296,9 @@ class Model(Named):
         assert z, "nothing to fuse: the batch has none of the model's modalities"
         self._rows.see(batch)
         try:
-            return call(z)
+            with self._autocast():
+                value = call(z)
+            return value.float() if self._lower else value
         finally:
             self._rows.clear()
 
