@@ -19,10 +19,10 @@ from polyfed.core.tree import block_of
 from polyfed.data import ClientsSpec
 from polyfed.data.columns import Column, Columns
 from polyfed.experiment.assembly import assemble
-from polyfed.experiment.recipe import Recipe, parse_recipe
+from polyfed.experiment.recipe import EngineSpec, Recipe, parse_recipe
 from polyfed.model import ModelSpec, build_model
 from polyfed.selection import Uniform
-from world import algorithm, furthest, played, recipe
+from world import algorithm, furthest, played, recipe, same, through
 
 pytest.importorskip("peft", reason="the extra polyfed[lora] is not installed")
 LORA = {"r": 2, "alpha": 4.0, "target_modules": ["query", "value"]}
@@ -102,8 +102,8 @@ def test_only_adapters_and_the_projection_are_in_the_tree(kind: str, folders: di
 
 @pytest.mark.parametrize("kinds", [("bert", "vit"), ("clip-text", "clip-image"), ("whisper", "bert")])
 def test_engines_agree_and_the_adapters_train(kinds: tuple[str, str], folders: dict[str, str]) -> None:
-    one, state_one, ledger_one = played(made(folders, kinds=kinds))
-    many, state_many, ledger_many = played(made(folders, "vectorised", kinds=kinds))
+    _, state_one, ledger_one = played(made(folders, kinds=kinds))
+    _, state_many, ledger_many = played(made(folders, "vectorised", kinds=kinds))
     assert furthest(state_one.params, state_many.params) < 1e-4
     assert ledger_one == ledger_many
     for name, value in state_one.params.items():
@@ -177,6 +177,42 @@ def test_without_peft_the_text_names_the_extra(folders: dict[str, str], monkeypa
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match=r"pip install 'polyfed\[lora\]'"):
         build_model(ModelSpec(encoders={"x": entry(folders, "bert")}), {"x": (6,)}, 3)
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["lora", "all"])
+def test_checkpointing_changes_no_bit_and_keeps_fewer_activations(frozen: bool, folders: dict[str, str]) -> None:
+    changes = {} if frozen else {"frozen": False, "lora": None}
+    plain, less = (made(folders, **changes, checkpointing=on) for on in (False, True))
+    looped: list[str] = []
+    one, two = played(plain)[1], played(less)[1]
+    parts = assemble(
+        replace(less, engine=EngineSpec(name="vectorised")),
+        emit=lambda e, **f: looped.append(f["reason"]) if e == "looped" else None,
+    )  # type: ignore[arg-type]
+    three = through(parts, 2)
+    assert same(one.params, two.params)
+    assert same(one.params, three.params)
+    assert looped == ["gradient checkpointing computes layers again in the backward pass, which vmap cannot"]
+    kept = []
+    for told in (plain, less):
+        parts, numbers = assemble(told), [0]
+
+        def keep(value: Tensor, numbers: list[int] = numbers) -> Tensor:
+            numbers[0] += value.numel()
+            return value
+
+        batch = replace(parts.model.zero_batch(4, ["a", "b"]), key=1)
+        with parts.model.live(parts.initial) as w, torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            parts.model.logits(w, batch).sum().backward()
+        kept.append(numbers[0])
+    assert kept[1] < kept[0]
+
+
+def test_a_backbone_without_repeated_layers_refuses_checkpointing(folders: dict[str, str], tmp_path: Path) -> None:
+    path = str(tiny_models.image_model(tmp_path / "conv"))
+    told = {"kind": "hf", "path": path, "checkpointing": True}
+    with pytest.raises(ModelError, match="remove checkpointing"):
+        build_model(ModelSpec(encoders={"x": told}), {"x": (3, 32, 32)}, 3)
 
 
 def test_private_adapters_stay_at_the_client(folders: dict[str, str]) -> None:

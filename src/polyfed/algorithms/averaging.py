@@ -33,7 +33,6 @@ from torch import Tensor
 from polyfed.algorithms import private
 from polyfed.algorithms.base import Algorithm, Broadcast
 from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Send
 from polyfed.core.schema import NOT_NEGATIVE
@@ -44,7 +43,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import Model
-from polyfed.selection import Selector, Uniform, must_be_uniform
+from polyfed.selection import Selector, Uniform
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.client_data import Direction
 from polyfed.training.losses import cross_entropy
@@ -120,26 +119,10 @@ class Averaging(Algorithm):
         """Check the options.
 
         Raises:
-            RecipeError: an option is out of range, or private blocks or fine-tuning do not go together with another one.
+            RecipeError: an option is out of range, or private blocks or fine-tuning do not go together with another.
         """
         super().__post_init__()
-        if self.private_epochs and not self.private:
-            raise RecipeError("[algorithm] private_epochs trains private blocks, and there are none: set private")
-        if not (self.private or self.fine_tune):
-            return
-        hooks = ("model_spec", "round", "update", "to_judge", "own_params", "global_params")
-        if own := [name for name in hooks if getattr(type(self), name) is not getattr(Averaging, name)]:
-            raise RecipeError(
-                f"[algorithm] private and fine_tune: {type(self).__name__} replaces {own[0]} of the averaging template, "
-                "which keeps the private blocks. Allowed with methods that do not, such as fedavg and fedprox"
-            )
-        if self.private:
-            must_be_uniform(self.selector, "a model with private blocks")
-        if self.private and self.evaluation.unimodal == "prototype":
-            raise RecipeError(
-                "[evaluate] unimodal = 'prototype' scores a global model, and with private blocks there is none. "
-                "Allowed here: 'auto', 'head', 'zero'"
-            )
+        private.check(self, Averaging)
 
     def will_ask(self, task: str, *, tested: bool) -> bool:
         """Clients are asked for class means only under `[evaluate] unimodal = "prototype"`; to tune only if wanted."""
@@ -296,7 +279,7 @@ class Averaging(Algorithm):
         return Tuned(), local | nested(private.TUNED, fit.params)
 
     def evaluate(self, state: Any, fed: Federation) -> Measured:
-        """Evaluate as `Algorithm.evaluate` does; after the last round, clients first fine-tune their models if wanted."""
+        """Evaluate as `Algorithm.evaluate` does. After the last round, clients first fine-tune if wanted."""
         if self.fine_tune and fed.round == fed.rounds:
             fed.ask(self.tune, list(fed.clients.eligible), Broadcast(state.params))
         return super().evaluate(state, fed)

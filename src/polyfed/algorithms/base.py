@@ -156,9 +156,9 @@ class Algorithm(TrainedModels):
         """
         if self.needs_embeddings and not model.has_embeddings:
             raise RecipeError(
-                f"{type(self).__name__} works with the embedding of each modality, and the module of [model] gives none: "
-                "give it the methods encode(modality, x) and fuse(z, present) and an attribute `embedding`, or choose a "
-                "method that needs none, such as fedavg, fedprox or scaffold"
+                f"{type(self).__name__} works with the embedding of each modality, and the module of [model] gives "
+                "none. Give it the methods encode(modality, x) and fuse(z, present) and an attribute `embedding`, or "
+                "choose a method that needs none, such as fedavg, fedprox or scaffold"
             )
 
     def private_names(self, model: Model) -> frozenset[str]:

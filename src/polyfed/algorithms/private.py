@@ -13,6 +13,7 @@ from polyfed.core.messages import OF_THE_MODEL, Message, map_fields
 from polyfed.core.tree import SHARED, Tree, block_of, nested, under
 from polyfed.federation.context import ClientContext
 from polyfed.model import Model
+from polyfed.selection import must_be_uniform
 from polyfed.training.optimisers import Train
 
 HEAD, ENCODERS = "head", "encoders"
@@ -24,6 +25,39 @@ such a name."""
 
 PRIVATE_STREAM, TUNE_STREAM = 1001, 1002
 """Random streams of the batches on which private parameters train alone, and of fine-tuning."""
+
+
+_TEMPLATE = ("model_spec", "round", "update", "to_judge", "own_params", "global_params")
+"""Hooks of `Averaging` that complete a model by its private blocks; a method that replaces one cannot have them."""
+
+
+def check(method: Any, template: type) -> None:
+    """Check the options `private`, `private_epochs` and `fine_tune` of a method.
+
+    Args:
+        method: the method.
+        template: `Averaging`.
+
+    Raises:
+        RecipeError: the method cannot keep private blocks, or another option does not go together with them.
+    """
+    if method.private_epochs and not method.private:
+        raise RecipeError("[algorithm] private_epochs trains private blocks, and there are none: set private")
+    if not (method.private or method.fine_tune):
+        return
+    kind = type(method)
+    if replaced := [name for name in _TEMPLATE if getattr(kind, name) is not getattr(template, name)]:
+        raise RecipeError(
+            f"[algorithm] private and fine_tune: {kind.__name__} replaces {replaced[0]} of the averaging template, "
+            "which keeps the private blocks. Allowed with methods that do not, such as fedavg and fedprox"
+        )
+    if method.private:
+        must_be_uniform(method.selector, "a model with private blocks")
+    if method.private and method.evaluation.unimodal == "prototype":
+        raise RecipeError(
+            "[evaluate] unimodal = 'prototype' scores a global model, and with private blocks there is none. "
+            "Allowed here: 'auto', 'head', 'zero'"
+        )
 
 
 def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
@@ -47,8 +81,8 @@ def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
             )
         if not groups[word]:
             raise RecipeError(
-                f"[algorithm] private = '{word}': this block has no parameters that train, so there is nothing to keep. "
-                "Remove the word"
+                f"[algorithm] private = '{word}': this block has no parameters that train, so there is nothing to "
+                "keep. Remove the word"
             )
         found |= groups[word]
     return frozenset(found)
@@ -62,8 +96,8 @@ def refuse_all_private(words: Iterable[str], model: Model) -> None:
     """
     if not set(model.names(model.modalities)) - names_of(words, model):
         raise RecipeError(
-            f"[algorithm] private = {list(words)}: every block is private, so nothing would be averaged. Leave one out, "
-            "or use the algorithm 'local'"
+            f"[algorithm] private = {list(words)}: every block is private, so nothing would be averaged. Leave one "
+            "out, or use the algorithm 'local'"
         )
 
 

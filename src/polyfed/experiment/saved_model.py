@@ -194,8 +194,8 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
         raise ValueError(f"its model cannot be built: {error}") from error
     if said.get("frozen") and digest(model.frozen) != said["frozen"]:
         raise DataError(
-            f"{folder / DESCRIPTION}: the frozen parameters are others than those of the run. Restore the pretrained model "
-            "that the run read, or the code of your own module"
+            f"{folder / DESCRIPTION}: the frozen parameters are others than those of the run. Restore the pretrained "
+            "model that the run read, or the code of your own module"
         )
     how, names, sums, own = dict(said["predictor"]), said["class_names"], dict(said["sha256"]), said["own_models"]
     clients = {k: tuple(group["modalities"]) for group in said["clients"] for k in group["clients"]}

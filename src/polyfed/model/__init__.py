@@ -15,6 +15,8 @@
 - `layers.py`: their replacements: BatchNorm, dropout, GRU and attention.
 - `binding.py`: runs modules on the tensors of a Tree.
 - `making.py`: makes modules from a random key, and counts their operations.
+- `lora.py`: LoRA for pre-trained encoders, by the `peft` library.
+- `recompute.py`: gradient checkpointing.
 - `pretrained.py`: loads models with the `transformers` library.
 - `checks.py`: checks of the values in `[model]`.
 """

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from polyfed.core import keys
 from polyfed.core.errors import ModelError
 from polyfed.model.layers import GRU, LSTM, Attention, BatchNorm, Dropout, Rows
+from polyfed.model.recompute import Recompute
 
 _CHANNEL_DROPOUT = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
@@ -43,6 +44,8 @@ def adopt(module: nn.Module, rows: Rows, path: str) -> nn.Module:
     if ours is not None:
         return ours
     _refuse(module, path)
+    if isinstance(recompute := module.__dict__.get("forward"), Recompute):
+        recompute.rows = rows
     if isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = 0  # 1 and 2 select a fused kernel in evaluation mode, which vmap cannot batch
     for name, child in module.named_children():

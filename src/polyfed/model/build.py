@@ -151,6 +151,6 @@ def _check_fusion(model: Model, w: Tree, where: str) -> None:
             ) from error
         if tuple(logits.shape) != (2, model.num_classes):
             raise ModelError(
-                f"{where} gives {tuple(logits.shape)} for two rows; it must give (2, {model.num_classes}), a number for "
-                "each class or target."
+                f"{where} gives {tuple(logits.shape)} for two rows; it must give (2, {model.num_classes}), a number "
+                "for each class or target."
             )

@@ -12,6 +12,7 @@ from polyfed.core.registry import check_model
 from polyfed.model import lora, pretrained
 from polyfed.model.encoder_spec import EncoderSpec, Shape
 from polyfed.model.layers import BatchNorm, Dropout
+from polyfed.model.recompute import recompute_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +22,8 @@ class HuggingFace(EncoderSpec):
     Reads token ids (T,), which the data kind "tokens" gives, images (3, H, W), or log-mel spectra (F, T) as Whisper's
     encoder does. The pooled output is the mean of the last hidden layer over real tokens for text, and over all time
     steps for sound; for images, the backbone's own pooled output, or the mean over patches if it has none. Of a model
-    with two towers, such as CLIP, it takes the tower that reads the samples; of Whisper it takes the encoder. Nothing is
-    downloaded. Dropout of the backbone's attention weights is off; its other dropout layers are active in training,
+    with two towers, such as CLIP, it takes the tower that reads the samples; of Whisper it takes the encoder. Nothing
+    is downloaded. Dropout of the backbone's attention weights is off; its other dropout layers are active in training,
     unless the backbone is frozen.
 
     Attributes:
@@ -31,12 +32,15 @@ class HuggingFace(EncoderSpec):
             and only the linear map trains.
         lora: trains small matrices beside layers of the frozen backbone, a table with the fields of
             `polyfed.model.lora.Lora`; only these matrices and the linear map train and cross. Needs the extra `lora`.
+        checkpointing: whether the backbone's layers compute their activations again in the backward pass, to save
+            memory (gradient checkpointing). The engine `vectorised` then runs one client after another.
     """
 
     kind: Literal["hf"] = "hf"
     path: str
     frozen: bool = True
     lora: Mapping[str, Any] | None = None
+    checkpointing: bool = False
 
     def __post_init__(self) -> None:
         """Check on a device that the model may be read.
@@ -77,6 +81,8 @@ class HuggingFace(EncoderSpec):
             backbone.requires_grad_(False)
         if self.lora is not None:
             lora.adapt(backbone, lora.read(self.lora))
+        if self.checkpointing:
+            recompute_layers(backbone)
         return nn.Sequential(reader, nn.Linear(width, embedding))
 
 

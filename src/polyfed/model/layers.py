@@ -1,4 +1,4 @@
-"""Replacements for layers of PyTorch: BatchNorm and dropout that follow the batch, and GRU, LSTM and attention for `vmap`.
+"""Replacements for layers of PyTorch: BatchNorm and dropout follow the batch, GRU, LSTM and attention run in `vmap`.
 
 In PyTorch, the mode (training or evaluation) belongs to the module, padding counts as data, and dropout draws from a
 global generator. Here the batch decides all three. Every BatchNorm and dropout layer of a model holds the same `Rows`
@@ -23,19 +23,22 @@ class Rows:
     Attributes:
         key: dropout key; None in evaluation mode.
         ok: False for rows that must not enter batch statistics, bool (B,); None when all rows count.
+        draws: how many masks each dropout layer has drawn in this call, by stream.
+        bound: whether the parameters of the call are only bound to the modules until it ends.
     """
 
     def __init__(self) -> None:
         self.key: Tensor | int | None = None
         self.ok: Tensor | None = None
-        self._draws: dict[int, int] = {}
+        self.draws: dict[int, int] = {}
+        self.bound = True
 
     def see(self, batch: Batch, present: Tensor | None = None) -> None:
         """Set the current batch; rows that lack the modality (`present`, bool (B,)) do not count either."""
         both = batch.ok is not None and present is not None
         self.key = batch.key
         self.ok = batch.ok & present if both else (batch.ok if present is None else present)  # type: ignore[operator]
-        self._draws = {}
+        self.draws = {}
 
     def clear(self) -> None:
         """Return to evaluation mode; called in the `finally` of the call that called `see`."""
@@ -44,8 +47,8 @@ class Rows:
     def dropout_key(self, stream: int) -> Tensor | int:
         """Key of the next mask of a layer; a layer that is applied twice in one call draws two masks."""
         assert self.key is not None
-        draw = self._draws.get(stream, 0)
-        self._draws[stream] = draw + 1
+        draw = self.draws.get(stream, 0)
+        self.draws[stream] = draw + 1
         return keys.fold_in(keys.fold_in(self.key, stream), draw)
 
 
@@ -170,8 +173,8 @@ class GRU(nn.Module):
 class LSTM(nn.Module):
     """Long short-term memory (Hochreiter and Schmidhuber 1997) over (B, T, F), with an initial state of zero.
 
-    It has the same parameters, names and results as `torch.nn.LSTM(batch_first=True)`, with any number of layers, in one
-    or both directions. It is written out for the same reason as `GRU`.
+    It has the same parameters, names and results as `torch.nn.LSTM(batch_first=True)`, with any number of layers, in
+    one or both directions. It is written out for the same reason as `GRU`.
     """
 
     def __init__(self, like: nn.LSTM) -> None:

@@ -1,7 +1,8 @@
 """LoRA for pre-trained backbones, by the `peft` library: small trained matrices beside frozen layers.
 
-Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022: a frozen weight W becomes W + (alpha / r) B A,
-and only A (r, inputs) and B (outputs, r) train. Frozen parameters are in no Tree, so only A and B cross.
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022: a frozen weight W becomes
+W + (alpha / r) B A, and only A (r, inputs) and B (outputs, r) train. Frozen parameters are in no Tree, so only A and B
+cross.
 """
 
 from collections.abc import Mapping

@@ -18,6 +18,7 @@ from polyfed.model.fusion import Fusion, masked
 from polyfed.model.layers import BatchNorm, Rows
 from polyfed.model.making import flops_of, leaf, made
 from polyfed.model.names import Named
+from polyfed.model.recompute import Recompute
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -54,6 +55,7 @@ class Model(Named):
         key: random key of the initial values of frozen parameters.
         has_batchnorm: whether a layer uses batch statistics, so that a training batch needs at least two rows.
         convolves: whether a layer is a convolution over two or more dimensions.
+        recomputes: whether a layer computes its activations again in the backward pass, which `vmap` cannot.
         sequential: whether embeddings are sequences (B, T, E) rather than vectors (B, E).
         has_embeddings: whether the model has an embedding of each modality; if not, `features` are the samples.
     """
@@ -88,6 +90,7 @@ class Model(Named):
         layers = [layer for module in self._modules.values() for layer in module.modules()]
         self.has_batchnorm = any(isinstance(layer, BatchNorm) and layer.training for layer in layers)
         self.convolves = any(isinstance(layer, nn.Conv2d | nn.Conv3d) for layer in layers)
+        self.recomputes = any(isinstance(layer.__dict__.get("forward"), Recompute) for layer in layers)
         self.sequential = self._fusion.sequential
         self.has_embeddings = True
 
@@ -261,6 +264,7 @@ class Model(Named):
     # inside
 
     def _using(self, w: Mapping[str, Tensor], batch: Batch) -> AbstractContextManager[None]:
+        self._rows.bound = w is not self._live
         if w is self._live:
             return _NOTHING
         # the Tree is empty if the whole encoder is frozen; the labels then tell the device

@@ -56,7 +56,8 @@ class ModelSpec:
             one_of("[model] fusion", self.fusion, FUSIONS)
             if self.fusion_options:
                 raise ModelError(
-                    f"[model] fusion_options are for a fusion of your own, and fusion = '{self.fusion}' is not: remove them."
+                    f"[model] fusion_options are for a fusion of your own, and fusion = '{self.fusion}' is not: "
+                    "remove them."
                 )
         else:
             fusion = own.read("[model] fusion", self.fusion, Fusion, f"one of {', '.join(FUSIONS)}, or ")

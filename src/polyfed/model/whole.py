@@ -121,8 +121,8 @@ def build_whole(
     """Build the model of a whole module; see `build_model`.
 
     Raises:
-        ModelError: the module cannot be made, `[model.blocks]` does not fit it, its logits have the wrong shape, or they
-            depend on the block of a modality that no row has.
+        ModelError: the module cannot be made, `[model.blocks]` does not fit it, its logits have the wrong shape, or
+            they depend on the block of a modality that no row has.
     """
     rows = Rows()
     shapes = {name: tuple(shape) for name, shape in inputs.items()}
@@ -130,8 +130,8 @@ def build_whole(
     for name in inputs:
         if name not in spec.blocks:
             raise ModelError(
-                f"[model.blocks] has no entry for the modality {name!r}. Write {name} = [...] with the first parts of the "
-                "names of the parameters that only this modality needs; [] if there are none."
+                f"[model.blocks] has no entry for the modality {name!r}. Write {name} = [...] with the first parts of "
+                "the names of the parameters that only this modality needs; [] if there are none."
             )
     for name in spec.blocks:
         if name not in inputs:
@@ -205,8 +205,8 @@ def _check_logits(model: WholeModel, what: str) -> None:
         moved = {n: v + 1.0 if block_of(n) == modality else v for n, v in w.items()}
         if not torch.equal(before, _logits(model, moved, others, what)):
             raise ModelError(
-                f"{WHERE} {what}: the logits of rows without {modality} depend on the parameters of its block. A client "
-                f"without {modality} does not have them. Multiply what they compute by present['{modality}']."
+                f"{WHERE} {what}: the logits of rows without {modality} depend on the parameters of its block. A "
+                f"client without {modality} does not have them. Multiply what they compute by present['{modality}']."
             )
 
 

@@ -86,8 +86,8 @@ class Train:
         if self.accumulate > max(self.batch_size, 1):
             why = "0 stands for all rows, and clients differ in their number" if not self.batch_size else "is smaller"
             raise RecipeError(
-                f"[train] accumulate = {self.accumulate}, but batch_size = {self.batch_size} {why}: set a batch_size of at "
-                f"least {self.accumulate}"
+                f"[train] accumulate = {self.accumulate}, but batch_size = {self.batch_size} {why}: set a batch_size "
+                f"of at least {self.accumulate}"
             )
         if self.lr_schedule != "constant" and self.lr_end is None:
             raise RecipeError(f"[train] lr_schedule = '{self.lr_schedule}' needs lr_end")

@@ -111,7 +111,6 @@ class CmsFed(Averaging):
     sketch: Annotated[int, NOT_NEGATIVE] = 0
     hysteresis: Annotated[float, NOT_NEGATIVE] = 0.0
     feature_norm: Annotated[float, NOT_NEGATIVE] = 0.0
-
     needs_embeddings: ClassVar[bool] = True
     renamed: ClassVar[Mapping[str, str]] = {"chi": "dominance_threshold", "alpha_p": "prototype_weight"}
 
