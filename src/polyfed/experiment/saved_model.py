@@ -31,6 +31,7 @@ from polyfed.experiment.models import Models
 from polyfed.experiment.recipe import as_table, build
 from polyfed.model import Model, ModelSpec, build_model
 from polyfed.model.encoders import entry_of
+from polyfed.model.plain import write_onnx
 
 FORMAT = 1
 """The version of the folder's layout; other versions are not read."""
@@ -38,14 +39,20 @@ FORMAT = 1
 DESCRIPTION, GLOBAL = "model.json", "global.safetensors"
 
 
-def save(models: Models, folder: str | Path) -> Path:
+def save(models: Models, folder: str | Path, *, onnx: bool = False) -> Path:
     """Write models to a folder that is new or empty; a reader finds all of them or none.
+
+    Args:
+        models: the models.
+        folder: the folder.
+        onnx: whether to write each model as an ONNX file as well.
 
     Returns:
         The folder's absolute path.
 
     Raises:
         RecipeError: the folder is not empty, the models are not here, or an encoder has options that JSON cannot hold.
+        ModelError: a model cannot be written as ONNX.
         DataError: the folder cannot be written.
     """
     if models.shared is None:
@@ -61,6 +68,9 @@ def save(models: Models, folder: str | Path) -> Path:
         sums = {name: _write_tree(tree, draft / name) for name, tree in trees.items()}
         for client in models.clients if models.own and not models.elsewhere else ():
             sums[_file_of(client)] = _write_tree(models.tree_of(client), draft / _file_of(client))
+        for name in sums if onnx else ():
+            client = None if name == GLOBAL else int(name.removeprefix("client-").partition(".")[0])
+            write_onnx(models.module(client), (draft / name).with_suffix(".onnx"))
         (draft / DESCRIPTION).write_text(json.dumps(description | {"sha256": sums}, indent=1), encoding="utf-8")
         for path in (draft / DESCRIPTION, draft):
             sync(path)

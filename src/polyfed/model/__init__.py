@@ -14,6 +14,7 @@
 - `adopt.py`: replaces layers of a PyTorch module that depend on the batch.
 - `layers.py`: their replacements: BatchNorm, dropout, GRU and attention.
 - `binding.py`: runs modules on the tensors of a Tree.
+- `plain.py`: a trained model as an ordinary module, and as ONNX.
 - `making.py`: makes modules from a random key, and counts their operations.
 - `lora.py`: LoRA for pre-trained encoders, by the `peft` library.
 - `recompute.py`: gradient checkpointing.

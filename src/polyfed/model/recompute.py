@@ -1,8 +1,8 @@
 """Gradient checkpointing: layers whose activations are computed again in the backward pass, not kept until then.
 
-Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. Dropout layers draw the same masks in
-both passes, because the batch's key is put back for the second one. Only a client that trains alone saves memory: `vmap`
-cannot recompute, so the vectorised engine runs such models one client after another.
+Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. Dropout layers draw the same masks
+in both passes, because the batch's key is put back for the second one. Only a client that trains alone saves memory:
+`vmap` cannot recompute, so the vectorised engine runs such models one client after another.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ class Recompute:
         self.rows: Rows | None = None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """What the layer computes. Without gradients, and where parameters are only bound for the call, nothing else."""
+        """What the layer computes, and where parameters are lent for training, a note to compute it again."""
         if self.rows is None or self.rows.bound or not torch.is_grad_enabled():
             return self.forward(*args, **options)
         rows, key, ok, draws = self.rows, self.rows.key, self.rows.ok, dict(self.rows.draws)
