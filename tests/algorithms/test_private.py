@@ -73,6 +73,7 @@ def test_check_announces_nothing_of_a_private_block(word: str) -> None:
     names = assemble(made(word)).initial
     kept = {block_of(n) for n in names} - {block_of(n) for n in names if not WORDS[word](n)}
     assert {row.block for row in planned} == {"a", "b", "shared"} - kept
+    assert check(made(word)).private.keys() == {block_of(n) for n in names if WORDS[word](n)}
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "scaffold", "moon", "fedogm"])

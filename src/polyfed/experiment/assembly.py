@@ -218,6 +218,13 @@ def block_sizes(assembly: Assembly) -> dict[str, int]:
     return {block: size_bytes(select(assembly.initial, [block])) for block in names}
 
 
+def private_sizes(assembly: Assembly) -> dict[str, int]:
+    """The size in bytes of the part of each block that every client keeps; without blocks that are sent whole."""
+    kept = assembly.algorithm.private_names(assembly.model)
+    private = {name: value for name, value in assembly.initial.items() if name in kept}
+    return {block: size_bytes(select(private, [block])) for block in blocks(private)}
+
+
 def frozen_facts(model: Model) -> dict[str, Any]:
     """The number of frozen parameters in each block and the digest of their values; empty if nothing is frozen."""
     frozen = model.frozen

@@ -69,8 +69,8 @@ def save(models: Models, folder: str | Path, *, onnx: bool = False) -> Path:
         for client in models.clients if models.own and not models.elsewhere else ():
             sums[_file_of(client)] = _write_tree(models.tree_of(client), draft / _file_of(client))
         for name in sums if onnx else ():
-            client = None if name == GLOBAL else int(name.removeprefix("client-").partition(".")[0])
-            write_onnx(models.module(client), (draft / name).with_suffix(".onnx"))
+            who = None if name == GLOBAL else int(name.removeprefix("client-").partition(".")[0])
+            write_onnx(models.module(who), (draft / name).with_suffix(".onnx"))
         (draft / DESCRIPTION).write_text(json.dumps(description | {"sha256": sums}, indent=1), encoding="utf-8")
         for path in (draft / DESCRIPTION, draft):
             sync(path)

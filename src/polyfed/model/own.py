@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -36,7 +36,9 @@ def read(where: str, given: Any, base: type, otherwise: str) -> Any:
     if isinstance(given, base) and base is nn.Module:
         return given
     if isinstance(given, type) and issubclass(given, base):
-        return _path_of(given) if getattr(sys.modules.get(given.__module__), given.__name__, None) is given else given
+        given = cast(type, given)
+        importable = getattr(sys.modules.get(given.__module__), given.__name__, None) is given
+        return _path_of(given) if importable else given
     raise ModelError(
         f"{where} = {given!r}: give {otherwise}a class of your own as 'package.module:Class', which must extend "
         f"{base.__module__.removesuffix('.modules.module')}.{base.__name__}."

@@ -18,6 +18,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +91,8 @@ class WholeModel(Model):
             self._slots.own(name).requires_grad_(False)
         self.has_embeddings = self._fusion.encodes
         if self.has_embeddings:
-            encode = self._fusion.module.encode
-            self._encoders = {name: partial(encode, name) for name in read}  # type: ignore[arg-type]
+            encode: Any = self._fusion.module.encode
+            self._encoders = {name: partial(encode, name) for name in read}
 
     def init(self, key: int) -> Tree:
         """The initial Tree; see `Model.init`. The whole module draws from one random stream."""
