@@ -11,6 +11,7 @@ import torch
 import polyfed
 from polyfed.core.errors import ModelError, RecipeError
 from polyfed.model import ModelSpec
+from polyfed.selection import Uniform
 from test_predict import ended
 from world import AWKWARD, PLAIN, algorithm, recipe
 
@@ -27,7 +28,7 @@ X = {"a": torch.randn(5, 16, generator=torch.Generator().manual_seed(1)), "b": t
 def test_a_module_and_an_onnx_file_compute_what_the_run_predicts(
     case: str, private: tuple[str, ...], tmp_path: Path
 ) -> None:
-    told = recipe(algorithm("fedavg", private=private), model=SPECS[case], rounds=1)
+    told = recipe(algorithm("fedavg", private=private, selector=Uniform()), model=SPECS[case], rounds=1)
     run = polyfed.run(replace(told, clients=replace(told.clients, personal_test=0.3)))
     client = next(c for c, held in run.models.clients.items() if held == ("a", "b"))
     back = polyfed.load_model(run.export(tmp_path / "plain"), imports=["world.*", "own_models.*"])
