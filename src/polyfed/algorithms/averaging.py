@@ -11,7 +11,7 @@ The table lists the hooks in the order in which they are called. `Algorithm` (`b
 | `init` | server | once, before round 1 | `State` with the initial parameters |
 | `outgoing` | server | every round, once the cohort is chosen | `Broadcast(state.params)` to every client |
 | `direction` | client | before local training | None: the optimiser takes the gradient as it is |
-| `loss` | client | in every step of local training | cross-entropy of the fused logits |
+| `loss` | client | in every step of local training | `context.loss`, for classes the cross-entropy of the logits |
 | `reply` | client | after local training | `Update` with the trained parameters; the local state stays as it was |
 | `merge` | server | once the replies are in | weighted mean per block, then a step of the server optimiser |
 | `weights` | server | in `merge` | rows of each client, or 1 with `aggregation = "uniform"` |
@@ -39,14 +39,15 @@ from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, nested
 from polyfed.evaluation.scores import ClassMeans, Measured
+from polyfed.federation.aggregation import aggregate
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import Model
+from polyfed.objective import Objective
 from polyfed.selection import Selector, Uniform
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.client_data import Direction
-from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Moments, ServerOptimiser
 
 
@@ -114,6 +115,7 @@ class Averaging(Algorithm):
     sends: ClassVar[type[Message]] = Broadcast
     replies: ClassVar[type[Message]] = Update
     sends_class_means: ClassVar[bool] = True
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -156,7 +158,8 @@ class Averaging(Algorithm):
         """Choose a cohort, ask it to train, and merge the replies. If nobody replies, the model stays as it is."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         state = state.with_(memory=memory)
-        replies = fed.ask(self.update, cohort, self.outgoing(state, cohort, fed))
+        enough = self.selector.enough(fed)
+        replies = fed.ask(self.update, cohort, self.outgoing(state, cohort, fed), enough=enough)
         if not replies:
             return state
         memory = self.selector.learn(memory, state.params, replies, fed)
@@ -176,7 +179,7 @@ class Averaging(Algorithm):
             got: the message that the client received.
             local: the client's local state.
         """
-        return cross_entropy(context.model.logits(w, batch), batch)
+        return context.loss(w, batch)
 
     def direction(
         self, context: ClientContext, data: ClientData, got: Any, local: Tree
@@ -206,8 +209,9 @@ class Averaging(Algorithm):
         return Update(fit.params, fit.loss, data.num_rows), local
 
     def merge(self, state: Any, replies: Replies, fed: Federation) -> Any:
-        """The next state: a step of the server optimiser towards the weighted mean of the replies, per block."""
-        mean = replies.mean("params", self.selector.weigh(state.memory, self.weights(replies, fed)))
+        """The next state: a step of the server optimiser towards the combined replies, per block."""
+        weights = self.selector.weigh(state.memory, self.weights(replies, fed))
+        mean = aggregate(replies, "params", weights, state.params, self.server)
         trainable = fed.context.model.trainable(state.params)
         params, moments = self.server.apply(state.params, mean, state.moments, trainable)
         return state.with_(params=params, moments=moments)

@@ -195,9 +195,13 @@ def compare_runs(
 @app.command()
 def report(
     dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.", show_default=False)],
+    device_logs: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="State folder of a device; compare its audit log. May be repeated."),
+    ] = None,
 ) -> None:
     """Write report.html into the folder of a run, whether it is finished or not."""
-    show(Text(str(write_report(dir))))
+    show(Text(str(write_report(dir, device_logs or []))))
 
 
 @app.command()

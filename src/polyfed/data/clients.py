@@ -36,6 +36,9 @@ class ClientsSpec:
             smaller, "cap" lets a client take what is left of its class and fills it up from the others.
         silos: With "silos": number of silos; a silo has one device per entry of `holdings`, or per modality.
         participation: Clients in each round: a float is a share of all clients in (0, 1], an int is their number.
+        overselect: Ask so many clients more than `participation` says, as a share of them (0.3 in Bonawitz et al.,
+            2019), and close the request when as many as `participation` says have replied. The slowest are left out of
+            the round. None asks no more.
         missing: Modality -> share of clients that lack it: exactly round(share * K), drawn among the clients that hold
             another modality.
         keep_both: Share p of clients that keep all modalities, int(p * K) of them. The other clients are divided evenly
@@ -63,6 +66,7 @@ class ClientsSpec:
     on_shortage: Literal["reduce", "cap"] = "reduce"
     silos: Annotated[int, AT_LEAST_ONE] = 4
     participation: float | int = 1.0
+    overselect: Annotated[float | None, POSITIVE] = None
     missing: Mapping[str, float] = field(default_factory=dict)
     keep_both: Annotated[float | None, PROBABILITY] = None
     only: Mapping[str, list[int]] = field(default_factory=dict)

@@ -52,7 +52,9 @@ def log_fault(who: str, fault: Fault) -> None:
 
 
 def log(text: str) -> None:
-    """Write a line to this device's log."""
+    """Write to this device's log. A server's words in the text can neither begin a line nor steer a terminal."""
+    lines = ("".join(c if c.isprintable() else " " for c in line) for line in text.splitlines())
+    text = "\n    ".join(lines)
     print(f"polyfed: {text}", file=sys.stderr, flush=True)  # noqa: T201  a ClientApp's log is its standard error
 
 

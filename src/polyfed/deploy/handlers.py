@@ -24,12 +24,12 @@ from polyfed.deploy.device import (
     recipe_on,
 )
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault
-from polyfed.deploy.membership import token_of
 from polyfed.engines import Sequential
-from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, federation_of, reason
+from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, check_versions, reason
 from polyfed.experiment.assembly import device_of, initial_of, model_of, population_of
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe, build
+from polyfed.experiment.task_choice import task_of, with_task
 from polyfed.federation.wire_format import Packet
 from polyfed.privacy.audit import AuditLog
 from polyfed.privacy.ledger import Ledger
@@ -70,10 +70,11 @@ class Simulated:
         if self.token not in _RUNTIMES:
             torch.set_num_threads(1)  # one client, one CPU: several threads per process only get in each other's way
             population = population_of(self.recipe)
-            policy = Policy.parse(self.recipe.egress, population.columns.modalities)
+            recipe = with_task(self.recipe, population.columns)
+            policy = Policy.parse(recipe.egress, population.columns.modalities)
             shapes = {name: column.shape for name, column in population.columns.modalities.items()}
             facts = Facts(shapes, population.columns.num_classes)
-            _RUNTIMES[self.token] = runtime_of(self.recipe, population, facts, policy, self.folder)
+            _RUNTIMES[self.token] = runtime_of(recipe, population, facts, policy, self.folder)
         return _RUNTIMES[self.token]
 
 
@@ -121,9 +122,10 @@ class Deployed:
         with blamed("the recipe cannot be read there"):
             recipe = recipe_on(node, self.recipe_path)
         with blamed("its policy file is not valid"):
-            policy, limits = policy_on(node, recipe, node.held), limits_on(node)
+            policy, limits = policy_on(node, recipe, node.held), limits_on(node).stricter(recipe.limits)
         enrols = packet.header.get("want") == ENROL
-        federation = federation_of(packet.header) if enrols else ""
+        if enrols:
+            check_versions(packet.header, "this device")
         facts = None if enrols else Facts.read(packet.header)
         with blamed("its data cannot be used"):
             check_held(node, recipe)
@@ -132,9 +134,7 @@ class Deployed:
             with blamed("its audit log cannot be written"):
                 if AuditLog(node.folder).prepare():
                     log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
-            with blamed("its state folder cannot be used"):
-                token = token_of(node.folder, federation)
-            return enrolment(population, policy, node.client, limits, token)
+            return enrolment(population, policy, node.client, limits)
         with blamed("it cannot build the model"):
             relay = node.relay == "server-sees"
             runtime = runtime_of(recipe, population, facts, policy, node.folder, relay=relay, limits=limits)
@@ -177,7 +177,8 @@ def runtime_of(
     own = relay is not None
     emit = Emitter([log_event] if own else [])
     parts = (population, model, recipe.algorithm, initial_of(recipe, model))
-    engine = Sequential(*parts, policy=policy, ledger=Ledger("none"), device=device_of(recipe), emit=emit)
+    objective, ledger = task_of(recipe), Ledger("none")
+    engine = Sequential(*parts, policy=policy, ledger=ledger, device=device_of(recipe), emit=emit, objective=objective)
     engine.limits = limits
     relay = relay if relay is not None else recipe.engine.relay == "server-sees"
     limit, audit = recipe.engine.message_megabytes * MEGABYTE, AuditLog(folder) if own else None

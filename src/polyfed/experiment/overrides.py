@@ -12,8 +12,10 @@ from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
+from polyfed.federation.attack import Attack
 from polyfed.federation.network import Network
 from polyfed.model import ModelSpec
+from polyfed.privacy.limits import Limits
 from polyfed.training.optimisers import ServerOptimiser, Train
 
 SECTIONS: Mapping[str, type | tuple[str, ...]] = {
@@ -26,10 +28,13 @@ SECTIONS: Mapping[str, type | tuple[str, ...]] = {
     "server": ServerOptimiser,
     "evaluate": Evaluation,
     "network": Network,
+    "attack": Attack,
     "egress": (),
+    "limits": Limits,
     "engine": EngineSpec,
     "checkpoint": CheckpointSpec,
     "tracking": ("name",),
+    "task": ("name",),
 }
 """Section -> the dataclass whose fields are its keys, or the keys that it has for every class. `seed` and `rounds` come
 before the sections."""

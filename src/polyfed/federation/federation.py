@@ -20,6 +20,7 @@ from polyfed.core.request import Accept, Request, Send, Task
 from polyfed.core.tasks import path_of
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data.columns import Column, Columns
+from polyfed.federation.attack import Attack
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
@@ -59,6 +60,7 @@ class Federation:
             the replies of all of them.
         emit: called with the name and the fields of each event.
         clock: simulated time and the links of the clients, or None if the recipe has no [network] section.
+        attack: the simulated attack of the [attack] section, or None.
         round: the current round, from 1; 0 before the first.
         asked: number of requests so far in this round.
     """
@@ -74,6 +76,7 @@ class Federation:
     min_replies: int = 1
     emit: Callable[..., None] = lambda *_, **__: None
     clock: Clock | None = None
+    attack: Attack | None = None
     round: int = 0
     asked: int = 0
     _senders: set[int] = field(default_factory=set, init=False, repr=False)
@@ -83,7 +86,9 @@ class Federation:
     def validator(self) -> ReplyValidator:
         """The reply validator for the current template."""
         if self._validator is None or self._validator.template is not self.template:
-            self._validator = ReplyValidator(self.template, self.context.model, self.clients.modalities)
+            context = self.context
+            objective, size = context.objective, context.num_classes
+            self._validator = ReplyValidator(self.template, context.model, self.clients.modalities, objective, size)
         return self._validator
 
     def begin(self, round: int) -> None:
@@ -101,6 +106,7 @@ class Federation:
         quorum: bool = True,
         turn: int = 0,
         accept: Accept | None = None,
+        enough: int | None = None,
     ) -> Replies:
         """Send a request to these clients and return their replies.
 
@@ -114,6 +120,7 @@ class Federation:
             turn: a different number each time a round repeats a request, so that batches and dropout masks differ.
             accept: `accept(client, reply)` returns what is wrong with a valid reply that does not fit the request, or
                 something falsy. Such a reply is dropped with that reason.
+            enough: how many replies close the request; the slowest clients are not waited for. None waits for all.
 
         Raises:
             EgressError: a client's policy refused to release its reply.
@@ -122,7 +129,10 @@ class Federation:
             Diverged: no client replied with finite numbers; or the message to all clients, which is usually the merged
                 model, holds NaN or infinity.
         """
-        request = Request(task, path_of(task, self.owner), self.round, self.rounds, self.asked, self.seed, turn)
+        if enough is not None:
+            enough = max(enough, min(self.min_replies, len(clients)))
+        name = path_of(task, self.owner)
+        request = Request(task, name, self.round, self.rounds, self.asked, self.seed, turn, enough)
         self.asked += 1
         for client in clients:
             if type(client) is not int or not (client in self.evaluation_clients or 0 <= client < len(self.clients)):
@@ -133,9 +143,11 @@ class Federation:
             return Replies([])
         peak = self._check_sent(request, send)
         answer = self.engine.answer(request, sorted(clients), send)
+        if self.attack is not None:
+            answer = self.attack.falsify(answer, send, self.attack.attackers(len(self.clients), self.seed))
         missing = dict(answer.missing)
         parts = [kept for part in answer.parts if (kept := self._inspect(request, part, missing, accept))]
-        parts = self._in_time(parts, missing)
+        parts = self._in_time(request, parts, missing)
         if peak > HUGE:
             missing = {
                 client: f"{why}{self._broken(peak)}" if why.endswith(NOT_FINITE) else why
@@ -221,7 +233,7 @@ class Federation:
 
         Args:
             x: modality -> values, (n, ...) float32.
-            y: labels, (n,) int64; all 0 if None.
+            y: labels, int64 (n,), or targets, float32 (n, T); class 0 if None.
             present: modality -> which rows have it, bool (n,); only for modalities that some rows lack.
             number: a different number for each dataset made in a round, so that their batch orders differ.
         """
@@ -232,7 +244,7 @@ class Federation:
             name="received",
             modalities={name: Column(value) for name, value in x.items()},
             label=torch.zeros_like(rows) if y is None else y,
-            num_classes=self.context.num_classes,
+            num_classes=self.context.num_classes if y is None or y.dim() == 1 else y.shape[1],
             split=torch.zeros(n, dtype=torch.int8, device=device),
             ids=rows,
             present=present or {},
@@ -240,9 +252,15 @@ class Federation:
         key = keys.key(self.seed, "server", number, self.round)
         return SingleClientData(columns, rows, tuple(x), self.context.model, key, self.round, self.rounds)
 
-    def _in_time(self, parts: list[ReplyStack], missing: dict[int, str]) -> list[ReplyStack]:
-        """Drop the clients whose simulated time exceeds the round's deadline."""
-        late = {} if self.clock is None else self.clock.late([c for part in parts for c in part.clients])
+    def _in_time(self, request: Request, parts: list[ReplyStack], missing: dict[int, str]) -> list[ReplyStack]:
+        """Drop the clients that reply, in simulated time, after the deadline or after the request was closed."""
+        if self.clock is None:
+            return parts
+        replied = [client for part in parts for client in part.clients]
+        late = self.clock.late(replied)
+        if request.enough is not None:
+            replied = [client for client in replied if client not in late]
+            late |= self.clock.closed_before(request.number, replied, request.enough)
         missing.update(late)
         return [left for part in parts if (left := part.without(late)) is not None] if late else parts
 

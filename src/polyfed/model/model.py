@@ -50,7 +50,7 @@ class Model(Named):
 
     Attributes:
         modalities: the modalities that the model reads, in order.
-        num_classes: C.
+        num_classes, num_outputs: C, the width of the output; the second name is for tasks without classes.
         shapes: sample shape of each modality.
         key: random key of the initial values of frozen parameters.
         has_batchnorm: whether a layer uses batch statistics, so that a training batch needs at least two rows.
@@ -71,7 +71,8 @@ class Model(Named):
         naming: Naming = as_it_is,
     ) -> None:
         self.modalities = tuple(factories)
-        self.num_classes, self.shapes, self.key = num_classes, dict(shapes), key
+        self.num_classes, self.num_outputs, self.shapes = num_classes, num_classes, dict(shapes)
+        self.key = key
         self._factories: dict[str, Callable[[], nn.Module]] = {**factories, SHARED: shared}
         blocks = {name: made(make, key, name) for name, make in factories.items()}
         self._fusion = made(shared, key, SHARED)

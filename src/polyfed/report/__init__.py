@@ -5,6 +5,7 @@ Reading a folder:
 - `run_folder`: the files of a run, read line by line; `run_schema`: the types of their content.
 - `history`: the rounds as columns of numbers; `participation`: which clients took part when.
 - `egress`: sums over the ledger; `senders`: what each client sent.
+- `reconciliation`: whether the audit logs of server and devices say the same.
 
 Several runs:
 
@@ -19,5 +20,6 @@ The page:
 
 from polyfed.report.compare import Comparison, compare
 from polyfed.report.page import REPORT, write_comparison, write_report
+from polyfed.report.reconciliation import Reconciliation, reconcile
 
-__all__ = ["REPORT", "Comparison", "compare", "write_comparison", "write_report"]
+__all__ = ["REPORT", "Comparison", "Reconciliation", "compare", "reconcile", "write_comparison", "write_report"]

@@ -24,16 +24,25 @@ from polyfed.report import charts, egress, history, senders
 from polyfed.report import formatting as words
 from polyfed.report.compare import Comparison, modalities_of
 from polyfed.report.curves import curves_of
+from polyfed.report.reconciliation import Reconciliation, reconcile
 from polyfed.report.run_folder import Folder
+from polyfed.report.scores import title_of, unit_of
 
 REPORT = "report.html"
+
+SHOWN = ("macro_f1", "auroc", "pearson", "concordance", "acc7", "acc2", "f1", "recall5", "recall10", "weighted_kappa")
+"""Metrics at the top of the page beside the score, where a run has them."""
 
 WAYS = {"server": "To the server", "silo": "To the silo's edge", "client": "Down to clients"}
 """Destination in the ledger -> heading on the page."""
 
 
-def write_report(dir: str | Path) -> Path:
+def write_report(dir: str | Path, device_logs: Sequence[Path] = ()) -> Path:
     """Write `report.html` into the folder of a run, whether it is finished or not.
+
+    Args:
+        dir: the folder.
+        device_logs: state folders of devices, whose audit logs are compared with the server's.
 
     Returns:
         The path of the page.
@@ -57,6 +66,7 @@ def write_report(dir: str | Path) -> Path:
         charts=shown,
         ways=matrices(crossed, folder, modalities),
         senders=senders.senders(crossed, folder),
+        logs=_reconciled(folder, device_logs),
         drawn={
             "charts": shown,
             "participation": past.participation.table(modalities),
@@ -93,14 +103,16 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
         if value is not None:
             found.append((title, words.number_of(value, unit), remark))
 
-    add("accuracy", past.last("global.accuracy"), "share", "all modalities, test set")
+    head = past.headline
+    add(head.title, past.last(f"global.{head.score}"), head.unit, "all modalities, test set")
     alone = past.group("unimodal.")
     for modality in (*modalities, *(m for m in alone if m not in modalities)):
-        add(f"{modality} alone", past.last(f"unimodal.{modality}"), "share", "test set")
-    add("macro-F1", past.last("global.macro_f1"), "share", "test set")
+        add(f"{modality} alone", past.last(f"unimodal.{modality}"), head.unit, "test set")
+    for metric in SHOWN:
+        add(title_of(metric), past.last(f"global.{metric}"), unit_of(metric), "test set")
     worst = past.last("personal.worst")
-    remark = "" if worst is None else f"worst client {words.number_of(worst, 'share')}"
-    add("personal accuracy", past.last("personal.mean"), "share", remark)
+    remark = "" if worst is None else f"worst client {words.number_of(worst, head.unit)}"
+    add(f"personal {head.title}", past.last("personal.mean"), head.unit, remark)
     for way in ("up", "down"):
         column = past.columns.get(f"bytes_{way}", [])
         total = folder.result.get(f"bytes_{way}", sum(v for v in column if v is not None))
@@ -120,6 +132,16 @@ def holdings(folder: Folder) -> list[dict[str, Any]]:
         {"modalities": held, "clients": len(rows), "rows": sum(rows), "least": min(rows), "most": max(rows)}
         for held, rows in ordered
     ]
+
+
+def _reconciled(folder: Folder, device_logs: Sequence[Path]) -> Reconciliation | None:
+    """What the audit logs say; None for a run that keeps none."""
+    if not (device_logs or folder.facts.get("audited")):
+        return None
+    try:
+        return reconcile(folder.path, device_logs)
+    except ImportError:  # a run that was copied to a machine without the extra
+        return Reconciliation((), ("the audit logs were not checked: pip install 'polyfed[flower]'",))
 
 
 def matrices(sums: egress.Egress, folder: Folder, modalities: Sequence[str]) -> list[dict[str, Any]]:
@@ -183,7 +205,7 @@ def environment() -> Environment:
     made.policies["json.dumps_kwargs"] = {
         "sort_keys": False
     }  # modalities keep their order, which decides their colours
-    made.filters |= {"number": words.number_of, "moment": words.moment_of}
+    made.filters |= {"number": words.number_of, "moment": words.moment_of, "title_of": title_of, "unit_of": unit_of}
     return made
 
 

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from threading import Thread
+from threading import Event, Thread
 
 from polyfed.core.errors import PolyfedError
 
@@ -17,6 +17,10 @@ LOOK_SECONDS, GRACE_SECONDS = 2.0, 10.0
 
 REFUSALS = 5
 """Connections refused in a row after which the SuperLink is gone."""
+
+
+LINK_LOST = Event()
+"""Set when this process ends because its SuperLink has ended."""
 
 
 class LastWord(logging.Filter):
@@ -63,6 +67,7 @@ def end_with_link() -> None:
             time.sleep(LOOK_SECONDS)
             refused = refused + 1 if address is not None and _refuses(address) else 0
         print("polyfed: the SuperLink is gone; this server ends", flush=True)  # noqa: T201  the app's log is its screen
+        LINK_LOST.set()
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(GRACE_SECONDS)
         os._exit(1)
