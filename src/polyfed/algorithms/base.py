@@ -61,6 +61,7 @@ from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
 from polyfed.federation.replies import Replies
 from polyfed.model import Model, ModelSpec
+from polyfed.model.whole import require_embeddings
 from polyfed.objective import Classification, Objective
 from polyfed.objective.base import UNDEFINED
 from polyfed.privacy.policy import Policy
@@ -91,8 +92,7 @@ class Algorithm(TrainedModels):
 
     handles_missing_rows: ClassVar[bool] = True
     """Whether the method accepts clients that have a modality for only some of their rows; if not, it refuses them."""
-    needs_embeddings: ClassVar[bool] = False
-    """Whether the method works with embeddings of single modalities, which a whole module may not have."""
+    needs_embeddings: ClassVar[bool] = False  # of single modalities, which a whole module may not have
     sends_class_means: ClassVar[bool] = False
     """Whether clients can send class means of the global model's features, for `[evaluate] unimodal = "prototype"`."""
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -159,17 +159,9 @@ class Algorithm(TrainedModels):
         return spec, modalities
 
     def check_model(self, model: Model) -> None:
-        """Refuse a model that the method cannot train.
-
-        Raises:
-            RecipeError: the method needs an embedding of every modality, and the model has none.
-        """
-        if self.needs_embeddings and not model.has_embeddings:
-            raise RecipeError(
-                f"{type(self).__name__} works with the embedding of each modality, and the module of [model] gives "
-                "none. Give it the methods encode(modality, x) and fuse(z, present) and an attribute `embedding`, or "
-                "choose a method that needs none, such as fedavg, fedprox or scaffold"
-            )
+        """Raise a RecipeError for a model that the method cannot train, such as one without embeddings."""
+        if self.needs_embeddings:
+            require_embeddings(model, type(self).__name__)
 
     def private_names(self, model: Model) -> frozenset[str]:
         """The parameters and buffers that clients keep: the egress gate refuses a reply that holds one of them."""

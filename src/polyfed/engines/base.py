@@ -42,16 +42,13 @@ class Method(Asking, Protocol):
     @property
     def train(self) -> Train:
         """The [train] section: how clients train."""
-        ...
 
     @property
     def handles_missing_rows(self) -> bool:
         """Whether the algorithm handles rows that lack a modality which other rows of the same client have."""
-        ...
 
     def first_local(self, context: ClientContext, key: int) -> Tree:
         """Make a client's first local state; `key` seeds its random numbers."""
-        ...
 
 
 class Engine(ABC):
@@ -183,11 +180,8 @@ class Engine(ABC):
         if modalities not in self._announcements:
             holder = Holder(modalities, tuple(self.model.shapes), self.model.modalities)
             tested = bool(self.registry.tested)
-            policy = self.policy.for_client(modalities)
-            private = PrivateNames.of(self.algorithm.private_names(self.model), self.model)
-            self._announcements[modalities] = Announcement(
-                self.algorithm, self.answers, holder, policy, tested, private
-            )
+            parts = self.policy.for_client(modalities), tested, PrivateNames.of(self.algorithm, self.model)
+            self._announcements[modalities] = Announcement(self.algorithm, self.answers, holder, *parts)
         return self._announcements[modalities]
 
     def alone(self, request: Request, client: int, send: Send, missing: dict[int, str]) -> Message | None:

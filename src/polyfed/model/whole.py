@@ -145,6 +145,20 @@ def build_whole(
     return model
 
 
+def require_embeddings(model: Model, method: str) -> None:
+    """Refuse a model without embeddings for a method that works with them.
+
+    Raises:
+        ModelError: the text says how a whole module gets embeddings, and which methods need none.
+    """
+    if not model.has_embeddings:
+        raise ModelError(
+            f"{method} works with the embedding of each modality, and the module of [model] gives none. Give it the "
+            "methods encode(modality, x) and fuse(z, present) and an attribute `embedding`, or choose a method that "
+            "needs none, such as fedavg, fedprox or scaffold"
+        )
+
+
 def _maker(spec: ModelSpec, shapes: Mapping[str, Shape], outputs: int, rows: Rows) -> Callable[[], WholeFusion]:
     what = found(WHERE, spec.module, nn.Module)
 

@@ -43,8 +43,9 @@ class PrivateNames:
     blocks: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, names: frozenset[str], model: Model) -> "PrivateNames":
-        """These names, and the blocks of the model that hold no others."""
+    def of(cls, method: Asking, model: Model) -> "PrivateNames":
+        """The private names of a method, and the blocks of the model that hold no others."""
+        names = method.private_names(model)
         rest = {block_of(name) for name in model.names(model.modalities) if name not in names}
         return cls(names, frozenset(map(block_of, names)) - rest)
 

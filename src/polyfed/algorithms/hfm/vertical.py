@@ -109,7 +109,6 @@ class Vertical(Algorithm):
     eval_embeddings: bool = True
     inner_batch: Annotated[int, AT_LEAST_ONE] = 64
     mu: Annotated[float, NOT_NEGATIVE] = 0.0
-
     needs_embeddings: ClassVar[bool] = True
     renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds", "r": "exchanges"}
 
