@@ -65,6 +65,8 @@ class CmsFedState(State):
 class CmsFed(CmsFedOptions):
     """CMSFed and its ablations: the method. Its options are those of `CmsFedOptions`."""
 
+    needs_embeddings: ClassVar[bool] = True
+
     # the round
 
     def init(self, fed: Federation, params: Tree) -> CmsFedState:

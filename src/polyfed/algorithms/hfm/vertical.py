@@ -86,6 +86,7 @@ class Vertical(VerticalOptions):
     aligns_rows: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
     objectives_because: ClassVar[str] = "devices of a silo exchange embeddings to compute one common output"
+    needs_embeddings: ClassVar[bool] = True
 
     @abstractmethod
     def anchors(self, local: Tree, got: Exchange) -> Tree:

@@ -73,6 +73,7 @@ class PartialFL(PartialOptions):
 
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
     objectives_because: ClassVar[str] = "a device trains one output of its local model besides the global model"
+    needs_embeddings: ClassVar[bool] = True
     sends: ClassVar[type[Message]] = Guided
     replies: ClassVar[type[Message]] = GuidedUpdate
 
