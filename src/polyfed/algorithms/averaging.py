@@ -35,6 +35,7 @@ from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import ClassMeans
+from polyfed.federation.aggregation import aggregate
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -160,8 +161,9 @@ class Averaging(Algorithm):
         return Update(fit.params, fit.loss, data.num_rows), local
 
     def merge(self, state: Any, replies: Replies, fed: Federation) -> Any:
-        """The next state: a step of the server optimiser towards the weighted mean of the replies, per block."""
-        mean = replies.mean("params", self.selector.weigh(state.memory, self.weights(replies, fed)))
+        """The next state: a step of the server optimiser towards the combined replies, per block."""
+        weights = self.selector.weigh(state.memory, self.weights(replies, fed))
+        mean = aggregate(replies, "params", weights, state.params, self.server)
         trainable = fed.context.model.trainable(state.params)
         params, moments = self.server.apply(state.params, mean, state.moments, trainable)
         return state.with_(params=params, moments=moments)

@@ -126,6 +126,8 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
     (out / ERROR).unlink(missing_ok=True)
     try:
         recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
+        if recipe.attack is not None:
+            raise RecipeError("[attack] has clients lie, which only a simulation may. Remove the section")
         records = Records(out, resume=True)
         emit = Emitter([_Log()])
         with only_server(out):

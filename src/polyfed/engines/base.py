@@ -128,6 +128,9 @@ class Engine(ABC):
             EgressError: a client's policy refused to release its reply.
         """
 
+    def close(self) -> None:  # noqa: B027
+        """End the processes that the engine has started; it can still be used and starts them again when needed."""
+
     def context(self, client: int) -> ClientContext:
         """Return the client's context; clients with the same modalities share one."""
         if client not in self._context_of:

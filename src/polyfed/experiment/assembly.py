@@ -1,7 +1,9 @@
 """Assemble the parts of a run from a recipe: clients with their data, model, policy, engine, federation."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,20 +58,16 @@ class Assembly:
         return self.recipe.algorithm
 
 
-ENGINES: Mapping[str, Callable[..., Engine]] = {
-    "sequential": Sequential,
-    "vectorised": Vectorised,
-    "flower": Sequential,
-}
-"""Engines that hold all clients in this process. For `flower` this engine only checks a recipe; a run gets its engine
-from `polyfed.deploy`."""
+ENGINES = ("sequential", "vectorised", "flower")
+"""The engines that a recipe can name. A run on `flower` gets its engine from `polyfed.deploy`."""
 
 
 def population_of(recipe: Recipe) -> Population:
     """Load the recipe's data and divide it among the clients."""
     columns: Columns = prepared(recipe, stacked(recipe.data.load(), recipe.stack))
     seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
-    return populate(columns, recipe.clients, keys.key(seed, "population"))
+    population = populate(columns, recipe.clients, keys.key(seed, "population"))
+    return population if recipe.attack is None else recipe.attack.poison(population, recipe.seed)
 
 
 def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes: int, policy: Policy) -> Model:
@@ -111,7 +109,7 @@ def assemble(
         run: the run's name in the ledger.
         emit: called with every event.
         population: the clients, if they are not those of the recipe's data.
-        engine: the engine's constructor, if it is not one of `ENGINES`.
+        engine: the engine's constructor, if it is not the recipe's.
 
     Raises:
         PolyfedError: recipe, data or model are wrong, or do not fit each other.
@@ -153,6 +151,7 @@ def assemble(
         min_replies=recipe.engine.min_replies,
         emit=emit,
         clock=clock,
+        attack=recipe.attack,
     )
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed)
 
@@ -174,11 +173,39 @@ def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
 
 
 def engine_of(recipe: Recipe) -> Callable[..., Engine]:
-    """The constructor of the recipe's engine, with the engine's own options bound to it."""
+    """The constructor of the recipe's engine, with the engine's own options bound to it.
+
+    Raises:
+        RecipeError: the recipe asks for worker processes where they cannot work.
+    """
     spec = recipe.engine
+    if spec.name == "flower":  # this engine only checks a recipe
+        return Sequential
+    workers, threads = workers_of(recipe), spec.threads or 1
     if spec.name == "vectorised":
-        return lambda *args, **kwargs: Vectorised(*args, stack=spec.stack, replay=spec.replay, **kwargs)
-    return ENGINES[spec.name]
+        return partial(Vectorised, stack=spec.stack, replay=spec.replay, workers=workers, threads=threads)
+    return partial(Sequential, workers=workers, threads=threads)
+
+
+def workers_of(recipe: Recipe) -> int:
+    """The number of worker processes, with 0 resolved.
+
+    Raises:
+        RecipeError: the recipe asks for several where they cannot work.
+    """
+    spec = recipe.engine
+    reason = ""
+    if not hasattr(os, "memfd_create"):
+        reason = "worker processes share memory by means that only Linux has"
+    elif device_of(recipe).type != "cpu":
+        reason = "a process that uses a GPU cannot be forked"
+    elif spec.debug:
+        reason = "[engine] debug raises a client's exception in this process"
+    if reason and spec.workers > 1:
+        raise RecipeError(f"[engine] workers = {spec.workers}: {reason}. Remove it, or use workers = 1")
+    if reason:
+        return 1
+    return spec.workers or max(1, len(os.sched_getaffinity(0)) // max(1, spec.threads))
 
 
 def device_of(recipe: Recipe) -> torch.device:

@@ -4,7 +4,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +18,7 @@ from polyfed.core.errors import CheckpointError, RecipeError
 from polyfed.core.registry import name_of
 from polyfed.data import Population
 from polyfed.engines.base import Engine
+from polyfed.engines.in_process import using_threads
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.check import refuse_forbidden, warn_unmeasured
@@ -54,8 +55,9 @@ def execute(
     """
     if recipe.tracking is not None:
         emit.listeners.append(recipe.tracking.follow(recipe.table(), None if records is None else records.folder))
-    with _threads(recipe.engine.threads):
+    with using_threads(recipe.engine.threads), ExitStack() as stack:
         assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
+        stack.callback(assembly.engine.close)
         refuse_forbidden(assembly)
         warn_unmeasured(assembly)
         loop = _Loop(assembly, records, emit)
@@ -67,17 +69,6 @@ def execute(
                 loop.evaluate(row, state)
                 loop.save(row, state)
         return loop.finish(state)
-
-
-@contextmanager
-def _threads(num: int) -> Iterator[None]:
-    """Inside this block, let PyTorch use `num` threads for each operation; 0 leaves the number unchanged."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Loop:

@@ -12,6 +12,7 @@ from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
+from polyfed.federation.attack import Attack
 from polyfed.federation.network import Network
 from polyfed.model import ModelSpec
 from polyfed.training.optimisers import ServerOptimiser, Train
@@ -26,6 +27,7 @@ SECTIONS: Mapping[str, type | tuple[str, ...]] = {
     "server": ServerOptimiser,
     "evaluate": Evaluation,
     "network": Network,
+    "attack": Attack,
     "egress": (),
     "engine": EngineSpec,
     "checkpoint": CheckpointSpec,

@@ -23,6 +23,7 @@ from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.overrides import apply, called, refuse_unknown
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
 from polyfed.experiment.tracking import TRACKERS, Tracker
+from polyfed.federation.attack import Attack
 from polyfed.federation.network import Network
 from polyfed.model import ModelSpec
 from polyfed.model.encoders import entry_of
@@ -32,6 +33,10 @@ from polyfed.training.optimisers import ServerOptimiser, Train
 
 PARTS = {"train": "train", "evaluation": "evaluate", "selector": "selection", "server": "server"}
 """Field of an algorithm -> the section of the recipe that it is written in."""
+
+
+OPTIONAL = {"network": Network, "attack": Attack}
+"""Sections that a recipe may leave out, with the classes that they build."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,7 @@ class Recipe:
         egress: the policy table, `{block: {destination: [kinds]}}`.
         stack: new modality -> modalities it is stacked from (early fusion, `data.stacking`); `stack` in [data].
         network: the section [network], or None for no simulated time.
+        attack: the section [attack], or None for honest clients.
         tracking: the tracker that receives the numbers of the run, or None.
         name: the name of the output folder, unless the user gives one.
     """
@@ -67,6 +73,7 @@ class Recipe:
     egress: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     stack: Mapping[str, Sequence[str]] = field(default_factory=dict)
     network: Any = None
+    attack: Attack | None = None
     tracking: Tracker | None = None
     name: str = "run"
 
@@ -95,7 +102,8 @@ class Recipe:
             table["selection"] = {"name": name_of(self.algorithm.selector, SELECTORS)} | own  # type: ignore[attr-defined]
         table["algorithm"] = {"name": name_of(self.algorithm, ALGORITHMS)} | algorithm
         table |= {"engine": as_table(self.engine), "checkpoint": as_table(self.checkpoint)}
-        table |= {} if self.network is None else {"network": as_table(self.network)}
+        optional = {"network": self.network, "attack": self.attack}
+        table |= {name: as_table(held) for name, held in optional.items() if held is not None}
         for name, held, registry in (("task", self.task, OBJECTIVES), ("tracking", self.tracking, TRACKERS)):
             if held is not None:
                 table[name] = {"name": name_of(held, registry)} | as_table(held)
@@ -188,7 +196,7 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
         engine=build("[engine]", EngineSpec, sections.get("engine", {})),
         checkpoint=build("[checkpoint]", CheckpointSpec, sections.get("checkpoint", {})),
         egress=_egress(sections.get("egress", {})),
-        network=build("[network]", Network, sections["network"]) if "network" in sections else None,
+        **{name: build(f"[{name}]", cls, sections[name]) for name, cls in OPTIONAL.items() if name in sections},
         tracking=_named("tracking", TRACKERS, Tracker, sections),
         name=name,
     )

@@ -20,6 +20,7 @@ from polyfed.core.request import Accept, Request, Send, Task
 from polyfed.core.tasks import path_of
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data.columns import Column, Columns
+from polyfed.federation.attack import Attack
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
@@ -59,6 +60,7 @@ class Federation:
             the replies of all of them.
         emit: called with the name and the fields of each event.
         clock: simulated time and the links of the clients, or None if the recipe has no [network] section.
+        attack: the simulated attack of the [attack] section, or None.
         round: the current round, from 1; 0 before the first.
         asked: number of requests so far in this round.
     """
@@ -74,6 +76,7 @@ class Federation:
     min_replies: int = 1
     emit: Callable[..., None] = lambda *_, **__: None
     clock: Clock | None = None
+    attack: Attack | None = None
     round: int = 0
     asked: int = 0
     _senders: set[int] = field(default_factory=set, init=False, repr=False)
@@ -135,6 +138,8 @@ class Federation:
             return Replies([])
         peak = self._check_sent(request, send)
         answer = self.engine.answer(request, sorted(clients), send)
+        if self.attack is not None:
+            answer = self.attack.falsify(answer, send, self.attack.attackers(len(self.clients), self.seed))
         missing = dict(answer.missing)
         parts = [kept for part in answer.parts if (kept := self._inspect(request, part, missing, accept))]
         parts = self._in_time(parts, missing)
