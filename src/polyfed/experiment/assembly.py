@@ -125,11 +125,7 @@ def assemble(
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model = model_of(recipe, shapes, columns.num_classes, policy)
     recipe.algorithm.check_model(model)
-    if recipe.algorithm.evaluation.unimodal == "head" and not model.linear_head:
-        raise RecipeError(
-            "[evaluate] unimodal = 'head' splits the logits into a term for each modality, which only linear fusion "
-            "allows (concat or sum without a head). Allowed here: 'auto', 'zero', 'prototype'"
-        )
+    _refuse_split_head(recipe, model)
     initial = initial_of(recipe, model)
     ledger = Ledger(run)
     clock = clock_of(recipe, population.num_clients, ledger)
@@ -161,6 +157,15 @@ def assemble(
         attack=recipe.attack,
     )
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed)
+
+
+def _refuse_split_head(recipe: Recipe, model: Model) -> None:
+    """Refuse an evaluation that splits the head of a model whose head cannot be split."""
+    if recipe.algorithm.evaluation.unimodal == "head" and not model.linear_head:
+        raise RecipeError(
+            "[evaluate] unimodal = 'head' splits the logits into a term for each modality, which only linear fusion "
+            "allows (concat or sum without a head). Allowed here: 'auto', 'zero', 'prototype'"
+        )
 
 
 def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
