@@ -38,8 +38,8 @@ check-flower: $(OTHER)/installed ## what CI runs besides: the tests of deploymen
 
 check-all: check ## check, then real processes: Ray, SuperLink and SuperNodes with TLS, kills (minutes)
 	# one more try for what failed: a busy machine can make Ray or a SuperNode miss a time-out
-	$(BIN)/pytest -m slow -n 2 --dist loadfile tests/engines tests/attacks || \
-		$(BIN)/pytest -m slow tests/engines tests/attacks --last-failed
+	$(BIN)/pytest -m slow -n 2 --dist loadfile tests/engines tests/attacks tests/study || \
+		$(BIN)/pytest -m slow tests/engines tests/attacks tests/study --last-failed
 
 federation: .venv/installed ## a server and three devices on this machine; see docs/deploy.md
 	$(BIN)/polyfed app runs/federation --recipe recipes/federation-demo.toml --local

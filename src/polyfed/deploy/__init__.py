@@ -5,11 +5,14 @@ Files:
     credentials: writes the server's certificate, and keys of devices for trials.
     launch: starts the SuperLink of a server and the SuperNode of a device.
     server: what the ServerApp does: wait for clients, then run the recipe.
+    admission: which clients take part, and what the server believes of what they say.
+    membership: which device has which client number.
     installed_client: the process of a device that answers messages, with installed code only.
     handlers: what a client makes of a packet, on a device and in a simulation.
     device: what the owner of a device configures: its data, its policy, what recipes may use there.
     device_check: what a device would do with a recipe, found out before anything is started.
     client_runtime: does a task, lets the reply through the egress gate, keeps local state and ledger.
+    request_limits: how often a server may ask a device.
     state_store: a client's local state on its own disk.
     faults: what a device says of its faults, in its own log and to the server.
     run_log: lines of a server's log, and the status of its run in a file.

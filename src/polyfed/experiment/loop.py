@@ -21,7 +21,7 @@ from polyfed.engines.base import Engine
 from polyfed.engines.in_process import using_threads
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble, facts_of
-from polyfed.experiment.check import refuse_forbidden, warn_unmeasured
+from polyfed.experiment.check import check_before_run
 from polyfed.experiment.checkpoint import RESTORE
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
@@ -58,8 +58,7 @@ def execute(
     with using_threads(recipe.engine.threads), ExitStack() as stack:
         assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
         stack.callback(assembly.engine.close)
-        refuse_forbidden(assembly)
-        warn_unmeasured(assembly)
+        check_before_run(assembly)
         loop = _Loop(assembly, records, emit)
         first, state = loop.start()
         for round in range(first, recipe.rounds + 1):
@@ -291,7 +290,8 @@ class _Loop:
 
     def _facts(self) -> dict[str, Any]:
         """The content of `run.json`."""
-        facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds")}
+        audited = self.records is not None and self.records.audit is not None
+        facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds"), "audited": audited}
         return facts | facts_of(self.assembly) | {"versions": versions()}
 
 

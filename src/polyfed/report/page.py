@@ -24,8 +24,12 @@ from polyfed.report import charts, egress, history, senders
 from polyfed.report import formatting as words
 from polyfed.report.compare import Comparison, modalities_of
 from polyfed.report.curves import curves_of
+from polyfed.report.evidence import Evidence, evidence
+from polyfed.report.progressions import price_charts
+from polyfed.report.reconciliation import Reconciliation, reconcile
 from polyfed.report.run_folder import Folder
 from polyfed.report.scores import title_of, unit_of
+from polyfed.report.sheets import scenarios_sheet, tests_of
 
 REPORT = "report.html"
 
@@ -36,8 +40,12 @@ WAYS = {"server": "To the server", "silo": "To the silo's edge", "client": "Down
 """Destination in the ledger -> heading on the page."""
 
 
-def write_report(dir: str | Path) -> Path:
+def write_report(dir: str | Path, device_logs: Sequence[Path] = ()) -> Path:
     """Write `report.html` into the folder of a run, whether it is finished or not.
+
+    Args:
+        dir: the folder.
+        device_logs: state folders of devices, whose audit logs are compared with the server's.
 
     Returns:
         The path of the page.
@@ -51,7 +59,7 @@ def write_report(dir: str | Path) -> Path:
     modalities = modalities_of(folder)
     shown = [chart.table() for chart in charts.charts_of(past, modalities)]
     crossed = egress.aggregate(folder)
-    text = _render(
+    text = render(
         "run.html",
         folder=folder,
         past=past,
@@ -61,21 +69,27 @@ def write_report(dir: str | Path) -> Path:
         charts=shown,
         ways=matrices(crossed, folder, modalities),
         senders=senders.senders(crossed, folder),
+        logs=_reconciled(folder, device_logs),
         drawn={
             "charts": shown,
             "participation": past.participation.table(modalities),
             "tables": {name: frames.drawn() for name, frames in past.tables.items()},
         },
     )
-    return _write(folder.path / REPORT, text)
+    return write_page(folder.path / REPORT, text)
 
 
 GENERATOR = b'<meta name="generator" content="polyfed">'
 """The tag in the head of every page that polyfed writes; only pages that have it are overwritten."""
 
 
-def write_comparison(comparison: Comparison, path: str | Path) -> Path:
-    """Write a comparison as a page: the tables, and curves with their range over runs.
+def write_comparison(comparison: Comparison, path: str | Path, proof: Evidence | None = None) -> Path:
+    """Write a comparison as a page: the tables, the tests, and curves with their range over runs.
+
+    Args:
+        comparison: the comparison.
+        path: the file to write.
+        proof: the tests; None: those of `evidence` without further choices.
 
     Returns:
         The path of the page.
@@ -84,9 +98,12 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
         DataError: a run's files are damaged.
         RecipeError: the page cannot be written.
     """
-    shown = [chart.table() for chart in curves_of(comparison)]
-    text = _render("comparison.html", comparison=comparison, charts=shown, drawn={"charts": shown})
-    return _write(Path(path), text)
+    proof = proof or evidence(comparison)
+    curves = [*curves_of(comparison), *price_charts(comparison)]
+    shown = [chart.table() for chart in curves]
+    sheets = [sheet for sheet in (scenarios_sheet(comparison, proof), *tests_of(proof)) if sheet is not None]
+    text = render("comparison.html", comparison=comparison, sheets=sheets, charts=shown, drawn={"charts": shown})
+    return write_page(Path(path), text)
 
 
 def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> list[tuple[str, str, str]]:
@@ -128,6 +145,16 @@ def holdings(folder: Folder) -> list[dict[str, Any]]:
     ]
 
 
+def _reconciled(folder: Folder, device_logs: Sequence[Path]) -> Reconciliation | None:
+    """What the audit logs say; None for a run that keeps none."""
+    if not (device_logs or folder.facts.get("audited")):
+        return None
+    try:
+        return reconcile(folder.path, device_logs)
+    except ImportError:  # a run that was copied to a machine without the extra
+        return Reconciliation((), ("the audit logs were not checked: pip install 'polyfed[flower]'",))
+
+
 def matrices(sums: egress.Egress, folder: Folder, modalities: Sequence[str]) -> list[dict[str, Any]]:
     """For each destination a table of blocks and kinds: bytes, refusals, and whether the policy allows it."""
     policy: dict[str, dict[str, list[str]]] = folder.facts.get("egress", {})
@@ -160,7 +187,8 @@ def _cell(sums: egress.Egress, place: egress.Place, allowed: bool, most: int) ->
     }
 
 
-def _render(template: str, **context: Any) -> str:
+def render(template: str, **context: Any) -> str:
+    """The text of a page, from a template of this room and its names; `drawn` is the data of its charts."""
     scripts = [asset("uPlot.iife.min.js"), asset("report.js")]
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
     return (
@@ -203,7 +231,15 @@ def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _write(path: Path, text: str) -> Path:
+def write_page(path: Path, text: str) -> Path:
+    """Write a page, unless another file has its name.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        RecipeError: the file is no page of polyfed's, or it cannot be written.
+    """
     try:
         if path.is_file() and not _is_report(path):
             raise RecipeError(f"{path} exists and is no page of polyfed's. Choose another name, or move it away")

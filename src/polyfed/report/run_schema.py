@@ -91,6 +91,7 @@ class RunFacts(TypedDict, total=False):
     clients: list[ClientFacts]
     blocks: dict[str, Count]
     egress: dict[str, dict[str, list[str]]]
+    audited: bool
 
 
 @with_config(ANY_KEYS)

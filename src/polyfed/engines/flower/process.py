@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from threading import Thread
+from threading import Event, Thread
 
 from polyfed.core.errors import PolyfedError
 from polyfed.core.log_lines import logger_of
@@ -18,6 +18,10 @@ LOOK_SECONDS, GRACE_SECONDS = 2.0, 10.0
 
 REFUSALS = 5
 """Connections refused in a row after which the SuperLink is gone."""
+
+
+LINK_LOST = Event()
+"""Set when this process ends because its SuperLink has ended."""
 
 
 class LastWord(logging.Filter):
@@ -64,6 +68,7 @@ def end_with_link() -> None:
             time.sleep(LOOK_SECONDS)
             refused = refused + 1 if address is not None and _refuses(address) else 0
         logger_of("server", "stdout").error("the SuperLink is gone; this server ends")
+        LINK_LOST.set()
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(GRACE_SECONDS)
         os._exit(1)

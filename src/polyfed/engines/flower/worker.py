@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-import tomllib
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from polyfed.core.errors import BadReply
+from polyfed.core.parsing import parse_toml
 from polyfed.engines.flower.apps import Handler, client_app
 from polyfed.engines.protocol import FAILED, REFUSED
 from polyfed.federation.wire_format import Packet
@@ -77,7 +77,7 @@ def read_app(fab: bytes, recipe: str) -> AppTexts:
     """
     try:
         with zipfile.ZipFile(io.BytesIO(fab)) as archive:
-            project = tomllib.loads(_text(archive, PROJECT))
+            project = parse_toml(_text(archive, PROJECT))
             client = project["tool"]["flwr"]["app"]["components"]["clientapp"]
             return AppTexts(str(client), _text(archive, recipe))
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, KeyError, TypeError, ValueError) as error:
