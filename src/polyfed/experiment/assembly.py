@@ -124,11 +124,7 @@ def assemble(
     policy = Policy.parse(recipe.egress, columns.modalities)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model = model_of(recipe, shapes, columns.num_classes, policy)
-    if recipe.algorithm.evaluation.unimodal == "head" and not model.linear_head:
-        raise RecipeError(
-            "[evaluate] unimodal = 'head' splits the logits into a term for each modality, which only linear fusion "
-            "allows (concat or sum without a head). Allowed here: 'auto', 'zero', 'prototype'"
-        )
+    refuse_head(recipe, model)
     initial = initial_of(recipe, model)
     ledger = Ledger(run)
     clock = clock_of(recipe, population.num_clients, ledger)
@@ -160,6 +156,19 @@ def assemble(
         attack=recipe.attack,
     )
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed)
+
+
+def refuse_head(recipe: Recipe, model: Model) -> None:
+    """Refuse `unimodal = "head"` for a model whose logits are no sum over modalities.
+
+    Raises:
+        RecipeError: with what is allowed.
+    """
+    if recipe.algorithm.evaluation.unimodal == "head" and not model.linear_head:
+        raise RecipeError(
+            "[evaluate] unimodal = 'head' splits the logits into a term for each modality, which only linear fusion "
+            "allows (concat or sum without a head). Allowed here: 'auto', 'zero', 'prototype'"
+        )
 
 
 def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
