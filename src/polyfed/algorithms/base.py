@@ -10,12 +10,15 @@ The table lists the hooks in the order in which they are called; all but `init` 
 | hook | called on | when | returns |
 |---|---|---|---|
 | `model_spec` | server | before the model is built | the model to build, and the modalities that it reads |
+| `check_model` | server | once the model is built | nothing; it refuses a model that the method cannot train |
+| `private_names` | both | in `polyfed check`, and in the egress gate for every reply | parameters that never leave |
 | `will_ask`, `will_send` | both | in `polyfed check`, and in the egress gate for every reply | what replies can hold |
 | `init` | server | once, as round 0 | the first state |
 | `local` | client | before the client's first task | its first local state |
 | `round` | server | every round; it asks clients with `fed.ask` | the next state |
 | `simulated_seconds` | server | after every round, if there is a network model | how long the round would take |
 | `observe`, `observe_tables` | server | after every round | numbers and matrices for the log |
+| `concerns` | server | once, after a third of the rounds | what has had no effect so far, for a warning |
 | `evaluate` | server | after every round that `[evaluate] every` names | scores; it calls the hooks below |
 | `global_params` | server | in `evaluate`, and in `Run.predict` | the global model, or None |
 | `class_prototypes` | server | in `evaluate` | class means, for `[evaluate] unimodal = "prototype"` |
@@ -29,7 +32,7 @@ evaluates a client's model on the client's own test rows. docs/own-method.md exp
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar
@@ -58,7 +61,8 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
 from polyfed.federation.replies import Replies
-from polyfed.model import ModelSpec
+from polyfed.model import Model, ModelSpec
+from polyfed.model.whole import require_embeddings
 from polyfed.objective import Classification, Objective
 from polyfed.objective.base import UNDEFINED
 from polyfed.privacy.policy import Policy
@@ -89,6 +93,12 @@ class Algorithm(TrainedModels):
 
     handles_missing_rows: ClassVar[bool] = True
     """Whether the method accepts clients that have a modality for only some of their rows; if not, it refuses them."""
+    aligns_rows: ClassVar[bool] = False
+    """Whether clients match their rows by sample ids; if so, a device whose data has no ids is refused."""
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Named sets of options: with `preset = "paper"`, a recipe takes these for the options that it does not set."""
+    needs_embeddings: ClassVar[bool] = False
+    """Whether the method reads embeddings of single modalities, which a whole module may not have."""
     sends_class_means: ClassVar[bool] = False
     """Whether clients can send class means of the global model's features, for `[evaluate] unimodal = "prototype"`."""
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -154,6 +164,19 @@ class Algorithm(TrainedModels):
         """
         return spec, modalities
 
+    def check_model(self, model: Model) -> None:
+        """Raise a RecipeError for a model that the method cannot train, such as one without embeddings."""
+        if self.needs_embeddings:
+            require_embeddings(model, type(self).__name__)
+
+    def private_names(self, model: Model) -> frozenset[str]:
+        """The parameters and buffers that clients keep: the egress gate refuses a reply that holds one of them."""
+        return frozenset()
+
+    def first_local(self, context: ClientContext, key: int) -> Tree:
+        """A client's local state before its first task: what `local` returns, and what a template keeps there."""
+        return self.local(context, key)
+
     def local(self, context: ClientContext, key: int) -> Tree:
         """A client's local state before its first task. It never leaves the client.
 
@@ -175,6 +198,14 @@ class Algorithm(TrainedModels):
             times: the time at which each client would answer each request under the network model.
         """
         return times.barriers()
+
+    def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
+        """Sentences that name the parts of the method that have had no effect so far, for the user.
+
+        Args:
+            logged: what `observe` returned in every round so far, which is a third of the rounds.
+        """
+        return []
 
     def observe_tables(self, state: Any) -> dict[str, list[list[float]]]:
         """Matrices to log after every round, by name, such as coefficients or similarities. Keep them small."""

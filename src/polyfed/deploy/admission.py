@@ -92,6 +92,7 @@ class _Waiting:
         if count == self.said and now - self.moment < self.EVERY:
             return
         self.said, self.moment = count, now
+        self.emit("enrolling", enrolled=count, wanted=self.wanted)
         word = "waiting: " if count < self.wanted else ""
         self.emit("note", text=f"{word}{count} of {self.wanted} enrolled")
 
@@ -137,7 +138,7 @@ class Admission:
         own = _own_rows(recipe, emit)
         highest = max(FEW_CLIENTS, SPREAD * wanted) - 1
         for told in known:
-            strange = [name for name in told.modalities if name not in recipe.model.encoders]
+            strange = [name for name in told.modalities if name not in recipe.model.modalities]
             if strange:
                 out[told.client] = f"[model.encoders] has no modality {strange[0]!r:.80}"
             elif told.client > highest:

@@ -124,6 +124,7 @@ def assemble(
     policy = Policy.parse(recipe.egress, columns.modalities)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model = model_of(recipe, shapes, columns.num_classes, policy)
+    recipe.algorithm.check_model(model)
     refuse_head(recipe, model)
     initial = initial_of(recipe, model)
     ledger = Ledger(run)
@@ -260,6 +261,13 @@ def block_sizes(assembly: Assembly) -> dict[str, int]:
     """The size of each block of the model in bytes, without frozen parameters."""
     names = (*assembly.model.modalities, SHARED)
     return {block: size_bytes(select(assembly.initial, [block])) for block in names}
+
+
+def private_sizes(assembly: Assembly) -> dict[str, int]:
+    """The size in bytes of the part of each block that every client keeps; without blocks that are sent whole."""
+    kept = assembly.algorithm.private_names(assembly.model)
+    private = {name: value for name, value in assembly.initial.items() if name in kept}
+    return {block: size_bytes(select(private, [block])) for block in blocks(private)}
 
 
 def frozen_facts(model: Model) -> dict[str, Any]:
