@@ -13,7 +13,7 @@ imbalance ratio and is never in S_M; if chosen, it trains its weakest modality a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
