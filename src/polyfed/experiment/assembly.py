@@ -124,8 +124,7 @@ def assemble(
     policy = Policy.parse(recipe.egress, columns.modalities)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model = model_of(recipe, shapes, columns.num_classes, policy)
-    recipe.algorithm.check_model(model)
-    _refuse_split_head(recipe, model)
+    check_model(recipe, model)
     initial = initial_of(recipe, model)
     ledger = Ledger(run)
     clock = clock_of(recipe, population.num_clients, ledger)
@@ -159,8 +158,13 @@ def assemble(
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed)
 
 
-def _refuse_split_head(recipe: Recipe, model: Model) -> None:
-    """Refuse an evaluation that splits the head of a model whose head cannot be split."""
+def check_model(recipe: Recipe, model: Model) -> None:
+    """Refuse a model that the algorithm cannot use, or whose logits are no sum over modalities with `unimodal = "head"`.
+
+    Raises:
+        RecipeError: with what is allowed.
+    """
+    recipe.algorithm.check_model(model)
     if recipe.algorithm.evaluation.unimodal == "head" and not model.linear_head:
         raise RecipeError(
             "[evaluate] unimodal = 'head' splits the logits into a term for each modality, which only linear fusion "
