@@ -97,7 +97,7 @@ def test_a_users_fault_is_the_last_word_and_the_device_says_why(tmp_path: Path) 
         federation.start()
         federation.run().wait(PATIENCE)
         told = federation.log("run").strip()
-        assert told.splitlines()[-1].startswith("polyfed: 2 of 3 clients enrolled")
+        assert " ERROR polyfed: 2 of 3 clients enrolled" in told.splitlines()[-1]
         assert told.endswith("(exit code 4)")
         assert "Traceback" not in told
         assert str(federation.nodes[1]) not in told, "the server hears no path of a device"

@@ -1,6 +1,7 @@
 """How is polyfed used from a terminal? The `polyfed` command parses its words, calls the package, prints the result.
 
-- `commands`: every verb (`run`, `check`, `compare`, `report`, `algorithms`, `data`, `app`) and the exit codes.
+- `commands`: every verb (`run`, `check`, `report`, `algorithms`, `data`, `app`) and the exit codes.
+- `comparison`: `polyfed compare`; `sweep`: `polyfed sweep`, and `sweep_progress`, its live table.
 - `progress`: the display of a run while it trains.
 - `tables`: results, checks and comparisons as tables.
 - `egress_tables`: what a recipe lets cross, as a table and in sentences.

@@ -21,8 +21,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from polyfed.cli import audit, catalogue_pages, deployment, preparation, tables
-from polyfed.cli.output import print_json, show, standard_output
+from polyfed.cli import audit, catalogue_pages, comparison, deployment, preparation, sweep, tables
+from polyfed.cli.output import print_json, show
 from polyfed.cli.progress import Progress
 from polyfed.core.errors import DataError, EgressError, PolyfedError, PolyfedWarning, RecipeError
 from polyfed.core.signals import handling, interrupt
@@ -31,14 +31,11 @@ from polyfed.experiment.check import Check
 from polyfed.experiment.check import check as check_recipe
 from polyfed.experiment.overrides import called, set_options
 from polyfed.experiment.recipe import load_recipe
-from polyfed.report import REPORT, compare, write_comparison, write_report
+from polyfed.report import REPORT, write_report
 from polyfed.run import run as run_recipe
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM: 128 + SIGINT, as in shells."""
-
-COMPARISON = "comparison.html"
-"""The file that `compare --html` writes if no file is named."""
 
 PYTHON_FORMAT = warnings.formatwarning
 """Python's own format of a warning."""
@@ -55,6 +52,8 @@ app = typer.Typer(
 
 
 app.add_typer(audit.app)
+app.add_typer(comparison.app)
+app.add_typer(sweep.app)
 
 
 class Device(StrEnum):
@@ -156,40 +155,6 @@ def check(
         show(tables.check_tables(checked))
     if checked.refused:
         raise typer.Exit(EgressError.exit_code)
-
-
-@app.command("compare")
-def compare_runs(
-    dirs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="DIR... [FILE.html]",
-            help="Folders of runs; with --html also the file to write.",
-            show_default=False,
-        ),
-    ],
-    html: Annotated[bool, typer.Option("--html", help=f"Also write an HTML page. [default: {COMPARISON}]")] = False,
-    reach: Annotated[
-        float | None,
-        typer.Option(
-            metavar="ACCURACY",
-            help="Also print the first round in which each run had this accuracy, as 0.5.",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Compare runs in a table: runs that differ only in seed or fold share a line, with mean and spread."""
-    targets = [path for path in dirs if html and path.suffix == ".html"]
-    comparison = compare((path for path in dirs if path not in targets), reach)
-    page = write_comparison(comparison, (targets or [Path(COMPARISON)])[-1]) if html else None
-    if as_json:
-        print_json(comparison.rows())
-    else:
-        show(
-            tables.comparison_tables(comparison, standard_output().width),
-            *([] if page is None else [Text(f"picture in {page}")]),
-        )
 
 
 @app.command()

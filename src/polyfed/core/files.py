@@ -15,6 +15,9 @@ ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
 )
 
 
+STUDY = "study.json"
+"""The file in the folder of a sweep that lists its runs."""
+
 AUDIT, PUBLIC_KEY = "audit.jsonl", "audit-key.pub"
 """The audit log in the folder of a device or of a run, and the public key that checks it."""
 

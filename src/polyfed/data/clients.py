@@ -53,6 +53,9 @@ class ClientsSpec:
             fixed seed, runs with different seeds differ only by what training itself draws.
         validation: Share of each client's training rows that is pooled at the server, to choose the best round by. With
             "by-client" it is taken from each natural client before the client is cut into shards.
+        measure_on: "validation": use no test row. The pooled validation rows take the place of the global test set. A
+            `validation` share of each client's training rows takes the place of its own test rows. `polyfed sweep`
+            chooses options with it. None: measure on the test rows.
     """
 
     partition: Any = "iid"
@@ -74,6 +77,7 @@ class ClientsSpec:
     personal_test: float | Literal["split_personal", "matched"] | None = None
     seed: Annotated[int | None, NOT_NEGATIVE] = None
     validation: Annotated[float, BELOW_ONE] = 0.0
+    measure_on: Literal["validation"] | None = None
 
     def __post_init__(self) -> None:
         try:

@@ -23,7 +23,7 @@ from polyfed.deploy.device import (
     population_on,
     recipe_on,
 )
-from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault
+from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault, log_problem
 from polyfed.engines import Sequential
 from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, check_versions, reason
 from polyfed.experiment.assembly import device_of, initial_of, model_of, population_of
@@ -106,7 +106,7 @@ class Deployed:
             log_fault(who, fault)
             return reason(FAILED, _request_id(packet), f"{who}: {fault}; its own log says why")
         if reply.header.get("verdict") in (REFUSED, FAILED):
-            log(str(reply.header["reason"]))
+            log_problem(str(reply.header["reason"]))
         return reply
 
     def _answer(self, packet: Packet, config: Mapping[str, Any]) -> Packet:

@@ -17,6 +17,7 @@ from polyfed.data import Population
 from polyfed.deploy.admission import enrolled, enrolment_in
 from polyfed.deploy.handlers import MEGABYTE, Simulated
 from polyfed.deploy.membership import Membership
+from polyfed.deploy.run_log import LOGGER, RunStatus, listeners_of
 from polyfed.engines.base import Engine
 from polyfed.engines.remote import Remote, ReplyTerms
 from polyfed.experiment.assembly import population_of
@@ -137,12 +138,13 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
         PolyfedError: the run ended; the text and exit code are also written to `out/error.json`.
     """
     out = Path(str(config.get("out", "runs/flower"))).expanduser()
-    with told_in(out, lambda: transport.lost):
+    listeners, status = listeners_of(out)
+    with told_in(out, lambda: transport.lost, status):
         recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
         if recipe.attack is not None:
             raise RecipeError("[attack] has clients lie, which only a simulation may. Remove the section")
         records = Records(out, resume=True, audit=AuditLog(out))
-        emit = Emitter([_Log()])
+        emit = Emitter(listeners)
         with only_server(out):
             members = Membership(out)
             transport.vet, transport.limit = members.refusal, recipe.engine.message_megabytes * MEGABYTE
@@ -152,12 +154,13 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
 
 
 @contextmanager
-def told_in(out: Path, lost: Callable[[], bool]) -> Iterator[None]:
+def told_in(out: Path, lost: Callable[[], bool], status: RunStatus | None = None) -> Iterator[None]:
     """Write what ends the block to `error.json` in this folder, and as the last line of the app's log.
 
     Args:
         out: folder of the run.
         lost: whether the SuperLink is gone, so that an interrupt means a failed connection.
+        status: the status of the run, which notes what ended it.
 
     Raises:
         PolyfedError: what ended the block; an error of the disk becomes a `DataError`.
@@ -166,15 +169,16 @@ def told_in(out: Path, lost: Callable[[], bool]) -> Iterator[None]:
     try:
         yield
     except PolyfedError as error:
-        _tell(out, error)
+        _tell(out, error, status)
         raise
     except OSError as error:
         failed = DataError(f"{error}. Make room on this machine's disk, or mend it; the same command goes on")
-        _tell(out, failed)
+        _tell(out, failed, status)
         raise failed from error
     except KeyboardInterrupt:
         if lost():
-            _tell(out, TransportError("the SuperLink is gone. Start it again; the same `flwr run` goes on"))
+            gone = TransportError("the SuperLink is gone. Start it again; the same `flwr run` goes on")
+            _tell(out, gone, status)
         raise
     except Exception as error:  # a fault of polyfed's: its traceback follows in the log
         _write_error(out, {"error": type(error).__name__, "text": str(error), "exit_code": 1})
@@ -182,9 +186,12 @@ def told_in(out: Path, lost: Callable[[], bool]) -> Iterator[None]:
     (out / ERROR).unlink(missing_ok=True)  # another server may have written it when it was refused
 
 
-def _tell(out: Path, error: PolyfedError) -> None:
-    _write_error(out, {"error": type(error).__name__, "text": str(error), "exit_code": error.exit_code})
-    print(f"polyfed: {error} (exit code {error.exit_code})", flush=True)  # noqa: T201  the app's log is its screen
+def _tell(out: Path, error: PolyfedError, status: RunStatus | None) -> None:
+    told = {"error": type(error).__name__, "text": str(error), "exit_code": error.exit_code}
+    _write_error(out, told)
+    if status is not None:
+        status.failed(str(error))
+    LOGGER.error("%s (exit code %d)", error, error.exit_code, extra={"facts": told})
 
 
 def _write_error(out: Path, told: Mapping[str, Any]) -> None:
@@ -200,25 +207,3 @@ def only_server(out: Path, seconds: float = 90.0) -> AbstractContextManager[None
         RecipeError: another server still holds it after `seconds`.
     """
     return alone_in(out, "another server is writing this run", "Stop it (flwr list, flwr stop) or end it", seconds)
-
-
-class _Log:
-    """Prints events as lines of the app's log, which `flwr log` shows."""
-
-    def __call__(self, event: str, **facts: Any) -> None:
-        if event == "round-finished":
-            row = facts["row"]
-            evaluated = row.get("metrics", {}).get("global", {})
-            shown = "".join(
-                f", {name} {evaluated[name]:.4f}"
-                for name in ("accuracy", "mae", "recall1", "loss")
-                if name in evaluated
-            )
-            text = f"round {row['round']}: {len(row['cohort'])} asked, {row['bytes_up']} bytes up{shown}"
-        elif event == "note":
-            text = facts["text"]
-        elif event in ("client-missing", "late-reply"):
-            text = f"{event}: " + ", ".join(f"{name} {value}" for name, value in facts.items())
-        else:
-            return
-        print(f"polyfed: {text}", flush=True)  # noqa: T201  the app's log is its screen

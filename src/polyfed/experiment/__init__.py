@@ -19,6 +19,10 @@ The files:
 - `round_facts`: what the ledger says about a round; `json_text`: the JSON that a run writes.
 - `checkpoint`: any nest of values as safetensors and JSON; `run_checkpoint`: the values that a run keeps.
 
+Many runs:
+
+- `study`: methods crossed with scenarios, settings and seeds; `polyfed.sweep` carries a study out.
+
 The result:
 
 - `run_result`: the finished run, at its end or loaded from its folder.

@@ -14,7 +14,7 @@ import torch
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
-from polyfed.core.errors import CheckpointError, RecipeError
+from polyfed.core.errors import CheckpointError
 from polyfed.core.registry import name_of
 from polyfed.data import Population
 from polyfed.engines.base import Engine
@@ -26,7 +26,7 @@ from polyfed.experiment.checkpoint import RESTORE
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.records import Records, run_id
-from polyfed.experiment.round_facts import facts_of_round
+from polyfed.experiment.round_facts import check_tables, facts_of_round, means_of
 from polyfed.experiment.run_checkpoint import TOTALS, kept_facts, load_content
 from polyfed.experiment.run_result import Run, best_round, models_of
 from polyfed.experiment.task_choice import headline_of
@@ -187,7 +187,12 @@ class _Loop:
         algorithm = self.recipe.algorithm
         row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
         if tables := algorithm.observe_tables(state):
-            row["tables"] = _check_tables(tables)
+            row["tables"] = check_tables(tables)
+        if row["round"] == -(-self.recipe.rounds // 3):
+            logged = [past["logged"] for past in [*self.rounds, row]]
+            row["concerns"] = algorithm.concerns(logged)
+            for text in row["concerns"]:
+                self.emit("note", text=f"WARNING: {text}")
 
     def evaluate(self, row: dict[str, Any], state: Any) -> None:
         """Evaluate the state, if the recipe evaluates in this round."""
@@ -285,6 +290,8 @@ class _Loop:
         result["seconds_total"] = self.totals["seconds"]
         seconds = [row["seconds"]["train"] for row in self.rounds]
         result["seconds_per_round"] = statistics.median(seconds) if seconds else 0.0
+        result["logged"] = means_of(row["logged"] for row in self.rounds)
+        result["concerns"] = [text for row in self.rounds for text in row.get("concerns", [])]
         result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}
         return result | {"state_sha256": checkpoint.digest(state)}
 
@@ -293,16 +300,6 @@ class _Loop:
         audited = self.records is not None and self.records.audit is not None
         facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds"), "audited": audited}
         return facts | facts_of(self.assembly) | {"versions": versions()}
-
-
-def _check_tables(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
-    """Return the tables, after checking that all rows of a table have the same length."""
-    for name, rows in tables.items():
-        if len({len(row) for row in rows}) > 1:
-            raise RecipeError(
-                f"observe_tables: the rows of '{name}' have {[len(row) for row in rows]} entries; make them equal"
-            )
-    return tables
 
 
 def versions() -> dict[str, str]:

@@ -20,6 +20,7 @@ from polyfed.core.schema import checked
 from polyfed.data import PARTITIONS, SOURCES, ClientsSpec, Source
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.overrides import apply, called, refuse_unknown
+from polyfed.experiment.presets import with_preset
 from polyfed.experiment.section_checks import egress_table, refuse_breaches, refuse_no_training
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
 from polyfed.experiment.tracking import TRACKERS, Tracker
@@ -267,6 +268,7 @@ def _toml(value: Any) -> Any:
 def _algorithm(sections: Mapping[str, Any], clients: ClientsSpec) -> Algorithm:
     """Build the algorithm with the parts that are written in sections of their own."""
     cls, table = _class("[algorithm]", ALGORITHMS, Algorithm, sections["algorithm"])
+    table = with_preset(cls, table)
     own = {f.name for f in fields(cls)}
     given: dict[str, Any] = {}
     for part, section in PARTS.items():

@@ -1,8 +1,10 @@
 """The facts about a round that follow from the ledger."""
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from polyfed.core.errors import RecipeError
 from polyfed.privacy.ledger import TO_CLIENT, Entry
 
 
@@ -29,3 +31,22 @@ def facts_of_round(round: int, entries: Sequence[Entry]) -> dict[str, Any]:
         "bytes_up": up,
         "bytes_down": down,
     }
+
+
+def check_tables(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
+    """Return the tables, after checking that all rows of a table have the same length."""
+    for name, rows in tables.items():
+        if len({len(row) for row in rows}) > 1:
+            raise RecipeError(
+                f"observe_tables: the rows of '{name}' have {[len(row) for row in rows]} entries; make them equal"
+            )
+    return tables
+
+
+def means_of(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each logged number over the rounds that logged it."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    return {name: statistics.fmean(values) for name, values in found.items()}

@@ -24,9 +24,12 @@ from polyfed.report import charts, egress, history, senders
 from polyfed.report import formatting as words
 from polyfed.report.compare import Comparison, modalities_of
 from polyfed.report.curves import curves_of
+from polyfed.report.evidence import Evidence, evidence
+from polyfed.report.progressions import price_charts
 from polyfed.report.reconciliation import Reconciliation, reconcile
 from polyfed.report.run_folder import Folder
 from polyfed.report.scores import title_of, unit_of
+from polyfed.report.sheets import scenarios_sheet, tests_of
 
 REPORT = "report.html"
 
@@ -56,7 +59,7 @@ def write_report(dir: str | Path, device_logs: Sequence[Path] = ()) -> Path:
     modalities = modalities_of(folder)
     shown = [chart.table() for chart in charts.charts_of(past, modalities)]
     crossed = egress.aggregate(folder)
-    text = _render(
+    text = render(
         "run.html",
         folder=folder,
         past=past,
@@ -73,15 +76,20 @@ def write_report(dir: str | Path, device_logs: Sequence[Path] = ()) -> Path:
             "tables": {name: frames.drawn() for name, frames in past.tables.items()},
         },
     )
-    return _write(folder.path / REPORT, text)
+    return write_page(folder.path / REPORT, text)
 
 
 GENERATOR = b'<meta name="generator" content="polyfed">'
 """The tag in the head of every page that polyfed writes; only pages that have it are overwritten."""
 
 
-def write_comparison(comparison: Comparison, path: str | Path) -> Path:
-    """Write a comparison as a page: the tables, and curves with their range over runs.
+def write_comparison(comparison: Comparison, path: str | Path, proof: Evidence | None = None) -> Path:
+    """Write a comparison as a page: the tables, the tests, and curves with their range over runs.
+
+    Args:
+        comparison: the comparison.
+        path: the file to write.
+        proof: the tests; None: those of `evidence` without further choices.
 
     Returns:
         The path of the page.
@@ -90,9 +98,12 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
         DataError: a run's files are damaged.
         RecipeError: the page cannot be written.
     """
-    shown = [chart.table() for chart in curves_of(comparison)]
-    text = _render("comparison.html", comparison=comparison, charts=shown, drawn={"charts": shown})
-    return _write(Path(path), text)
+    proof = proof or evidence(comparison)
+    curves = [*curves_of(comparison), *price_charts(comparison)]
+    shown = [chart.table() for chart in curves]
+    sheets = [sheet for sheet in (scenarios_sheet(comparison, proof), *tests_of(proof)) if sheet is not None]
+    text = render("comparison.html", comparison=comparison, sheets=sheets, charts=shown, drawn={"charts": shown})
+    return write_page(Path(path), text)
 
 
 def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> list[tuple[str, str, str]]:
@@ -176,7 +187,8 @@ def _cell(sums: egress.Egress, place: egress.Place, allowed: bool, most: int) ->
     }
 
 
-def _render(template: str, **context: Any) -> str:
+def render(template: str, **context: Any) -> str:
+    """The text of a page, from a template of this room and its names; `drawn` is the data of its charts."""
     scripts = [asset("uPlot.iife.min.js"), asset("report.js")]
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
     return (
@@ -219,7 +231,15 @@ def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _write(path: Path, text: str) -> Path:
+def write_page(path: Path, text: str) -> Path:
+    """Write a page, unless another file has its name.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        RecipeError: the file is no page of polyfed's, or it cannot be written.
+    """
     try:
         if path.is_file() and not _is_report(path):
             raise RecipeError(f"{path} exists and is no page of polyfed's. Choose another name, or move it away")

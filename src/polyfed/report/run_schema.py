@@ -121,6 +121,8 @@ class RunResult(TypedDict, total=False):
     seconds_total: Number
     seconds_per_round: Number
     simulated_seconds: Number
+    logged: dict[str, Number | None]
+    concerns: list[str]
     state_sha256: str
 
 

@@ -10,6 +10,7 @@ import socket
 import sys
 from base64 import b64decode
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from threading import Thread
@@ -30,8 +31,6 @@ from flwr.common.constant import (
 from flwr.supercore import sql_mixin
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.date import now
-from flwr.supercore.http_logging import get_uvicorn_log_config
-from flwr.supercore.logger import console_handler
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key, public_key_to_bytes, verify_signature
 from flwr.superlink.cli.flower_superlink import SuperLinkLifespan, _parse_superlink_lifespan_config
 from flwr.superlink.main import create_app
@@ -40,6 +39,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 
 from polyfed.core.errors import RecipeError
+from polyfed.engines.flower.flower_log import adopt_flower_log, web_log_config
+from polyfed.engines.flower.link_facts import database_of_this_release, link_facts
 
 LOOPBACK = "127.0.0.1"
 
@@ -145,21 +146,46 @@ def signed_by_known(state: Callable[[], Any]) -> Callable[[Headers], bool]:
     return check
 
 
-class _Whole(uvicorn.Server):
-    """The server on loopback; the public one ends with it."""
+@dataclass(frozen=True)
+class Service:
+    """A web application beside the SuperLink, on a port of its own.
 
-    def __init__(self, config: uvicorn.Config, public: uvicorn.Server) -> None:
+    Attributes:
+        app: makes the application, given a function that asks the SuperLink for `polyfed.engines.flower.link_facts`.
+        host: address.
+        port: port.
+        tls: whether it uses the server's certificate.
+    """
+
+    app: Callable[[Callable[[], dict[str, Any]]], Any]
+    host: str
+    port: int
+    tls: bool
+
+
+class _Whole(uvicorn.Server):
+    """The server on loopback; the others end with it."""
+
+    def __init__(self, config: uvicorn.Config, others: Sequence[uvicorn.Server]) -> None:
         super().__init__(config)
-        self.public = public
+        self.others = others
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop taking connections, on both ports."""
-        self.public.should_exit = True
+        """Stop taking connections, on all ports."""
+        for other in self.others:
+            other.should_exit = True
         await super().shutdown(sockets)
 
 
 def run_superlink(
-    *, credentials: Path, keys: Iterable[Path], database: str, control_port: int, host: str, port: int
+    *,
+    credentials: Path,
+    keys: Iterable[Path],
+    database: str,
+    control_port: int,
+    host: str,
+    port: int,
+    services: Iterable[Service] = (),
 ) -> None:
     """Run a SuperLink until it is asked to end.
 
@@ -170,10 +196,12 @@ def run_superlink(
         control_port: port on loopback for `flwr` and for the processes of an app.
         host: address on which SuperNodes are served.
         port: port on which SuperNodes are served.
+        services: further web applications.
 
     Raises:
-        RecipeError: a key is not a public key of the kind that Flower takes.
+        RecipeError: a key is not a public key of the kind that Flower takes, or the database is of a newer release.
     """
+    adopt_flower_log("superlink")
     known = [_public_key(path) for path in keys]
     Path(database).touch(mode=0o600)  # it holds the messages; SQLite gives the files beside it the same mode
     Path(database).chmod(0o600)
@@ -181,20 +209,23 @@ def run_superlink(
     pragmas["SQLITE_PRAGMAS"] = _patient(pragmas["SQLITE_PRAGMAS"])
     sys.argv = ["flower-superlink", *_words(credentials, database, control_port)]
     config = _parse_superlink_lifespan_config()
-    app = create_app(config, SuperLinkLifespan)
-    _register(app.state.linkstate_factory.state(), known)
-    common: dict[str, Any] = {
-        "log_config": get_uvicorn_log_config(console_handler.level),
-        "ssl_keyfile": config.ssl_keyfile,
-        "ssl_certfile": config.ssl_certfile,
-        "ws": "none",
-    }
+    with database_of_this_release(database):
+        app = create_app(config, SuperLinkLifespan)
+        state = app.state.linkstate_factory.state
+        _register(state(), known)
+    common: dict[str, Any] = {"log_config": web_log_config("superlink"), "ws": "none"}
+    tls: dict[str, Any] = {"ssl_keyfile": config.ssl_keyfile, "ssl_certfile": config.ssl_certfile}
     # bound before anything starts, so that a port that is taken ends the command
-    outer = public_config(FleetOnly(app, signed_by_known(app.state.linkstate_factory.state)), host, port, **common)
-    opened = outer.bind_socket()
-    public = uvicorn.Server(outer)
-    whole = _Whole(uvicorn.Config(app, host=LOOPBACK, port=control_port, **common), public)
-    Thread(target=public.run, kwargs={"sockets": [opened]}, daemon=True).start()
+    outer = [public_config(FleetOnly(app, signed_by_known(state)), host, port, **tls, **common)]
+    for service in services:
+        made, secured = service.app(lambda: link_facts(state())), tls if service.tls else {}
+        outer.append(uvicorn.Config(made, host=service.host, port=service.port, lifespan="off", **secured, **common))
+    opened = [(uvicorn.Server(one), one.bind_socket()) for one in outer]
+    whole = _Whole(
+        uvicorn.Config(app, host=LOOPBACK, port=control_port, **tls, **common), [server for server, _ in opened]
+    )
+    for server, bound in opened:
+        Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True).start()
     whole.run()
 
 
