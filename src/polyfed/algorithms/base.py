@@ -39,6 +39,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from polyfed.algorithms.model_hooks import ModelHooks
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Accept, Send
@@ -61,8 +62,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
 from polyfed.federation.replies import Replies
-from polyfed.model import Model, ModelSpec
-from polyfed.model.whole import require_embeddings
+from polyfed.model import ModelSpec
 from polyfed.objective import Classification, Objective
 from polyfed.objective.base import UNDEFINED
 from polyfed.privacy.policy import Policy
@@ -78,7 +78,7 @@ class Broadcast(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm(TrainedModels):
+class Algorithm(ModelHooks, TrainedModels):
     """Base class of every method: its fields are the hyper-parameters, its methods are the server and client halves.
 
     The module's docstring lists the hooks in the order in which they are called.
@@ -93,7 +93,6 @@ class Algorithm(TrainedModels):
 
     handles_missing_rows: ClassVar[bool] = True
     """Whether the method accepts clients that have a modality for only some of their rows; if not, it refuses them."""
-    needs_embeddings: ClassVar[bool] = False  # of single modalities, which a whole module may not have
     aligns_rows: ClassVar[bool] = False
     """Whether clients match their rows by sample ids; if so, a device whose data has no ids is refused."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -162,15 +161,6 @@ class Algorithm(TrainedModels):
             policy: what may leave the clients.
         """
         return spec, modalities
-
-    def check_model(self, model: Model) -> None:
-        """Raise a RecipeError for a model that the method cannot train, such as one without embeddings."""
-        if self.needs_embeddings:
-            require_embeddings(model, type(self).__name__)
-
-    def private_names(self, model: Model) -> frozenset[str]:
-        """The parameters and buffers that clients keep: the egress gate refuses a reply that holds one of them."""
-        return frozenset()
 
     def first_local(self, context: ClientContext, key: int) -> Tree:
         """A client's local state before its first task: what `local` returns, and what a template keeps there."""
