@@ -11,7 +11,7 @@ The table lists the hooks in the order in which they are called; all but `init` 
 |---|---|---|---|
 | `model_spec` | server | before the model is built | the model to build, and the modalities that it reads |
 | `check_model` | server | once the model is built | nothing; it refuses a model that the method cannot train |
-| `will_ask`, `will_send`, `private_names` | both | in `polyfed check`, and in the gate for every reply | what can leave |
+| `will_ask`, `will_send`, `private_names` | both | in `polyfed check`, and in the gate | what can leave |
 | `init` | server | once, as round 0 | the first state |
 | `local` | client | before the client's first task | its first local state |
 | `round` | server | every round; it asks clients with `fed.ask` | the next state |
