@@ -11,8 +11,7 @@ The table lists the hooks in the order in which they are called; all but `init` 
 |---|---|---|---|
 | `model_spec` | server | before the model is built | the model to build, and the modalities that it reads |
 | `check_model` | server | once the model is built | nothing; it refuses a model that the method cannot train |
-| `private_names` | both | in `polyfed check`, and in the egress gate for every reply | parameters that never leave |
-| `will_ask`, `will_send` | both | in `polyfed check`, and in the egress gate for every reply | what replies can hold |
+| `will_ask`, `will_send`, `private_names` | both | in `polyfed check`, and in the gate | what can leave |
 | `init` | server | once, as round 0 | the first state |
 | `local` | client | before the client's first task | its first local state |
 | `round` | server | every round; it asks clients with `fed.ask` | the next state |
@@ -39,6 +38,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from polyfed.algorithms.model_hooks import ModelHooks
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Accept, Send
@@ -61,8 +61,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
 from polyfed.federation.replies import Replies
-from polyfed.model import Model, ModelSpec
-from polyfed.model.whole import require_embeddings
+from polyfed.model import ModelSpec
 from polyfed.objective import Classification, Objective
 from polyfed.objective.base import UNDEFINED
 from polyfed.privacy.policy import Policy
@@ -78,7 +77,7 @@ class Broadcast(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm(TrainedModels):
+class Algorithm(ModelHooks, TrainedModels):
     """Base class of every method: its fields are the hyper-parameters, its methods are the server and client halves.
 
     The module's docstring lists the hooks in the order in which they are called.
@@ -97,8 +96,6 @@ class Algorithm(TrainedModels):
     """Whether clients match their rows by sample ids; if so, a device whose data has no ids is refused."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named sets of options: with `preset = "paper"`, a recipe takes these for the options that it does not set."""
-    needs_embeddings: ClassVar[bool] = False
-    """Whether the method reads embeddings of single modalities, which a whole module may not have."""
     sends_class_means: ClassVar[bool] = False
     """Whether clients can send class means of the global model's features, for `[evaluate] unimodal = "prototype"`."""
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -163,15 +160,6 @@ class Algorithm(TrainedModels):
             policy: what may leave the clients.
         """
         return spec, modalities
-
-    def check_model(self, model: Model) -> None:
-        """Raise a RecipeError for a model that the method cannot train, such as one without embeddings."""
-        if self.needs_embeddings:
-            require_embeddings(model, type(self).__name__)
-
-    def private_names(self, model: Model) -> frozenset[str]:
-        """The parameters and buffers that clients keep: the egress gate refuses a reply that holds one of them."""
-        return frozenset()
 
     def first_local(self, context: ClientContext, key: int) -> Tree:
         """A client's local state before its first task: what `local` returns, and what a template keeps there."""

@@ -159,7 +159,7 @@ def assemble(
 
 
 def check_model(recipe: Recipe, model: Model) -> None:
-    """Refuse a model that the algorithm cannot use, or whose logits are no sum over modalities with `unimodal = "head"`.
+    """Refuse a model that the algorithm cannot use, or whose logits `unimodal = "head"` cannot split by modality.
 
     Raises:
         RecipeError: with what is allowed.

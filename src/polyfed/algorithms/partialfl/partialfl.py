@@ -71,9 +71,9 @@ class PartialState(State):
 class PartialFL(PartialOptions):
     """PartialFL: the method. Its options are those of `PartialOptions`."""
 
+    needs_embeddings: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
     objectives_because: ClassVar[str] = "a device trains one output of its local model besides the global model"
-    needs_embeddings: ClassVar[bool] = True
     sends: ClassVar[type[Message]] = Guided
     replies: ClassVar[type[Message]] = GuidedUpdate
 
