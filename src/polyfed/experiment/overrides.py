@@ -54,8 +54,8 @@ def refuse_unknown(key: str) -> None:
     if key in SECTIONS:
         return
     if homes := [f"{section}.{key}" for section, options in SECTIONS.items() if key in _names(options)]:
-        raise RecipeError(f"'{key}' belongs in a section: write {' or '.join(homes)}")
-    raise RecipeError(f"no section or key '{key}'; {did_you_mean(key, (*SECTIONS, 'seed', 'rounds'))}")
+        raise RecipeError(f"'{key}' belongs in a section: write {' or '.join(homes)}", (key,))
+    raise RecipeError(f"no section or key '{key}'; {did_you_mean(key, (*SECTIONS, 'seed', 'rounds'))}", (key,))
 
 
 def _names(options: type | tuple[str, ...]) -> Collection[str]:
@@ -73,7 +73,7 @@ def apply(table: dict[str, Any], override: str) -> None:
         RecipeError: the override names no key, assigns a value to a section, or its value is not valid TOML.
     """
     path, _, text = override.partition("=")
-    names, value = _path(path, override), _value(text, override)
+    names, value = key_path(path, override), _value(text, override)
     # a table with a name selects another data set or algorithm, whose keys differ; other sections keep unnamed keys
     if names[0] in SECTIONS and len(names) == 1 and not (isinstance(value, dict) and "name" in value):
         raise RecipeError(
@@ -86,7 +86,7 @@ def apply(table: dict[str, Any], override: str) -> None:
     table[names[-1]] = value
 
 
-def _path(text: str, override: str) -> list[str]:
+def key_path(text: str, override: str) -> list[str]:
     """The parts of a dotted key; parts may be quoted."""
     found: Any
     try:

@@ -1,9 +1,12 @@
 """The `[model]` section of a recipe."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
+from polyfed.core.errors import RecipeError
+from polyfed.core.problems import Problems
 from polyfed.model.checks import one_of, probability, sizes, whole
 from polyfed.model.encoders import encoder_spec
 from polyfed.model.fusion import FUSIONS
@@ -38,12 +41,24 @@ class ModelSpec:
     encoders: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("[model] fusion", self.fusion, FUSIONS)
+        problems = Problems()
+        checks: dict[str, Callable[[], Any]] = {
+            "fusion": lambda: one_of("[model] fusion", self.fusion, FUSIONS),
+            "dropout": lambda: probability("[model] dropout", self.dropout),
+            "head": lambda: sizes("[model] head", self.head),
+        }
         for name in ("embedding", "attention_hidden", "attention_heads"):
-            whole(f"[model] {name}", getattr(self, name))
-        probability("[model] dropout", self.dropout)
-        object.__setattr__(self, "head", sizes("[model] head", self.head))
-        specs = {name: encoder_spec(f"[model.encoders] {name}", entry) for name, entry in self.encoders.items()}
+            checks[name] = partial(whole, f"[model] {name}", getattr(self, name))
+        for name, check in checks.items():
+            _noted(problems, ("model", name), check)
+        specs = {
+            name: _noted(
+                problems, ("model", "encoders", name), partial(encoder_spec, f"[model.encoders] {name}", entry)
+            )
+            for name, entry in self.encoders.items()
+        }
+        problems.raise_all()
+        object.__setattr__(self, "head", tuple(self.head))
         object.__setattr__(self, "encoders", specs)
 
     def widened(self, factor: float) -> "ModelSpec":
@@ -53,6 +68,15 @@ class ModelSpec:
         encoders = {name: _widened(spec, factor, ENCODER_WIDTHS) for name, spec in self.encoders.items()}
         wide: ModelSpec = _widened(self, factor, MODEL_WIDTHS)
         return replace(wide, encoders=encoders)
+
+
+def _noted(problems: Problems, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
+    """Call a function; a fault that it raises is noted as one of the option `key`."""
+    try:
+        return make()
+    except RecipeError as error:
+        error.key = key
+        problems.add(error)
 
 
 def _widened(spec: Any, factor: float, names: Iterable[str]) -> Any:

@@ -1,0 +1,89 @@
+"""Where in a recipe's file is a fault? Line numbers for the places that error texts speak of."""
+
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from polyfed.core.errors import PolyfedError
+from polyfed.core.problems import copied, joined
+from polyfed.experiment.overrides import called, key_path
+
+Key = tuple[str, ...]
+
+_HEADER = re.compile(r"\s*\[\[?(?P<key>[^\[\]]+)\]\]?\s*(#.*)?$")
+_ENTRY = re.compile(
+    r"""\s*(?P<key>(?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=(?P<rest>.*)"""
+)
+
+
+def in_file(errors: Sequence[PolyfedError], path: Path, text: str, overrides: Sequence[str]) -> PolyfedError:
+    """One exception for all faults of a recipe's file.
+
+    Args:
+        errors: the faults; their `key` says where they are.
+        path: the file.
+        text: its content.
+        overrides: `section.key=value` from the command line, which take the place of lines of the file.
+
+    Returns:
+        An exception whose text names the file. If there are several faults, each has a line of its own, with the number
+        of the line in the file or the override that is wrong.
+    """
+    lines = dict(_places(text))
+    places = [_place(error.key, lines, overrides) for error in errors]
+    if len(errors) == 1:  # the name of the recipe has the overrides in it already
+        places = ["" if place.startswith("--set") else place for place in places]
+    found = joined(errors, places)
+    return copied(found, f"{called(path, overrides)}: {found}")
+
+
+def _place(key: Key, lines: dict[Key, int], overrides: Sequence[str]) -> str:
+    """The place of a fault as words before its text; empty if it is not known."""
+    for override in overrides:
+        name = tuple(key_path(override.partition("=")[0], override))
+        if key and name[: len(key)] == key[: len(name)]:
+            return f"--set {override}: "
+    for length in range(len(key), 0, -1):
+        if key[:length] in lines:
+            return f"line {lines[key[:length]]}: "
+    return ""
+
+
+def _places(text: str) -> Iterator[tuple[Key, int]]:
+    """The line number, from 1, of each section and each key of a TOML text, without lines inside of long values."""
+    section: Key = ()
+    value = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if value:  # a value that goes on over several lines
+            value += f"\n{line}"
+            value = "" if _whole(value) else value
+        elif header := _HEADER.match(line):
+            section = _names(header["key"])
+            yield section, number
+        elif entry := _ENTRY.match(line):
+            yield (*section, *_names(entry["key"])), number
+            rest = entry["rest"]
+            value = "" if _whole(rest) else rest
+
+
+def _names(key: str) -> Key:
+    """The parts of a dotted key."""
+    try:
+        found = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError:
+        return ()
+    names: list[str] = []
+    while isinstance(found, dict):
+        ((name, found),) = found.items()
+        names.append(name)
+    return tuple(names)
+
+
+def _whole(value: str) -> bool:
+    """Whether a text is a complete TOML value."""
+    try:
+        tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        return False
+    return True
