@@ -72,9 +72,16 @@ def check_ranges(section: str, spec: object) -> None:
     wrong = {error.key[-1] for error in problems.found}
     for name, within in ranges(cls).items():  # type: ignore[arg-type]
         value = getattr(spec, name)
-        if name not in wrong and value is not None and not (math.isfinite(value) and within.holds(value)):
-            refuse(name, f"{value}: must be {'finite, ' if math.isinf(value) else ''}{within.words}")
+        if name not in wrong and (fault := _outside(value, within)):
+            refuse(name, fault)
     problems.raise_all()
+
+
+def _outside(value: Any, within: Within) -> str:
+    """A value that is not in a range, and what it must be; empty if it is in the range or None."""
+    if value is None or (math.isfinite(value) and within.holds(value)):
+        return ""
+    return f"{value}: must be {'finite, ' if math.isinf(value) else ''}{within.words}"
 
 
 def key_of(section: str, *names: str) -> tuple[str, ...]:
@@ -136,7 +143,7 @@ def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozense
         RecipeError: keys are unknown or values are wrong. The text gives section, key, value and what is allowed, and
             the new name of an option that was renamed, for each of them.
     """
-    hints = get_type_hints(cls)
+    hints, limits = get_type_hints(cls), ranges(cls)
     allowed = [f.name for f in fields(cls) if f.init and f.name not in elsewhere]
     values = {}
     problems = Problems()
@@ -158,6 +165,9 @@ def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozense
             )
             text = f"{where} {key}{spot} = {_shown(value)}: must be {_wanted(error)}".lstrip()
             problems.add(RecipeError(text, key_of(where, key)))
+            continue
+        if key in limits and (fault := _outside(values[key], limits[key])):
+            problems.add(RecipeError(f"{where} {key} = {fault}".lstrip(), key_of(where, key)))
     problems.raise_all()
     return values
 

@@ -5,7 +5,7 @@ Shapes: N rows of the whole data set, C classes, M modalities.
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -101,6 +101,7 @@ class Columns:
         present: By modality, whether each row has it, bool (N,); only for modalities that some rows lack.
         client: int64 (N,), the natural client (speaker, subject, video) of each row.
         split_personal: int8 (N,): 0 training row of its natural client, 1 test row of that client, 2 guard row.
+        notes: Sentences on what was guessed, converted or left out while reading; `polyfed check` prints them.
 
     Raises:
         DataError: There is no modality or no row, lengths differ, or a label or code is out of range.
@@ -116,6 +117,7 @@ class Columns:
     present: Mapping[str, Tensor] = field(default_factory=dict)
     client: Tensor | None = None
     split_personal: Tensor | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.modalities:
@@ -237,24 +239,34 @@ def check_finite(columns: Columns) -> None:
             )
 
 
-def standardised(columns: Columns) -> Columns:
-    """The same table, with the features of every modality scaled to mean 0 and deviation 1 over the training rows.
+def standardised(columns: Columns, which: bool | Sequence[str] = True) -> Columns:
+    """The same table, with features scaled to mean 0 and deviation 1 over the training rows.
 
     Training rows are the rows of split 0 that are neither own test rows nor guard rows of a client. Every feature has
     its own mean and deviation. Features lie along the last axis of vectors (F,) and sequences (T, F), and along the
     first axis of images (C, H, W) and larger samples. The statistics are summed in float64, chunk by chunk, so that a
     memory-mapped column is never copied. A constant feature is only centred.
 
+    Args:
+        columns: The table.
+        which: The modalities to scale; True stands for all of them, False for none.
+
     Raises:
-        DataError: There is no training row, or a feature is not finite.
+        DataError: There is no training row, no such modality, or a feature is not finite.
     """
+    names = (tuple(columns.modalities) if which else ()) if isinstance(which, bool) else tuple(which)
+    if not names:
+        return columns
+    for name in names:
+        columns.column(name)
     train = columns.split == TRAIN
     if columns.split_personal is not None:
         train = train & (columns.split_personal == OWN_TRAIN)
     if not train.any():
         raise DataError(f"data '{columns.name}': no training rows to standardise with. Check the array of split codes")
-    modalities = {}
-    for name, column in columns.modalities.items():
+    modalities = dict(columns.modalities)
+    for name in names:
+        column = columns.modalities[name]
         use = train & columns.present[name] if name in columns.present else train
         mean, deviation = moments(column, use.nonzero()[:, 0])
         if not mean.isfinite().all():

@@ -1,5 +1,6 @@
 """Where in a recipe's file is a fault? Line numbers for the places that error texts speak of."""
 
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -31,10 +32,11 @@ def in_file(errors: Sequence[PolyfedError], path: Path, text: str, overrides: Se
         of the line in the file or the override that is wrong.
     """
     lines = dict(_places(text))
-    places = [_place(error.key, lines, overrides) for error in errors]
+    numbered = sorted(errors, key=lambda error: _line(error.key, lines) or math.inf)
+    places = [_place(error.key, lines, overrides) for error in numbered]
     if len(errors) == 1:  # the name of the recipe has the overrides in it already
         places = ["" if place.startswith("--set") else place for place in places]
-    found = joined(errors, places)
+    found = joined(numbered, places)
     return copied(found, f"{called(path, overrides)}: {found}")
 
 
@@ -44,10 +46,13 @@ def _place(key: Key, lines: dict[Key, int], overrides: Sequence[str]) -> str:
         name = tuple(key_path(override.partition("=")[0], override))
         if key and name[: len(key)] == key[: len(name)]:
             return f"--set {override}: "
-    for length in range(len(key), 0, -1):
-        if key[:length] in lines:
-            return f"line {lines[key[:length]]}: "
-    return ""
+    line = _line(key, lines)
+    return f"line {line}: " if line else ""
+
+
+def _line(key: Key, lines: dict[Key, int]) -> int | None:
+    """The line of an option, or of the section or table that should have it."""
+    return next((lines[key[:length]] for length in range(len(key), 0, -1) if key[:length] in lines), None)
 
 
 def _places(text: str) -> Iterator[tuple[Key, int]]:
