@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import DataError, did_you_mean
+from polyfed.core.problems import Problems
 
 TRAIN, TEST, VALIDATION, LEFT_OUT = 0, 1, 2, 3
 """Codes of `Columns.split`."""
@@ -193,12 +194,15 @@ class Columns:
             "split_personal": self.split_personal,
             **{f"present of {name}": mask for name, mask in self.present.items()},
         }
+        problems = Problems()
         for name, array in arrays.items():
             if array is not None and len(array) != len(self.label):
-                raise DataError(
+                text = (
                     f"data '{self.name}': array '{name}' has {len(array)} rows, the labels have "
                     f"{len(self.label)}. Every array needs one row per sample, in the same order"
                 )
+                problems.add(DataError(text))
+        problems.raise_all()
 
     def _check_labels(self) -> None:
         if self.label.dtype != torch.int64 or self.label.dim() != 1:
@@ -225,6 +229,7 @@ class Columns:
 
 def check_finite(columns: Columns) -> None:
     """Raise DataError if a row that has a modality holds NaN or infinity in it, after conversion to float32."""
+    problems = Problems()
     for name, column in columns.modalities.items():
         if not column.values.is_floating_point():
             continue
@@ -232,11 +237,13 @@ def check_finite(columns: Columns) -> None:
         if name in columns.present:
             bad &= columns.present[name]
         if bad.any():
-            raise DataError(
+            text = (
                 f"data '{columns.name}': modality '{name}' has {int(bad.sum())} rows with NaN or infinite "
                 f"values, first row {int(bad.nonzero()[0, 0])}. Clean the array, or mark rows that lack the "
                 f"modality in a boolean array '{name}_present'"
             )
+            problems.add(DataError(text))
+    problems.raise_all()
 
 
 def standardised(columns: Columns, which: bool | Sequence[str] = True) -> Columns:

@@ -47,7 +47,7 @@ def labels_of(values: Any, where: str, names: Sequence[str] | None = None) -> La
     """Read labels.
 
     Words become class numbers in sorted order, and the words are kept as names. Whole numbers and booleans are class
-    numbers. Floats, and arrays with several targets for each row, are passed on as float32.
+    numbers. Floats, and arrays with several targets for each row, are passed on as float32, unknown targets as NaN.
 
     Args:
         values: (N,) or (N, T).
@@ -62,11 +62,11 @@ def labels_of(values: Any, where: str, names: Sequence[str] | None = None) -> La
         return _words(array, where, names)
     if array.dtype.kind not in "iubf":
         raise DataError(f"{where} holds {array.dtype}: labels must be whole numbers from 0, words, or float targets")
+    if array.ndim not in (1, 2):
+        raise DataError(f"{where} has shape {array.shape}: give one label a row, or one row of targets")
     if array.dtype.kind == "f" or array.ndim > 1:
-        if array.ndim == 1 and np.isnan(array).any():
-            raise _missing(np.isnan(array), where)
         target = torch.from_numpy(array.astype(np.float32))
-        return Labels(target, None, 1 if array.ndim == 1 else int(array.shape[1]))
+        return Labels(target, names and tuple(names), 1 if array.ndim == 1 else int(array.shape[1]))
     label = torch.from_numpy(array.astype(np.int64))
     if names is None:
         check_numbering(label, where)
@@ -117,7 +117,7 @@ def plain(values: Any, where: str) -> NDArray[Any]:
     entries = array.reshape(-1).tolist()
     gone = np.array([entry is None or entry != entry for entry in entries])
     if gone.any():
-        raise _missing(gone, where)
+        raise missing(gone, where)
     kinds = {"words" if isinstance(entry, str) else "numbers" for entry in entries}
     if len(kinds) > 1:
         word = next(row for row, entry in enumerate(entries) if isinstance(entry, str))
@@ -133,7 +133,7 @@ def _words(array: NDArray[Any], where: str, names: Sequence[str] | None) -> Labe
     if array.ndim != 1:
         raise DataError(f"{where} holds words of shape {array.shape}: give one word a row, or a number for each target")
     if (empty := np.char.strip(array) == "").any():
-        raise _missing(empty, where)
+        raise missing(empty, where)
     found = np.unique(array) if names is None else np.array(tuple(names))
     number = {str(word): place for place, word in enumerate(found.tolist())}
     if strange := [word for word in np.unique(array).tolist() if word not in number]:
@@ -147,7 +147,8 @@ def _words(array: NDArray[Any], where: str, names: Sequence[str] | None) -> Labe
     return Labels(values, tuple(number), len(number))
 
 
-def _missing(gone: NDArray[np.bool_], where: str) -> DataError:
+def missing(gone: NDArray[np.bool_], where: str) -> DataError:
+    """The error for facts that are missing in some rows, `gone` bool (N,)."""
     return DataError(
         f"{where} is empty in {int(gone.sum())} of {gone.size} rows, first row {int(np.flatnonzero(gone)[0])}. "
         "Fill these cells in, or leave the rows out"
