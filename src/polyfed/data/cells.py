@@ -14,8 +14,8 @@ Array = NDArray[Any]
 
 
 def is_missing(cell: Any) -> bool:
-    """Whether a cell is empty: None or a single NaN."""
-    return cell is None or (isinstance(cell, float) and cell != cell)
+    """Whether a cell is empty: None, NaN, or the empty cell of a pandas column."""
+    return cell is None or type(cell).__name__ in ("NAType", "NaTType") or (isinstance(cell, float) and cell != cell)
 
 
 def is_list(cell: Any) -> bool:
@@ -26,8 +26,8 @@ def is_list(cell: Any) -> bool:
 def array_of(cells: Sequence[Any], where: str) -> tuple[Array, NDArray[np.bool_], str]:
     """All cells as one array.
 
-    Lists of numbers must have one shape. Two kinds may differ in length and are filled up with zeros at their end: lists
-    of whole numbers (token ids) and lists of lists (time series), whose steps of zeros the encoders leave out.
+    Lists of numbers must have one shape. Two kinds may differ in length and are filled up with zeros at their end:
+    lists of whole numbers (token ids) and lists of lists (time series), whose steps of zeros the encoders leave out.
 
     Args:
         cells: the cells; None where a row lacks the modality.

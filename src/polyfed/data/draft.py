@@ -105,9 +105,7 @@ def _table(
         notes.append(f"the labels are words: {len(labels.names)} classes, {_listed(labels.names)}")
     if split is None:
         split = drawn(labels.values, test_share, seed)
-        notes.append(
-            f"no split is given: a share of {test_share:g} of the rows is drawn for the test ([data] test_share)"
-        )
+        notes.append(f"no split is given: a share of {test_share:g} of the rows is drawn as the test set (test_share)")
     return Columns(
         name=draft.name,
         modalities={name: column for name, (column, _) in found.items()},

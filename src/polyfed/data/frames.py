@@ -186,11 +186,11 @@ def _numbers(frame: "pd.DataFrame", column: str, where: str) -> NDArray[np.float
 
     numbers = pd.to_numeric(frame[column], errors="coerce") if frame[column].dtype.kind not in "iufb" else frame[column]
     values: NDArray[np.float32] = numbers.to_numpy(dtype=np.float32, na_value=np.nan)
-    gone = np.array([is_missing(cell) or str(cell) == "<NA>" for cell in frame[column].tolist()])
+    gone = np.array([is_missing(cell) for cell in frame[column].tolist()])
     if (wrong := np.isnan(values) & ~gone).any():
         row = int(wrong.argmax())
         raise DataError(
-            f"{where}: column '{column}' holds {frame[column].iloc[row]!r} at row {row} among its numbers. Give numbers "
-            "only, or leave the column out"
+            f"{where}: column '{column}' holds {frame[column].iloc[row]!r} at row {row} among its numbers. Give "
+            "numbers only, or leave the column out"
         )
     return values

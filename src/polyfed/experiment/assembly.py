@@ -9,10 +9,12 @@ import torch
 from polyfed.algorithms.base import Algorithm
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
+from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
 from polyfed.engines import Sequential, Vectorised
 from polyfed.engines.base import Engine
+from polyfed.experiment.defaults import guesses_of, with_encoders
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
 from polyfed.federation.client_registry import TEST
@@ -28,7 +30,7 @@ class Assembly:
     """The parts of a run, before its first round.
 
     Attributes:
-        recipe: the recipe.
+        recipe: the recipe, with an encoder for every modality.
         population: the data and its division into clients.
         model: the model, as functions of a Tree.
         policy: the egress policy.
@@ -36,6 +38,7 @@ class Assembly:
         ledger: records everything that crosses.
         engine: runs tasks on the clients.
         fed: the federation as the server's code sees it.
+        guesses: sentences on what was guessed while the data was read, and on encoders that the recipe does not name.
     """
 
     recipe: Recipe
@@ -46,6 +49,7 @@ class Assembly:
     ledger: Ledger
     engine: Engine
     fed: Federation
+    guesses: tuple[str, ...] = ()
 
     @property
     def algorithm(self) -> Algorithm:
@@ -116,7 +120,12 @@ def assemble(
     emit = emit or Emitter()
     population = population or population_of(recipe)
     columns = population.columns
-    policy = Policy.parse(recipe.egress, columns.modalities)
+    problems = Problems()
+    policy = problems.attempt(lambda: Policy.parse(recipe.egress, columns.modalities)) or Policy()
+    filled = problems.attempt(lambda: with_encoders(recipe, columns))
+    problems.raise_all()
+    assert filled is not None
+    guesses, recipe = guesses_of(recipe, columns), filled
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model = model_of(recipe, shapes, columns.num_classes, policy)
     if recipe.algorithm.evaluation.unimodal == "head" and not model.linear_head:
@@ -152,7 +161,7 @@ def assemble(
         emit=emit,
         clock=clock,
     )
-    return Assembly(recipe, population, model, policy, initial, ledger, held, fed)
+    return Assembly(recipe, population, model, policy, initial, ledger, held, fed, guesses)
 
 
 def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:

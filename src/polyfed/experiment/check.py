@@ -62,13 +62,14 @@ class Check:
     """The result of `polyfed check`.
 
     Attributes:
-        recipe: the recipe.
+        recipe: the recipe, with an encoder for every modality.
         facts: clients, blocks and their bytes, the resolved policy; as in run.json.
         planned: everything that can cross, allowed or not.
         remarks: why the dry run failed, if it did; sizes may then be missing.
         why: why `shared` may not send something that no row of its own forbids.
         fixes: lines of a policy that would allow what it forbids.
         not_in_ledger: what a simulation gives the server about clients' rows without a message.
+        guesses: sentences on what was guessed while the data was read, and on encoders that the recipe does not name.
     """
 
     recipe: Recipe
@@ -78,6 +79,7 @@ class Check:
     why: tuple[str, ...] = ()
     fixes: tuple[str, ...] = ()
     not_in_ledger: tuple[str, ...] = ()
+    guesses: tuple[str, ...] = ()
 
     @property
     def refused(self) -> tuple[Planned, ...]:
@@ -102,13 +104,14 @@ def check(recipe: Recipe | str | Path) -> Check:
     planned = tuple(plan(assembly, sizes))
     refused = [row for row in planned if not row.allowed]
     return Check(
-        recipe,
+        assembly.recipe,
         facts_of(assembly),
         planned,
         failures,
         why=tuple(_why(refused, assembly.policy)),
         fixes=tuple(fixes_of(refused, assembly.policy)),
         not_in_ledger=tuple(_not_in_ledger(recipe, assembly)),
+        guesses=assembly.guesses,
     )
 
 

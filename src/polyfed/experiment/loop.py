@@ -57,6 +57,8 @@ def execute(
         assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
         refuse_forbidden(assembly)
         warn_unmeasured(assembly)
+        for guess in assembly.guesses:
+            emit("note", text=guess)
         loop = _Loop(assembly, records, emit)
         first, state = loop.start()
         for round in range(first, recipe.rounds + 1):
