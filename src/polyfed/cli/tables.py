@@ -64,7 +64,7 @@ def check_tables(check: Check) -> Group:
     return stacked(
         Text(head, "bold"),
         Text(rows),
-        *([titled("Guessed", Group(*map(Text, check.guesses)))] if check.guesses else []),
+        *([titled("About the data", Group(*map(Text, check.guesses)))] if check.guesses else []),
         _clients(check.facts),
         _blocks(check.facts),
         crossing.crossing_table(check),

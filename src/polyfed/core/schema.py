@@ -143,9 +143,18 @@ def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozense
         RecipeError: keys are unknown or values are wrong. The text gives section, key, value and what is allowed, and
             the new name of an option that was renamed, for each of them.
     """
+    values, problems = sifted(where, cls, table, elsewhere)
+    problems.raise_all()
+    return values
+
+
+def sifted(
+    where: str, cls: type, table: Mapping[str, Any], elsewhere: frozenset[str] = frozenset()
+) -> tuple[dict[str, Any], Problems]:
+    """The values of a section that are right, by key, and what is wrong with the others; see `checked`."""
     hints, limits = get_type_hints(cls), ranges(cls)
     allowed = [f.name for f in fields(cls) if f.init and f.name not in elsewhere]
-    values = {}
+    values: dict[str, Any] = {}
     problems = Problems()
     for key, value in table.items():
         if key not in allowed:
@@ -168,8 +177,8 @@ def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozense
             continue
         if key in limits and (fault := _outside(values[key], limits[key])):
             problems.add(RecipeError(f"{where} {key} = {fault}".lstrip(), key_of(where, key)))
-    problems.raise_all()
-    return values
+            del values[key]
+    return values, problems
 
 
 WANTED = {

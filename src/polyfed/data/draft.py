@@ -69,18 +69,18 @@ def columns_of(
         DataError: With all faults that were found.
     """
     problems = problems or Problems()
-    labels = problems.attempt(lambda: labels_of(draft.labels, f"{draft.where}: the labels", draft.class_names))
+    labels = problems.attempt(lambda: labels_of(draft.labels, f"{draft.where}: the label column", draft.class_names))
     found: dict[str, tuple[Column, Tensor | None]] = {}
     for name, values in draft.modalities.items():
         made = problems.attempt(partial(_modality, draft, name, values))
         if made is not None:
             found[name] = made
     readers: tuple[tuple[str, Any, Callable[[Any, str], Tensor]], ...] = (
-        ("clients", draft.clients, clients_of),
+        ("client", draft.clients, clients_of),
         ("split", draft.split, splits_of),
     )
     facts: dict[str, Tensor | None] = {
-        name: None if given is None else problems.attempt(partial(read, given, f"{draft.where}: the {name}"))
+        name: None if given is None else problems.attempt(partial(read, given, f"{draft.where}: the {name} column"))
         for name, given, read in readers
     }
     if labels is not None:
@@ -101,8 +101,7 @@ def _table(
     seed: int,
 ) -> Columns:
     split, notes = facts["split"], list(draft.notes)
-    if labels.names is not None and draft.class_names is None and not labels.values.is_floating_point():
-        notes.append(f"the labels are words: {len(labels.names)} classes, {_listed(labels.names)}")
+    notes += [labels.note] if labels.note else []
     if split is None:
         split = drawn(labels.values, test_share, seed)
         notes.append(f"no split is given: a share of {test_share:g} of the rows is drawn as the test set (test_share)")
@@ -115,7 +114,7 @@ def _table(
         ids=torch.arange(len(labels.values)),
         class_names=labels.names,
         present={name: there for name, (_, there) in found.items() if there is not None},
-        client=facts["clients"],
+        client=facts["client"],
         notes=tuple(notes),
     )
 
@@ -203,7 +202,3 @@ def _check_rows(
                     f"{int(bare.nonzero()[0, 0])}. Leave these rows out"
                 )
             )
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join([*names[:most], *(["..."] if len(names) > most else [])])

@@ -36,11 +36,13 @@ class Labels:
         values: int64 (N,) for classes; float32 (N,) or (N, T) for other targets, as they are.
         names: names of the classes, if the labels were words or names are given.
         num_classes: number of classes, or of targets T.
+        note: a sentence on labels that were words; otherwise empty.
     """
 
     values: Tensor
     names: tuple[str, ...] | None
     num_classes: int
+    note: str = ""
 
 
 def labels_of(values: Any, where: str, names: Sequence[str] | None = None) -> Labels:
@@ -123,7 +125,7 @@ def plain(values: Any, where: str) -> NDArray[Any]:
         word = next(row for row, entry in enumerate(entries) if isinstance(entry, str))
         number = next(row for row, entry in enumerate(entries) if not isinstance(entry, str))
         raise DataError(
-            f"{where} mixes words and numbers: {entries[word]!r} at row {word}, {entries[number]!r} at row {number}. "
+            f"{where} mixes words and numbers: '{entries[word]}' at row {word}, {entries[number]!r} at row {number}. "
             "Write all of them as words, or all as numbers"
         )
     return np.array(entries).reshape(array.shape)
@@ -144,7 +146,9 @@ def _words(array: NDArray[Any], where: str, names: Sequence[str] | None) -> Labe
             "texts or ids, not classes. Name the column of the labels"
         )
     values = torch.tensor([number[word] for word in array.tolist()], dtype=torch.int64)
-    return Labels(values, tuple(number), len(number))
+    listed = ", ".join([*list(number)[:5], *(["..."] if len(number) > 5 else [])])
+    note = f"the labels are words: {len(number)} classes, {listed}" if names is None else ""
+    return Labels(values, tuple(number), len(number), note)
 
 
 def missing(gone: NDArray[np.bool_], where: str) -> DataError:

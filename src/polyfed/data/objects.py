@@ -223,7 +223,7 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
     kinds: dict[str, str] = {}
     for name, draft in drafts.items():
         with problems.noting():
-            kinds[name] = plain(draft.labels, f"data: the labels of '{name}'").dtype.kind
+            kinds[name] = plain(draft.labels, f"data: the label column of '{name}'").dtype.kind
     words = [name for name, kind in kinds.items() if kind == "U"]
     if words and len(words) < len(kinds):
         other = next(name for name in kinds if name not in words)

@@ -167,11 +167,12 @@ def _algorithm(algorithm: Any, table: Mapping[str, Any]) -> dict[str, Any]:
 def _source(data: Any, read: Mapping[str, Any], natural: Any) -> tuple[Any, bool]:
     """The source of the data, and whether it has natural clients."""
     if isinstance(data, str | Path):
+        given = read if natural is None else {**read, "clients": natural}
+        if arrays := [name for name, value in given.items() if isinstance(value, Tensor) or hasattr(value, "dtype")]:
+            raise RecipeError(f"{arrays[0]} is an array, but data is a file: name the array or column of the file")
         options = {"label": read["labels"]} if "labels" in read else {}
         options |= {"client": natural} if natural is not None else {}
         options |= {name: value for name, value in read.items() if name != "labels"}
-        if arrays := [name for name, value in options.items() if isinstance(value, Tensor) or hasattr(value, "dtype")]:
-            raise RecipeError(f"{arrays[0]} is an array, but data is a file: name the array or column of the file")
         source, columns, _ = source_of(Path(data), options)
         return source, columns.client is not None
     if hasattr(data, "load") and not isinstance(data, Columns):

@@ -79,7 +79,7 @@ def apply(table: dict[str, Any], override: str) -> None:
         RecipeError: the override names no key, assigns a value to a section, or its value is not valid TOML.
     """
     path, _, text = override.partition("=")
-    names, value = key_path(path, override), _value(text, override)
+    names, value = _path(path, override), _value(text, override)
     # a table with a name selects another data set or algorithm, whose keys differ; other sections keep unnamed keys
     if names[0] in SECTIONS and len(names) == 1 and not (isinstance(value, dict) and "name" in value):
         raise RecipeError(
@@ -92,7 +92,7 @@ def apply(table: dict[str, Any], override: str) -> None:
     table[names[-1]] = value
 
 
-def key_path(text: str, override: str) -> list[str]:
+def _path(text: str, override: str) -> list[str]:
     """The parts of a dotted key; parts may be quoted."""
     found: Any
     try:

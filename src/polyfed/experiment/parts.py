@@ -11,7 +11,7 @@ from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
 from polyfed.core.messages import KINDS
 from polyfed.core.problems import Problems
 from polyfed.core.registry import find
-from polyfed.core.schema import checked, key_of
+from polyfed.core.schema import checked, key_of, sifted
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.selection import SELECTORS, Selector
@@ -36,7 +36,15 @@ def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
     Raises:
         RecipeError: an unknown option, a wrong value, or a required option is missing.
     """
-    values = checked(where, cls, table, frozenset(given))
+    values, problems = sifted(where, cls, table, frozenset(given))
+    if problems.found:
+        try:
+            cls(**values, **given)
+        except TypeError:  # a required field
+            pass
+        except RecipeError as error:  # faults of the other values; what an option lacks may be what was left out here
+            problems.found += [fault for fault in error.several or (error,) if fault.key and fault.key[-1] in values]
+        problems.raise_all()
     try:
         built = cls(**values, **given)
     except TypeError as error:  # a required field

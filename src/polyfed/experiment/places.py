@@ -8,7 +8,7 @@ from pathlib import Path
 
 from polyfed.core.errors import PolyfedError
 from polyfed.core.problems import copied, joined
-from polyfed.experiment.overrides import called, key_path
+from polyfed.experiment.overrides import called
 
 Key = tuple[str, ...]
 
@@ -43,8 +43,8 @@ def in_file(errors: Sequence[PolyfedError], path: Path, text: str, overrides: Se
 def _place(key: Key, lines: dict[Key, int], overrides: Sequence[str]) -> str:
     """The place of a fault as words before its text; empty if it is not known."""
     for override in overrides:
-        name = tuple(key_path(override.partition("=")[0], override))
-        if key and name[: len(key)] == key[: len(name)]:
+        name = _names(override.partition("=")[0])
+        if key and name and name[: len(key)] == key[: len(name)]:
             return f"--set {override}: "
     line = _line(key, lines)
     return f"line {line}: " if line else ""

@@ -96,6 +96,7 @@ class Npz(Source):
             present=present or {},
             client=client,
             split_personal=codes["split_personal"],
+            notes=(label.note,) if label.note else (),
         )
         return standardised(columns, self.standardise)
 

@@ -80,7 +80,8 @@ class Table(Source):
                 f"modalities = {{ {lines} }}",
                 ("data", "modalities"),
             )
-        draft = drafted(frame, f"'{path}'", path.stem, self.roles, problems, layout=self.layout)
+        axes = {name: {1: "F", 2: "TF", 3: "CHW"}.get(len(shape), "") for name, shape in self.shapes.items()}
+        draft = drafted(frame, f"'{path}'", path.stem, self.roles, problems, layout=axes | dict(self.layout))
         draft = replace(draft, modalities=self._shaped(draft.modalities, problems))
         return columns_of(
             draft, test_share=self.test_share, seed=self.seed, standardise=self.standardise, problems=problems
