@@ -7,12 +7,14 @@ from typing import Annotated
 import typer
 
 from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.base import Algorithm
 from polyfed.cli import catalogue
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.files import replace_text
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS
 from polyfed.core.tree import SHARED
 from polyfed.experiment.starter import starter
+from polyfed.model import ModelSpec
 from polyfed.privacy.policy import EVERY, Policy
 
 
@@ -39,6 +41,15 @@ def init(
     typer.echo(f"wrote {out}. Go on with: polyfed check {out}, polyfed run {out}")
 
 
+SOME = "MODALITY"
+"""Stands in the printed lines for the name of a modality, where a method does not run with a row for every modality."""
+
+_MEANS = {
+    EVERY: "every modality without a row of its own",
+    SOME: "write the name of a modality that may be shared; the method keeps at least one private",
+}
+
+
 def lines_for(name: str | None) -> str:
     """The [algorithm] section and the [egress] rows that a recipe needs for an algorithm with default options.
 
@@ -54,8 +65,8 @@ def lines_for(name: str | None) -> str:
     for block, row in needed.items():
         lines += ["", f"[egress.{json.dumps(block) if block == EVERY else block}]"]
         lines += [f"{destination} = {json.dumps(kinds)}" for destination, kinds in row.items()]
-        if block == EVERY:
-            lines[-len(row) - 1] += "  # every modality without a row of its own"
+        if block in _MEANS:
+            lines[-len(row) - 1] += f"  # {_MEANS[block]}"
     return "\n".join(lines)
 
 
@@ -65,8 +76,9 @@ def egress_of(name: str) -> dict[str, dict[str, list[str]]]:
     Raises:
         RecipeError: there is no such algorithm.
     """
+    cls = catalogue.algorithm_named(name)
     needed: dict[tuple[str, str], set[str]] = {}
-    for row in catalogue.crossings(catalogue.algorithm_named(name)):
+    for row in catalogue.crossings(cls):
         if row.way not in DESTINATIONS:
             continue
         blocks = [LABELS] if row.kind == LABELS else row.blocks.split(", ")
@@ -79,4 +91,16 @@ def egress_of(name: str) -> dict[str, dict[str, list[str]]]:
             policy = Policy.parse(rows, ["any"])
             if not kinds <= policy.kinds("any" if block == EVERY else block, destination):
                 rows.setdefault(block, {})[destination] = [kind for kind in KINDS if kind in kinds]
+    if EVERY in rows and not _runs(cls, rows):
+        return {SOME if block == EVERY else block: row for block, row in rows.items()}
     return rows
+
+
+def _runs(cls: type[Algorithm], rows: dict[str, dict[str, list[str]]]) -> bool:
+    """Whether the algorithm finds a model to train under these rows, in a federation of two modalities."""
+    names = ("one", "two")
+    try:
+        cls().model_spec(ModelSpec(), names, Policy.parse(rows, names))
+    except RecipeError:
+        return False
+    return True

@@ -31,9 +31,12 @@ def in_file(errors: Sequence[PolyfedError], path: Path, text: str, overrides: Se
         An exception whose text names the file. If there are several faults, each has a line of its own, with the number
         of the line in the file or the override that is wrong.
     """
-    lines = dict(_places(text))
-    numbered = sorted(errors, key=lambda error: _line(error.key, lines) or math.inf)
-    places = [_place(error.key, lines, overrides) for error in numbered]
+    lines: dict[Key, int] = {}
+    for key, number in _places(text):
+        lines.setdefault(key, number)
+    placed = [(_place(error.key, lines, overrides), error) for error in errors]
+    placed.sort(key=lambda pair: (_line(pair[1].key, lines) or math.inf) if pair[0].startswith("line") else math.inf)
+    places, numbered = [place for place, _ in placed], [error for _, error in placed]
     if len(errors) == 1:  # the name of the recipe has the overrides in it already
         places = ["" if place.startswith("--set") else place for place in places]
     found = joined(numbered, places)
@@ -67,7 +70,8 @@ def _places(text: str) -> Iterator[tuple[Key, int]]:
             section = _names(header["key"])
             yield section, number
         elif entry := _ENTRY.match(line):
-            yield (*section, *_names(entry["key"])), number
+            names = _names(entry["key"])
+            yield from (((*section, *names[:length]), number) for length in range(1, len(names) + 1))
             rest = entry["rest"]
             value = "" if _whole(rest) else rest
 
