@@ -15,10 +15,9 @@ the server. Page: docs/algorithms/fedfomo.md.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from polyfed.algorithms import blocks as exchange
@@ -31,16 +30,16 @@ from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import AT_LEAST_TWO, NOT_NEGATIVE, PROBABILITY
 from polyfed.core.tasks import task
-from polyfed.core.tree import Tree, block_of, blocks, keep_on_host
+from polyfed.core.tree import Tree, block_of, blocks, keep_on_host, nested, under
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
 from polyfed.federation.replies import Replies
+from polyfed.objective import Objective
 from polyfed.training import ClientData
 from polyfed.training.client_data import FOLD_BATCH
-from polyfed.training.losses import cross_entropy
 
-PREVIOUS = "previous."
+PREVIOUS = "previous"
 """Prefix of the model at the start of the round in a client's local state."""
 
 TABLE_CLIENTS = 64
@@ -95,6 +94,8 @@ class FedFomo(Algorithm):
         explore_decay: how much epsilon decreases in every round.
     """
 
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
+
     uploads: float | int = 1.0
     every: Annotated[int, AT_LEAST_TWO] = 5
     candidates: Annotated[int, NOT_NEGATIVE] = 0
@@ -117,7 +118,7 @@ class FedFomo(Algorithm):
 
     def local(self, context: ClientContext, key: int) -> Tree:
         """The client's own model, and its model at the start of the round; both are the common initial model."""
-        return {**context.initial, **{PREVIOUS + name: value for name, value in context.initial.items()}}
+        return {**context.initial, **nested(PREVIOUS, context.initial)}
 
     def round(self, state: FedFomoState, fed: Federation) -> FedFomoState:
         """Let all clients train, collect the uploads, send every client its candidates, and let it mix them."""
@@ -162,10 +163,10 @@ class FedFomo(Algorithm):
         def loss(w: Tree, batch: Batch) -> Tensor:
             trained = batch.rows % self.every != self.every - 1
             rest = replace(batch, ok=trained if batch.ok is None else batch.ok & trained)
-            return cross_entropy(context.model.logits(w, rest), rest)
+            return context.loss(w, rest)
 
         fit = data.minimise(loss, own, train=self.train)
-        return Done(fit.loss, data.num_rows), {**fit.params, **{PREVIOUS + n: v for n, v in own.items()}}
+        return Done(fit.loss, data.num_rows), {**fit.params, **nested(PREVIOUS, own)}
 
     @task()
     def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Wanted) -> tuple[Blocks, Tree]:
@@ -189,7 +190,7 @@ class FedFomo(Algorithm):
             for name, values in pool.items():
                 after[name] = torch.where(improved, torch.tensordot(share, values, 1), own[name])
             weights[block] = share[:-1]
-        return Weights(weights), {**after, **{PREVIOUS + n: v for n, v in after.items()}}
+        return Weights(weights), {**after, **nested(PREVIOUS, after)}
 
     def _losses(
         self, context: ClientContext, data: ClientData, previous: Tree, pools: dict[str, Tree]
@@ -214,16 +215,17 @@ class FedFomo(Algorithm):
             held = every_nth(batch, self.every)
 
             def total(w: Tree) -> Tensor:
-                return held.sum(F.cross_entropy(context.model.logits(w, held), held.y, reduction="none"))
+                return held.sum(context.row_losses(w, held)[0])
 
             for block, pool in pools.items():
                 tried = [total({**previous, **{n: v[i] for n, v in pool.items()}}) for i in range(sizes[block])]
                 sums = {**sums, block: sums[block] + torch.stack(tried)}
-            return rows + held.num_real, base + total(previous), sums
+            values, weights = context.row_losses(previous, held)
+            return rows + held.sum(weights), base + held.sum(values), sums
 
         size = self.every * max(FOLD_BATCH // self.every, 1)  # a multiple of `every`, which `every_nth` relies on
         rows, base, sums = data.fold(step, start, batch_size=size)
-        rows = rows.clamp(min=1.0)
+        rows = torch.where(rows > 0, rows, torch.ones_like(rows))
         return base / rows, {block: value / rows for block, value in sums.items()}
 
     def _offers(
@@ -282,8 +284,8 @@ class Offer:
 
 def split(local: Tree) -> tuple[Tree, Tree]:
     """Split a local state into the client's own model and its model at the start of the round."""
-    own = {name: value for name, value in local.items() if not name.startswith(PREVIOUS)}
-    return own, {name: local[PREVIOUS + name] for name in own}
+    own = {name: value for name, value in local.items() if block_of(name) != PREVIOUS}
+    return own, under(PREVIOUS, local)
 
 
 def every_nth(batch: Batch, n: int) -> Batch:

@@ -28,7 +28,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
-from polyfed.core.tree import SHARED, Tree
+from polyfed.core.tree import SHARED, Tree, nested, under
 from polyfed.evaluation.scores import Predictor
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -36,10 +36,10 @@ from polyfed.federation.replies import Replies
 from polyfed.model import Model
 from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training import ClientData, TrainingResult
-from polyfed.training.losses import cross_entropy, distillation
+from polyfed.training.losses import distillation
 from polyfed.training.optimisers import Moments
 
-TOP = "top."
+TOP = "top"
 """Prefix of the server's network in the model that a client is evaluated with."""
 
 
@@ -98,7 +98,7 @@ class ServerOnTop(Predictor):
 
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
         """Logits (B, C) of the server's network on the features of the client's extractor."""
-        top = {name.removeprefix(TOP): value for name, value in w.items() if name.startswith(TOP)}
+        top = under(TOP, w)
         return self.top(model).logits(top, replace(batch, x=model.vectors(w, batch)))
 
 
@@ -116,6 +116,8 @@ class FedGKT(Algorithm):
         server_embedding: output size of the server's towers.
         selector: which clients take part in a round, the [selection] section; only `uniform`.
     """
+
+    objectives_because: ClassVar[str] = "client and server distil the probabilities of classes"
 
     alpha: Annotated[float, NOT_NEGATIVE] = 1.0
     temperature: Annotated[float, POSITIVE] = 3.0
@@ -148,7 +150,7 @@ class FedGKT(Algorithm):
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             logits = model.logits(w, batch)
-            value = cross_entropy(logits, batch)
+            value = context.objective.loss(logits, batch)
             if not (got.logits and self.alpha):
                 return value
             return value + self.alpha * distillation(logits, got.logits[SHARED][batch.rows], batch, self.temperature)
@@ -193,7 +195,7 @@ class FedGKT(Algorithm):
         def loss(w: Tree, batch: Batch) -> Tensor:
             logits = model.logits(w, batch)
             distilled = distillation(logits, teacher[batch.rows], batch, self.temperature)
-            return distilled + self.alpha * cross_entropy(logits, batch)
+            return distilled + self.alpha * fed.context.objective.loss(logits, batch)
 
         data = fed.server_data(x, y, present=present)
         after = None
@@ -227,7 +229,7 @@ class FedGKT(Algorithm):
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
         """The client's model and the server's network, whose names begin with `top.`."""
-        return local | {TOP + name: value for name, value in got.params.items()}
+        return local | nested(TOP, got.params)
 
     def observe(self, state: GktState) -> dict[str, float]:
         """The training loss of the server's network."""

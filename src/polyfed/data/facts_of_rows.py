@@ -68,7 +68,7 @@ def labels_of(values: Any, where: str, names: Sequence[str] | None = None) -> La
         raise DataError(f"{where} has shape {array.shape}: give one label a row, or one row of targets")
     if array.dtype.kind == "f" or array.ndim > 1:
         target = torch.from_numpy(array.astype(np.float32))
-        return Labels(target, names and tuple(names), 1 if array.ndim == 1 else int(array.shape[1]))
+        return Labels(target, None if names is None else tuple(names), 1 if array.ndim == 1 else int(array.shape[1]))
     label = torch.from_numpy(array.astype(np.int64))
     if names is None:
         check_numbering(label, where)

@@ -82,21 +82,23 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems
             if not there.all():
                 present[modality] = there
             notes += [f"modality '{modality}': {note}"] if note else []
-    found = {"labels": labels if labels is not None else np.zeros(len(frame), np.int64), "modalities": values}
+    found: dict[str, Any] = {
+        "labels": labels if labels is not None else np.zeros(len(frame), np.int64),
+        "modalities": values,
+    }
     names = roles.labels if not isinstance(roles.label, str) and len(roles.labels) > 1 else None
-    facts_of = {"clients": facts["client"], "split": facts["split"], "class_names": names}
+    facts_of: dict[str, Any] = {"clients": facts["client"], "split": facts["split"], "class_names": names}
     return Draft(name=name, where=where, present=present, notes=tuple(notes), **(found | facts_of | more))
 
 
 def guessed(frame: "pd.DataFrame", special: Iterable[str], notes: list[str]) -> dict[str, list[str]]:
     """The columns of each modality, guessed from names and types; what was guessed is added to `notes`."""
-    scalars, lists, texts = [], [], []
+    found: dict[str, list[str]] = {"number": [], "list": [], "text": []}
     for column in frame.columns:
         if column in special:
             continue
-        kind = kind_of(frame[column])
-        {"number": scalars, "list": lists, "text": texts}[kind].append(column)
-    groups = grouped(scalars, lists)
+        found[kind_of(frame[column])].append(column)
+    groups, texts = grouped(found["number"], found["list"]), found["text"]
     for modality, group in groups.items():
         shown = group[0] if len(group) == 1 else f"{len(group)} columns {group[0]} to {group[-1]}"
         notes.append(f"modality '{modality}': {shown}")
@@ -166,8 +168,9 @@ def _values(
     read = [problems.attempt(lambda column=column: _numbers(frame, column, where)) for column in group]  # type: ignore[misc]
     problems.raise_all()
     values = np.stack([column for column in read if column is not None], 1)
-    empty = np.isnan(values)
-    there, partly = ~empty.all(1), empty.any(1) & ~empty.all(1)
+    empty: NDArray[np.bool_] = np.isnan(values)
+    there: NDArray[np.bool_] = ~np.asarray(empty.all(1))
+    partly = np.asarray(empty.any(1)) & there
     note = ""
     if partly.any():
         text = f"{int(partly.sum())} rows have some of its cells and lack others, first row {int(partly.argmax())}"

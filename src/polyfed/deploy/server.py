@@ -161,7 +161,11 @@ class _Log:
         if event == "round-finished":
             row = facts["row"]
             evaluated = row.get("metrics", {}).get("global", {})
-            shown = "".join(f", {name} {evaluated[name]:.4f}" for name in ("accuracy", "loss") if name in evaluated)
+            shown = "".join(
+                f", {name} {evaluated[name]:.4f}"
+                for name in ("accuracy", "mae", "recall1", "loss")
+                if name in evaluated
+            )
             text = f"round {row['round']}: {len(row['cohort'])} asked, {row['bytes_up']} bytes up{shown}"
         elif event == "note":
             text = facts["text"]

@@ -79,7 +79,7 @@ def guesses_of(recipe: Recipe, columns: Columns) -> tuple[str, ...]:
             entry = encoder_text(encoder_for(name, column, recipe.model.embedding))
             found.append(f"'{name}' holds {kind_of(column)}; its encoder is {name} = {entry}")
     if columns.client is not None and recipe.clients.partition == "iid":
-        count = len(columns.client.unique())
+        count = len(set(columns.client.tolist()))
         found.append(f"the data has {count:,} natural clients; [clients] partition = 'by-client' makes each a client")
     return tuple(found)
 

@@ -4,7 +4,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +18,7 @@ from polyfed.core.errors import CheckpointError, RecipeError
 from polyfed.core.registry import name_of
 from polyfed.data import Population
 from polyfed.engines.base import Engine
+from polyfed.engines.in_process import using_threads
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.check import refuse_forbidden, warn_unmeasured
@@ -28,6 +29,7 @@ from polyfed.experiment.records import Records, run_id
 from polyfed.experiment.round_facts import facts_of_round
 from polyfed.experiment.run_checkpoint import TOTALS, kept_facts, load_content
 from polyfed.experiment.run_result import Run, best_round, models_of
+from polyfed.experiment.task_choice import headline_of
 from polyfed.report import write_report
 
 
@@ -53,8 +55,9 @@ def execute(
     """
     if recipe.tracking is not None:
         emit.listeners.append(recipe.tracking.follow(recipe.table(), None if records is None else records.folder))
-    with _threads(recipe.engine.threads):
+    with using_threads(recipe.engine.threads), ExitStack() as stack:
         assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
+        stack.callback(assembly.engine.close)
         refuse_forbidden(assembly)
         warn_unmeasured(assembly)
         for guess in assembly.guesses:
@@ -68,17 +71,6 @@ def execute(
                 loop.evaluate(row, state)
                 loop.save(row, state)
         return loop.finish(state)
-
-
-@contextmanager
-def _threads(num: int) -> Iterator[None]:
-    """Inside this block, let PyTorch use `num` threads for each operation; 0 leaves the number unchanged."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Loop:
@@ -212,7 +204,8 @@ class _Loop:
         if self.confusion is not None and row["round"] == self.recipe.rounds:
             row["confusion"] = self.confusion.to(torch.int64).tolist()
         if measured.personal:
-            row["personal_accuracy"] = {str(c): a for c, a in sorted(measured.personal.items())}
+            name = "personal_accuracy" if self.fed.context.objective.SCORE == "accuracy" else "personal_score"
+            row[name] = {str(c): a for c, a in sorted(measured.personal.items())}
         row["seconds"]["evaluate"] = time.perf_counter() - started
         self._book(row["round"], counted=False)
 
@@ -280,6 +273,7 @@ class _Loop:
             "rounds": self.recipe.rounds,
             "clients": len(self.fed.clients),
             "num_parameters": self.assembly.model.num_parameters(),
+            "task": headline_of(self.recipe),
         }
 
     def _result(self, state: Any) -> dict[str, Any]:
@@ -288,15 +282,13 @@ class _Loop:
         headline = self._headline()
         result = {key: headline[key] for key in ("algorithm", "engine", "dataset")}
         result |= {"seed": self.recipe.seed, "rounds": self.recipe.rounds, "clients": headline["clients"]}
-        result |= {"num_parameters": headline["num_parameters"], "metrics": measured}
-        if best := best_round(self.rounds):
-            result["best"] = best
+        result |= {"num_parameters": headline["num_parameters"], "task": headline["task"], "metrics": measured}
+        result |= {"best": best} if (best := best_round(self.rounds, self.fed.context.objective)) else {}
         result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}
         result["seconds_total"] = self.totals["seconds"]
         seconds = [row["seconds"]["train"] for row in self.rounds]
         result["seconds_per_round"] = statistics.median(seconds) if seconds else 0.0
-        if self.recipe.network is not None:
-            result["simulated_seconds"] = self.totals["simulated_seconds"]
+        result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}
         return result | {"state_sha256": checkpoint.digest(state)}
 
     def _facts(self) -> dict[str, Any]:

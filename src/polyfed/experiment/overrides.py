@@ -30,6 +30,7 @@ SECTIONS: Mapping[str, type | tuple[str, ...]] = {
     "engine": EngineSpec,
     "checkpoint": CheckpointSpec,
     "tracking": ("name",),
+    "task": ("name",),
 }
 """Section -> the dataclass whose fields are its keys, or the keys that it has for every class. `seed` and `rounds` come
 before the sections."""

@@ -26,6 +26,7 @@ from polyfed.experiment.tracking import TRACKERS, Tracker
 from polyfed.federation.network import Network
 from polyfed.model import ModelSpec
 from polyfed.model.encoders import entry_of
+from polyfed.objective import OBJECTIVES, Objective
 from polyfed.selection import SELECTORS
 
 
@@ -38,6 +39,7 @@ class Recipe:
         algorithm: the algorithm; its fields hold the sections [train], [selection], [server] and [evaluate].
         model: the section [model].
         clients: the section [clients].
+        task: the section [task], or None, so that the labels decide.
         seed: the seed of every random draw.
         rounds: the number of rounds.
         engine: the section [engine].
@@ -53,6 +55,7 @@ class Recipe:
     algorithm: Algorithm
     model: ModelSpec = ModelSpec()
     clients: ClientsSpec = ClientsSpec()
+    task: Objective | None = None
     seed: int = 1
     rounds: int = 10
     engine: EngineSpec = EngineSpec()
@@ -87,17 +90,14 @@ class Recipe:
             if part in algorithm:
                 table[section] = algorithm.pop(part)
         if "selection" in table:
-            selector = self.algorithm.selector  # type: ignore[attr-defined]
-            table["selection"] = {"name": name_of(selector, SELECTORS)} | table["selection"]
-            for elsewhere in ("participation", "train"):
-                table["selection"].pop(elsewhere, None)
+            own = {key: entry for key, entry in table["selection"].items() if key not in ("participation", "train")}
+            table["selection"] = {"name": name_of(self.algorithm.selector, SELECTORS)} | own  # type: ignore[attr-defined]
         table["algorithm"] = {"name": name_of(self.algorithm, ALGORITHMS)} | algorithm
-        table["engine"] = as_table(self.engine)
-        table["checkpoint"] = as_table(self.checkpoint)
-        if self.network is not None:
-            table["network"] = as_table(self.network)
-        if self.tracking is not None:
-            table["tracking"] = {"name": name_of(self.tracking, TRACKERS)} | as_table(self.tracking)
+        table |= {"engine": as_table(self.engine), "checkpoint": as_table(self.checkpoint)}
+        table |= {} if self.network is None else {"network": as_table(self.network)}
+        for name, held, registry in (("task", self.task, OBJECTIVES), ("tracking", self.tracking, TRACKERS)):
+            if held is not None:
+                table[name] = {"name": name_of(held, registry)} | as_table(held)
         table["egress"] = {block: {d: list(k) for d, k in row.items()} for block, row in self.egress.items()}
         return table
 
@@ -228,7 +228,11 @@ _FIXED: Mapping[str, type] = {
 _ALWAYS = ("clients", "model", "engine", "checkpoint")
 """Sections that have defaults where a recipe leaves them out."""
 
-_NAMED: Mapping[str, tuple[Mapping[str, type], type]] = {"data": (SOURCES, Source), "tracking": (TRACKERS, Tracker)}
+_NAMED: Mapping[str, tuple[Mapping[str, type], type]] = {
+    "data": (SOURCES, Source),
+    "task": (OBJECTIVES, Objective),
+    "tracking": (TRACKERS, Tracker),
+}
 """Sections that name their class: the registry, and the base of the user's own."""
 
 

@@ -83,7 +83,9 @@ class Federation:
     def validator(self) -> ReplyValidator:
         """The reply validator for the current template."""
         if self._validator is None or self._validator.template is not self.template:
-            self._validator = ReplyValidator(self.template, self.context.model, self.clients.modalities)
+            context = self.context
+            objective, size = context.objective, context.num_classes
+            self._validator = ReplyValidator(self.template, context.model, self.clients.modalities, objective, size)
         return self._validator
 
     def begin(self, round: int) -> None:
@@ -221,7 +223,7 @@ class Federation:
 
         Args:
             x: modality -> values, (n, ...) float32.
-            y: labels, (n,) int64; all 0 if None.
+            y: labels, int64 (n,), or targets, float32 (n, T); class 0 if None.
             present: modality -> which rows have it, bool (n,); only for modalities that some rows lack.
             number: a different number for each dataset made in a round, so that their batch orders differ.
         """
@@ -232,7 +234,7 @@ class Federation:
             name="received",
             modalities={name: Column(value) for name, value in x.items()},
             label=torch.zeros_like(rows) if y is None else y,
-            num_classes=self.context.num_classes,
+            num_classes=self.context.num_classes if y is None or y.dim() == 1 else y.shape[1],
             split=torch.zeros(n, dtype=torch.int8, device=device),
             ids=rows,
             present=present or {},

@@ -173,7 +173,7 @@ class _TokenTransformer(nn.Module):
         real = ids != self.padding
         # a sample of padding alone attends to all of it, because a softmax over no tokens is NaN
         real = real | ~real.any(1, keepdim=True)
-        z = self.norm(self.tokens(ids) + self.positions)
+        z: Tensor = self.norm(self.tokens(ids) + self.positions)
         for layer in self.layers:
             z = layer(z, src_key_padding_mask=~real)
         if self.sequence:

@@ -40,6 +40,7 @@ class RoundRow(TypedDict, total=False):
     metrics: Scores
     confusion: list[list[Count]]
     personal_accuracy: dict[str, Number]
+    personal_score: dict[str, Number]
     logged: dict[str, Any]
     tables: dict[str, list[list[Number]]]
 
@@ -68,12 +69,23 @@ class FrozenFacts(TypedDict, total=False):
 
 
 @with_config(ANY_KEYS)
+class TaskFacts(TypedDict, total=False):
+    """The task in `run.json` and `result.json`."""
+
+    name: str
+    score: str
+    best: str
+    rising: bool
+
+
+@with_config(ANY_KEYS)
 class RunFacts(TypedDict, total=False):
     """The content of `run.json`."""
 
     run: str
     started: str
     data: DataFacts
+    task: TaskFacts
     frozen: FrozenFacts
     num_clients: Count
     clients: list[ClientFacts]
@@ -100,6 +112,7 @@ class RunResult(TypedDict, total=False):
     rounds: Count
     clients: Count
     num_parameters: Count
+    task: TaskFacts
     metrics: Scores
     best: BestRound
     bytes_up: Count

@@ -1,7 +1,7 @@
 """npz: your own arrays, named in one `.npz` file or in a folder of `.npy` files."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated
 
 import numpy as np
@@ -15,6 +15,7 @@ from polyfed.data.checks import require
 from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.facts_of_rows import Labels, clients_of, labels_of, splits_of
 from polyfed.data.files import Arrays, stored_name
+from polyfed.data.labels import num_targets
 from polyfed.data.layout import Layout, laid_out
 from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import drawn
@@ -30,12 +31,14 @@ class Npz(Source):
     Attributes:
         path: The `.npz` file, or the folder of `.npy` files.
         modalities: Names of the arrays that are modalities, in this order.
-        label: Array of the labels: class numbers 0..C-1; words, which are numbered in sorted order and kept as names;
-            or targets as floats, (N,) or (N, T).
+        label: Array of the labels: class numbers 0..C-1 (N,); words (N,), which are numbered in sorted order and kept
+            as names; or targets (N,) or (N, T) for other tasks than classification: floats, with NaN where a target is
+            unknown, or integers (N, T). A boolean array `<label>_known` of the same shape may say which targets are
+            known.
         client: Array of the natural client of each row: integers or strings, numbered in sorted order.
         split: Array of split codes: 0 train, 1 test, 2 validation, 3 left out; or the words train, test, validation.
         split_personal: Array of split codes within each natural client: 0 train, 1 test, 2 guard row.
-        class_names: Array with the name of each class.
+        class_names: Array with the name of each class, or of each of the T targets.
         ids: Array of sample ids, distinct integers; without it, the row numbers.
         layout: Modality -> axes of a sample, if the following rule guesses wrong. One axis is a vector (F). Two axes
             are an image (H, W) if uint8, otherwise a sequence (T, F). Three axes are (H, W, C) if the last has 1, 3 or
@@ -44,8 +47,8 @@ class Npz(Source):
         standardise: Shift and scale every feature by its mean and deviation over the training rows; a list names the
             modalities for which this is done. Otherwise uint8 images are scaled to [0, 1], and everything else is left
             as it is.
-        test_share: Share of every class that is drawn as global test set if the file has no split array; 0: no test
-            set.
+        test_share: Share of every class, or of all rows where labels are targets, that is drawn as global test set if
+            the file has no split array; 0: no test set.
         seed: Seed of that draw; the run's own seed has no effect.
     """
 
@@ -103,7 +106,18 @@ class Npz(Source):
     def _labels(self, arrays: Arrays) -> Labels:
         where = f"'{arrays.path}': array '{self.label}'"
         names = self._named(arrays, "class_names")
-        return labels_of(arrays[self.label], where, None if names is None else arrays.strings(names))
+        found = labels_of(arrays[self.label], where, None if names is None else arrays.strings(names))
+        mask = f"{self.label}_known"
+        if mask not in arrays:
+            return found
+        known, shape = arrays[mask], tuple(found.values.shape)
+        if known.dtype != np.bool_ or known.shape != shape:
+            raise DataError(
+                f"'{arrays.path}': array '{mask}' says which labels are known; it must be bool {shape}, "
+                f"not {known.dtype} {known.shape}"
+            )
+        values = found.values.to(torch.float32).masked_fill(torch.from_numpy(~known), torch.nan)
+        return replace(found, values=values, num_classes=num_targets(values))
 
     def _check_names(self, arrays: Arrays) -> None:
         if not self.modalities:
