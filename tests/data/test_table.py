@@ -75,8 +75,10 @@ def test_columns_become_images_and_lists_become_series_and_tokens(tmp_path):
 
 def test_several_columns_of_targets_are_passed_on(tmp_path):
     path = written(frame().assign(valence=0.5, arousal=-1.5), tmp_path, ".csv")
-    with pytest.raises(DataError, match=r"labels must be int64.*float32 .*\(40, 2\)|targets"):
-        load(path, label=["valence", "arousal"])
+    found = load(path, label=["valence", "arousal"])
+    assert found.label.dtype == torch.float32
+    assert found.label[:2].tolist() == [[0.5, -1.5]] * 2
+    assert found.class_names == ("valence", "arousal")
 
 
 @pytest.mark.parametrize(

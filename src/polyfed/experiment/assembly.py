@@ -120,16 +120,7 @@ def assemble(
     emit = emit or Emitter()
     population = population or population_of(recipe)
     columns, was_guessed = population.columns, recipe.task is None
-    problems = Problems()
-    policy = problems.attempt(lambda: Policy.parse(recipe.egress, columns.modalities)) or Policy()
-    filled = problems.attempt(lambda: with_encoders(recipe, columns))
-    tasked = problems.attempt(lambda: with_task(recipe, columns))
-    if tasked is not None:
-        problems.attempt(lambda: refuse_unfit(tasked, population))
-    problems.raise_all()
-    assert filled is not None
-    assert tasked is not None
-    guesses, recipe = guesses_of(recipe, columns), replace(tasked, model=filled.model)
+    recipe, policy, guesses = _completed(recipe, population)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model = model_of(recipe, shapes, columns.num_classes, policy)
     if recipe.algorithm.evaluation.unimodal == "head" and not model.linear_head:
@@ -167,6 +158,21 @@ def assemble(
         clock=clock,
     )
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses)
+
+
+def _completed(recipe: Recipe, population: Population) -> tuple[Recipe, Policy, tuple[str, ...]]:
+    """The recipe with its task and all encoders, its policy, and what was guessed; faults are told all at once."""
+    columns, problems = population.columns, Problems()
+    policy = problems.attempt(lambda: Policy.parse(recipe.egress, columns.modalities))
+    filled = problems.attempt(lambda: with_encoders(recipe, columns))
+    tasked = problems.attempt(lambda: with_task(recipe, columns))
+    if tasked is not None:
+        problems.attempt(lambda: refuse_unfit(tasked, population))
+    problems.raise_all()
+    assert policy is not None
+    assert filled is not None
+    assert tasked is not None
+    return replace(tasked, model=filled.model), policy, guesses_of(recipe, columns)
 
 
 def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
