@@ -9,6 +9,7 @@ from importlib.metadata import version
 
 from polyfed.core import moved
 from polyfed.experiment.check import Check, check
+from polyfed.experiment.from_data import make_recipe
 from polyfed.experiment.models import Models
 from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
 from polyfed.experiment.run_result import Run, load_run
@@ -31,6 +32,7 @@ __all__ = [
     "load_model",
     "load_recipe",
     "load_run",
+    "make_recipe",
     "parse_recipe",
     "run",
     "sweep",

@@ -7,6 +7,7 @@
 - `egress_tables`: what a recipe lets cross, as a table and in sentences.
 - `federation`: `polyfed superlink`, `polyfed supernode` and other verbs of a deployment.
 - `deployment`: `polyfed app`, and `polyfed check --node` for one device.
+- `starting`: `polyfed init`, and the lines of a recipe that an algorithm needs.
 - `preparation`: `polyfed data prepare`.
 - `catalogue`: facts about algorithms and data sources, read from their classes; `catalogue_pages` lays them out.
 - `output`: printing tables, lines or JSON on standard output.

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from polyfed.cli import audit, catalogue_pages, comparison, deployment, preparation, sweep, tables
+from polyfed.cli import audit, catalogue_pages, comparison, deployment, preparation, starting, sweep, tables
 from polyfed.cli.output import print_json, show
 from polyfed.cli.progress import Progress
 from polyfed.core.errors import DataError, EgressError, PolyfedError, PolyfedWarning, RecipeError
@@ -50,10 +50,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-
 app.add_typer(audit.app)
 app.add_typer(comparison.app)
 app.add_typer(sweep.app)
+app.command("init")(starting.init)
 
 
 class Device(StrEnum):
@@ -172,8 +172,14 @@ def report(
 @app.command()
 def algorithms(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False)] = None,
+    recipe: Annotated[
+        bool, typer.Option("--recipe", help="Print the [algorithm] and [egress] lines that a recipe needs for NAME.")
+    ] = False,
 ) -> None:
     """List the algorithms, or describe one: its idea, its hyper-parameters and what can cross."""
+    if recipe:
+        typer.echo(starting.lines_for(name))
+        return
     show(catalogue_pages.algorithm_list() if name is None else catalogue_pages.algorithm_page(name))
 
 
