@@ -120,8 +120,7 @@ class Federation:
             turn: a different number each time a round repeats a request, so that batches and dropout masks differ.
             accept: an additional check of valid replies. `accept(client, reply)` returns a reason to drop the reply,
                 or a falsy value to keep it.
-            enough: how many replies close the request. The server does not wait for slower clients. None waits for
-                all clients.
+            enough: how many replies close the request, without waiting for slower clients. None waits for all.
 
         Raises:
             EgressError: a client's policy refused to release its reply.

@@ -87,7 +87,7 @@ class Answer:
 
     @classmethod
     def of(cls, parts: Iterable[ReplyStack], missing: dict[int, str]) -> "Answer":
-        """Make an answer from parts, in sorted order. If `parts` is a generator, it may fill `missing` while it runs."""
+        """Make an answer from parts, and sort them. If `parts` is a generator, it may fill `missing` while it runs."""
         return cls(sorted(parts, key=lambda part: part.clients[0]), missing)
 
 
