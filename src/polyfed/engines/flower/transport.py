@@ -28,7 +28,7 @@ LOOK_EVERY = 1.0
 """Seconds between two queries for nodes that are new, are online again, or are offline."""
 
 LONGEST_SKIP = 64
-"""Most requests without the full deadline for a client that has missed n deadlines in a row. Their number is 2**n, up to
+"""Most requests without the full deadline for a client that has missed n deadlines in a row. The number is 2**n, up to
 this value."""
 
 TTL = 2.0
