@@ -25,8 +25,8 @@ UNDEFINED = -1.0
 class Objective(ABC):
     """What the model learns to predict.
 
-    The argument `size` is the number of classes or targets, according to the labels. It is the same for all clients, like
-    the shapes of the samples. All methods on outputs and batches run under `torch.func.vmap`.
+    The argument `size` is the number of classes or targets, according to the labels. It is the same for all clients,
+    like the shapes of the samples. All methods on outputs and batches run under `torch.func.vmap`.
     """
 
     NAME: ClassVar[str]
