@@ -1,5 +1,4 @@
-"""The sequential engine, which runs one client after another: the reference, and useful for debugging and large models.
-"""
+"""The sequential engine: it runs one client after another. It is the reference, and useful for debugging."""
 
 from collections.abc import Iterator, Sequence
 
