@@ -48,7 +48,7 @@ class Method(Asking, Protocol):
         """Whether the algorithm handles rows that lack a modality which other rows of the same client have."""
 
     def first_local(self, context: ClientContext, key: int) -> Tree:
-        """Make a client's first local state; `key` seeds its random numbers."""
+        """Make a client's first local state. `key` seeds the random numbers."""
 
 
 class Engine(ABC):
@@ -59,11 +59,11 @@ class Engine(ABC):
         model: the model.
         algorithm: the algorithm whose tasks the clients run and whose `first_local` makes a client's first local state.
         initial: the model's initial parameters, drawn from the run's seed.
-        policy: the egress policy, which says what may leave a client.
+        policy: the egress policy: the kinds of data that may leave a client.
         ledger: records every message between the server and the clients.
         device: the PyTorch device that holds the data and trains.
         emit: called with the name and the fields of each event.
-        debug: whether a client's exception ends the run; otherwise the client is dropped from the request.
+        debug: whether a client's exception ends the run. Otherwise the engine drops the client from the request.
         clock: counts the work of the clients, or None if the recipe has no [network] section.
         objective: what the model learns to predict.
     """
@@ -236,7 +236,7 @@ class Engine(ABC):
         return released
 
     def metered(self, request: Request, clients: Sequence[int], view: ClientData) -> ClientData:
-        """Wrap the dataset of these clients so that it counts their work. Without [network], return it unchanged."""
+        """Wrap the dataset of these clients to count their work, or return it unchanged without a [network] section."""
         if self.clock is None or clients[0] < 0:
             return view
         rows = list(self.registry.rows_of(clients).values())

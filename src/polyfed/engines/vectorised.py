@@ -59,7 +59,7 @@ class Vectorised(InProcess):
         self._noted: set[str] = set()
 
     def units(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[Unit]:
-        """Yield stacks of similar clients, and single clients where stacking is not possible or gains nothing."""
+        """Yield stacks of similar clients, and single clients if stacking is impossible or does not save time."""
         loop_because = request.loop_because or (RECOMPUTES if self.model.recomputes else "")
         if not loop_because and not self.stack and self.device.type == "cpu" and self.model.convolves:
             loop_because = CONVOLVES
@@ -73,7 +73,7 @@ class Vectorised(InProcess):
             kept = tuple((name, value.shape, value.dtype) for name, value in self.local(request, client).items())
             alike.setdefault((self.context(client).modalities, client < 0, form, kept), []).append(client)
         for (_, evaluation_client, _, _), group in alike.items():
-            if evaluation_client:  # a single large table: stacking gains nothing
+            if evaluation_client:  # evaluation clients have many rows, so stacking does not save time
                 yield from ([client] for client in group)
                 continue
             by_length = sorted((rows, client) for client, rows in self.registry.rows_of(group).items())
@@ -171,7 +171,7 @@ def _form(msg: Message) -> Any:
     for name in msg.kinds:
         value = getattr(msg, name)
         trees = {"": value} if isinstance(value, Tensor) else value
-        first = 1 if name in msg.counts else 0  # numbers of rows may differ
+        first = 1 if name in msg.counts else 0  # the numbers of rows may differ
         form.append((name, tuple((key, tuple(tensor.shape[first:]), tensor.dtype) for key, tensor in trees.items())))
     return tuple(form)
 

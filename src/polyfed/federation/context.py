@@ -22,7 +22,7 @@ class ClientContext:
         num_classes: number of classes of the label, or number of targets if the objective has no classes.
         initial: this client's blocks of the model's initial parameters, drawn from the run's seed.
         evaluation_client: whether this is an evaluation client, which holds the server's own test or validation rows.
-        policy: the egress policy, which says what may leave this client.
+        policy: the egress policy: the kinds of data that may leave this client.
         objective: what the model learns to predict, and the loss: the [task] section.
     """
 

@@ -52,7 +52,7 @@ class Federation:
         engine: runs the clients.
         owner: the algorithm whose tasks the clients run.
         context: the server's own context, with all modalities, for computations on the server.
-        template: the model's tree; parameters and gradients in replies must match its names, shapes and types.
+        template: the model's tree. Parameters and gradients in replies must match its names, shapes and types.
         seed: the run's seed.
         rounds: number of rounds of the run.
         evaluation_clients: the evaluation clients that exist, among TEST and VALIDATION.
@@ -160,7 +160,7 @@ class Federation:
         return replies
 
     def _check_sent(self, request: Request, send: Send) -> float:
-        """Return the largest absolute value in a message to all clients; 0 if each client gets its own message.
+        """Return the largest absolute value in a message to all clients, or 0 if each client gets its own message.
 
         The first message after a merge shows whether the server's model is still finite. If no value exceeds `HUGE`,
         the replies merged so far did no harm, and this method clears the list of clients that an error would name.
@@ -265,7 +265,7 @@ class Federation:
     def _inspect(
         self, request: Request, part: ReplyStack, missing: dict[int, str], accept: Accept | None
     ) -> ReplyStack | None:
-        """Return the stack without unusable replies, or None if none is left; put the reasons into `missing`."""
+        """Return the stack without unusable replies, or None if it is empty, and put the reasons into `missing`."""
         try:
             self.validator.check(part.message, request.reply)
         except BadReply as error:

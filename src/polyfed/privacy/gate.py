@@ -1,7 +1,8 @@
 """The egress gate of a client: all replies of the client leave through this gate.
 
 In a simulation, the messages of several clients may be stacked. One gate then serves all these clients, which have
-the same modalities and the same policy. The gate checks fields and shapes, not values, so the code is the same.
+the same modalities and the same policy. The gate checks fields and shapes, not values, so the same code handles both
+cases.
 """
 
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class EgressGate:
         return own
 
     def release(self, request: Request, reply: Message, *, stacked: bool) -> Message:
-        """Let a whole reply out, or refuse the whole reply.
+        """Check a reply and return it, or refuse the whole reply.
 
         Args:
             request: the request that the reply answers.
