@@ -40,7 +40,7 @@ class ClientRuntime:
         relay: whether replies to the client's silo may pass through the server.
         limit: size in bytes of the largest message that the client reads.
         discreet: whether to raise errors of this client as a `Fault`, so that the server learns only their type.
-        audit: the device's audit log; None in a simulation.
+        audit: the device's audit log, or None in a simulation.
     """
 
     engine: Sequential

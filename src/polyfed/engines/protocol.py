@@ -240,8 +240,8 @@ def request_packet(request_id: RequestId, request: Request, facts: Facts, conten
         request: the task and its place in the run.
         facts: facts about the federation.
         content: the encoded message.
-        more: `kept`, the newest round that the server will never repeat, so that clients may delete older local
-            states; and `modalities`, the client's modalities according to the server.
+        more: further entries of the header. `kept` is the newest round that the server will never repeat, so clients
+            may delete older local states. `modalities` are the client's modalities according to the server.
     """
     about = {"task": request.name, "seed": request.seed, "rounds": request.rounds, "turn": request.turn}
     header = request_id.header(want=ASK, facts=asdict(facts), **versions(), **about, **more)

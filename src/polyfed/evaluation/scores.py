@@ -31,8 +31,8 @@ from polyfed.training.prototypes import Prototypes
 class ModelToEvaluate(Message):
     """The model to evaluate.
 
-    With `unimodal = "prototype"`, the message also holds, for each modality, class means (C, E) of the features over
-    the clients' training rows, and which classes have a mean, bool (C,). Otherwise both trees are empty.
+    With `unimodal = "prototype"`, `prototypes` holds class means (C, E) of each modality's features over the clients'
+    training rows. `known`, bool (C,), tells which classes have a mean. Otherwise both trees are empty.
     """
 
     params: Tree = carries("parameters")

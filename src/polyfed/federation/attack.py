@@ -28,10 +28,11 @@ class Attack:
     The update of a client is the difference between the parameters that it returns and those that it received.
 
     Attributes:
-        name: the attack. `scaling` multiplies the attacker's update by `scale`, and `sign-flip` by -`scale`. `alie` ("a
-            little is enough", Baruch, Baruch, Goldberg, NeurIPS 2019) shifts the mean of the attackers' updates by the
-            most standard deviations with which it still hides among the honest replies. `label-flip` trains on label
-            C - 1 - y instead of y. Tolpegin et al., ESORICS 2020, flip one class; here, all classes are flipped.
+        name: the attack. `scaling` multiplies the attacker's update by `scale`, and `sign-flip` by -`scale`. `alie`
+            shifts the mean of the attackers' updates by several standard deviations. It takes the largest shift that
+            still hides among the honest replies (Baruch, Baruch, Goldberg, "A Little Is Enough", NeurIPS 2019).
+            `label-flip` trains on label C - 1 - y instead of y. Tolpegin et al., ESORICS 2020, flip one class. Here,
+            all classes are flipped.
         share: share of all clients that attack. polyfed draws these clients from the run's seed.
         clients: the numbers of the clients that attack. If given, `share` has no effect.
         scale: the factor of `scaling` and `sign-flip`.

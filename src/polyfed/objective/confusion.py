@@ -17,7 +17,7 @@ def confusion(logits_BC: Tensor, y_B: Tensor, ok_B: Tensor | None, num_classes: 
     Args:
         logits_BC: logits of each row.
         y_B: true classes.
-        ok_B: bool, False for padding rows; None if there are no padding rows.
+        ok_B: bool, False for padding rows, or None if there are no padding rows.
         num_classes: C.
     """
     truth = torch.nn.functional.one_hot(y_B, num_classes).to(torch.float32)

@@ -109,7 +109,7 @@ class Ordinal(Objective):
         return {}
 
     def flaw(self, sums: Tensor, num_rows: float) -> str:
-        """Return why a client's sum is impossible, or ""; a row's distance can be any number of levels."""
+        """Return why a client's sum is impossible, or "". The sum of distances has no upper bound here."""
         return not_counts(sums.reshape(1), float("inf"))
 
     def decided(self, predicted: Tensor) -> Tensor:

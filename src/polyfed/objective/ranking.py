@@ -58,7 +58,7 @@ def _increasing_pairs(values: Tensor) -> int:
 
 
 def average_precision(truth: Tensor, score: Tensor) -> float | None:
-    """Return the sum of precisions weighted by the steps of recall, as in scikit-learn; None without positive rows.
+    """Return the sum of precisions weighted by the steps of recall, as in scikit-learn, or None without positive rows.
 
     Args:
         truth: 0 or 1, (N,).
@@ -80,7 +80,7 @@ def precision_of(positive: Tensor, negative: Tensor) -> float | None:
 
 
 def auroc_of(positive: Tensor, negative: Tensor) -> tuple[float, float] | None:
-    """Return the AUROC from the positive and negative rows of each bin, and its largest error; None if undefined.
+    """Return the AUROC from the positive and negative rows of each bin, and its largest error, or None if undefined.
 
     Pairs in the same bin count half. The exact value of such a pair may be 0 or 1, so the error is at most half of
     their share.

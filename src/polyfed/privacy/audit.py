@@ -91,7 +91,7 @@ class AuditLog:
             run: the run's name.
 
         Returns:
-            The hash of the seal; empty if there are no entries.
+            The hash of the seal, or "" if there are no entries.
 
         Raises:
             CheckpointError: the log on disk is damaged.

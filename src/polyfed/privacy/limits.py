@@ -74,7 +74,7 @@ class Limits:
         return cls(**checked(where, cls, table))
 
     def breach(self, key: str, value: int) -> str:
-        """Return a text that names the limit and the line that would allow the value; empty if the value is allowed."""
+        """Return "" if a value is allowed, else a text with the limit and the line that would allow the value."""
         if not self._beyond(key, value):
             return ""
         whose, where = ("recipe", "recipe") if self.is_of_the_recipe(key) else ("device", "device's policy file")

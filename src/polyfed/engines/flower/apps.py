@@ -77,7 +77,7 @@ def simulate(main: Callable[[GridTransport], None], handler: Handler, clients: i
             interrupted = True
 
     config: Any = {"client_resources": {"num_cpus": cpus, "num_gpus": 0.0}}
-    # a signal stops the server, which then ends the simulation; an interrupt of the simulation itself would block it
+    # a signal stops the server, which then ends the simulation. Interrupting the simulation itself would block it
     with _quiet(), handling(lambda *_: stop.set(), signal.SIGINT, signal.SIGTERM):
         try:
             run_simulation(app, client_app(handler), clients, backend_config=config)
