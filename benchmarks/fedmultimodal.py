@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 import polyfed
-from polyfed.cli.progress import Progress
+from polyfed.report.progress import Progress
 from polyfed.core.tree import Tree
 from polyfed.data.columns import TRAIN, VALIDATION, Columns
 from polyfed.data.sources.ucihar import UciHar

@@ -11,7 +11,7 @@ import pytest
 import torch
 from sklearn.metrics import confusion_matrix, recall_score
 
-from polyfed.cli.commands import main
+from polyfed.cli import main
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.evaluation.scores import Evaluation

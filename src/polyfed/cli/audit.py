@@ -1,10 +1,14 @@
 """`polyfed audit-log`: whether the audit log of a device is whole."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from polyfed.cli.application import HELP_OPTIONS, AsJson
+from polyfed.cli.application import app as polyfed_app
+from polyfed.cli.output import answer
 from polyfed.core.errors import RecipeError
 from polyfed.core.files import AUDIT, PUBLIC_KEY
 
@@ -12,8 +16,9 @@ app = typer.Typer(
     name="audit-log",
     help=f"The audit log of a device ({AUDIT} in the folder of its node).",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP_OPTIONS,
 )
+polyfed_app.add_typer(app)
 
 
 @app.callback()
@@ -27,6 +32,7 @@ def verify_log(
     key: Annotated[
         Path | None, typer.Option(metavar="PUBLIC", help=f"The device's public key. [default: {PUBLIC_KEY} in FOLDER]")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check the chain and the signatures; exit code 0 if the log is whole, 5 and the first bad line if it is not."""
     try:
@@ -34,8 +40,10 @@ def verify_log(
     except ImportError as error:
         raise RecipeError(f"audit-log needs the extra: pip install 'polyfed[flower]' ({error})") from None
     found = verify(folder, key)
-    typer.echo(f"{folder / AUDIT} is whole: {found.rows:,} rows, {found.seals:,} signatures")
+    lines = [f"{folder / AUDIT} is whole: {found.rows:,} rows, {found.seals:,} signatures"]
     if found.first:
-        typer.echo(f"from {found.first} to {found.last}")
+        lines.append(f"from {found.first} to {found.last}")
     if key is None:
-        typer.echo(f"checked with {folder / PUBLIC_KEY}; with --key, use the key that you were given by other means")
+        lines.append(f"checked with {folder / PUBLIC_KEY}; with --key, use the key that you were given by other means")
+    facts = {"log": str(folder / AUDIT), "key": str(key or folder / PUBLIC_KEY)} | asdict(found)
+    answer(facts, *lines, as_json=as_json)

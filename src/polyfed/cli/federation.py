@@ -1,12 +1,47 @@
-"""The verbs that start a federation on several machines: the SuperLink of a server, the SuperNode of a device."""
+"""The verbs of a deployment: write a Flower app, start the SuperLink of a server, start the SuperNode of a device."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from polyfed import deploy
-from polyfed.cli.commands import app
+from polyfed.cli.application import AsJson, Interrupted, app
+from polyfed.cli.output import answer
+
+JsonError = Annotated[bool, typer.Option("--json", help="If it cannot start, print the error as JSON.")]
+"""A verb that runs until it is stopped has no result to print."""
+
+
+@app.command("app")
+def write_flower_app(
+    dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the app.", show_default=False)],
+    recipe: Annotated[Path, typer.Option(metavar="RECIPE.toml", help="The recipe.", show_default=False)],
+    local: Annotated[
+        bool, typer.Option("--local", help="Also run it on this machine: a SuperLink, and a SuperNode for each client.")
+    ] = False,
+    keys: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Write a server certificate and N keys of devices to DIR-credentials."),
+    ] = None,
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option("--host", metavar="NAME", help="The certificate is for this name or address; may be repeated."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a Flower app for a recipe, which `flwr run` starts; see docs/deploy.md."""
+    from polyfed.cli import deployment
+
+    if not local:
+        written = deployment.write_app(recipe, dir, keys, hosts or [])
+        answer(written.facts(), *written.lines(), as_json=as_json)
+        return
+    try:
+        result, shown = deployment.run_locally(recipe, dir)
+    except KeyboardInterrupt:
+        again = deployment.resume_command(recipe, dir)
+        raise Interrupted(f"all processes have ended; resume with: {again}") from None
+    answer(result, *shown, as_json=as_json)
 
 
 @app.command()
@@ -29,8 +64,11 @@ def superlink(
     database: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where it keeps its state. [default: DIR/link.db]")
     ] = None,
+    as_json: JsonError = False,
 ) -> None:
     """Start a server's SuperLink: devices with a known key from anywhere, `flwr` from this machine only."""
+    from polyfed import deploy
+
     deploy.run_superlink(credentials, host, port, control_port, database)
 
 
@@ -51,6 +89,9 @@ def supernode(
         typer.Option(metavar="CONFIG", help="Its data, number, modalities and policy.", show_default=False),
     ],
     port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="A free port of this machine.")] = 9094,
+    as_json: JsonError = False,
 ) -> None:
     """Start a device: it answers with the polyfed installed here, and runs no code that a server sends."""
+    from polyfed import deploy
+
     deploy.run_supernode(superlink, root_certificates, key, node_config, port)
