@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Integral, Real
@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.vocabulary import advice_for
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozense
     for key, value in table.items():
         if key not in allowed:
             new = getattr(cls, "renamed", {}).get(key)
-            hint = f": it is now called '{new}'" if new else f"; {did_you_mean(key, allowed)}"
+            hint = f": it is now called '{new}'" if new else f"; {_suggestion(where, key, allowed)}"
             raise RecipeError(f"{where} has no option '{key}'{hint}")
         try:
             # through JSON, so that strict mode accepts an array for a tuple, but still refuses "5" for 5
@@ -141,6 +142,12 @@ def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozense
             )
             raise RecipeError(f"{where} {key}{spot} = {_shown(value)}: must be {_wanted(error)}".lstrip()) from None
     return values
+
+
+def _suggestion(where: str, key: str, allowed: Sequence[str]) -> str:
+    """The key of the same meaning and the allowed keys; without such a key, the one that is spelled alike."""
+    meant = advice_for(key, where.strip("[]"))
+    return did_you_mean(key, allowed) if meant is None else f"{meant} {did_you_mean('', allowed)}"
 
 
 WANTED = {

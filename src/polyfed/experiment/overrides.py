@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.vocabulary import advice_for
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
@@ -55,6 +56,8 @@ def refuse_unknown(key: str) -> None:
         return
     if homes := [f"{section}.{key}" for section, options in SECTIONS.items() if key in _names(options)]:
         raise RecipeError(f"'{key}' belongs in a section: write {' or '.join(homes)}")
+    if meant := advice_for(key):
+        raise RecipeError(f"no section or key '{key}'; {meant} Sections: {', '.join(SECTIONS)}")
     raise RecipeError(f"no section or key '{key}'; {did_you_mean(key, (*SECTIONS, 'seed', 'rounds'))}")
 
 
