@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT ?= runs/demo
 
-.PHONY: demo test check check-all federation bench docs notebooks format clean
+.PHONY: demo test check check-all check-trackers federation bench docs notebooks format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -29,6 +29,10 @@ check-all: check ## check, then real processes: Ray, SuperLink and SuperNodes wi
 	# one more try for what failed: a busy machine can make Ray or a SuperNode miss a time-out
 	$(BIN)/pytest -m slow -n 2 --dist loadfile tests/engines tests/attacks || \
 		$(BIN)/pytest -m slow tests/engines tests/attacks --last-failed
+
+check-trackers: .venv/installed ## installs MLflow and Weights & Biases (200 MB) and runs the tests against them
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[mlflow,wandb]"
+	$(BIN)/pytest -n 0 tests/test_trackers.py
 
 federation: .venv/installed ## a server and three devices on this machine; see docs/deploy.md
 	$(BIN)/polyfed app runs/federation --recipe recipes/federation-demo.toml --local

@@ -9,6 +9,7 @@ import itertools
 import json
 import shlex
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -24,9 +25,13 @@ from polyfed.core.signals import handling, interrupt
 
 if TYPE_CHECKING:
     from polyfed.experiment.check import Check
+    from polyfed.experiment.events import Listener
 
 COMPARISON = "comparison.html"
 """The file that `compare --html` writes if no file is named."""
+
+STANDARD_OUTPUT = "-"
+"""The word for standard output in the place of a file."""
 
 
 class Device(StrEnum):
@@ -52,6 +57,10 @@ def run(
     debug: Annotated[
         bool, typer.Option("--debug", help="Stop at a client's exception and show where it was raised. [engine] debug")
     ] = False,
+    events: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write every event as a JSON line to a file; - is standard output."),
+    ] = None,
 ) -> None:
     """Run an experiment and print a short table of its results."""
     from polyfed.cli import tables
@@ -63,6 +72,8 @@ def run(
 
     if resume and out is None:
         raise RecipeError("--resume needs the folder of the run: --out DIR")
+    if as_json and events == STANDARD_OUTPUT:
+        raise RecipeError("--json and --events - both write to standard output. Use one; run-finished has the result")
     machine = {"engine.name": engine, "engine.device": device and device.value, "engine.debug": debug or None}
     words = [f"{key}={json.dumps(value)}" for key, value in machine.items() if value is not None]
     overrides = [*(overrides or []), *words]
@@ -70,11 +81,18 @@ def run(
     folder = out if out is not None else unused_folder(Path("runs"), loaded.name)
     try:
         # a batch system that ends a job sends SIGTERM first, and SIGKILL some seconds later
-        with Progress() as progress, recipe_named(recipe, overrides), handling(interrupt, signal.SIGTERM):
-            finished = run_recipe(loaded, out=folder, resume=resume, listeners=[progress])
+        with (
+            event_lines(events) as followers,
+            Progress() as progress,
+            recipe_named(recipe, overrides),
+            handling(interrupt, signal.SIGTERM),
+        ):
+            finished = run_recipe(loaded, out=folder, resume=resume, listeners=[progress, *followers])
     except KeyboardInterrupt:
         again = shlex.join(["polyfed", "run", str(recipe), *set_options(overrides), "--resume", "--out", str(folder)])
         raise Interrupted(f"resume with: {again}") from None
+    if events == STANDARD_OUTPUT:
+        return
     where = f"files in {folder}, picture in {folder / REPORT}"
     answer(finished.result, tables.result_table(finished.result), where, as_json=as_json)
 
@@ -158,6 +176,20 @@ def report(
 
     page = str(write_report(dir, baseline))
     answer({"report": page}, page, as_json=as_json)
+
+
+@contextmanager
+def event_lines(target: str | None) -> Iterator[list["Listener"]]:
+    """The listeners that write the events of a run to a file or to standard output; none without a target."""
+    from polyfed.experiment.events import EventLines
+
+    if target is None:
+        yield []
+    elif target == STANDARD_OUTPUT:
+        yield [EventLines(sys.stdout)]
+    else:
+        with Path(target).open("a", encoding="utf-8") as file:
+            yield [EventLines(file)]
 
 
 @contextmanager
