@@ -16,7 +16,7 @@ from polyfed.cli.doctor import problem_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = str(ROOT / "recipes" / "fedavg-cg-digits.toml")
-SMALL = ("--set", "rounds=2", "--set", "clients.num=4")
+SMALL = ("--set", "rounds=2")
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_every_verb_has_the_option(words):
         (("data", "prepare"), 2, "RecipeError"),
         (("app", "a", "--recipe", "nowhere.toml"), 2, "RecipeError"),
         (("check",), 2, "MissingParameter"),
-        (("fly",), 2, "UsageError"),
+        (("fly",), 2, "NoSuchCommand"),
         (("run", RECIPE, "--fast"), 2, "NoSuchOption"),
         (("completion", "tcsh"), 2, "BadParameter"),
     ],

@@ -82,7 +82,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
         completion_init()
     try:
-        code = app(args=words, standalone_mode=False)
+        code = app(args=words, prog_name="polyfed", standalone_mode=False)
     except PolyfedError as error:
         _end(type(error).__name__, str(error), error.exit_code, as_json=as_json)
     except click.ClickException as error:  # the words are no call of any verb

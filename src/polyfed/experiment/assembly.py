@@ -23,6 +23,10 @@ from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.policy import Policy
 
 
+MOST_COUNTS = 100_000
+"""run.json holds at most this many counts of classes, about 300 kB."""
+
+
 @dataclass
 class Assembly:
     """The parts of a run, before its first round.
@@ -197,13 +201,17 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
         "data": {
             "rows": len(columns),
             "classes": columns.num_classes,
+            **({"class_names": list(columns.class_names)} if columns.class_names else {}),
             "test_rows": len(population.test_rows),
             "validation_rows": len(population.validation_rows),
             "sha256": columns.fingerprint(),
         },
         "num_clients": len(registry),
         "clients": [
-            {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)} | _dealt(assembly, c.id) for c in shown
+            {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)}
+            | _dealt(assembly, c.id)
+            | _labels(assembly, c.id)
+            for c in shown
         ],
         "blocks": block_sizes(assembly),
         "frozen": frozen_facts(assembly.model),
@@ -238,3 +246,18 @@ def _dealt(assembly: Assembly, client: int) -> dict[str, Any]:
         return {"main_class": client % population.columns.num_classes}
     # the client's test rows count as well: they may hold all of its rows of a rare class
     return {"classes": sorted(set(population.columns.label.cpu()[rows].tolist()))}
+
+
+def _labels(assembly: Assembly, client: int) -> dict[str, Any]:
+    """The number of training rows of each class, for the first clients of a simulation.
+
+    A client of a deployment keeps its labels, so the server has nothing to count.
+    """
+    population, label = assembly.population, assembly.population.columns.label.cpu()
+    classes = population.columns.num_classes
+    if (client + 1) * classes > MOST_COUNTS or label.dim() != 1 or label.is_floating_point():
+        return {}
+    rows = population.train[client].cpu()
+    if bool((rows < 0).any()):
+        return {}
+    return {"labels": torch.bincount(label[rows], minlength=classes).tolist()}

@@ -1,7 +1,6 @@
 """Run a recipe round by round: train, summarise, evaluate, save."""
 
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,19 +13,22 @@ import torch
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
-from polyfed.core.errors import CheckpointError, RecipeError
+from polyfed.core.errors import CheckpointError
 from polyfed.core.registry import name_of
 from polyfed.data import Population
 from polyfed.engines.base import Engine
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble, facts_of
+from polyfed.experiment.calibration import calibration_of
 from polyfed.experiment.check import refuse_forbidden, warn_unmeasured
 from polyfed.experiment.checkpoint import RESTORE
 from polyfed.experiment.events import Emitter
+from polyfed.experiment.models import Models
+from polyfed.experiment.norms import ClientUpdates, block_norms
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.records import Records, run_id
-from polyfed.experiment.round_facts import facts_of_round
-from polyfed.experiment.run_checkpoint import TOTALS, kept_facts, load_content
+from polyfed.experiment.round_facts import check_tables, facts_of_round, seconds_of
+from polyfed.experiment.run_checkpoint import TOTALS, kept_facts, load_content, num_kept
 from polyfed.experiment.run_result import Run, best_round, models_of
 from polyfed.report import write_report
 
@@ -88,6 +90,7 @@ class _Loop:
         self.rounds: list[dict[str, Any]] = []
         self.missing: dict[str, str] = {}
         self.confusion: torch.Tensor | None = None
+        self.updates = ClientUpdates()
         emit.listeners.append(self._note)
         self._started = 0.0
         self.totals = dict.fromkeys(TOTALS, 0) | {"seconds": 0.0, "simulated_seconds": 0.0}
@@ -107,16 +110,15 @@ class _Loop:
 
     def finish(self, state: Any) -> Run:
         """Write the result and the report, and return the finished run."""
-        result = self._result(state)
-        folder = None
+        engine, columns = self.assembly.engine, self.assembly.population.columns
+        locals = engine.locals if engine.keeps_locals else None
+        models = models_of(self.recipe, self.fed, state, locals, columns.class_names)
+        result, folder = self._result(state, models), None
         if self.records is not None:
             self.records.finish(result)
             folder = self.records.folder
             self._write_report(folder)
         self.emit("run-finished", result=result)
-        engine, columns = self.assembly.engine, self.assembly.population.columns
-        locals = engine.locals if engine.keeps_locals else None
-        models = models_of(self.recipe, self.fed, state, locals, columns.class_names)
         return Run(result, self.rounds, state, self.assembly.model, folder, models)
 
     def _write_report(self, folder: Path) -> None:
@@ -181,13 +183,19 @@ class _Loop:
     def train(self, round: int, state: Any) -> tuple[Any, dict[str, Any]]:
         """Run the algorithm's round. Returns the new state and the first entries of the row for `rounds.jsonl`."""
         self.fed.begin(round)
+        algorithm, self.updates = self.recipe.algorithm, ClientUpdates()
+        before = algorithm.global_params(state)
+        if algorithm.evaluation.due(round, self.recipe.rounds):
+            self.fed.watch = self.updates.watch
         started = time.perf_counter()
-        state = self.recipe.algorithm.round(state, self.fed)
+        state = algorithm.round(state, self.fed)
         seconds = time.perf_counter() - started
+        self.fed.watch = lambda *_: None
         times = self.fed.clock.finish() if self.fed.clock is not None else None
-        row = self._book(round) | {"seconds": {"train": seconds}}
+        row = self._book(round) | {"training_requests": self.fed.asked, "seconds": {"train": seconds}}
+        row["norms"] = {"model": block_norms(algorithm.global_params(state), before), "clients": self.updates.means()}
         if times is not None:
-            row["simulated_seconds"] = self.recipe.algorithm.simulated_seconds(state, times)
+            row["simulated_seconds"] = algorithm.simulated_seconds(state, times)
             self.totals["simulated_seconds"] += row["simulated_seconds"]
         return state, row
 
@@ -196,7 +204,7 @@ class _Loop:
         algorithm = self.recipe.algorithm
         row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
         if tables := algorithm.observe_tables(state):
-            row["tables"] = _check_tables(tables)
+            row["tables"] = check_tables(tables)
 
     def evaluate(self, row: dict[str, Any], state: Any) -> None:
         """Evaluate the state, if the recipe evaluates in this round."""
@@ -212,7 +220,8 @@ class _Loop:
         if measured.personal:
             row["personal_accuracy"] = {str(c): a for c, a in sorted(measured.personal.items())}
         row["seconds"]["evaluate"] = time.perf_counter() - started
-        self._book(row["round"], counted=False)
+        booked = self._book(row["round"], counted=False)
+        row["evaluation"] = {way: booked[way] for way in ("bytes_up", "bytes_down")}
 
     def save(self, row: dict[str, Any], state: Any) -> None:
         """Write the round's row, and a checkpoint if one is due."""
@@ -280,19 +289,21 @@ class _Loop:
             "num_parameters": self.assembly.model.num_parameters(),
         }
 
-    def _result(self, state: Any) -> dict[str, Any]:
+    def _result(self, state: Any, models: Models) -> dict[str, Any]:
         """The content of `result.json`."""
         measured: dict[str, Any] = next((r["metrics"] for r in reversed(self.rounds) if "metrics" in r), {})
         headline = self._headline()
         result = {key: headline[key] for key in ("algorithm", "engine", "dataset")}
         result |= {"seed": self.recipe.seed, "rounds": self.recipe.rounds, "clients": headline["clients"]}
-        result |= {"num_parameters": headline["num_parameters"], "metrics": measured}
+        result |= {"num_parameters": headline["num_parameters"], "num_kept": num_kept(state, self.assembly.engine)}
+        result["metrics"] = measured
+        if calibration := calibration_of(models, self.assembly.population):
+            result["calibration"] = calibration
         if best := best_round(self.rounds):
             result["best"] = best
         result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}
         result["seconds_total"] = self.totals["seconds"]
-        seconds = [row["seconds"]["train"] for row in self.rounds]
-        result["seconds_per_round"] = statistics.median(seconds) if seconds else 0.0
+        result |= seconds_of([row["seconds"]["train"] for row in self.rounds])
         if self.recipe.network is not None:
             result["simulated_seconds"] = self.totals["simulated_seconds"]
         return result | {"state_sha256": checkpoint.digest(state)}
@@ -301,16 +312,6 @@ class _Loop:
         """The content of `run.json`."""
         facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds")}
         return facts | facts_of(self.assembly) | {"versions": versions()}
-
-
-def _check_tables(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
-    """Return the tables, after checking that all rows of a table have the same length."""
-    for name, rows in tables.items():
-        if len({len(row) for row in rows}) > 1:
-            raise RecipeError(
-                f"observe_tables: the rows of '{name}' have {[len(row) for row in rows]} entries; make them equal"
-            )
-    return tables
 
 
 def versions() -> dict[str, str]:

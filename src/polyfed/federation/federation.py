@@ -61,6 +61,7 @@ class Federation:
         clock: simulated time and the links of the clients, or None if the recipe has no [network] section.
         round: the current round, from 1; 0 before the first.
         asked: number of requests so far in this round.
+        watch: called with what was sent and the usable replies of every request.
     """
 
     clients: ClientRegistry
@@ -76,6 +77,7 @@ class Federation:
     clock: Clock | None = None
     round: int = 0
     asked: int = 0
+    watch: Callable[[Send, Replies], None] = lambda *_: None
     _senders: set[int] = field(default_factory=set, init=False, repr=False)
     _validator: ReplyValidator | None = field(default=None, init=False, repr=False)
 
@@ -147,6 +149,7 @@ class Federation:
         replies = Replies(parts, missing)
         if quorum:
             self.require_quorum(replies, request.name)
+        self.watch(send, replies)
         return replies
 
     def _check_sent(self, request: Request, send: Send) -> float:

@@ -1,0 +1,71 @@
+"""How far models move in a round, by block: the global model, and the models that clients send back.
+
+The server computes these numbers from what it has anyway; clients send nothing for them.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyfed.core.messages import Message
+from polyfed.core.request import Send
+from polyfed.core.tree import Tree, block_of
+from polyfed.federation.replies import Replies
+
+
+def block_norms(new: Tree | None, old: Tree | None) -> dict[str, float]:
+    """The 2-norm of `new - old` in each block, over the floating-point tensors that both have; empty without a model.
+
+    Args:
+        new: the global model after a round.
+        old: the global model before it.
+    """
+    if new is None or old is None:
+        return {}
+    squares: dict[str, list[Tensor]] = {}
+    for name, value in new.items():
+        before = old.get(name)
+        if before is not None and before.shape == value.shape and value.is_floating_point():
+            moved = (value.detach() - before.detach()).double()
+            squares.setdefault(block_of(name), []).append(moved.square().sum())
+    return {block: math.sqrt(float(torch.stack(parts).sum())) for block, parts in squares.items()}
+
+
+class ClientUpdates:
+    """Norms of `reply - sent`, by block, over the clients of a round whose messages and replies have `params`."""
+
+    def __init__(self) -> None:
+        self._norms: dict[str, list[float]] = {}
+
+    def watch(self, send: Send, replies: Replies) -> None:
+        """Add the replies to a request in which every client received the same model.
+
+        Args:
+            send: what the clients received.
+            replies: their usable replies.
+        """
+        sent = getattr(send, "params", None)
+        if not isinstance(send, Message) or not isinstance(sent, dict) or not sent:
+            return
+        for part in replies.parts:
+            trained = getattr(part.message, "params", None)
+            if isinstance(trained, dict) and min(part.clients) >= 0:
+                self._add(sent, trained)
+
+    def means(self) -> dict[str, float]:
+        """Block -> the mean norm over the clients that sent the block."""
+        return {block: sum(norms) / len(norms) for block, norms in self._norms.items()}
+
+    def _add(self, sent: Tree, trained: dict[str, Any]) -> None:
+        squares: dict[str, Tensor] = {}
+        for name, stack in trained.items():
+            before = sent.get(name)
+            if before is None or stack.shape[1:] != before.shape or not stack.is_floating_point():
+                continue
+            moved = (stack.detach() - before.detach()).float().flatten(1).square().sum(1)
+            block = block_of(name)
+            squares[block] = squares[block] + moved if block in squares else moved
+        for block, total in squares.items():
+            self._norms.setdefault(block, []).extend(total.sqrt().tolist())
