@@ -57,6 +57,11 @@ class Chart:
     series: Sequence[Series]
     x_label: str = "round"
 
+    @property
+    def has_values(self) -> bool:
+        """Whether at least one curve has a value."""
+        return any(v is not None for one in self.series for v in one.values)
+
     def table(self) -> dict[str, Any]:
         """The chart as data for the page's script: at most MOST_POINTS points, six digits."""
         step = -(-len(self.x) // MOST_POINTS) or 1
@@ -78,7 +83,7 @@ def binned(values: Values, step: int) -> list[float | None]:
 
 
 def charts_of(history: History, modalities: Sequence[str]) -> list[Chart]:
-    """The charts of a run, without those that have no value at all."""
+    """The charts about the whole run, without those that have no value at all."""
     charts = [
         accuracy(history, modalities),
         scores(history),
@@ -90,7 +95,7 @@ def charts_of(history: History, modalities: Sequence[str]) -> list[Chart]:
         *prices(history),
         *logged(history, modalities),
     ]
-    return [chart for chart in charts if any(v is not None for s in chart.series for v in s.values)]
+    return [chart for chart in charts if chart.has_values]
 
 
 def accuracy(history: History, modalities: Sequence[str]) -> Chart:
@@ -162,8 +167,13 @@ def ranked(history: History) -> Chart:
 def traffic(history: History) -> Chart:
     """Bytes per round."""
     wanted = [("up, client to server", "bytes_up", 0, False), ("down", "bytes_down", 1, True)]
-    caption = "Bytes of tensors in training messages that clients received or sent in a round."
-    return Chart("traffic", "Bytes per round", caption, "bytes", history.rounds, _present(history, wanted))
+    wanted += [
+        ("evaluation, up", "evaluation.bytes_up", 2, False),
+        ("evaluation, down", "evaluation.bytes_down", 3, True),
+    ]
+    caption = "Bytes of tensors in messages that clients received or sent in a round: for training, and for evaluation."
+    series = [one for one in _present(history, wanted) if one.colour < 2 or any(one.values)]
+    return Chart("traffic", "Bytes per round", caption, "bytes", history.rounds, series)
 
 
 def timing(history: History) -> Chart:

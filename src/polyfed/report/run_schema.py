@@ -39,18 +39,22 @@ class RoundRow(TypedDict, total=False):
     seconds: dict[str, Number]
     metrics: Scores
     confusion: list[list[Count]]
+    training_requests: Count
+    evaluation: dict[str, Count]
+    norms: dict[str, dict[str, Number]]
     personal_accuracy: dict[str, Number]
     logged: dict[str, Any]
     tables: dict[str, list[list[Number]]]
 
 
 @with_config(ANY_KEYS)
-class ClientFacts(TypedDict):
+class ClientFacts(TypedDict, total=False):
     """One client in `run.json`."""
 
-    id: ClientNumber
-    rows: Count
-    modalities: list[str]
+    id: Required[ClientNumber]
+    rows: Required[Count]
+    modalities: Required[list[str]]
+    labels: list[Count]
 
 
 @with_config(ANY_KEYS)
@@ -58,6 +62,7 @@ class DataFacts(TypedDict, total=False):
     """The data in `run.json`."""
 
     sha256: str | None
+    class_names: list[str]
 
 
 @with_config(ANY_KEYS)
@@ -90,6 +95,16 @@ class BestRound(TypedDict):
 
 
 @with_config(ANY_KEYS)
+class Calibration(TypedDict):
+    """The calibration of the global model in `result.json`: numbers of the bins by confidence."""
+
+    ece: float
+    rows: list[float]
+    confidence: list[float]
+    right: list[float]
+
+
+@with_config(ANY_KEYS)
 class RunResult(TypedDict, total=False):
     """The content of `result.json`."""
 
@@ -100,12 +115,15 @@ class RunResult(TypedDict, total=False):
     rounds: Count
     clients: Count
     num_parameters: Count
+    num_kept: dict[str, Count]
+    calibration: Calibration
     metrics: Scores
     best: BestRound
     bytes_up: Count
     bytes_down: Count
     seconds_total: Number
     seconds_per_round: Number
+    seconds_first_round: Number
     simulated_seconds: Number
     state_sha256: str
 
