@@ -1,10 +1,11 @@
 """The charts of a run's report, as data; the script of the page draws them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
+from polyfed.report.formatting import seconds_of
 from polyfed.report.history import History
 
 MOST_POINTS = 1500
@@ -184,7 +185,12 @@ def timing(history: History) -> Chart:
         ("simulated network", "simulated_seconds", 2, True),
     ]
     caption = "Wall-clock time of this machine, and simulated time if the recipe has a section [network]."
-    return Chart("timing", "Seconds per round", caption, "seconds", history.rounds, _present(history, wanted))
+    first = history.columns.get("seconds.train", [None])[:1]
+    if len(history.rounds) < 3 or first[0] is None:
+        return Chart("timing", "Seconds per round", caption, "seconds", history.rounds, _present(history, wanted))
+    caption += f" The first round, which also warms up, took {seconds_of(first[0])} to train and is not drawn."
+    series = [replace(one, values=one.values[1:]) for one in _present(history, wanted)]
+    return Chart("timing", "Seconds per round", caption, "seconds", history.rounds[1:], series)
 
 
 def prices(history: History) -> list[Chart]:

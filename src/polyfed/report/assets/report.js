@@ -205,8 +205,8 @@ function fillValues(place, chart) {
 
 class Heat {
   // paint(row, column) gives [fill, opacity, mark]; say(row, column) gives the words for a cell
-  constructor(place, size, paint, say, label) {
-    Object.assign(this, { size, paint, say, at: null });
+  constructor(place, size, paint, say, label, tallest = 18) {
+    Object.assign(this, { size, paint, say, tallest, at: null });
     this.canvas = element("canvas", place, undefined, { class: "heat", tabindex: "0", role: "img", "aria-label": label });
     this.place = place;
     this.draw();
@@ -240,8 +240,8 @@ class Heat {
   draw() {
     const ratio = window.devicePixelRatio || 1, [rows, columns] = this.size;
     const width = this.canvas.clientWidth || 300;
-    const side = Math.max(3, Math.min(18, Math.max(width / columns, 120 / rows)));
-    const height = Math.round(Math.min(rows * side, 420));
+    const side = Math.max(3, Math.min(this.tallest, Math.max(width / columns, 120 / rows)));
+    const height = Math.round(Math.min(rows * side, this.tallest > 18 ? 720 : 420));
     if (this.canvas.style.height !== `${height}px`) this.canvas.style.height = `${height}px`;
     this.canvas.width = width * ratio;
     this.canvas.height = height * ratio;
@@ -339,7 +339,7 @@ function grid(place, facts) {
     const side = element("div", named, undefined, { class: "side" });
     facts.rows.forEach((name) => element("span", side, name, { title: name }));
   }
-  const map = new Heat(named, [facts.rows.length, facts.columns.length], paint, say, `${facts.title}: ${facts.rows.length} by ${facts.columns.length}`);
+  const map = new Heat(named, [facts.rows.length, facts.columns.length], paint, say, `${facts.title}: ${facts.rows.length} by ${facts.columns.length}`, named === place ? 18 : 24);
   if (named !== place) {
     const foot = element("div", named, undefined, { class: "foot" });
     facts.columns.forEach((name) => element("span", foot, name, { title: name }));
