@@ -90,9 +90,13 @@ def test_descriptions(polyfed_command):
         "default": "0.01",
         "about": method["options"][0]["about"],
     }
-    assert {"task": "update", "way": "server", "field": "Update.loss", "kind": "statistic", "blocks": "shared"} in method[
-        "crossings"
-    ]
+    assert {
+        "task": "update",
+        "way": "server",
+        "field": "Update.loss",
+        "kind": "statistic",
+        "blocks": "shared",
+    } in method["crossings"]
     source = json.loads(polyfed_command("data", "cg-digits", "--json")[1])
     assert set(source["modalities"]) == {"gray", "color"}
 

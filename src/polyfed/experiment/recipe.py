@@ -20,6 +20,7 @@ from polyfed.core.registry import find, name_of
 from polyfed.core.schema import checked
 from polyfed.data import PARTITIONS, SOURCES, ClientsSpec, Source
 from polyfed.evaluation.scores import Evaluation
+from polyfed.experiment.display import ShownRecipe
 from polyfed.experiment.overrides import apply, called, refuse_unknown
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
 from polyfed.experiment.tracking import TRACKERS, Tracker
@@ -33,8 +34,8 @@ PARTS = {"train": "train", "evaluation": "evaluate", "selector": "selection", "s
 """Field of an algorithm -> the section of the recipe that it is written in."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Recipe(ShownRecipe):
     """A run as objects. Data, algorithm, encoders, selector, partition and tracker may be of your own classes.
 
     Attributes:

@@ -105,7 +105,9 @@ def picks(past: History, modalities: Sequence[str], num_clients: int) -> list[Ch
         share = [100.0 * (rank + 0.5) / len(every) for rank in range(len(every))]
         caption = "In how many rounds each client was asked, in ascending order."
         charts.append(
-            Chart("times", "Picks of each client", caption, "number", share, [Series("rounds", every, 1)], "% of clients")
+            Chart(
+                "times", "Picks of each client", caption, "number", share, [Series("rounds", every, 1)], "% of clients"
+            )
         )
     return charts
 
