@@ -1,4 +1,4 @@
-"""What the page says about classes, calibration, single clients, updates and picks; and that its script is JavaScript."""
+"""What the page says about classes, calibration, single clients, updates and picks; its script as files."""
 
 import json
 import shutil
@@ -6,13 +6,13 @@ import subprocess
 
 import numpy as np
 import pytest
+from sample import CLASSES, write_run
+from test_page import read
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.report import egress, write_report
 from polyfed.report.page import asset
 from polyfed.report.run_folder import Folder
-from sample import CLASSES, write_run
-from test_page import read
 
 
 def rows_of(folder):

@@ -7,7 +7,8 @@ import re
 
 MEANINGS: dict[str, str] = {
     "train.lr": "learning_rate lr_client client_lr client_learning_rate local_lr local_learning_rate eta eta_l",
-    "train.batch_size": "batch bs batchsize local_batch_size client_batch_size local_bs minibatch_size train_batch_size",
+    "train.batch_size": "batch bs batchsize local_batch_size client_batch_size local_bs minibatch_size"
+    " train_batch_size",
     "train.epochs": "local_epochs num_epochs n_epochs epoch num_local_epochs local_num_epochs client_epochs local_ep",
     "train.steps": "local_steps num_steps local_num_steps max_steps local_iterations num_local_steps tau",
     "train.optimiser": "optimizer optim client_optimizer local_optimizer client_optimiser opt",

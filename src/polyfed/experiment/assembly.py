@@ -22,7 +22,6 @@ from polyfed.model import Model, build_model
 from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.policy import Policy
 
-
 MOST_COUNTS = 100_000
 """run.json holds at most this many counts of classes, about 300 kB."""
 

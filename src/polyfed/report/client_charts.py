@@ -19,8 +19,8 @@ def calibration(folder: Folder) -> list[Chart]:
     total = sum(rows for rows, _, _ in bins)
     sure = [confidence / rows for rows, confidence, _ in bins]
     caption = (
-        "Each point is a bin of test rows with similar confidence. On the dashed line the model is as often right as it "
-        f"is sure; below the line it is too sure. Expected calibration error: {100 * facts['ece']:.1f} %."
+        "Each point is a bin of test rows with similar confidence. On the dashed line the model is as often right as "
+        f"it is sure; below the line it is too sure. Expected calibration error: {100 * facts['ece']:.1f} %."
     )
     series = [
         Series("accuracy", [right / rows for rows, _, right in bins], 1),

@@ -86,8 +86,8 @@ def confusion(past: History, folder: Folder) -> Grid | None:
     return Grid(
         "confusion",
         "Confusion matrix",
-        "Rows are the true classes, columns the predicted ones: the global model on the test set, after the last round. "
-        "A cell is shaded by its share of the row.",
+        "Rows are the true classes, columns the predicted ones: the global model on the test set, after the last "
+        "round. A cell is shaded by its share of the row.",
         rows,
         columns,
         counts.tolist(),
@@ -137,7 +137,7 @@ def labels(folder: Folder) -> Grid | None:
 def summed(
     counts: NDArray[np.float64], rows: Sequence[str], columns: Sequence[str]
 ) -> tuple[NDArray[np.float64], list[str], list[str]]:
-    """The counts with neighbouring rows and columns added up, so that no side is longer than `MOST_SIDE`; their names."""
+    """Add up neighbouring rows and columns so that no side is longer than `MOST_SIDE`; return counts and names."""
     names = [list(rows), list(columns)]
     for axis in (0, 1):
         step = -(-counts.shape[axis] // MOST_SIDE)
