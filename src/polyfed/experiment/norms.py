@@ -3,7 +3,6 @@
 The server computes these numbers from what it has anyway; clients send nothing for them.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -24,13 +23,13 @@ def block_norms(new: Tree | None, old: Tree | None) -> dict[str, float]:
     """
     if new is None or old is None:
         return {}
-    squares: dict[str, list[Tensor]] = {}
+    norms: dict[str, list[Tensor]] = {}
     for name, value in new.items():
         before = old.get(name)
         if before is not None and before.shape == value.shape and value.is_floating_point():
-            moved = (value.detach() - before.detach()).double()
-            squares.setdefault(block_of(name), []).append(moved.square().sum())
-    return {block: math.sqrt(float(torch.stack(parts).sum())) for block, parts in squares.items()}
+            norm = torch.linalg.vector_norm(value.detach() - before.detach(), dtype=torch.float64)
+            norms.setdefault(block_of(name), []).append(norm)
+    return {block: float(torch.linalg.vector_norm(torch.stack(parts))) for block, parts in norms.items()}
 
 
 class ClientUpdates:

@@ -47,7 +47,7 @@ class NotebookPanel:
         """Make the place of the panel."""
         from IPython.display import display
 
-        self.handle = display(self, display_id=True)
+        self.handle = display(self, display_id=True)  # type: ignore[no-untyped-call]
 
     def update(self, panel: RenderableType) -> None:
         """Show the panel, unless it was drawn a moment ago."""
