@@ -11,7 +11,7 @@ from oracles import personal as oracle
 from polyfed.algorithms.blocks import layouts
 from polyfed.algorithms.fedamp import CLOUD
 from polyfed.core.errors import RecipeError
-from polyfed.core.tree import block_of
+from polyfed.core.tree import block_of, under
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
 from scripted import PARAMS, scripted
@@ -84,7 +84,7 @@ def test_only_uploaded_blocks_get_a_new_cloud() -> None:
     for client, tree in parts.engine.locals.items():
         for block in {*parts.fed.clients[client].modalities, "shared"}:
             names = [n for n in parts.initial if n.startswith(f"{block}.")]
-            moved = not same({n: tree[CLOUD + n] for n in names}, {n: parts.initial[n] for n in names})
+            moved = not same({n: under(CLOUD, tree)[n] for n in names}, {n: parts.initial[n] for n in names})
             assert moved == ((client, block) in sent)
 
 
@@ -105,8 +105,8 @@ def test_start_cloud_begins_at_the_cloud_model() -> None:
     for tree in parts.engine.locals.values():
         assert (
             furthest(
-                {n: v for n, v in tree.items() if not n.startswith(CLOUD)},
-                {n.removeprefix(CLOUD): v for n, v in tree.items() if n.startswith(CLOUD)},
+                {n: v for n, v in tree.items() if block_of(n) != CLOUD},
+                under(CLOUD, tree),
             )
             < 1e-6
         )

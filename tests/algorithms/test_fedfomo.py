@@ -13,7 +13,7 @@ from oracles import personal as oracle
 from polyfed.algorithms.fedfomo import PREVIOUS, Candidates, candidate_weights, every_nth, split
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
-from polyfed.core.tree import Tree, block_of
+from polyfed.core.tree import Tree, block_of, nested
 from polyfed.data import ClientsSpec
 from polyfed.experiment.assembly import Assembly
 from polyfed.federation.network import Network
@@ -66,7 +66,7 @@ def test_mixing_equals_a_loop_over_blocks_and_candidates(engine: str) -> None:
     offer = {n: v + 0.3 * torch.randn(3, *v.shape, generator=draw) for n, v in parts.initial.items()}
     before = {k: split(parts.engine.local(None, k)) for k in range(4)}  # type: ignore[arg-type]
     parts.engine.locals = {
-        k: {**own, **{PREVIOUS + n: parts.initial[n] for n in own}} for k, (own, _) in before.items()
+        k: {**own, **nested(PREVIOUS, {n: parts.initial[n] for n in own})} for k, (own, _) in before.items()
     }
     parts.fed.ask(parts.algorithm.mix, [0, 1, 2, 3], Candidates(offer))
     changed = 0
@@ -93,7 +93,7 @@ def test_the_one_better_candidate_is_taken_exactly(engine: str) -> None:
     bias[np.bincount(y, minlength=4).argmax()] = 0.3  # towards the most frequent class: better
     start = {n: v if n == "shared.bias" else torch.zeros_like(v) for n, v in parts.initial.items()}
     start["shared.bias"] = torch.zeros(4)
-    parts.engine.locals = {k: {**start, **{PREVIOUS + n: v for n, v in start.items()}} for k in range(4)}
+    parts.engine.locals = {k: {**start, **nested(PREVIOUS, start)} for k in range(4)}
     offer = {"shared.bias": torch.stack([torch.zeros(4), bias, -bias])}
     replies = parts.fed.ask(parts.algorithm.mix, [0], Candidates(offer))
     assert replies[0].weights["shared"].tolist() == [0.0, 1.0, 0.0]
@@ -105,7 +105,7 @@ def test_clients_keep_their_models_when_no_candidate_is_better(engine: str) -> N
     parts, _, _ = played(recipe(algorithm("fedfomo"), engine, clients=BOTH, rounds=1))
     parts.fed.begin(2)
     before = {k: split(tree)[0] for k, tree in parts.engine.locals.items()}
-    parts.engine.locals = {k: {**own, **{PREVIOUS + n: v for n, v in own.items()}} for k, own in before.items()}
+    parts.engine.locals = {k: {**own, **nested(PREVIOUS, own)} for k, own in before.items()}
     offer = {n: v.unsqueeze(0) + 100.0 for n, v in parts.initial.items()}
     parts.fed.ask(parts.algorithm.mix, [0, 1, 2, 3], Candidates(offer))
     assert all(same(split(tree)[0], before[k]) for k, tree in parts.engine.locals.items())

@@ -27,14 +27,14 @@ from polyfed.algorithms.local import Done, Start
 from polyfed.core.batch import Batch
 from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
-from polyfed.core.tree import Tree, keep_on_host, squared_distance
+from polyfed.core.tree import Tree, block_of, keep_on_host, nested, squared_distance, under
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
 from polyfed.training import ClientData
 from polyfed.training.losses import cross_entropy
 
-CLOUD = "cloud."
+CLOUD = "cloud"
 """Prefix of the cloud model in a client's local state."""
 
 
@@ -125,7 +125,7 @@ class FedAmp(Algorithm):
 
     def local(self, context: ClientContext, key: int) -> Tree:
         """The client's own model and its cloud model."""
-        return {**context.initial, **{CLOUD + name: value for name, value in context.initial.items()}}
+        return {**context.initial, **nested(CLOUD, context.initial)}
 
     def round(self, state: FedAmpState, fed: Federation) -> FedAmpState:
         """Send the cloud blocks, let all clients train, collect the uploads, and compute new cloud blocks."""
@@ -184,12 +184,12 @@ class FedAmp(Algorithm):
     @task()
     def install(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Installed, Tree]:
         """Store new cloud blocks."""
-        return Installed(), {**local, **{CLOUD + name: value for name, value in got.params.items()}}
+        return Installed(), {**local, **nested(CLOUD, got.params)}
 
     @task()
     def train_own(self, context: ClientContext, data: ClientData, local: Tree, got: Start) -> tuple[Done, Tree]:
         """Train the client's own model with a proximal term towards its cloud model."""
-        cloud = {name.removeprefix(CLOUD): value for name, value in local.items() if name.startswith(CLOUD)}
+        cloud = under(CLOUD, local)
         weight = self.lam / (2 * self.alpha_at(data.round))
 
         def loss(w: Tree, batch: Batch) -> Tensor:
@@ -216,4 +216,4 @@ class FedAmp(Algorithm):
 
 def own_model(local: Tree) -> Tree:
     """The client's own model in its local state."""
-    return {name: value for name, value in local.items() if not name.startswith(CLOUD)}
+    return {name: value for name, value in local.items() if block_of(name) != CLOUD}

@@ -31,7 +31,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import AT_LEAST_TWO, NOT_NEGATIVE, PROBABILITY
 from polyfed.core.tasks import task
-from polyfed.core.tree import Tree, block_of, blocks, keep_on_host
+from polyfed.core.tree import Tree, block_of, blocks, keep_on_host, nested, under
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
@@ -40,7 +40,7 @@ from polyfed.training import ClientData
 from polyfed.training.client_data import FOLD_BATCH
 from polyfed.training.losses import cross_entropy
 
-PREVIOUS = "previous."
+PREVIOUS = "previous"
 """Prefix of the model at the start of the round in a client's local state."""
 
 TABLE_CLIENTS = 64
@@ -117,7 +117,7 @@ class FedFomo(Algorithm):
 
     def local(self, context: ClientContext, key: int) -> Tree:
         """The client's own model, and its model at the start of the round; both are the common initial model."""
-        return {**context.initial, **{PREVIOUS + name: value for name, value in context.initial.items()}}
+        return {**context.initial, **nested(PREVIOUS, context.initial)}
 
     def round(self, state: FedFomoState, fed: Federation) -> FedFomoState:
         """Let all clients train, collect the uploads, send every client its candidates, and let it mix them."""
@@ -165,7 +165,7 @@ class FedFomo(Algorithm):
             return cross_entropy(context.model.logits(w, rest), rest)
 
         fit = data.minimise(loss, own, train=self.train)
-        return Done(fit.loss, data.num_rows), {**fit.params, **{PREVIOUS + n: v for n, v in own.items()}}
+        return Done(fit.loss, data.num_rows), {**fit.params, **nested(PREVIOUS, own)}
 
     @task()
     def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Wanted) -> tuple[Blocks, Tree]:
@@ -189,7 +189,7 @@ class FedFomo(Algorithm):
             for name, values in pool.items():
                 after[name] = torch.where(improved, torch.tensordot(share, values, 1), own[name])
             weights[block] = share[:-1]
-        return Weights(weights), {**after, **{PREVIOUS + n: v for n, v in after.items()}}
+        return Weights(weights), {**after, **nested(PREVIOUS, after)}
 
     def _losses(
         self, context: ClientContext, data: ClientData, previous: Tree, pools: dict[str, Tree]
@@ -282,8 +282,8 @@ class Offer:
 
 def split(local: Tree) -> tuple[Tree, Tree]:
     """Split a local state into the client's own model and its model at the start of the round."""
-    own = {name: value for name, value in local.items() if not name.startswith(PREVIOUS)}
-    return own, {name: local[PREVIOUS + name] for name in own}
+    own = {name: value for name, value in local.items() if block_of(name) != PREVIOUS}
+    return own, under(PREVIOUS, local)
 
 
 def every_nth(batch: Batch, n: int) -> Batch:

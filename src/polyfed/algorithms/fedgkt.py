@@ -28,7 +28,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
-from polyfed.core.tree import SHARED, Tree
+from polyfed.core.tree import SHARED, Tree, nested, under
 from polyfed.evaluation.scores import Predictor
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -39,7 +39,7 @@ from polyfed.training import ClientData, TrainingResult
 from polyfed.training.losses import cross_entropy, distillation
 from polyfed.training.optimisers import Moments
 
-TOP = "top."
+TOP = "top"
 """Prefix of the server's network in the model that a client is evaluated with."""
 
 
@@ -98,7 +98,7 @@ class ServerOnTop(Predictor):
 
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
         """Logits (B, C) of the server's network on the features of the client's extractor."""
-        top = {name.removeprefix(TOP): value for name, value in w.items() if name.startswith(TOP)}
+        top = under(TOP, w)
         return self.top(model).logits(top, replace(batch, x=model.vectors(w, batch)))
 
 
@@ -227,7 +227,7 @@ class FedGKT(Algorithm):
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
         """The client's model and the server's network, whose names begin with `top.`."""
-        return local | {TOP + name: value for name, value in got.params.items()}
+        return local | nested(TOP, got.params)
 
     def observe(self, state: GktState) -> dict[str, float]:
         """The training loss of the server's network."""

@@ -27,14 +27,14 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
-from polyfed.core.tree import Tree
+from polyfed.core.tree import Tree, like, nested, under
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model.fusion import masked
 from polyfed.training import ClientData, TrainingResult
 from polyfed.training.losses import cross_entropy
 
-PREVIOUS = "previous."
+PREVIOUS = "previous"
 """Prefix of the previous model in a client's local state."""
 
 SEEN = "seen"
@@ -64,13 +64,13 @@ class Moon(Averaging):
     def local(self, context: ClientContext, key: int) -> Tree:
         """Zeros in place of the previous model, which does not exist yet."""
         params = context.initial | self._head(context, 0)
-        return {PREVIOUS + n: torch.zeros_like(v) for n, v in params.items()} | {SEEN: torch.zeros(())}
+        return nested(PREVIOUS, like(params)) | {SEEN: torch.zeros(())}
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Tensor:
         """Cross-entropy plus the model-contrastive term."""
         features = context.model.features(w, batch)
         logits = context.model.fuse(w, features, batch)
-        previous = {n.removeprefix(PREVIOUS): v for n, v in local.items() if n.startswith(PREVIOUS)}
+        previous = under(PREVIOUS, local)
         with torch.no_grad():
             plain = batch.evaluation()  # no dropout, no update of batch statistics
             received = self._represent(context, got.params, context.model.features(got.params, plain), batch)
@@ -83,7 +83,7 @@ class Moon(Averaging):
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Broadcast, local: Tree
     ) -> tuple[Message, Tree]:
         """The update; the client keeps the trained model as the previous model of its next round."""
-        kept = {PREVIOUS + name: value for name, value in fit.params.items()} | {SEEN: torch.ones_like(local[SEEN])}
+        kept = nested(PREVIOUS, fit.params) | {SEEN: torch.ones_like(local[SEEN])}
         return Update(fit.params, fit.loss, data.num_rows), kept
 
     def _represent(self, context: ClientContext, w: Tree, features: Mapping[str, Tensor], batch: Batch) -> list[Tensor]:

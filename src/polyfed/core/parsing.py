@@ -7,6 +7,7 @@ that is not valid.
 
 import json
 import tomllib
+from collections.abc import Callable
 from typing import Any
 
 MOST_DEPTH = 200
@@ -22,12 +23,7 @@ def parse_json(text: str | bytes) -> Any:
     Raises:
         ValueError: `text` is not JSON, is nested too deeply, or holds an integer that is too large.
     """
-    try:
-        content = json.loads(text)
-    except RecursionError:
-        raise ValueError(_too_deep()) from None
-    refuse_extremes(content)
-    return content
+    return _guarded(lambda: json.loads(text))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -36,8 +32,14 @@ def parse_toml(text: str) -> dict[str, Any]:
     Raises:
         ValueError: `text` is not TOML, is nested too deeply, or holds an integer that is too large.
     """
+    table: dict[str, Any] = _guarded(lambda: tomllib.loads(text))
+    return table
+
+
+def _guarded(parse: Callable[[], Any]) -> Any:
+    """Parse text, and refuse what is nested too deeply or holds an integer that is too large."""
     try:
-        content = tomllib.loads(text)
+        content = parse()
     except RecursionError:
         raise ValueError(_too_deep()) from None
     refuse_extremes(content)

@@ -5,42 +5,44 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.core.tree import Tree
+from polyfed.core.tree import Tree, nested, under
 from polyfed.model import Model
 from polyfed.training import TrainingResult
 from polyfed.training.optimisers import Moments, Train
 
-WEIGHT, MOMENT = "weight.", "moment."
+WEIGHT, MOMENT = "weight", "moment"
 """Prefixes of a client's half and of its optimiser's moments in the client's local state."""
 
 
 def fresh_local(model: Model, half: Tree, train: Train) -> Tree:
     """The local state of a client with this half of the model and a fresh optimiser."""
     moments = train.moments(model.trainable(half))
-    kept = {f"{MOMENT}{kind}/{n}": v for kind, tree in moments.items() for n, v in tree.items()}
-    return {WEIGHT + n: v for n, v in half.items()} | kept
+    return nested(WEIGHT, half) | _moments(moments)
 
 
 def client_half(local: Tree) -> Tree:
     """The client's half of the model in its local state."""
-    return {n.removeprefix(WEIGHT): v for n, v in local.items() if n.startswith(WEIGHT)}
+    return under(WEIGHT, local)
 
 
 def earlier_steps(local: Tree, step: Tensor) -> TrainingResult:
     """The client's training before this step, for `ClientData.minimise(..., after=)`."""
     moments: Moments = {}
-    for name, value in local.items():
-        if name.startswith(MOMENT):
-            kind, _, of = name.removeprefix(MOMENT).partition("/")
-            moments.setdefault(kind, {})[of] = value
+    for name, value in under(MOMENT, local).items():
+        kind, _, of = name.partition("/")
+        moments.setdefault(kind, {})[of] = value
     return TrainingResult({}, torch.zeros((), device=step.device), step - 1, moments=moments)
 
 
 def local_after(fit: TrainingResult, local: Tree) -> Tree:
     """The client's local state after a step."""
-    kept = {f"{MOMENT}{kind}/{n}": v for kind, tree in fit.moments.items() for n, v in tree.items()}
-    found = {WEIGHT + n: v for n, v in fit.params.items()} | kept
+    found = nested(WEIGHT, fit.params) | _moments(fit.moments)
     return {name: found[name] for name in local}
+
+
+def _moments(moments: Moments) -> Tree:
+    """The optimiser's moments, named `moment.<kind>/<parameter>`."""
+    return nested(MOMENT, {f"{kind}/{name}": v for kind, tree in moments.items() for name, v in tree.items()})
 
 
 def last_loss(fit: TrainingResult) -> Tensor:
