@@ -41,7 +41,7 @@ def examine() -> dict[str, Any]:
     wanted = sorted(requirements(requires("polyfed") or []))
     modules = _modules()
     with ThreadPoolExecutor(max_workers=max(1, _usable_cores())) as pool:
-        packages = list(pool.map(lambda entry: _package(*entry, modules), wanted))
+        packages = list(pool.map(lambda entry: _package(entry[0], entry[1], modules), wanted))
     found: dict[str, Any] = {
         "polyfed": version("polyfed"),
         "python": platform.python_version(),

@@ -40,7 +40,7 @@ def completion(
     as_json: AsJson = False,
 ) -> None:
     """Install the completion of verbs and options with the Tab key, for your shell."""
-    from typer.completion import get_completion_script, install
+    from typer.completion import get_completion_script, install  # type: ignore[attr-defined]  # it names no exports
 
     name = shell.value if shell is not None else detected()
     if show_script:

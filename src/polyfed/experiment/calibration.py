@@ -58,7 +58,7 @@ def calibration_of(models: Models, population: Population) -> dict[str, Any] | N
     if models.shared is None or not len(rows) or columns.label.dim() != 1 or columns.label.is_floating_point():
         return None
     total = torch.zeros(BINS, 3, dtype=torch.float64)
-    for part in rows.split(ROWS_AT_ONCE):
+    for part in torch.split(rows, ROWS_AT_ONCE):
         x = {m: column.take(part.to(column.values.device)) for m, column in columns.modalities.items()}
         present = {m: there[part.to(there.device)] for m, there in columns.present.items()}
         logits = models.predict(x, present=present).cpu()

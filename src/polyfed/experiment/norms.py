@@ -32,8 +32,13 @@ def block_norms(new: Tree | None, old: Tree | None) -> dict[str, float]:
     return {block: float(torch.linalg.vector_norm(torch.stack(parts))) for block, parts in norms.items()}
 
 
+MOST_CLIENTS = 8
+"""The clients of a request whose updates are measured, spread evenly: all of them would cost more than the mean of their
+replies."""
+
+
 class ClientUpdates:
-    """Norms of `reply - sent`, by block, over the clients of a round whose messages and replies have `params`."""
+    """Norms of `reply - sent`, by block, over some clients of a round whose messages and replies have `params`."""
 
     def __init__(self) -> None:
         self._norms: dict[str, list[float]] = {}
@@ -48,23 +53,24 @@ class ClientUpdates:
         sent = getattr(send, "params", None)
         if not isinstance(send, Message) or not isinstance(sent, dict) or not sent:
             return
+        chosen = {*list(replies)[:: -(-len(replies) // MOST_CLIENTS) or 1]}
         for part in replies.parts:
             trained = getattr(part.message, "params", None)
-            if isinstance(trained, dict) and min(part.clients) >= 0:
-                self._add(sent, trained)
+            places = [place for place, client in enumerate(part.clients) if client in chosen and client >= 0]
+            if isinstance(trained, dict) and places:
+                self._add(sent, trained, places)
 
     def means(self) -> dict[str, float]:
-        """Block -> the mean norm over the clients that sent the block."""
+        """Block -> the mean norm over the measured clients that sent the block."""
         return {block: sum(norms) / len(norms) for block, norms in self._norms.items()}
 
-    def _add(self, sent: Tree, trained: dict[str, Any]) -> None:
-        squares: dict[str, Tensor] = {}
+    def _add(self, sent: Tree, trained: dict[str, Any], places: list[int]) -> None:
+        norms: dict[str, list[Tensor]] = {}
         for name, stack in trained.items():
             before = sent.get(name)
             if before is None or stack.shape[1:] != before.shape or not stack.is_floating_point():
                 continue
-            moved = (stack.detach() - before.detach()).float().flatten(1).square().sum(1)
-            block = block_of(name)
-            squares[block] = squares[block] + moved if block in squares else moved
-        for block, total in squares.items():
-            self._norms.setdefault(block, []).extend(total.sqrt().tolist())
+            moved = (stack.detach()[places] - before.detach()).flatten(1)
+            norms.setdefault(block_of(name), []).append(torch.linalg.vector_norm(moved, dim=1, dtype=torch.float32))
+        for block, parts in norms.items():
+            self._norms.setdefault(block, []).extend(torch.stack(parts).norm(dim=0).tolist())

@@ -81,7 +81,7 @@ def norms(past: History, modalities: Sequence[str]) -> list[Chart]:
         return []
     caption = (
         "Solid: the 2-norm of the change of the global model in the round, which is its pseudo-gradient times the "
-        "server's learning rate. Dashed: the mean norm of what single clients changed."
+        "server's learning rate. Dashed: the mean norm of what single clients changed, over at most 8 of them."
     )
     return [Chart("norms", "Norm of the updates, by block", caption, "number", past.rounds, series)]
 
