@@ -33,8 +33,7 @@ def block_norms(new: Tree | None, old: Tree | None) -> dict[str, float]:
 
 
 MOST_CLIENTS = 8
-"""The clients of a request whose updates are measured, spread evenly: all of them would cost more than the mean of their
-replies."""
+"""The clients of a request whose updates are measured, spread evenly: measuring all would cost more than their mean."""
 
 
 class ClientUpdates:
