@@ -8,6 +8,7 @@ from polyfed.data import SOURCES
 from polyfed.experiment.overrides import SECTIONS
 from polyfed.experiment.tracking import TRACKERS
 from polyfed.model import ENCODERS
+from polyfed.objective import OBJECTIVES
 from polyfed.selection import SELECTORS
 
 HEAD = """# Recipes
@@ -49,6 +50,7 @@ def reference() -> str:
     for title, registry, section in (
         ("Encoders", ENCODERS, '[model.encoders] NAME = { kind = "..." }'),
         ("Data sources", SOURCES, "[data] name"),
+        ("Tasks", OBJECTIVES, "[task] name"),
         ("Selectors", SELECTORS, "[selection] name"),
         ("Trackers", TRACKERS, "[tracking] name"),
     ):

@@ -22,6 +22,7 @@ ROOMS = [
     "model",
     "data",
     "training",
+    "objective",
     "privacy",
     "federation",
     "evaluation",

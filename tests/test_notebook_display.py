@@ -33,7 +33,7 @@ def test_clients_are_counted_over_rounds(done: polyfed.Run) -> None:
     assert frame.index.name == "client"
     assert frame["asked"].sum() == sum(len(row["cohort"]) for row in done.rounds)
     last = done.rounds[-1].get("personal_accuracy", {})
-    for client, value in frame["personal_accuracy"].items():
+    for client, value in frame["personal_score"].items():
         assert value == last[str(client)] if str(client) in last else math.isnan(value)
 
 

@@ -23,6 +23,7 @@ from polyfed.evaluation import metrics
 from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.recipe import Recipe
 from polyfed.model import ModelSpec
+from polyfed.objective import confusion as classes
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
 from world import AWKWARD, algorithm, recipe, same
@@ -76,9 +77,9 @@ def present(columns: Columns, rows: Tensor) -> dict[str, Tensor]:
 
 
 def summary(logits: Tensor, y: Tensor) -> dict[str, float]:
-    matrix = metrics.confusion(logits, y, None, logits.shape[1])
+    matrix = classes.confusion(logits, y, None, logits.shape[1])
     loss = torch.nn.functional.cross_entropy(logits, y, reduction="sum")
-    return metrics.summary(matrix, metrics.top_k_hits(logits, y, None), loss)
+    return classes.summary(matrix, classes.top_k_hits(logits, y, None), loss)
 
 
 def evaluated(run: polyfed.Run, parts: Assembly, client: int | None = None) -> dict[str, float]:

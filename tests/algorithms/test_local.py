@@ -15,6 +15,7 @@ from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.assembly import Assembly
 from polyfed.experiment.check import check
 from polyfed.model import ModelSpec
+from polyfed.objective import CLASSES
 from polyfed.run import run
 from polyfed.selection import DivFl, PowD
 from world import PLAIN, algorithm, played, recipe
@@ -44,16 +45,19 @@ def test_models_of_all_clients_are_evaluated_on_the_global_test_set(engine: str,
     assert found["global"]["accuracy"] == pytest.approx(np.mean(own))
     assert found["global_by_client"] == pytest.approx(
         {"mean": np.mean(own), "weighted": np.average(own, weights=rows), "worst": min(own), "std": np.std(own)}
+        | {"p10": np.quantile(own, 0.1)}
     )
     assert "personal" not in found
 
 
 def test_the_mean_of_every_number_by_hand() -> None:
     scores = {3: {"accuracy": 0.5, "uar": 0.4}, 7: {"accuracy": 0.75, "uar": 0.2}}
-    found = over_clients(scores, {3: 30.0, 7: 10.0})
+    found = over_clients(scores, {3: 30.0, 7: 10.0}, CLASSES)
     assert found["global"] == pytest.approx({"accuracy": 0.625, "uar": 0.3})
-    assert found["global_by_client"] == pytest.approx({"mean": 0.625, "weighted": 0.5625, "worst": 0.5, "std": 0.125})
-    assert over_clients({}, {}) == {}
+    assert found["global_by_client"] == pytest.approx(
+        {"mean": 0.625, "weighted": 0.5625, "worst": 0.5, "std": 0.125, "p10": 0.525}
+    )
+    assert over_clients({}, {}, CLASSES) == {}
 
 
 @pytest.mark.parametrize(("when", "expected"), [("last", [3]), ("always", [1, 2, 3]), ("never", [])])

@@ -1,5 +1,6 @@
 """Every published data set: a small folder in its true layout goes through a federated round; broken ones are named."""
 
+import dataclasses
 import shutil
 
 import numpy as np
@@ -188,6 +189,15 @@ def test_ku_har_has_all_activities_if_asked_and_never_subject_1101(source):
     assert len(columns.client.unique()) == 5
 
 
+def test_ptb_xl_has_several_labels_if_asked(source):
+    one, several = source("ptb-xl", min_records=1).load(), source("ptb-xl", min_records=1, labels="several").load()
+    assert len(several) == len(one) + 1, "the record of two superclasses"
+    assert several.class_names == ("NORM", "MI", "STTC", "CD", "HYP")
+    sets = [[place for place, yes in enumerate(row) if yes] for row in several.label.tolist()]
+    assert sets.count([0, 1]) == 1
+    assert sorted(label for label, *more in sets if not more) == sorted(one.label.tolist())
+
+
 def test_ptb_xl_gives_millivolts(source, shelf):
     columns = source("ptb-xl", normalise="none").load()
     raw = np.fromfile(shelf("ptb_xl") / "records100/00000/00000_lr.dat", "<i2").reshape(1000, 12) / 1000.0
@@ -218,6 +228,18 @@ def test_cmu_sets_go_through_a_round(name, widths, steps, tmp_path):
     scores = np.concatenate([arrays[f"{part}_labels"].ravel() for part in ("train", "valid", "test")])
     assert columns.label.tolist() == (np.round(np.clip(scores, -3, 3)) + 3).astype(int).tolist()
     assert torch.bincount(columns.split.long()).tolist() == [8, 4, 3]
+
+
+@pytest.mark.filterwarnings("ignore:.*measures nothing")
+def test_cmu_scores_are_the_targets_of_a_regression(tmp_path):
+    arrays = published.cmu(tmp_path, "mosi", (300, 5, 20), steps=12)
+    source = SOURCES["mosi"](path=str(tmp_path / "mosi.npz"), target="score", steps=12)
+    scores = np.concatenate([arrays[f"{part}_labels"].ravel() for part in ("train", "valid", "test")])
+    assert source.load().label.tolist() == scores.astype(np.float32).tolist()
+    recipe = polyfed.load_recipe("recipes/fedavg-mosi-regression.toml", ["rounds=1"])
+    measured = polyfed.run(dataclasses.replace(recipe, data=source)).result["metrics"]
+    assert {"mae", "pearson", "acc7", "acc2", "f1", "c_index"} <= measured["global"].keys()
+    assert "validation" in measured
 
 
 def test_cmu_padding_stays_zero_and_training_steps_are_standardised(tmp_path):

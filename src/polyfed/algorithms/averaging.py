@@ -11,7 +11,7 @@ The table lists the hooks in the order in which they are called. `Algorithm` (`b
 | `init` | server | once, before round 1 | `State` with the initial parameters |
 | `outgoing` | server | every round, once the cohort is chosen | `Broadcast(state.params)` to every client |
 | `direction` | client | before local training | None: the optimiser takes the gradient as it is |
-| `loss` | client | in every step of local training | cross-entropy of the fused logits |
+| `loss` | client | in every step of local training | `context.loss`, for classes the cross-entropy of the logits |
 | `reply` | client | after local training | `Update` with the trained parameters; the local state stays as it was |
 | `merge` | server | once the replies are in | weighted mean per block, then a step of the server optimiser |
 | `weights` | server | in `merge` | rows of each client, or 1 with `aggregation = "uniform"` |
@@ -35,13 +35,14 @@ from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import ClassMeans
+from polyfed.federation.aggregation import aggregate
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
+from polyfed.objective import Objective
 from polyfed.selection import Selector, Uniform
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.client_data import Direction
-from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Moments, ServerOptimiser
 
 
@@ -95,6 +96,7 @@ class Averaging(Algorithm):
     sends: ClassVar[type[Message]] = Broadcast
     replies: ClassVar[type[Message]] = Update
     sends_class_means: ClassVar[bool] = True
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     def will_ask(self, task: str, *, tested: bool) -> bool:
         """Clients are asked for class means only under `[evaluate] unimodal = "prototype"`."""
@@ -129,7 +131,7 @@ class Averaging(Algorithm):
             got: the message that the client received.
             local: the client's local state.
         """
-        return cross_entropy(context.model.logits(w, batch), batch)
+        return context.loss(w, batch)
 
     def direction(
         self, context: ClientContext, data: ClientData, got: Any, local: Tree
@@ -159,8 +161,9 @@ class Averaging(Algorithm):
         return Update(fit.params, fit.loss, data.num_rows), local
 
     def merge(self, state: Any, replies: Replies, fed: Federation) -> Any:
-        """The next state: a step of the server optimiser towards the weighted mean of the replies, per block."""
-        mean = replies.mean("params", self.selector.weigh(state.memory, self.weights(replies, fed)))
+        """The next state: a step of the server optimiser towards the combined replies, per block."""
+        weights = self.selector.weigh(state.memory, self.weights(replies, fed))
+        mean = aggregate(replies, "params", weights, state.params, self.server)
         trainable = fed.context.model.trainable(state.params)
         params, moments = self.server.apply(state.params, mean, state.moments, trainable)
         return state.with_(params=params, moments=moments)

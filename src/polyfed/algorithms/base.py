@@ -34,9 +34,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
+import torch
+
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.request import Send
+from polyfed.core.request import Accept, Send
 from polyfed.core.schema import check_ranges
 from polyfed.core.tasks import is_task, task
 from polyfed.core.tree import Tree
@@ -55,7 +57,10 @@ from polyfed.federation.client_registry import TEST, VALIDATION
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
+from polyfed.federation.replies import Replies
 from polyfed.model import ModelSpec
+from polyfed.objective import Classification, Objective
+from polyfed.objective.base import UNDEFINED
 from polyfed.privacy.policy import Policy
 from polyfed.training import ClientData, prototypes
 from polyfed.training.optimisers import Train
@@ -86,6 +91,11 @@ class Algorithm(TrainedModels):
     """Whether the method accepts clients that have a modality for only some of their rows; if not, it refuses them."""
     sends_class_means: ClassVar[bool] = False
     """Whether clients can send class means of the global model's features, for `[evaluate] unimodal = "prototype"`."""
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+    """The kinds of task that the method can train: classes of `polyfed.objective`, of which `Objective` is every one. A
+    method that computes its loss by `context.loss` or `context.objective.loss` can train every kind."""
+    objectives_because: ClassVar[str] = "its loss reads class numbers"
+    """Why the method trains no other kind of task; continues the words "cannot train ..., because"."""
 
     def __init_subclass__(cls) -> None:
         """Warn when a method's name nearly matches a hook: a class that defines `losses` would silently keep `loss`."""
@@ -223,29 +233,69 @@ class Algorithm(TrainedModels):
         replies = fed.ask(self.score, fed.evaluation_clients, send)
         for evaluation_client, group in ((TEST, "global"), (VALIDATION, "validation")):
             if evaluation_client in replies:
-                sums: Scores = replies[evaluation_client]
-                measured[group] = metrics.summary(sums.confusion, sums.top5_hits, sums.loss_sum)
+                measured[group] = self.measured(replies[evaluation_client], fed, tell=evaluation_client == TEST)
         if TEST in replies:
-            fed.emit("judged", round=fed.round, confusion=replies[TEST].confusion)
-            measured["unimodal"] = {m: metrics.accuracy(c) for m, c in replies[TEST].unimodal.items()}
+            objective = fed.context.objective
+            alone = {m: objective.measured(sums) for m, sums in replies[TEST].unimodal.items()}
+            if not objective.BY_MODALITY:
+                measured["unimodal"] = {m: one[objective.SCORE] for m, one in alone.items() if objective.SCORE in one}
         return measured
+
+    def measured(self, scores: Scores, fed: Federation, *, tell: bool) -> dict[str, float]:
+        """The metrics that follow from the scores of an evaluation client.
+
+        Args:
+            scores: its reply.
+            fed: the federation.
+            tell: whether to emit the confusion matrix, if the task has one.
+        """
+        objective = fed.context.objective
+        matrix = objective.confusion(scores.sums)
+        if tell and matrix is not None:
+            fed.emit("judged", round=fed.round, confusion=matrix)
+        exact = zip(objective.exact, scores.exact.tolist(), strict=True)
+        return objective.measured(scores.sums) | {name: value for name, value in exact if value != UNDEFINED}
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
         """Class means by modality for `[evaluate] unimodal = "prototype"`; empty for its other values."""
         return {}
 
     def evaluate_personally(self, fed: Federation, send: Send) -> tuple[dict[str, float], dict[int, float]]:
-        """Evaluate clients' models: the group `personal` of result.json, and the accuracy of each client."""
-        own = fed.ask(self.score_own, fed.clients.tested, send)
-        hits, rows = own.numbers("hits"), own.numbers("num_rows")
-        return metrics.personal(hits, rows), {c: hits[c] / rows[c] for c in rows if rows[c] > 0}
+        """Evaluate clients' models: the group `personal` of result.json, and the score of each client."""
+        return self.over_clients(fed.ask(self.score_own, fed.clients.tested, send, accept=possible(fed)), fed)
+
+    def over_clients(self, replies: Replies, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
+        """Statistics over clients of their scores, the metrics of their rows together, and the score of each client.
+
+        Args:
+            replies: `OwnScore` of each client.
+            fed: the federation.
+        """
+        objective, rows = fed.context.objective, replies.numbers("num_rows")
+        sums = {client: reply.sums for client, reply in replies.items()}
+        each = {client: objective.own_score(sums[client], rows[client]) for client in sums}
+        scores = {client: score for client, score in each.items() if score is not None}
+        group = metrics.personal(scores, rows, rising=objective.RISING)
+        if scores:
+            together = objective.pooled(torch.stack(list(sums.values())).sum(0))
+            group |= {f"pooled_{name}": value for name, value in together.items()}
+        return group, scores
 
     @task()
     def score(self, context: ClientContext, data: ClientData, local: Tree, got: ModelToEvaluate) -> tuple[Scores, Tree]:
         """Compute the scores of a model on the rows of an evaluation client."""
-        return scores(context.model, got, context.modalities, data, self.evaluation.unimodal), local
+        return scores(context, got, data, self.evaluation.unimodal), local
 
     @task()
     def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[OwnScore, Tree]:
-        """Count how many of the client's own test rows its model predicts correctly."""
-        return own_score(context.model, self.own_params(got, local), data.test, self.predictor), local
+        """Compute what the client reports of its own test rows, such as the number of correct predictions."""
+        return own_score(context, self.own_params(got, local), data.test, self.predictor), local
+
+
+def possible(fed: Federation) -> Accept:
+    """A check for `fed.ask(..., accept=)`: whether the own sums of a client can be those of its test rows."""
+
+    def flaw(client: int, reply: OwnScore) -> str:
+        return fed.context.objective.flaw(reply.sums, float(reply.num_rows))
+
+    return flaw

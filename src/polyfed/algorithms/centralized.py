@@ -8,7 +8,7 @@ What crosses: all training rows and labels, once; nothing afterwards. Page: docs
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,9 +25,9 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import ModelSpec
+from polyfed.objective import Objective
 from polyfed.privacy.policy import Policy
 from polyfed.training import ClientData, TrainingResult
-from polyfed.training.losses import cross_entropy
 
 
 @message
@@ -37,14 +37,14 @@ class RowsWanted(Message):
 
 @message
 class AllRows(Message):
-    """All training rows of a client: samples (n, ...) by modality and labels (n,).
+    """All training rows of a client: samples (n, ...) by modality, and labels (n,), or (n, T) if there are T targets.
 
     `present` has bool (n,) for every modality that some of the rows lack.
     """
 
     samples: Tree = carries("raw", rows="num_rows", shape=("sample",))
     present: Tree = carries("raw", rows="num_rows", shape=())
-    labels: Tensor = carries("labels", rows="num_rows", shape=())
+    labels: Tensor = carries("labels", rows="num_rows", shape=("label",))
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
@@ -55,7 +55,7 @@ class Pool(State):
     Attributes:
         samples: modality -> (N, ...), zeros for rows that lack the modality.
         present: modality -> bool (N,), for modalities that some rows lack.
-        labels: class of each row, int64 (N,).
+        labels: class of each row, int64 (N,), or targets, float32 (N, T).
         optimiser: moments of the optimiser; the inherited `moments` stays empty.
         num_steps: training steps so far.
     """
@@ -74,6 +74,8 @@ class Centralized(Algorithm):
     Attributes:
         width: factor on hidden sizes and the embedding; the PartialFL paper compares with a larger model.
     """
+
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     width: Annotated[float, POSITIVE] = 1.0
 
@@ -105,16 +107,11 @@ class Centralized(Algorithm):
 
     def round(self, state: Pool, fed: Federation) -> Pool:
         """Train on the pooled rows for the epochs of one round."""
-        model = fed.context.model
-
-        def loss(w: Tree, batch: Batch) -> Tensor:
-            return cross_entropy(model.logits(w, batch), batch)
-
         earlier = None
         if state.num_steps:
             earlier = TrainingResult({}, torch.zeros(()), torch.tensor(state.num_steps), moments=state.optimiser)
         data = fed.server_data(state.samples, state.labels, present=state.present)
-        fit = data.minimise(loss, state.params, train=self.train, after=earlier)
+        fit = data.minimise(fed.context.loss, state.params, train=self.train, after=earlier)
         steps = int(fit.num_steps)
         mean = float(fit.loss) * steps / max(steps - state.num_steps, 1)
         return state.with_(params=fit.params, optimiser=fit.moments, num_steps=steps, train_loss=mean)

@@ -37,7 +37,7 @@ from polyfed.federation.federation import Federation
 from polyfed.privacy.policy import Policy
 from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training import ClientData, TrainingResult
-from polyfed.training.losses import contrastive, cross_entropy
+from polyfed.training.losses import contrastive
 from polyfed.training.optimisers import Moments
 
 WEIGHT, PUBLIC, PREVIOUS, SEEN = "weight.", "public.", "previous.", "seen"
@@ -126,6 +126,8 @@ class CreamFL(Algorithm):
         selector: which clients take part in a round, the [selection] section; only `uniform`.
     """
 
+    objectives_because: ClassVar[str] = "the server trains on the class numbers of its public set"
+
     inter: Annotated[float, NOT_NEGATIVE] = 0.5
     intra: Annotated[float, NOT_NEGATIVE] = 0.5
     temperature: Annotated[float, POSITIVE] = 0.5
@@ -177,7 +179,7 @@ class CreamFL(Algorithm):
         public, last = under(PUBLIC, local), under(PREVIOUS, local)
 
         def loss(w: Tree, batch: Batch) -> Tensor:
-            value = cross_entropy(context.model.logits(w, batch), batch)
+            value = context.loss(w, batch)
             shared = draw_public(public, batch)
             rows, terms = shared.rows, []
             for m, z in context.model.vectors(w, shared).items():
@@ -242,7 +244,7 @@ class CreamFL(Algorithm):
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             z = model.features(w, batch)
-            value = cross_entropy(model.fuse(w, z, batch), batch)
+            value = fed.context.loss(w, batch, z)
             terms = [(model.vector(z[m]) - target[batch.rows]).square().mean() for m, target in targets.items()]
             return value + self.distil * torch.stack(terms).mean()
 

@@ -13,7 +13,7 @@ What crosses: blocks of personal models to the server, cloud blocks to the clien
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,8 @@ from polyfed.core.tree import Tree, block_of, keep_on_host, nested, squared_dist
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
+from polyfed.objective import Objective
 from polyfed.training import ClientData
-from polyfed.training.losses import cross_entropy
 
 CLOUD = "cloud"
 """Prefix of the cloud model in a client's local state."""
@@ -99,6 +99,8 @@ class FedAmp(Algorithm):
         self_weight: weight of a client's own model under the heuristic; 0 means 1 / number of uploads.
         start: where local training starts: from the client's `own` model, or from its `cloud` model.
     """
+
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     uploads: float | int = 1.0
     heuristic: bool = False
@@ -194,7 +196,7 @@ class FedAmp(Algorithm):
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             distance = squared_distance(context.model.trainable(w), cloud)
-            return cross_entropy(context.model.logits(w, batch), batch) + weight * distance
+            return context.loss(w, batch) + weight * distance
 
         fit = data.minimise(loss, cloud if self.start == "cloud" else own_model(local), train=self.train)
         return Done(fit.loss, data.num_rows), {**local, **fit.params}

@@ -15,10 +15,9 @@ the server. Page: docs/algorithms/fedfomo.md.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from polyfed.algorithms import blocks as exchange
@@ -36,9 +35,9 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
 from polyfed.federation.replies import Replies
+from polyfed.objective import Objective
 from polyfed.training import ClientData
 from polyfed.training.client_data import FOLD_BATCH
-from polyfed.training.losses import cross_entropy
 
 PREVIOUS = "previous"
 """Prefix of the model at the start of the round in a client's local state."""
@@ -94,6 +93,8 @@ class FedFomo(Algorithm):
         explore: epsilon, the probability in round 1 that a candidate is drawn at random instead.
         explore_decay: how much epsilon decreases in every round.
     """
+
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     uploads: float | int = 1.0
     every: Annotated[int, AT_LEAST_TWO] = 5
@@ -162,7 +163,7 @@ class FedFomo(Algorithm):
         def loss(w: Tree, batch: Batch) -> Tensor:
             trained = batch.rows % self.every != self.every - 1
             rest = replace(batch, ok=trained if batch.ok is None else batch.ok & trained)
-            return cross_entropy(context.model.logits(w, rest), rest)
+            return context.loss(w, rest)
 
         fit = data.minimise(loss, own, train=self.train)
         return Done(fit.loss, data.num_rows), {**fit.params, **nested(PREVIOUS, own)}
@@ -214,16 +215,17 @@ class FedFomo(Algorithm):
             held = every_nth(batch, self.every)
 
             def total(w: Tree) -> Tensor:
-                return held.sum(F.cross_entropy(context.model.logits(w, held), held.y, reduction="none"))
+                return held.sum(context.row_losses(w, held)[0])
 
             for block, pool in pools.items():
                 tried = [total({**previous, **{n: v[i] for n, v in pool.items()}}) for i in range(sizes[block])]
                 sums = {**sums, block: sums[block] + torch.stack(tried)}
-            return rows + held.num_real, base + total(previous), sums
+            values, weights = context.row_losses(previous, held)
+            return rows + held.sum(weights), base + held.sum(values), sums
 
         size = self.every * max(FOLD_BATCH // self.every, 1)  # a multiple of `every`, which `every_nth` relies on
         rows, base, sums = data.fold(step, start, batch_size=size)
-        rows = rows.clamp(min=1.0)
+        rows = torch.where(rows > 0, rows, torch.ones_like(rows))
         return base / rows, {block: value / rows for block, value in sums.items()}
 
     def _offers(

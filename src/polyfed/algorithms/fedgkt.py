@@ -36,7 +36,7 @@ from polyfed.federation.replies import Replies
 from polyfed.model import Model
 from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training import ClientData, TrainingResult
-from polyfed.training.losses import cross_entropy, distillation
+from polyfed.training.losses import distillation
 from polyfed.training.optimisers import Moments
 
 TOP = "top"
@@ -117,6 +117,8 @@ class FedGKT(Algorithm):
         selector: which clients take part in a round, the [selection] section; only `uniform`.
     """
 
+    objectives_because: ClassVar[str] = "client and server distil the probabilities of classes"
+
     alpha: Annotated[float, NOT_NEGATIVE] = 1.0
     temperature: Annotated[float, POSITIVE] = 3.0
     server_epochs: Annotated[int, NOT_NEGATIVE] = 2
@@ -148,7 +150,7 @@ class FedGKT(Algorithm):
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             logits = model.logits(w, batch)
-            value = cross_entropy(logits, batch)
+            value = context.objective.loss(logits, batch)
             if not (got.logits and self.alpha):
                 return value
             return value + self.alpha * distillation(logits, got.logits[SHARED][batch.rows], batch, self.temperature)
@@ -193,7 +195,7 @@ class FedGKT(Algorithm):
         def loss(w: Tree, batch: Batch) -> Tensor:
             logits = model.logits(w, batch)
             distilled = distillation(logits, teacher[batch.rows], batch, self.temperature)
-            return distilled + self.alpha * cross_entropy(logits, batch)
+            return distilled + self.alpha * fed.context.objective.loss(logits, batch)
 
         data = fed.server_data(x, y, present=present)
         after = None

@@ -13,7 +13,7 @@ What crosses: as under FedAvg. Page: docs/algorithms/fedogm.md.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,9 +27,9 @@ from polyfed.core.tree import Tree, block_of
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model import Model
+from polyfed.objective import Classification, Objective
 from polyfed.training import ClientData
 from polyfed.training.client_data import Direction
-from polyfed.training.losses import cross_entropy
 from polyfed.training.prototypes import FLOOR, there
 
 
@@ -45,6 +45,9 @@ class FedOgm(Averaging):
         scale_params: which gradients are modulated: `conv4d`, those of the encoders' four-dimensional convolution
             weights, or `all_weights`, those of all their weight matrices, for encoders without convolutions.
     """
+
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+    objectives_because: ClassVar[str] = "it compares modalities by the probability of the true class"
 
     alpha: Annotated[float, NOT_NEGATIVE] = 0.8
     ge: bool = True
@@ -73,12 +76,14 @@ class FedOgm(Averaging):
         features = context.model.features(w, batch)
         logits = context.model.fuse(w, features, batch)
         if len(context.modalities) < 2:
-            return cross_entropy(logits, batch)
+            return context.objective.loss(logits, batch)
         mode: Literal["head", "zero"] = "head" if context.model.linear_head else "zero"
         fixed = {name: z.detach() for name, z in features.items()}
         with torch.no_grad():
             alone = {m: context.model.unimodal_logits(w, fixed, m, batch, mode) for m in features}
-        return cross_entropy(logits, batch), {m: modality_score(logit, batch, m).detach() for m, logit in alone.items()}
+        return context.objective.loss(logits, batch), {
+            m: modality_score(logit, batch, m).detach() for m, logit in alone.items()
+        }
 
     def direction(
         self, context: ClientContext, data: ClientData, got: Any, local: Tree

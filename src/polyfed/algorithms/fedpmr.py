@@ -13,7 +13,7 @@ What crosses: as under FedAvg; prototypes stay on the client. Page: docs/algorit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,9 +25,9 @@ from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
+from polyfed.objective import Classification, Objective
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.client_data import legs
-from polyfed.training.losses import cross_entropy
 from polyfed.training.prototypes import Prototypes
 
 
@@ -45,6 +45,9 @@ class FedPmr(Averaging):
         mu: weight of the regularisation; 1e-2 or 1e-3 in the paper.
         per_epochs: number of local epochs, from the first of the run, with the regularisation (E_r in the paper).
     """
+
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+    objectives_because: ClassVar[str] = "its prototypes are the mean features of classes"
 
     alpha: Annotated[float, NOT_NEGATIVE] = 1.0
     coef: Literal["clip", "hard"] = "clip"
@@ -76,7 +79,7 @@ class FedPmr(Averaging):
     ) -> Callable[[Tree, Batch], Tensor]:
         def objective(w: Tree, batch: Batch) -> Tensor:
             features = context.model.features(w, batch)
-            loss = cross_entropy(context.model.fuse(w, features, batch), batch)
+            loss = context.loss(w, batch, features)
             if not near:
                 return loss
             z = {m: context.model.vector(value) for m, value in features.items()}

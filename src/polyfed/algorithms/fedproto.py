@@ -28,10 +28,10 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import Model
+from polyfed.objective import Classification, Objective
 from polyfed.privacy.policy import Policy
 from polyfed.selection import must_be_uniform
 from polyfed.training import ClientData, TrainingResult, prototypes
-from polyfed.training.losses import cross_entropy
 from polyfed.training.prototypes import Prototypes, masked_mean, there
 
 PROTOTYPE = ".prototype"
@@ -106,6 +106,9 @@ class FedProto(Averaging):
         predict_by: how a client's model predicts under `original`: by its `logits`, or by the nearest global
             `prototype`, with distances summed over modalities (the paper).
     """
+
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
+    objectives_because: ClassVar[str] = "its prototypes are the mean features of classes"
 
     mode: Literal["mm_fedavg", "original"] = "mm_fedavg"
     proto_weight: Literal["count", "uniform"] = "count"
@@ -190,7 +193,7 @@ class FedProto(Averaging):
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             features = context.model.features(w, batch)
-            ce = cross_entropy(context.model.fuse(w, features, batch), batch)
+            ce = context.loss(w, batch, features)
             z = {m: context.model.vector(value) for m, value in features.items()}
             return ce + self._term(near, prototypes.at_length(z, self.feature_norm), batch) if near else ce
 
@@ -200,7 +203,7 @@ class FedProto(Averaging):
     @task()
     def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Shared) -> tuple[OwnScore, Tree]:  # type: ignore[override]
         """Count how many of its own test rows the client's model predicts correctly."""
-        return own_score(context.model, self.own_params(got, local), data.test, self.predictor), local
+        return own_score(context, self.own_params(got, local), data.test, self.predictor), local
 
     def _vectors(self, context: ClientContext, params: Tree, batch: Batch) -> dict[str, Tensor]:
         """Features (B, D) by modality, normalised to `feature_norm`."""

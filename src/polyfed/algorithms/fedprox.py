@@ -27,6 +27,6 @@ class FedProx(Averaging):
     mu: Annotated[float, NOT_NEGATIVE] = 0.01
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
-        """Cross-entropy plus the proximal term."""
+        """The loss of the task plus the proximal term."""
         distance = squared_distance(context.model.trainable(w), got.params)
         return super().loss(context, w, batch, got, local) + self.mu / 2 * distance

@@ -11,7 +11,7 @@ docs/algorithms/local.md.
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -27,10 +27,10 @@ from polyfed.evaluation.scores import Measured, ModelToEvaluate, Scores
 from polyfed.federation.client_registry import TEST
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
+from polyfed.objective import Objective
 from polyfed.privacy.policy import Policy
 from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training import ClientData
-from polyfed.training.losses import cross_entropy
 
 MODELS_AT_ONCE = 32
 """How many clients' models the server holds at the same time while it evaluates them."""
@@ -65,6 +65,8 @@ class Local(Algorithm):
         global_test: when every client uploads its model, which the server evaluates on its test rows: after the `last`
             round, at every evaluation (`always`), or `never`.
     """
+
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     selector: Selector = Uniform()
     global_test: Literal["last", "always", "never"] = "last"
@@ -126,9 +128,8 @@ class Local(Algorithm):
             uploads = fed.ask(self.upload, everyone[first : first + MODELS_AT_ONCE], Start(), quorum=False)
             for client, upload in uploads.items():
                 sums: Scores = fed.ask(self.score, [TEST], ModelToEvaluate(upload.params, {}, {}))[TEST]
-                fed.emit("judged", round=fed.round, confusion=sums.confusion)
-                scores[client] = metrics.summary(sums.confusion, sums.top5_hits, sums.loss_sum)
-        return over_clients(scores, fed.clients.rows_of(scores))
+                scores[client] = self.measured(sums, fed, tell=True)
+        return over_clients(scores, fed.clients.rows_of(scores), fed.context.objective)
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
         """A client is evaluated with its own model."""
@@ -139,7 +140,7 @@ class Local(Algorithm):
         """Train the client's own model on its rows."""
 
         def loss(w: Tree, batch: Any) -> Tensor:
-            return cross_entropy(context.model.logits(w, batch), batch)
+            return context.loss(w, batch)
 
         fit = data.minimise(loss, local, train=self.train)
         return Done(fit.loss, data.num_rows), fit.params
@@ -150,19 +151,22 @@ class Local(Algorithm):
         return Trained(local), local
 
 
-def over_clients(scores: Mapping[int, dict[str, float]], rows: Mapping[int, float]) -> dict[str, dict[str, float]]:
+def over_clients(
+    scores: Mapping[int, dict[str, float]], rows: Mapping[int, float], objective: Objective
+) -> dict[str, dict[str, float]]:
     """The groups of result.json for a server evaluation of one model per client.
 
     Args:
-        scores: client -> its model's scores, as `metrics.summary` returns them.
+        scores: client -> its model's metrics on the server's rows.
         rows: client -> number of training rows, the weights of `weighted`.
+        objective: the task.
 
     Returns:
-        `global`, the unweighted mean over clients of every score, and `global_by_client`, the accuracy's mean, mean
-        weighted by rows, worst and standard deviation over clients. Empty without clients.
+        `global`, the unweighted mean over clients of every metric, and `global_by_client`, statistics over clients of
+        the task's `SCORE`, as `metrics.personal` returns them. Empty without clients.
     """
     if not scores:
         return {}
     mean = metrics.mean_groups([{"global": one} for one in scores.values()])
-    hits = {client: one["accuracy"] * rows[client] for client, one in scores.items()}
-    return mean | {"global_by_client": metrics.personal(hits, rows)}
+    each = {client: one[objective.SCORE] for client, one in scores.items() if objective.SCORE in one}
+    return mean | {"global_by_client": metrics.personal(each, rows, rising=objective.RISING)}

@@ -32,7 +32,6 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model.fusion import masked
 from polyfed.training import ClientData, TrainingResult
-from polyfed.training.losses import cross_entropy
 
 PREVIOUS = "previous"
 """Prefix of the previous model in a client's local state."""
@@ -67,9 +66,9 @@ class Moon(Averaging):
         return nested(PREVIOUS, like(params)) | {SEEN: torch.zeros(())}
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Tensor:
-        """Cross-entropy plus the model-contrastive term."""
+        """The loss of the task plus the model-contrastive term."""
         features = context.model.features(w, batch)
-        logits = context.model.fuse(w, features, batch)
+        error = context.loss(w, batch, features)
         previous = under(PREVIOUS, local)
         with torch.no_grad():
             plain = batch.evaluation()  # no dropout, no update of batch statistics
@@ -77,7 +76,7 @@ class Moon(Averaging):
             last = self._represent(context, previous, context.model.features(previous, plain), batch)
         own = self._represent(context, w, features, batch)
         terms = [contrast(z, g, p, self.temperature) for z, g, p in zip(own, received, last, strict=True)]
-        return cross_entropy(logits, batch) + self.mu * local[SEEN] * batch.mean(torch.stack(terms).sum(0))
+        return error + self.mu * local[SEEN] * batch.mean(torch.stack(terms).sum(0))
 
     def reply(
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Broadcast, local: Tree

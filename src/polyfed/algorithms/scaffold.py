@@ -21,6 +21,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import SHARED, Tree, add, block_of, like
+from polyfed.federation.aggregation import aggregate
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -115,7 +116,7 @@ class Scaffold(Averaging):
     def merge(self, state: ScaffoldState, replies: Replies, fed: Federation) -> ScaffoldState:
         """Set x to the mean of y, and add to c the mean change times the share of a block's owners that took part."""
         after: ScaffoldState = super().merge(state, replies, fed)
-        mean = replies.mean("control", dict.fromkeys(replies, 1.0))
+        mean = aggregate(replies, "control", dict.fromkeys(replies, 1.0), like(state.control), self.server)
         took_part = {m: sum(m in fed.clients.owned(c) for c in replies) for m in fed.clients.modalities}
         owners = dict(zip(fed.clients.modalities, fed.clients.holds.sum(0).tolist(), strict=True))
         share = {m: took_part[m] / max(owners[m], 1) for m in owners} | {SHARED: len(replies) / len(fed.clients)}

@@ -41,7 +41,7 @@ def shapes_of(model: Model, modalities: Iterable[str]) -> Shapes:
 
 
 @lru_cache(maxsize=64)
-def mlps(shapes: Shapes, hidden: tuple[int, ...], embedding: int, num_classes: int) -> Model:
+def mlps(shapes: Shapes, hidden: tuple[int, ...], embedding: int, num_outputs: int) -> Model:
     """Build a model of one MLP per modality and a linear head.
 
     Equal arguments return the same object, as building one takes time.
@@ -50,7 +50,7 @@ def mlps(shapes: Shapes, hidden: tuple[int, ...], embedding: int, num_classes: i
         shapes: sample shapes by modality.
         hidden: hidden sizes of each MLP.
         embedding: output size of each MLP.
-        num_classes: number of classes.
+        num_outputs: width of the output.
     """
     encoders = {name: Mlp(hidden=hidden) for name, _ in shapes}
-    return build_model(ModelSpec(embedding=embedding, encoders=encoders), dict(shapes), num_classes)
+    return build_model(ModelSpec(embedding=embedding, encoders=encoders), dict(shapes), num_outputs)

@@ -13,18 +13,20 @@ from polyfed.cli.layout import plain_table, stacked, titled
 from polyfed.experiment.check import Check
 from polyfed.report.compare import Column, Comparison
 from polyfed.report.formatting import bytes_of, number_of, seconds_of
+from polyfed.report.scores import TITLES, Headline, title_of, unit_of
 
 
 def result_table(result: dict[str, Any]) -> Group:
     """The scores and the cost of a finished run."""
     title = f"{result['algorithm']} on {result['dataset']}, {result['rounds']} rounds, seed {result['seed']}"
     table = plain_table("", "")
-    for name, value in _scores(result["metrics"]):
+    head = Headline.of(result.get("task"))
+    for name, value in _scores(result["metrics"], head):
         table.add_row(Text(name), value)
     if best := result.get("best"):
         reached = best["metrics"].get("global", {})
         if reached:
-            words = ", ".join(f"{k} {number_of(reached[k], 'share')}" for k in ("accuracy", "macro_f1"))
+            words = ", ".join(f"{k} {number_of(reached[k], unit_of(k))}" for k in head.shown if k in reached)
             table.add_row(f"at best validation, round {best['round']}", words)
     table.add_row("bytes up, down", f"{bytes_of(result['bytes_up'])}, {bytes_of(result['bytes_down'])}")
     table.add_row("time per round", seconds_of(result["seconds_per_round"]))
@@ -33,21 +35,34 @@ def result_table(result: dict[str, Any]) -> Group:
     return titled(title, table)
 
 
-def _scores(metrics: dict[str, dict[str, float]]) -> Iterator[tuple[str, str]]:
+def _scores(metrics: dict[str, dict[str, float]], head: Headline) -> Iterator[tuple[str, str]]:
     reached = metrics.get("global", {})
-    if reached:
-        yield "accuracy, all modalities", number_of(reached["accuracy"], "share")
+    if head.score in reached:
+        yield f"{head.title}, all modalities", number_of(reached[head.score], head.unit)
     for modality, value in metrics.get("unimodal", {}).items():
-        yield f"accuracy, {modality} alone", number_of(value, "share")
-    for name, title in (("uar", "UAR"), ("macro_f1", "macro-F1")):
-        if name in reached:
-            yield title, number_of(reached[name], "share")
+        yield f"{head.title}, {modality} alone", number_of(value, head.unit)
+    for name in TITLES:
+        if name in reached and name not in (head.score, "top5"):
+            yield title_of(name), number_of(reached[name], unit_of(name))
     if each := metrics.get("global_by_client"):
-        words = f"{number_of(each['weighted'], 'share')} (worst {number_of(each['worst'], 'share')})"
+        words = f"{number_of(each['weighted'], head.unit)} (worst {number_of(each['worst'], head.unit)})"
         yield "the same, clients weighted by rows", words
-    if personal := metrics.get("personal"):
-        words = f"{number_of(personal['mean'], 'share')} (worst {number_of(personal['worst'], 'share')})"
-        yield "personal accuracy, mean", words
+    if "mean" in (personal := metrics.get("personal", {})):
+        words = f"{number_of(personal['mean'], head.unit)} (worst {number_of(personal['worst'], head.unit)})"
+        yield f"personal {head.title}, mean", words
+
+
+def _what(task: dict[str, Any]) -> str:
+    """What the size of the labels counts."""
+    return {"multi-label": "labels each", "regression": "targets each", "ordinal": "levels"}.get(
+        task["name"], "classes"
+    )
+
+
+def _task(task: dict[str, Any]) -> str:
+    """The task in a sentence."""
+    by = "guessed from the labels, [task] decides" if task["guessed"] else "by [task]"
+    return f"task: {task['name']}, {by}; the model has {task['outputs']} outputs"
 
 
 def check_tables(check: Check) -> Group:
@@ -57,13 +72,15 @@ def check_tables(check: Check) -> Group:
         f"{recipe['algorithm']['name']} on {recipe['data']['name']}: {recipe['rounds']} rounds, seed {recipe['seed']}"
     )
     data = check.facts["data"]
+    what = f"{data['classes']} {_what(check.facts['task'])}"
     rows = (
-        f"{data['rows']:,} rows of {data['classes']} classes; at the server {data['test_rows']:,} to test on and "
+        f"{data['rows']:,} rows of {what}; at the server {data['test_rows']:,} to test on and "
         f"{data['validation_rows']:,} to choose the best round by"
     )
     return stacked(
         Text(head, "bold"),
         Text(rows),
+        Text(_task(check.facts["task"])),
         _clients(check.facts),
         _blocks(check.facts),
         crossing.crossing_table(check),

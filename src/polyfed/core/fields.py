@@ -45,8 +45,10 @@ DESTINATIONS = ("server", "silo")
 
 Sizes = tuple[str | None, ...]
 """The shape of a tensor, with a name for each size: `classes`, the number of classes; `features`, the width of a
-modality's embedding; `encoded`, the shape of its encoder's output; `sample`, the shape of its samples. None stands for
-any size. `encoded` and `sample` may be several axes."""
+modality's embedding; `own`, the sums that a client reports of its own test rows; `label`, the label of a row, a class
+number or T targets; `encoded`, the shape of its encoder's output; `sample`, the shape of its samples. None stands for
+any size. `own`, `label`, `encoded` and `sample` may be
+any number of axes."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import DataError, did_you_mean
+from polyfed.data.labels import check_labels
 
 TRAIN, TEST, VALIDATION, LEFT_OUT = 0, 1, 2, 3
 """Codes of `Columns.split`."""
@@ -93,11 +94,12 @@ class Columns:
     Attributes:
         name: Name of the data set, as results show it.
         modalities: The column of each modality. Their order here is the order of modalities everywhere.
-        label: int64 (N,), in range(num_classes).
-        num_classes: C, at least the largest label + 1.
+        label: int64 (N,), class numbers in range(num_classes); or float32 (N,) or (N, T), T targets for each row, NaN
+            where nobody knows a target.
+        num_classes: C, at least the largest label + 1; T for targets.
         split: int8 (N,): 0 train, 1 test, 2 validation, 3 left out.
         ids: int64 (N,), stable and distinct sample ids, by which the devices of a silo align their rows.
-        class_names: The names of the C classes.
+        class_names: The names of the C classes, or of the T targets.
         present: By modality, whether each row has it, bool (N,); only for modalities that some rows lack.
         client: int64 (N,), the natural client (speaker, subject, video) of each row.
         split_personal: int8 (N,): 0 training row of its natural client, 1 test row of that client, 2 guard row.
@@ -131,7 +133,7 @@ class Columns:
         if len(self.label) == 0:
             raise DataError(f"data '{self.name}' has no rows. Check the path and the files behind it")
         self._check_lengths()
-        self._check_labels()
+        check_labels(self.name, self.label, self.num_classes, self.class_names)
         self._check_codes("split", self.split, LEFT_OUT, "0 train, 1 test, 2 validation, 3 left out")
         if self.split_personal is not None:
             self._check_codes("split_personal", self.split_personal, GUARD, "0 train, 1 test, 2 guard row")
@@ -197,21 +199,6 @@ class Columns:
                     f"data '{self.name}': array '{name}' has {len(array)} rows, the labels have "
                     f"{len(self.label)}. Every array needs one row per sample, in the same order"
                 )
-
-    def _check_labels(self) -> None:
-        if self.label.dtype != torch.int64 or self.label.dim() != 1:
-            found = f"{self.label.dtype} {tuple(self.label.shape)}"
-            raise DataError(f"data '{self.name}': labels must be int64 of shape (N,), found {found}")
-        outside = (self.label < 0) | (self.label >= self.num_classes)
-        if outside.any():
-            row = int(outside.nonzero()[0, 0])
-            raise DataError(
-                f"data '{self.name}': {int(outside.sum())} labels outside 0..{self.num_classes - 1}, "
-                f"first {int(self.label[row])} at row {row}. Number the classes from 0, or "
-                "give every class a name"
-            )
-        if self.class_names is not None and len(self.class_names) != self.num_classes:
-            raise DataError(f"data '{self.name}': {len(self.class_names)} names for {self.num_classes} classes")
 
     def _check_codes(self, array: str, codes: Tensor, largest: int, meaning: str) -> None:
         outside = (codes < 0) | (codes > largest)

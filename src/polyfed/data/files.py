@@ -148,6 +148,22 @@ class Arrays:
             )
         return torch.from_numpy(array.astype(np.int64))
 
+    def labels(self, name: str) -> Tensor:
+        """An array of labels: int64 (N,) for whole numbers (N,), else float32 (N,) or (N, T), T targets for each row.
+
+        Raises:
+            DataError: The array is missing, unreadable, or neither.
+        """
+        array = self[name]
+        if array.dtype.kind not in "iubf" or array.ndim not in (1, 2) or 0 in array.shape[1:]:
+            raise DataError(
+                f"'{self.path}': array '{name}' cannot hold labels: {array.dtype} {array.shape}. Save class numbers as "
+                "int64 (N,), or targets as float32 (N,) or (N, T)"
+            )
+        if array.ndim == 1 and array.dtype.kind != "f":
+            return torch.from_numpy(array.astype(np.int64))
+        return torch.from_numpy(array.astype(np.float32))
+
     def strings(self, name: str) -> tuple[str, ...]:
         """An array of texts or whole numbers (N,), as texts.
 

@@ -12,7 +12,7 @@ from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.data.assignment import assign, devices_per_silo
 from polyfed.data.clients import ClientsSpec
 from polyfed.data.columns import GUARD, OWN_TEST, TEST, TRAIN, VALIDATION, Columns, check_finite
-from polyfed.data.partitions.base import Partition
+from polyfed.data.partitions.base import Partition, refuse_targets
 from polyfed.data.partitions.by_client import ByClient, natural_clients
 from polyfed.data.partitions.shards import Shards
 
@@ -130,6 +130,7 @@ def matched(columns: Columns, train: Shards, key: int) -> Shards:
     Raises:
         RecipeError: The data has no global test set.
     """
+    refuse_targets(columns, "[clients] personal_test = 'matched' draws rows by their class")
     label, test_rows = columns.label.cpu(), columns.rows(TEST)
     if len(test_rows) == 0:
         raise RecipeError(f"clients.personal_test = 'matched' needs a global test set; data '{columns.name}' has none")
@@ -233,4 +234,6 @@ def _check(population: Population, clients: ClientsSpec) -> None:
     only = label[rows[0]]
     # piece by piece: the first piece nearly always decides, and a copy of all labels would be the peak of memory
     if all(bool((label[piece] == only).all()) for piece in torch.split(rows, 65_536)):
-        warnings.warn(f"all training rows have label {int(only)}: nothing can be learnt", PolyfedWarning, stacklevel=3)
+        warnings.warn(
+            f"all training rows have label {only.tolist()}: nothing can be learnt", PolyfedWarning, stacklevel=3
+        )

@@ -20,6 +20,7 @@ from polyfed.data.columns import LEFT_OUT, TEST, VALIDATION
 from polyfed.engines.protocol import ENROLLED, REFUSED, Enrolment, one_line
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.task_choice import task_of
 from polyfed.federation.wire_format import Packet
 
 FEW_CLIENTS, SPREAD = 1000, 10
@@ -174,8 +175,10 @@ class Admission:
             return replace(self.columns, num_classes=self.num_classes)
         order = [name for name in getattr(self.recipe.data, "modalities", ()) if name in self.shapes]
         zero, split = torch.zeros(1, dtype=torch.int64), torch.full((1,), LEFT_OUT, dtype=torch.int8)
+        shape = task_of(self.recipe).label_shape(self.num_classes)
+        label = torch.zeros(1, *shape) if shape else zero
         columns = {name: Column(torch.zeros(1, *self.shapes[name])) for name in order or sorted(self.shapes)}
-        return Columns("deployed", columns, zero, self.num_classes, split, zero)
+        return Columns("deployed", columns, label, self.num_classes, split, zero)
 
 
 def capped_rows(clients: Sequence[Enrolment], cap: float, emit: Emitter) -> dict[int, int]:
@@ -198,6 +201,7 @@ def _own_rows(recipe: Recipe, emit: Emitter) -> Columns | None:
     except DataError as error:
         emit("note", text=f"the server has no data, so there is no global evaluation ({error})")
         return None
+    own = task_of(recipe).prepared(own)
     emit("note", text=f"the global test set: {len(own.rows(TEST))} of the {len(own)} rows of [data]")
     return own
 
@@ -236,8 +240,10 @@ def _agreed_shapes(recipe: Recipe, own: Columns | None, known: list[Enrolment], 
 def _agreed_classes(recipe: Recipe, own: Columns | None, known: list[Enrolment], out: dict[int, str]) -> int:
     """The number of classes; clients with larger labels are added to `out`.
 
-    A client with fewer classes may lack rows of the last ones, so it stays.
+    A client with fewer classes may lack rows of the last ones, so it stays. Where the task has no classes it is the
+    number of targets, which is the same everywhere.
     """
+    of_classes = task_of(recipe).OF_CLASSES
     here = 0 if own is None else own.num_classes
     most = _classes_of_most([told.num_classes for told in known])
     agreed, by = max(here, most), "most clients" if most > here else "the server's own rows"
@@ -248,9 +254,10 @@ def _agreed_classes(recipe: Recipe, own: Columns | None, known: list[Enrolment],
     for told in known:
         if not agreed:
             out[told.client] = "two clients report different numbers of classes; set [engine] classes"
-        elif told.num_classes > agreed:
+        elif told.num_classes > agreed or (told.num_classes != agreed and not of_classes):
+            what = "classes" if of_classes else "targets a row"
             out[told.client] = (
-                f"it has labels of {told.num_classes} classes, there are {agreed} by {by}; [engine] classes decides"
+                f"it has labels of {told.num_classes} {what}, there are {agreed} by {by}; [engine] classes decides"
             )
     return agreed
 

@@ -19,6 +19,7 @@ from polyfed.deploy.device import used_on
 from polyfed.experiment.assembly import assemble, model_of, population_of
 from polyfed.experiment.check import Planned, plan
 from polyfed.experiment.recipe import Recipe, load_recipe
+from polyfed.experiment.task_choice import task_of
 from polyfed.model import Custom
 from polyfed.privacy.policy import Policy
 
@@ -95,6 +96,7 @@ def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
         place = "flwr run --run-config 'data=\"...\"'" if data_of(recipe) else "the recipe's [data]"
         warn(f"no global evaluation unless the server can read these rows: {error}. {place} says where they are there")
         return
+    columns = task_of(recipe).prepared(columns)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model_of(recipe, shapes, columns.num_classes, Policy.parse(recipe.egress, shapes))
     try:

@@ -19,6 +19,7 @@ from polyfed.data.sources.npz import Npz
 from polyfed.engines.protocol import Facts
 from polyfed.experiment.overrides import called
 from polyfed.experiment.recipe import Recipe, build, parse_recipe, read_table
+from polyfed.experiment.task_choice import task_of
 from polyfed.model import HuggingFace
 from polyfed.privacy.limits import Limits
 from polyfed.privacy.policy import Policy
@@ -207,10 +208,10 @@ def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Popu
     """
     base = recipe.data if isinstance(recipe.data, Npz) else ELSEWHERE
     source = replace(base, path=node.data, modalities=_in_order(node, facts), test_share=0.0)
-    columns: Columns = source.load()
+    columns: Columns = task_of(recipe).prepared(source.load())
     check_finite(columns)
     if facts is not None:
-        _check_fits(columns, facts, node)
+        _check_fits(columns, facts, node, task_of(recipe).OF_CLASSES)
         columns = replace(columns, num_classes=facts.num_classes, class_names=None)
     own = columns.rows(TEST)
     return Population(
@@ -245,14 +246,16 @@ def _in_order(node: NodeConfig, facts: Facts | None) -> tuple[str, ...]:
     return tuple(name for name in facts.shapes if name in node.held)
 
 
-def _check_fits(columns: Columns, facts: Facts, node: NodeConfig) -> None:
+def _check_fits(columns: Columns, facts: Facts, node: NodeConfig, of_classes: bool) -> None:
     for name, column in columns.modalities.items():
         if column.shape != facts.shapes[name]:
             raise DataError(
                 f"{node.data}: samples of '{name}' have shape {column.shape}, in the federation {facts.shapes[name]}"
             )
-    if columns.num_classes > facts.num_classes:
-        raise DataError(f"{node.data}: {columns.num_classes} classes, the federation has {facts.num_classes}")
+    here, there = columns.num_classes, facts.num_classes
+    if here > there or (here != there and not of_classes):
+        what = "classes" if of_classes else "targets a row"
+        raise DataError(f"{node.data}: {here} {what}, the federation has {there}")
 
 
 def _only(client: int, rows: torch.Tensor) -> Shards:

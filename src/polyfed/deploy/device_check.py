@@ -35,7 +35,7 @@ class Inspection:
         policy: what may leave: the device's policy, made stricter by the recipe's.
         rows: numbers of training rows and of own test rows, or None without data.
         shapes: shape of a sample, by modality.
-        num_classes: the largest label plus one.
+        num_classes: the largest label plus one, or the number of targets of a row.
         planned: what tasks of the recipe would send from this device, allowed or refused.
         breaches: limits of the device that the recipe would break.
     """

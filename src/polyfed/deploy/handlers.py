@@ -30,6 +30,7 @@ from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, f
 from polyfed.experiment.assembly import device_of, initial_of, model_of, population_of
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe, build
+from polyfed.experiment.task_choice import task_of, with_task
 from polyfed.federation.wire_format import Packet
 from polyfed.privacy.audit import AuditLog
 from polyfed.privacy.ledger import Ledger
@@ -70,10 +71,11 @@ class Simulated:
         if self.token not in _RUNTIMES:
             torch.set_num_threads(1)  # one client, one CPU: several threads per process only get in each other's way
             population = population_of(self.recipe)
-            policy = Policy.parse(self.recipe.egress, population.columns.modalities)
+            recipe = with_task(self.recipe, population.columns)
+            policy = Policy.parse(recipe.egress, population.columns.modalities)
             shapes = {name: column.shape for name, column in population.columns.modalities.items()}
             facts = Facts(shapes, population.columns.num_classes)
-            _RUNTIMES[self.token] = runtime_of(self.recipe, population, facts, policy, self.folder)
+            _RUNTIMES[self.token] = runtime_of(recipe, population, facts, policy, self.folder)
         return _RUNTIMES[self.token]
 
 
@@ -177,7 +179,8 @@ def runtime_of(
     own = relay is not None
     emit = Emitter([log_event] if own else [])
     parts = (population, model, recipe.algorithm, initial_of(recipe, model))
-    engine = Sequential(*parts, policy=policy, ledger=Ledger("none"), device=device_of(recipe), emit=emit)
+    objective, ledger = task_of(recipe), Ledger("none")
+    engine = Sequential(*parts, policy=policy, ledger=ledger, device=device_of(recipe), emit=emit, objective=objective)
     engine.limits = limits
     relay = relay if relay is not None else recipe.engine.relay == "server-sees"
     limit, audit = recipe.engine.message_megabytes * MEGABYTE, AuditLog(folder) if own else None

@@ -126,6 +126,8 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
     (out / ERROR).unlink(missing_ok=True)
     try:
         recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
+        if recipe.attack is not None:
+            raise RecipeError("[attack] has clients lie, which only a simulation may. Remove the section")
         records = Records(out, resume=True)
         emit = Emitter([_Log()])
         with only_server(out):
@@ -159,7 +161,11 @@ class _Log:
         if event == "round-finished":
             row = facts["row"]
             evaluated = row.get("metrics", {}).get("global", {})
-            shown = "".join(f", {name} {evaluated[name]:.4f}" for name in ("accuracy", "loss") if name in evaluated)
+            shown = "".join(
+                f", {name} {evaluated[name]:.4f}"
+                for name in ("accuracy", "mae", "recall1", "loss")
+                if name in evaluated
+            )
             text = f"round {row['round']}: {len(row['cohort'])} asked, {row['bytes_up']} bytes up{shown}"
         elif event == "note":
             text = facts["text"]

@@ -23,6 +23,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
 from polyfed.federation.replies import Answer
 from polyfed.model import Model
+from polyfed.objective import CLASSES, Objective
 from polyfed.privacy.announcement import Announcement, Asking, Holder
 from polyfed.privacy.gate import EgressGate
 from polyfed.privacy.ledger import Ledger
@@ -65,9 +66,9 @@ class Engine(ABC):
         ledger: records every message between server and clients.
         device: the PyTorch device that holds the data and trains.
         emit: called with the name and the fields of each event.
-        debug: whether a client's exception ends the run, with a note on client, round and task. Otherwise the client is
-            dropped from the request.
+        debug: whether a client's exception ends the run; otherwise the client is dropped from the request.
         clock: counts the work of the clients, or None if the recipe has no [network] section.
+        objective: the task that the model learns.
     """
 
     name: str
@@ -89,11 +90,12 @@ class Engine(ABC):
         emit: Emit = lambda *_, **__: None,
         debug: bool = False,
         clock: Clock | None = None,
+        objective: Objective = CLASSES,
     ) -> None:
         keep_freed_memory()
         self.population, self.model, self.algorithm, self.initial = population, model, algorithm, initial
         self.policy, self.ledger, self.emit, self.debug, self.clock = policy, ledger, emit, debug, clock
-        self.device = torch.device(device)
+        self.device, self.objective = torch.device(device), objective
         self.columns = population.columns.to(self.device)
         self.registry = registry_of(population)
         # computed once: tasks added to the class later are not announced, so the gate refuses their replies
@@ -126,6 +128,9 @@ class Engine(ABC):
             EgressError: a client's policy refused to release its reply.
         """
 
+    def close(self) -> None:  # noqa: B027
+        """End the processes that the engine has started; it can still be used and starts them again when needed."""
+
     def context(self, client: int) -> ClientContext:
         """Return the client's context; clients with the same modalities share one."""
         if client not in self._context_of:
@@ -144,6 +149,7 @@ class Engine(ABC):
                 initial=select(self.initial, blocks),
                 evaluation_client=client < 0,
                 policy=self.policy.for_client(owned),
+                objective=self.objective,
             )
         return self._contexts[kind]
 

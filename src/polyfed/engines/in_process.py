@@ -1,27 +1,121 @@
 """Base class of the engines that hold all clients in this process, with their data and local states."""
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
 from polyfed.core.request import Request, Send
-from polyfed.core.tree import Tree
+from polyfed.core.tree import SHARED, Tree
 from polyfed.data import Population
 from polyfed.engines.base import Engine, Method
+from polyfed.engines.worker_process import Unit
+from polyfed.engines.workers import Workers
+from polyfed.federation.network import TRAINING_PASSES
+from polyfed.federation.replies import Answer, ReplyStack, stacked
 from polyfed.model import Model
+
+UNIT_FLOPS = 1e8
+"""Floating-point operations of local training that are worth a worker process: about 20 ms of one core for the small
+models of the benchmarks, beside 1 ms for sending the job (docs/performance.md)."""
 
 
 class InProcess(Engine):
-    """Runs the clients of a population in this process. The arguments are those of `Engine`.
+    """Runs the clients of a population in this process, or on worker processes forked from it.
+
+    Args:
+        population: as for `Engine`, like the arguments that are not listed here.
+        model: as for `Engine`.
+        algorithm: as for `Engine`.
+        initial: as for `Engine`.
+        workers: number of worker processes for requests that are worth it; 1 runs them in this process.
+        threads: threads that PyTorch uses for a request that is worth it, in every worker or in this process; 0 leaves
+            the number unchanged. The result depends on it, and not on `workers`.
+        kwargs: as for `Engine`.
 
     Raises:
         RecipeError: some rows lack a modality that their client has, and the algorithm does not handle that.
     """
 
-    def __init__(self, population: Population, model: Model, algorithm: Method, initial: Tree, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        population: Population,
+        model: Model,
+        algorithm: Method,
+        initial: Tree,
+        *,
+        workers: int = 1,
+        threads: int = 0,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(population, model, algorithm, initial, **kwargs)
+        self.threads = threads
+        self.pool = Workers(self, workers, threads) if workers > 1 else None
         _refuse_missing_rows(population, algorithm)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self.pool is not None:
+            self.pool.close()
+
+    @abstractmethod
+    def units(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[Unit]:
+        """Divide the clients into units: stacks for `run_stack`, and single clients.
+
+        The recipe alone decides about the division, not the machine, because it decides how results are rounded.
+        """
+
+    @abstractmethod
+    def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
+        """Run the task on several clients at once; None if these clients have to run one by one."""
+
+    def answer(
+        self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
+    ) -> Answer:
+        """Run the task on these clients, here or on worker processes; see `Engine.answer`.
+
+        Args:
+            request: the task, with its round, number and seed.
+            clients: the clients' numbers, in ascending order.
+            send: one message for all clients, or a mapping with one message for each.
+            units: the units to run here, in a worker process; None divides the clients into units.
+        """
+        threads = 0
+        if units is None:
+            units = [*self.units(request, clients, send)]
+            work = {} if clients[0] < 0 or len(units) == 1 else {client: self.work(client) for client in clients}
+            if sum(work.values()) >= 2 * UNIT_FLOPS:
+                shared = None if self.pool is None else self.pool.answer(request, units, send, work)
+                if shared is not None:
+                    return shared
+                threads = self.threads
+        parts: list[ReplyStack] = []
+        alone: list[int] = []
+        replies: dict[int, Message] = {}
+        missing: dict[int, str] = {}
+        with using_threads(threads):
+            for unit in units:
+                part = self.run_stack(request, unit, send) if len(unit) > 1 else None
+                if part is None:
+                    alone.extend(unit)
+                else:
+                    parts.append(part)
+            for client, got in self.received(request, sorted(alone), send).items():
+                reply = self.run_received(request, client, got, missing)
+                if reply is not None:
+                    replies[client] = reply
+        return Answer.of([*parts, *stacked(replies)], missing)
+
+    def work(self, client: int) -> float:
+        """Return an estimate of the floating-point operations of a client's local training in one request."""
+        train, rows = self.algorithm.train, int(self.registry.num_rows[client])
+        trained = train.epochs * rows if train.steps is None else train.steps * (train.batch_size or rows)
+        read = [name for name in self.context(client).modalities if name in self.model.modalities]
+        return float(TRAINING_PASSES * trained * sum(self.model.flops(block) for block in (*read, SHARED)))
 
     def received(self, request: Request, clients: Sequence[int], send: Send) -> dict[int, Any]:
         """Pass what is sent through the clients' gates, and return the message that each client receives.
@@ -39,6 +133,19 @@ class InProcess(Engine):
             got = self.node(tuple(group), self.context(group[0])).receive(request, self._to_device(send))
             found |= dict.fromkeys(group, got)
         return {client: found[client] for client in clients}
+
+
+@contextmanager
+def using_threads(num: int) -> Iterator[None]:
+    """Inside this block, let PyTorch use `num` threads for each operation; 0 leaves the number unchanged."""
+    before = torch.get_num_threads()
+    if num:
+        torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        if num:
+            torch.set_num_threads(before)
 
 
 def _refuse_missing_rows(population: Population, algorithm: Method) -> None:

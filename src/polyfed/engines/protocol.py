@@ -78,7 +78,7 @@ class Facts:
 
     Attributes:
         shapes: shape of a sample by modality, in the federation's order.
-        num_classes: number of classes.
+        num_classes: number of classes, or of targets where the task has no classes.
         frozen: digest of the model's frozen parameters, which every client loads or draws by itself.
     """
 
@@ -111,7 +111,7 @@ class Enrolment:
         silo: number of its silo, or None.
         tested: whether it has test rows of its own.
         shapes: shape of a sample by modality.
-        num_classes: its largest label plus one.
+        num_classes: its largest label plus one, or the number of targets of a row.
         token: 64 hexadecimal digits by which the server recognises the device again; empty in a simulation.
     """
 

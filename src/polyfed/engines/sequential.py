@@ -1,11 +1,11 @@
 """The sequential engine: one client after another. It is the reference, and suits debugging and large models."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from polyfed.core.messages import Message
 from polyfed.core.request import Request, Send
 from polyfed.engines.in_process import InProcess
-from polyfed.federation.replies import Answer, stacked
+from polyfed.engines.worker_process import Unit
+from polyfed.federation.replies import ReplyStack
 
 
 class Sequential(InProcess):
@@ -13,12 +13,10 @@ class Sequential(InProcess):
 
     name = "sequential"
 
-    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
-        """Run the task on these clients; see `Engine.answer`."""
-        replies: dict[int, Message] = {}
-        missing: dict[int, str] = {}
-        for client, got in self.received(request, clients, send).items():
-            reply = self.run_received(request, client, got, missing)
-            if reply is not None:
-                replies[client] = reply
-        return Answer.of(stacked(replies), missing)
+    def units(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[Unit]:
+        """Every client is a unit."""
+        return ([client] for client in clients)
+
+    def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
+        """Clients are never stacked."""
+        return None

@@ -20,14 +20,19 @@ from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import Tree, size_bytes
 from polyfed.engines.base import client_key, describe_failure, only_the_gate_refuses, reply_and_local
-from polyfed.engines.in_process import InProcess
-from polyfed.federation.replies import Answer, ReplyStack, stacked
+from polyfed.engines.in_process import UNIT_FLOPS, InProcess
+from polyfed.engines.worker_process import Unit
+from polyfed.federation.replies import ReplyStack
 from polyfed.training import StackedClientData
 from polyfed.training.step_plan import Rows
 
 STACK_BYTES = 512 * 2**20
 """Memory budget of a stack in bytes, for the parameters, gradients, moments and batches of all its clients. Half a GiB
 keeps two cores busy and fits into the memory of a laptop (measured in docs/performance.md)."""
+
+LEAST_STACK, MOST_STACKS = 8, 16
+"""Least clients in a stack that is cut so that worker processes can share the clients of a request, and most stacks of
+similar clients. A step costs about 1 ms of dispatch for each stack (docs/performance.md)."""
 
 CONVOLVES = "2-d convolutions fill a CPU as they are, stacked they take up to twice the time; [engine] stack insists"
 """Reason in the event if image models run one client at a time on a CPU (measured in docs/performance.md)."""
@@ -49,23 +54,8 @@ class Vectorised(InProcess):
         self.stack, self.replay = stack, replay
         self._noted: set[str] = set()
 
-    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
-        """Run the task on these clients; see `Engine.answer`."""
-        parts: list[ReplyStack] = []
-        singles: dict[int, Message] = {}
-        missing: dict[int, str] = {}
-        for group in self._groups(request, clients, send):
-            part = self._stacked(request, group, send) if len(group) > 1 else None
-            if part is not None:
-                parts.append(part)
-                continue
-            for client in group:
-                single = self.alone(request, client, send, missing)
-                if single is not None:
-                    singles[client] = single
-        return Answer.of([*parts, *stacked(singles)], missing)
-
-    def _groups(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[list[int]]:
+    def units(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[Unit]:
+        """Yield stacks of similar clients, and single clients where stacking is not possible or gains nothing."""
         loop_because = request.loop_because
         if not loop_because and not self.stack and self.device.type == "cpu" and self.model.convolves:
             loop_because = CONVOLVES
@@ -84,7 +74,7 @@ class Vectorised(InProcess):
                 continue
             by_length = sorted((rows, client) for client, rows in self.registry.rows_of(group).items())
             group = [client for _, client in by_length]
-            size = self.stack or self._fitting(group)
+            size = self.stack or min(self._fitting(group), self._share(group))
             yield from (group[start : start + size] for start in range(0, len(group), size))
 
     def _fitting(self, group: list[int]) -> int:
@@ -95,7 +85,14 @@ class Vectorised(InProcess):
         batch = (self.algorithm.train.batch_size or int(self.registry.num_rows[group[-1]])) * sample * 12
         return max(1, STACK_BYTES // (4 * size_bytes(context.initial) + batch + 1))
 
-    def _stacked(self, request: Request, group: list[int], send: Send) -> ReplyStack | None:
+    def _share(self, group: list[int]) -> int:
+        """Return how many of these clients a stack holds, so that worker processes can share them."""
+        work = sum(self.work(client) for client in group) if group[0] >= 0 else 0.0
+        stacks = max(1, min(MOST_STACKS, len(group) // LEAST_STACK, int(work / UNIT_FLOPS)))
+        return math.ceil(len(group) / stacks)
+
+    def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
+        """Run the whole task of these clients under one `vmap`; None if it raises, so that they run one by one."""
         context = self.context(group[0])
         node = self.node(tuple(group), context)
         messages = [send] if isinstance(send, Message) else [send[client] for client in group]

@@ -6,7 +6,7 @@ sums, which `metrics.py` turns into metrics. `TrainedModels` has the hooks by wh
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.messages import HISTOGRAM, READ, Message, carries, cut, message
 from polyfed.core.request import Send
 from polyfed.core.schema import EVERY, NOT_NEGATIVE, check_ranges
 from polyfed.core.tree import SHARED, Tree, blocks
-from polyfed.evaluation import metrics
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.model import Model
 from polyfed.model.fusion import masked
 from polyfed.training import ClientData
-from polyfed.training.client_data import FOLD_BATCH
 from polyfed.training.prototypes import Prototypes
 
 
@@ -57,23 +55,25 @@ class ClassMeans(Message):
 
 @message
 class Scores(Message):
-    """Sums over the rows of an evaluation client.
+    """Sums over the rows of an evaluation client, which make the metrics of the task (`polyfed.objective`).
 
-    The confusion matrix (C, C), the number of top-5 hits, the sum of the loss, and for each modality the confusion
-    matrix (C, C) of predictions from this modality alone.
+    The sums over all modalities (S,), the exact metrics that need all rows at once (E,), and for each modality the sums
+    of predictions from this modality alone.
     """
 
-    confusion: Tensor = carries("statistic", shape=("classes", "classes"))
-    top5_hits: Tensor = carries("statistic")
-    loss_sum: Tensor = carries("statistic")
-    unimodal: Tree = carries("statistic", shape=("classes", "classes"))
+    sums: Tensor = carries("statistic", shape=(None,))
+    exact: Tensor = carries("statistic", shape=(None,))
+    unimodal: Tree = carries("statistic", shape=(None,))
 
 
 @message
 class OwnScore(Message):
-    """How many of a client's own test rows its model predicts correctly, and how many there are."""
+    """What a client reports of its own test rows: the task's sums, and how many rows there are.
 
-    hits: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    For classes the sums are one number, the rows that the client's model predicts correctly.
+    """
+
+    sums: Tensor = carries("statistic", shape=("own",))
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
@@ -113,7 +113,7 @@ class Measured:
 
     Attributes:
         metrics: group -> metric -> value, as in result.json.
-        personal: client -> accuracy on its own test rows.
+        personal: client -> the task's `SCORE`, such as accuracy, on its own test rows.
     """
 
     metrics: dict[str, dict[str, float]]
@@ -187,51 +187,74 @@ class TrainedModels(ABC):
         return self.own_params(got, local(client))
 
 
-def scores(model: Model, got: ModelToEvaluate, modalities: Iterable[str], data: ClientData, unimodal: str) -> Scores:
+def scores(context: ClientContext, got: ModelToEvaluate, data: ClientData, unimodal: str) -> Scores:
     """Compute the scores of a model on all rows of a client dataset, from all modalities and from each one alone.
 
     Args:
-        model: the recipe's model.
+        context: the context of the evaluation client; its modalities are also evaluated alone, under `prototype` only
+            those with class means.
         got: the parameters, and class means under `unimodal = "prototype"`. Parameters of a client that lacks
             modalities predict from the modalities that they have.
-        modalities: the modalities to evaluate alone; under `prototype` those without class means are left out.
         data: the client dataset.
         unimodal: how one modality alone predicts, see `Evaluation`.
     """
-    size = model.num_classes
-    w = got.params
+    model, objective, w = context.model, context.objective, got.params
     near = {m: Prototypes(mean, got.known[m]) for m, mean in got.prototypes.items()}
-    zero = torch.zeros(size, size, device=data.num_rows.device)
     lacking = set(blocks(model.names(model.modalities))) - set(blocks(w))
     # an explicit `head` is passed on even if the model has no linear head, so that the model raises its own error
     by_head = unimodal == "head" or (unimodal == "auto" and model.linear_head)
     mode: Literal["head", "zero"] = "head" if by_head else "zero"
+    known = near if unimodal == "prototype" else model.modalities
+    alone = [m for m in context.modalities if m in model.modalities and m in known and m not in lacking]
+    if objective.BY_MODALITY:
+        alone = []
 
     def single(features: Mapping[str, Tensor], modality: str, batch: Batch) -> Tensor:
         if unimodal == "prototype":
             return class_mean_scores(model, features, modality, batch, near[modality])
         return model.unimodal_logits(w, features, modality, batch, mode)
 
-    def step(carry: Any, batch: Batch) -> Any:
-        matrix, hits, loss, alone = carry
+    def outputs_of(batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         if lacking:
             batch = replace(batch, x={m: x for m, x in batch.x.items() if m not in lacking})
         features = model.features(w, batch)
-        logits = model.fuse(w, features, batch)
-        rows = torch.nn.functional.cross_entropy(logits, batch.y, reduction="none")
-        return (
-            matrix + metrics.confusion(logits, batch.y, batch.ok, size),
-            hits + metrics.top_k_hits(logits, batch.y, batch.ok),
-            loss + batch.sum(rows),
-            {
-                m: total + metrics.confusion(single(features, m, batch), batch.y, batch.ok, size)
-                for m, total in alone.items()
-            },
-        )
+        return objective.outputs(model, w, batch, features), features
 
-    known = near if unimodal == "prototype" else model.modalities
-    evaluated = [m for m in modalities if m in model.modalities and m in known and m not in lacking]
-    return Scores(*data.fold(step, (zero, zero[0, 0], zero[0, 0], dict.fromkeys(evaluated, zero))))
+    if objective.WHOLE:
+        whole = all_rows(data, lambda batch: outputs_of(batch)[0])
+        assert whole is not None, "an evaluation client has rows"
+        return Scores(objective.sums(*whole), torch.zeros(0, device=data.num_rows.device), {})
+
+    def step(carry: tuple[dict[str, Tensor], list[Tree]], batch: Batch) -> tuple[dict[str, Tensor], list[Tree]]:
+        total, rows = carry
+        outputs, features = outputs_of(batch)
+        found = {ALL: objective.sums(outputs, batch)}
+        found |= {m: objective.sums(single(features, m, batch), batch, brief=True) for m in alone}
+        kept = [*rows, {"outputs": outputs, "y": batch.y}] if objective.exact else rows
+        return {name: total[name] + value if name in total else value for name, value in found.items()}, kept
+
+    sums, rows = data.fold(step, ({}, []))
+    exact: list[float] = []
+    if objective.exact:
+        outputs, y = (torch.cat([part[name] for part in rows]).cpu() for name in ("outputs", "y"))
+        exact = objective.exact_scores(outputs, Batch({}, y, torch.arange(len(y))))
+    return Scores(sums.pop(ALL), torch.tensor(exact, device=data.num_rows.device), sums)
+
+
+ALL = "all modalities"
+"""The sums from all modalities, beside those from each one alone; a modality's name has no space."""
+
+
+def all_rows(data: ClientData, function: Callable[[Batch], Tensor]) -> tuple[Tensor, Batch] | None:
+    """The outputs for all rows of a client dataset, and these rows as one batch without samples; None without rows.
+
+    Runs under vmap.
+    """
+    found = data.collect(lambda batch: {"outputs": function(batch), "y": batch.y})
+    if not found:
+        return None
+    rows = torch.arange(len(found["y"]), device=found["y"].device)
+    return found["outputs"], Batch(x={}, y=found["y"], rows=rows, ok=rows < data.num_rows)
 
 
 def class_mean_scores(
@@ -245,75 +268,25 @@ def class_mean_scores(
     return (-near.distances(z)).masked_fill(~near.active, float("-inf"))
 
 
-def predict(
-    model: Model,
-    w: Tree,
-    x: Mapping[str, Any],
-    *,
-    reads: Collection[str] | None = None,
-    present: Mapping[str, Any] | None = None,
-    predictor: Predictor = Predictor(),
-) -> Tensor:
-    """Logits (n, C) of the given samples, computed in batches as in an evaluation.
+def own_score(context: ClientContext, w: Tree, data: ClientData, predictor: Predictor = Predictor()) -> OwnScore:
+    """Compute what a client reports of its own test rows.
 
     Args:
-        model: the recipe's model.
-        w: its parameters; the computation runs on their device.
-        x: modality -> samples (n, ...), tensors or arrays; modalities that are not read are ignored.
-        reads: the modalities to read; None means all of the model's.
-        present: modality -> bool (n,), for modalities that some rows lack.
-        predictor: how `w` predicts.
-
-    Raises:
-        RecipeError: a modality is unknown, samples have the wrong shape, the modalities have different numbers of rows,
-            or none of the given modalities is read.
-    """
-    read = [m for m in model.modalities if reads is None or m in reads]
-    given = {m: torch.as_tensor(value) for m, value in x.items()}
-    there = {m: torch.as_tensor(rows, dtype=torch.bool) for m, rows in (present or {}).items()}
-    n = _rows_of(model, given, there)
-    if not (used := [m for m in read if m in given]):
-        raise RecipeError(f"x has {', '.join(given) or 'no modality'}; the model reads {', '.join(read)}")
-    place, found = next(iter(w.values())).device, []
-    with torch.no_grad():
-        for rows in torch.split(torch.arange(n), FOLD_BATCH):
-            numbers = rows.to(place)
-            samples = {m: given[m][rows.to(given[m].device)].to(place, torch.float32) for m in used}
-            known = {m: there[m][rows.to(there[m].device)].to(place) for m in used if m in there}
-            batch = Batch(x=samples, y=torch.zeros_like(numbers), rows=numbers, present=known)
-            found.append(predictor.logits(model, w, batch))
-    return torch.cat(found)
-
-
-def _rows_of(model: Model, x: Tree, present: Tree) -> int:
-    """The number of samples, after checking names, shapes and lengths."""
-    for m in (*x, *present):
-        if m not in model.shapes:
-            raise RecipeError(f"x has '{m}', which is no modality of this model; {did_you_mean(m, model.shapes)}")
-    for m, value in x.items():
-        if not value.dim() or tuple(value.shape[1:]) != model.shapes[m]:
-            wanted = ", ".join(map(str, ("n", *model.shapes[m])))
-            raise RecipeError(f"x['{m}'] has the shape {tuple(value.shape)}; it must be ({wanted}) for n samples")
-    counts = {m: len(value) for m, value in x.items()} | {f"present of {m}": len(rows) for m, rows in present.items()}
-    if len(set(counts.values())) > 1:
-        raise RecipeError(f"every modality must have as many rows as the others; there are {counts}")
-    return max(counts.values(), default=0)
-
-
-def own_score(model: Model, w: Tree, data: ClientData, predictor: Predictor = Predictor()) -> OwnScore:
-    """Count how many rows of a client dataset a client's model predicts correctly.
-
-    Args:
-        model: the recipe's model.
+        context: the client context.
         w: the client's own model.
-        data: the client dataset.
+        data: the client's test rows.
         predictor: how `w` predicts.
     """
+    model, objective = context.model, context.objective
+    kind = torch.float32 if objective.OF_CLASSES else torch.float64
+    zero = torch.zeros(objective.own_shape(context.num_classes), dtype=kind, device=data.num_rows.device)
 
-    def step(hits: Tensor, batch: Batch) -> Tensor:
-        logits = predictor.logits(model, w, batch)
-        right = (logits.argmax(-1) == batch.y).to(torch.float32)
-        # non-finite logits make the count NaN, so that reply validation drops the reply as diverged
-        return hits + batch.sum(torch.where(logits.isfinite().all(-1), right, torch.nan))
+    def outputs(batch: Batch) -> Tensor:
+        by_modality = objective.BY_MODALITY
+        return objective.outputs(model, w, batch) if by_modality else predictor.logits(model, w, batch)
 
-    return OwnScore(data.fold(step, torch.zeros((), device=data.num_rows.device)), data.num_rows)
+    if objective.WHOLE:
+        found = all_rows(data, outputs)
+        return OwnScore(zero if found is None else objective.own_sums(*found), data.num_rows)
+    sums = data.fold(lambda total, batch: total + objective.own_sums(outputs(batch), batch), zero)
+    return OwnScore(sums, data.num_rows)

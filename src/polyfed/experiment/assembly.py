@@ -1,7 +1,9 @@
 """Assemble the parts of a run from a recipe: clients with their data, model, policy, engine, federation."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from polyfed.engines import Sequential, Vectorised
 from polyfed.engines.base import Engine
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
 from polyfed.federation.client_registry import TEST
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Clock
@@ -31,7 +34,7 @@ class Assembly:
     """The parts of a run, before its first round.
 
     Attributes:
-        recipe: the recipe.
+        recipe: the recipe, with its task.
         population: the data and its division into clients.
         model: the model, as functions of a Tree.
         policy: the egress policy.
@@ -39,6 +42,7 @@ class Assembly:
         ledger: records everything that crosses.
         engine: runs tasks on the clients.
         fed: the federation as the server's code sees it.
+        was_guessed: whether the labels decided on the task, because the recipe names none.
     """
 
     recipe: Recipe
@@ -49,6 +53,7 @@ class Assembly:
     ledger: Ledger
     engine: Engine
     fed: Federation
+    was_guessed: bool = False
 
     @property
     def algorithm(self) -> Algorithm:
@@ -56,20 +61,16 @@ class Assembly:
         return self.recipe.algorithm
 
 
-ENGINES: Mapping[str, Callable[..., Engine]] = {
-    "sequential": Sequential,
-    "vectorised": Vectorised,
-    "flower": Sequential,
-}
-"""Engines that hold all clients in this process. For `flower` this engine only checks a recipe; a run gets its engine
-from `polyfed.deploy`."""
+ENGINES = ("sequential", "vectorised", "flower")
+"""The engines that a recipe can name. A run on `flower` gets its engine from `polyfed.deploy`."""
 
 
 def population_of(recipe: Recipe) -> Population:
     """Load the recipe's data and divide it among the clients."""
-    columns: Columns = stacked(recipe.data.load(), recipe.stack)
+    columns: Columns = prepared(recipe, stacked(recipe.data.load(), recipe.stack))
     seed = recipe.seed if recipe.clients.seed is None else recipe.clients.seed
-    return populate(columns, recipe.clients, keys.key(seed, "population"))
+    population = populate(columns, recipe.clients, keys.key(seed, "population"))
+    return population if recipe.attack is None else recipe.attack.poison(population, recipe.seed)
 
 
 def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes: int, policy: Policy) -> Model:
@@ -78,11 +79,11 @@ def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes:
     Args:
         recipe: the recipe.
         shapes: modality -> shape of a sample.
-        num_classes: the number of classes C.
+        num_classes: the number of classes, or of targets where the task has no classes.
         policy: some algorithms leave out modalities that it does not allow to cross.
     """
     spec, read = recipe.algorithm.model_spec(recipe.model, tuple(shapes), policy)
-    return build_model(spec, shapes, num_classes, read, _init_key(recipe))
+    return build_model(spec, shapes, task_of(recipe).num_outputs(num_classes), read, _init_key(recipe))
 
 
 def initial_of(recipe: Recipe, model: Model) -> Tree:
@@ -111,14 +112,16 @@ def assemble(
         run: the run's name in the ledger.
         emit: called with every event.
         population: the clients, if they are not those of the recipe's data.
-        engine: the engine's constructor, if it is not one of `ENGINES`.
+        engine: the engine's constructor, if it is not the recipe's.
 
     Raises:
         PolyfedError: recipe, data or model are wrong, or do not fit each other.
     """
     emit = emit or Emitter()
     population = population or population_of(recipe)
-    columns = population.columns
+    columns, was_guessed = population.columns, recipe.task is None
+    recipe = with_task(recipe, columns)
+    refuse_unfit(recipe, population)
     policy = Policy.parse(recipe.egress, columns.modalities)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model = model_of(recipe, shapes, columns.num_classes, policy)
@@ -141,6 +144,7 @@ def assemble(
         emit=emit,
         debug=recipe.engine.debug,
         clock=clock,
+        objective=task_of(recipe),
     )
     fed = Federation(
         clients=held.registry,
@@ -154,8 +158,9 @@ def assemble(
         min_replies=recipe.engine.min_replies,
         emit=emit,
         clock=clock,
+        attack=recipe.attack,
     )
-    return Assembly(recipe, population, model, policy, initial, ledger, held, fed)
+    return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed)
 
 
 def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
@@ -166,11 +171,39 @@ def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
 
 
 def engine_of(recipe: Recipe) -> Callable[..., Engine]:
-    """The constructor of the recipe's engine, with the engine's own options bound to it."""
+    """The constructor of the recipe's engine, with the engine's own options bound to it.
+
+    Raises:
+        RecipeError: the recipe asks for worker processes where they cannot work.
+    """
     spec = recipe.engine
+    if spec.name == "flower":  # this engine only checks a recipe
+        return Sequential
+    workers, threads = workers_of(recipe), spec.threads or 1
     if spec.name == "vectorised":
-        return lambda *args, **kwargs: Vectorised(*args, stack=spec.stack, replay=spec.replay, **kwargs)
-    return ENGINES[spec.name]
+        return partial(Vectorised, stack=spec.stack, replay=spec.replay, workers=workers, threads=threads)
+    return partial(Sequential, workers=workers, threads=threads)
+
+
+def workers_of(recipe: Recipe) -> int:
+    """The number of worker processes, with 0 resolved.
+
+    Raises:
+        RecipeError: the recipe asks for several where they cannot work.
+    """
+    spec = recipe.engine
+    reason = ""
+    if not hasattr(os, "memfd_create"):
+        reason = "worker processes share memory by means that only Linux has"
+    elif device_of(recipe).type != "cpu":
+        reason = "a process that uses a GPU cannot be forked"
+    elif spec.debug:
+        reason = "[engine] debug raises a client's exception in this process"
+    if reason and spec.workers > 1:
+        raise RecipeError(f"[engine] workers = {spec.workers}: {reason}. Remove it, or use workers = 1")
+    if reason:
+        return 1
+    return spec.workers or max(1, len(os.sched_getaffinity(0)) // max(1, spec.threads))
 
 
 def device_of(recipe: Recipe) -> torch.device:
@@ -205,6 +238,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
             "validation_rows": len(population.validation_rows),
             "sha256": columns.fingerprint(),
         },
+        "task": task_facts(assembly.recipe, columns.num_classes, was_guessed=assembly.was_guessed),
         "num_clients": len(registry),
         "clients": [
             {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from polyfed.data import Population
 from polyfed.experiment.models import Models
+from polyfed.objective import Classification
 
 BINS = 15
 """The number of bins of Guo et al."""
@@ -55,7 +56,7 @@ def calibration_of(models: Models, population: Population) -> dict[str, Any] | N
         the task has no classes, or if a prediction is not finite.
     """
     columns, rows = population.columns, population.test_rows.cpu()
-    if models.shared is None or not len(rows) or columns.label.dim() != 1 or columns.label.is_floating_point():
+    if models.shared is None or not len(rows) or not isinstance(models.task, Classification):
         return None
     total = torch.zeros(BINS, 3, dtype=torch.float64)
     for part in torch.split(rows, ROWS_AT_ONCE):

@@ -82,7 +82,7 @@ def metrics_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
 def clients_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
     """One row for each client that was asked or evaluated, by its number.
 
-    The columns are `asked` and `missing`, counts of rounds, and `personal_accuracy`, the last one that was measured.
+    The columns are `asked` and `missing`, counts of rounds, and `personal_score`, the last one that was measured: the accuracy, or the task's own score.
 
     Args:
         rounds: rows of rounds.jsonl.
@@ -97,13 +97,14 @@ def clients_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
             asked[client] = asked.get(client, 0) + 1
         for client in map(int, row.get("missing", {})):
             missing[client] = missing.get(client, 0) + 1
-        accuracy |= {int(client): value for client, value in row.get("personal_accuracy", {}).items()}
+        scores = row.get("personal_accuracy") or row.get("personal_score", {})
+        accuracy |= {int(client): value for client, value in scores.items()}
     index = pd.Index(sorted({*asked, *missing, *accuracy}), name="client")
     return pd.DataFrame(
         {
             "asked": [asked.get(client, 0) for client in index],
             "missing": [missing.get(client, 0) for client in index],
-            "personal_accuracy": pd.Series([accuracy.get(client) for client in index], index, dtype="float64"),
+            "personal_score": pd.Series([accuracy.get(client) for client in index], index, dtype="float64"),
         },
         index=index,
     )

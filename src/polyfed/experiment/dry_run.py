@@ -17,6 +17,7 @@ from polyfed.core.request import Request, Send
 from polyfed.core.tree import Tree
 from polyfed.data import Population
 from polyfed.engines import Sequential
+from polyfed.engines.worker_process import Unit
 from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.events import Emitter, Listener
 from polyfed.experiment.recipe import Recipe
@@ -113,8 +114,11 @@ class DryRunEngine(Sequential):
         blocks, on_server = context.blocks, context.evaluation_client
         return RecordingGate(clients, blocks, self.ledger, announcement, on_server, seen=self.seen, owned=owned)
 
-    def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
+    def answer(
+        self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
+    ) -> Answer:
         """Run the task on the few clients that stand for the others of their kind."""
+        assert units is None, "a dry run has no worker processes"
         missing: dict[int, str] = {}
         chosen: dict[int, Kind] = {}
         replies: dict[int, Message] = {}

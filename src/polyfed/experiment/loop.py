@@ -3,7 +3,7 @@
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +17,7 @@ from polyfed.core.errors import CheckpointError
 from polyfed.core.registry import name_of
 from polyfed.data import Population
 from polyfed.engines.base import Engine
+from polyfed.engines.in_process import using_threads
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.calibration import calibration_of
@@ -30,6 +31,7 @@ from polyfed.experiment.records import Records, run_id
 from polyfed.experiment.round_facts import check_tables, facts_of_round, seconds_of
 from polyfed.experiment.run_checkpoint import TOTALS, kept_facts, load_content, num_kept
 from polyfed.experiment.run_result import Run, best_round, models_of
+from polyfed.experiment.task_choice import headline_of
 from polyfed.report import write_report
 
 
@@ -55,8 +57,9 @@ def execute(
     """
     if recipe.tracking is not None:
         emit.listeners.append(recipe.tracking.follow(recipe.table(), None if records is None else records.folder))
-    with _threads(recipe.engine.threads):
+    with using_threads(recipe.engine.threads), ExitStack() as stack:
         assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
+        stack.callback(assembly.engine.close)
         refuse_forbidden(assembly)
         warn_unmeasured(assembly)
         loop = _Loop(assembly, records, emit)
@@ -68,17 +71,6 @@ def execute(
                 loop.evaluate(row, state)
                 loop.save(row, state)
         return loop.finish(state)
-
-
-@contextmanager
-def _threads(num: int) -> Iterator[None]:
-    """Inside this block, let PyTorch use `num` threads for each operation; 0 leaves the number unchanged."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Loop:
@@ -218,7 +210,8 @@ class _Loop:
         if self.confusion is not None and row["round"] == self.recipe.rounds:
             row["confusion"] = self.confusion.to(torch.int64).tolist()
         if measured.personal:
-            row["personal_accuracy"] = {str(c): a for c, a in sorted(measured.personal.items())}
+            name = "personal_accuracy" if self.fed.context.objective.SCORE == "accuracy" else "personal_score"
+            row[name] = {str(c): a for c, a in sorted(measured.personal.items())}
         row["seconds"]["evaluate"] = time.perf_counter() - started
         booked = self._book(row["round"], counted=False)
         row["evaluation"] = {way: booked[way] for way in ("bytes_up", "bytes_down")}
@@ -287,6 +280,7 @@ class _Loop:
             "rounds": self.recipe.rounds,
             "clients": len(self.fed.clients),
             "num_parameters": self.assembly.model.num_parameters(),
+            "task": headline_of(self.recipe),
         }
 
     def _result(self, state: Any, models: Models) -> dict[str, Any]:
@@ -296,16 +290,13 @@ class _Loop:
         result = {key: headline[key] for key in ("algorithm", "engine", "dataset")}
         result |= {"seed": self.recipe.seed, "rounds": self.recipe.rounds, "clients": headline["clients"]}
         result |= {"num_parameters": headline["num_parameters"], "num_kept": num_kept(state, self.assembly.engine)}
-        result["metrics"] = measured
-        if calibration := calibration_of(models, self.assembly.population):
-            result["calibration"] = calibration
-        if best := best_round(self.rounds):
-            result["best"] = best
+        result |= {"task": headline["task"], "metrics": measured}
+        calibration = calibration_of(models, self.assembly.population)
+        result |= {} if calibration is None else {"calibration": calibration}
+        result |= {"best": best} if (best := best_round(self.rounds, self.fed.context.objective)) else {}
         result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}
-        result["seconds_total"] = self.totals["seconds"]
-        result |= seconds_of([row["seconds"]["train"] for row in self.rounds])
-        if self.recipe.network is not None:
-            result["simulated_seconds"] = self.totals["simulated_seconds"]
+        result |= {"seconds_total": self.totals["seconds"]} | seconds_of([r["seconds"]["train"] for r in self.rounds])
+        result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}
         return result | {"state_sha256": checkpoint.digest(state)}
 
     def _facts(self) -> dict[str, Any]:

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from polyfed.core.errors import RecipeError, UnknownClient
 from polyfed.core.tree import Tree
-from polyfed.evaluation.scores import Predictor, predict
+from polyfed.evaluation.predictions import predict
+from polyfed.evaluation.scores import Predictor
 from polyfed.model import Model, ModelSpec
+from polyfed.objective import Objective
 
 
 @dataclass(frozen=True, repr=False)
@@ -21,6 +23,7 @@ class Models:
         algorithm: the algorithm's name.
         spec: the [model] section.
         model: the model, as functions of a Tree.
+        task: what the model learnt to predict; `task.decided` turns predictions into decisions, such as classes.
         predictor: how a client's own model predicts.
         shared: the global model, or None; see `params`.
         clients: client number -> the modalities that this client's model reads.
@@ -34,6 +37,7 @@ class Models:
     algorithm: str
     spec: ModelSpec
     model: Model
+    task: Objective
     predictor: Predictor
     shared: Tree | None
     clients: Mapping[int, tuple[str, ...]]
@@ -75,7 +79,7 @@ class Models:
     def predict(
         self, x: Mapping[str, Any], client: int | None = None, *, present: Mapping[str, Any] | None = None
     ) -> Tensor:
-        """Compute logits (n, C) exactly as the evaluation of the run computed them.
+        """Compute predictions exactly as the evaluation of the run computed them: for classes, logits (n, C).
 
         Args:
             x: modality -> samples (n, ...) as the data set gives them, standardised if it standardises. A modality
@@ -89,9 +93,11 @@ class Models:
             RecipeError: there is no global model or no such client, or `x` does not fit the model.
         """
         if client is None:
-            return predict(self.model, self.params, x, present=present)
+            return predict(self.model, self.task, self.params, x, present=present)
         w = self.of(client)
-        return predict(self.model, w, x, reads=self.clients[client], present=present, predictor=self.predictor)
+        return predict(
+            self.model, self.task, w, x, reads=self.clients[client], present=present, predictor=self.predictor
+        )
 
     def of(self, client: int) -> Tree:
         """The parameters that a client predicts with.

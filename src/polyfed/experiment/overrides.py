@@ -13,6 +13,7 @@ from polyfed.core.vocabulary import advice_for
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
+from polyfed.federation.attack import Attack
 from polyfed.federation.network import Network
 from polyfed.model import ModelSpec
 from polyfed.training.optimisers import ServerOptimiser, Train
@@ -27,10 +28,12 @@ SECTIONS: Mapping[str, type | tuple[str, ...]] = {
     "server": ServerOptimiser,
     "evaluate": Evaluation,
     "network": Network,
+    "attack": Attack,
     "egress": (),
     "engine": EngineSpec,
     "checkpoint": CheckpointSpec,
     "tracking": ("name",),
+    "task": ("name",),
 }
 """Section -> the dataclass whose fields are its keys, or the keys that it has for every class. `seed` and `rounds` come
 before the sections."""

@@ -24,14 +24,20 @@ from polyfed.experiment.display import ShownRecipe
 from polyfed.experiment.overrides import apply, called, refuse_unknown
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
 from polyfed.experiment.tracking import TRACKERS, Tracker
+from polyfed.federation.attack import Attack
 from polyfed.federation.network import Network
 from polyfed.model import ModelSpec
 from polyfed.model.encoders import entry_of
+from polyfed.objective import OBJECTIVES, Objective
 from polyfed.selection import SELECTORS, Selector
 from polyfed.training.optimisers import ServerOptimiser, Train
 
 PARTS = {"train": "train", "evaluation": "evaluate", "selector": "selection", "server": "server"}
 """Field of an algorithm -> the section of the recipe that it is written in."""
+
+
+OPTIONAL = {"network": Network, "attack": Attack}
+"""Sections that a recipe may leave out, with the classes that they build."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -43,6 +49,7 @@ class Recipe(ShownRecipe):
         algorithm: the algorithm; its fields hold the sections [train], [selection], [server] and [evaluate].
         model: the section [model].
         clients: the section [clients].
+        task: the section [task], or None, so that the labels decide.
         seed: the seed of every random draw.
         rounds: the number of rounds.
         engine: the section [engine].
@@ -50,6 +57,7 @@ class Recipe(ShownRecipe):
         egress: the policy table, `{block: {destination: [kinds]}}`.
         stack: new modality -> modalities it is stacked from (early fusion, `data.stacking`); `stack` in [data].
         network: the section [network], or None for no simulated time.
+        attack: the section [attack], or None for honest clients.
         tracking: the tracker that receives the numbers of the run, or None.
         name: the name of the output folder, unless the user gives one.
     """
@@ -58,6 +66,7 @@ class Recipe(ShownRecipe):
     algorithm: Algorithm
     model: ModelSpec
     clients: ClientsSpec = ClientsSpec(num=10)
+    task: Objective | None = None
     seed: int = 1
     rounds: int = 10
     engine: EngineSpec = EngineSpec()
@@ -65,6 +74,7 @@ class Recipe(ShownRecipe):
     egress: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     stack: Mapping[str, Sequence[str]] = field(default_factory=dict)
     network: Any = None
+    attack: Attack | None = None
     tracking: Tracker | None = None
     name: str = "run"
 
@@ -89,17 +99,15 @@ class Recipe(ShownRecipe):
             if part in algorithm:
                 table[section] = algorithm.pop(part)
         if "selection" in table:
-            selector = self.algorithm.selector  # type: ignore[attr-defined]
-            table["selection"] = {"name": name_of(selector, SELECTORS)} | table["selection"]
-            for elsewhere in ("participation", "train"):
-                table["selection"].pop(elsewhere, None)
+            own = {key: entry for key, entry in table["selection"].items() if key not in ("participation", "train")}
+            table["selection"] = {"name": name_of(self.algorithm.selector, SELECTORS)} | own  # type: ignore[attr-defined]
         table["algorithm"] = {"name": name_of(self.algorithm, ALGORITHMS)} | algorithm
-        table["engine"] = as_table(self.engine)
-        table["checkpoint"] = as_table(self.checkpoint)
-        if self.network is not None:
-            table["network"] = as_table(self.network)
-        if self.tracking is not None:
-            table["tracking"] = {"name": name_of(self.tracking, TRACKERS)} | as_table(self.tracking)
+        table |= {"engine": as_table(self.engine), "checkpoint": as_table(self.checkpoint)}
+        optional = {"network": self.network, "attack": self.attack}
+        table |= {name: as_table(held) for name, held in optional.items() if held is not None}
+        for name, held, registry in (("task", self.task, OBJECTIVES), ("tracking", self.tracking, TRACKERS)):
+            if held is not None:
+                table[name] = {"name": name_of(held, registry)} | as_table(held)
         table["egress"] = {block: {d: list(k) for d, k in row.items()} for block, row in self.egress.items()}
         return table
 
@@ -183,17 +191,14 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
         data=build("[data]", *_class("[data]", SOURCES, Source, data)),
         **checked("[data]", Recipe, stack),
         clients=clients,
+        task=_named("task", OBJECTIVES, Objective, sections),
         model=build("[model]", ModelSpec, sections["model"]),
         algorithm=_algorithm(sections, clients),
         engine=build("[engine]", EngineSpec, sections.get("engine", {})),
         checkpoint=build("[checkpoint]", CheckpointSpec, sections.get("checkpoint", {})),
         egress=_egress(sections.get("egress", {})),
-        network=build("[network]", Network, sections["network"]) if "network" in sections else None,
-        tracking=(
-            build("[tracking]", *_class("[tracking]", TRACKERS, Tracker, sections["tracking"]))
-            if "tracking" in sections
-            else None
-        ),
+        **{name: build(f"[{name}]", cls, sections[name]) for name, cls in OPTIONAL.items() if name in sections},
+        tracking=_named("tracking", TRACKERS, Tracker, sections),
         name=name,
     )
 
@@ -302,6 +307,12 @@ def _algorithm(sections: Mapping[str, Any], clients: ClientsSpec) -> Algorithm:
         )
     built: Algorithm = build("[algorithm]", cls, table, **given)
     return built
+
+
+def _named(section: str, registry: Mapping[str, type], base: type, sections: Mapping[str, Any]) -> Any:
+    """The object that a section describes by a name and options; None without the section."""
+    found, where = sections.get(section), f"[{section}]"
+    return None if found is None else build(where, *_class(where, registry, base, found))
 
 
 def _class(

@@ -24,6 +24,9 @@ from polyfed.training.optimisers import WHOLE_RUN_SCHEDULES
 FLOWER = "flower"
 """The name of the engine whose clients keep their state outside this process."""
 
+CLASSES = {"name": "classification", "class_weights": [], "ranking": False}
+"""The section [task] of runs whose folder has none."""
+
 MAY_CHANGE = ("rounds", "engine", "checkpoint", "tracking")
 """Parts of a recipe that may change when a run is resumed; none of them changes the results of its rounds."""
 
@@ -207,7 +210,8 @@ class Records:
 
     def _check_same(self, recipe: dict[str, Any]) -> None:
         """Refuse a recipe that differs from the one in the folder in more than `MAY_CHANGE`."""
-        before = _read(self.folder / RECIPE, _recipe_table)
+        # a version without [task] trained classes only
+        before = {"task": CLASSES} | _read(self.folder / RECIPE, _recipe_table)
         # through TOML, so that both sides have gone through the same conversion
         now = parse_toml(tomli_w.dumps(recipe))
         for path, old, new in _differences(before, now):

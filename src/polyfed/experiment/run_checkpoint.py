@@ -25,7 +25,7 @@ def kept_facts(fed: Federation, class_names: tuple[str, ...] | None) -> dict[str
     registry, model = fed.clients, fed.context.model
     return {
         "shapes": {name: list(shape) for name, shape in model.shapes.items()},
-        "classes": model.num_classes,
+        "classes": fed.context.num_classes,
         "class_names": class_names,
         "num_rows": registry.num_rows,
         "holds": registry.holds,

@@ -25,11 +25,13 @@ from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.records import Records
 from polyfed.experiment.run_checkpoint import load_content
 from polyfed.experiment.saved_model import save
+from polyfed.experiment.task_choice import task_of
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Answer
 from polyfed.model import Model
+from polyfed.objective import CLASSES, Objective
 from polyfed.privacy.policy import Policy
 
 if TYPE_CHECKING:
@@ -59,7 +61,8 @@ class Run:
     def __repr__(self) -> str:
         """A short text, without the many numbers of `state` and `model`."""
         evaluated = self.result["metrics"].get("global", self.result["metrics"].get("personal", {}))
-        score = next((f", {name} {evaluated[name]:.4f}" for name in ("accuracy", "mean") if name in evaluated), "")
+        headline = (self.models.task.SCORE, "mean")
+        score = next((f", {name} {evaluated[name]:.4f}" for name in headline if name in evaluated), "")
         where = "" if self.folder is None else f", files in {self.folder}"
         return f"Run({self.result['algorithm']} on {self.result['dataset']}, {len(self.rounds)} rounds{score}{where})"
 
@@ -80,7 +83,7 @@ class Run:
 
     @property
     def clients(self) -> "pd.DataFrame":
-        """One row per client: in how many rounds it was `asked` and `missing`, and its last `personal_accuracy`."""
+        """One row per client: in how many rounds it was `asked` and `missing`, and its last `personal_score`."""
         return clients_frame(self.rounds)
 
     @property
@@ -104,7 +107,10 @@ class Run:
     def predict(
         self, x: Mapping[str, Any], client: int | None = None, *, present: Mapping[str, Any] | None = None
     ) -> Tensor:
-        """Compute logits (n, C) with the model that the run evaluated, so its metrics are those of these predictions.
+        """Compute predictions with the model that the run evaluated, so its metrics are those of these predictions.
+
+        For classes these are logits (n, C); docs/evaluation.md#choose-a-task has the other tasks. `models.task.decided`
+        turns them into decisions, such as classes.
 
         Args:
             x: modality -> samples (n, ...) as the data set gives them, standardised if it standardises. A modality
@@ -146,17 +152,19 @@ class Run:
         return {client for row in self.rounds for client in row.get("cohort", ())}
 
 
-def best_round(rounds: Sequence[dict[str, Any]], metric: str = "macro_f1") -> dict[str, Any] | None:
+def best_round(rounds: Sequence[dict[str, Any]], objective: Objective = CLASSES) -> dict[str, Any] | None:
     """The first round with the best validation score, and its metrics; None without validation.
 
     Args:
         rounds: rows of rounds.jsonl.
-        metric: the name of the score.
+        objective: the task, whose `BEST` is the score.
     """
+    metric = objective.BEST
     evaluated = [row for row in rounds if row.get("metrics", {}).get("validation", {}).get(metric) is not None]
     if not evaluated:
         return None
-    best = max(evaluated, key=lambda row: row["metrics"]["validation"][metric])
+    choose = max if objective.RISING else min
+    best = choose(evaluated, key=lambda row: row["metrics"]["validation"][metric])
     return {"round": best["round"], "metrics": best["metrics"]}
 
 
@@ -207,6 +215,7 @@ def models_of(
         algorithm=name,
         spec=algorithm.model_spec(recipe.model, registry.modalities, context.policy)[0],
         model=context.model,
+        task=context.objective,
         predictor=algorithm.predictor,
         shared=algorithm.global_params(state),
         clients={client: algorithm.client_modalities(client, facts) for client in registry if registry.owned(client)},
@@ -256,7 +265,15 @@ def load_run(folder: str | Path) -> Run:
     policy = Policy.parse(recipe.egress, shapes)
     model = model_of(recipe, shapes, facts["classes"], policy)
     initial = model.init(keys.key(recipe.seed, "init"))
-    context = ClientContext(model, tuple(shapes), facts["classes"], initial, evaluation_client=True, policy=policy)
+    context = ClientContext(
+        model,
+        tuple(shapes),
+        facts["classes"],
+        initial,
+        evaluation_client=True,
+        policy=policy,
+        objective=task_of(recipe),
+    )
     fed = Federation(
         clients=ClientRegistry(tuple(shapes), facts["num_rows"], facts["holds"], facts["silo"]),
         engine=_NoClients(),

@@ -30,6 +30,7 @@ from polyfed.experiment.models import Models
 from polyfed.experiment.recipe import as_table, build
 from polyfed.model import Model, ModelSpec, build_model
 from polyfed.model.encoders import entry_of
+from polyfed.objective import OBJECTIVES, Classification, Objective
 
 FORMAT = 1
 """The version of the folder's layout; other versions are not read."""
@@ -108,6 +109,7 @@ def _description(models: Models) -> dict[str, Any]:
         "reads": models.model.modalities,
         "classes": models.model.num_classes,
         "class_names": models.class_names,
+        "task": {"name": name_of(models.task, OBJECTIVES)} | as_table(models.task),
         "clients": [{"modalities": modalities, "clients": clients} for modalities, clients in held.items()],
         "own_models": models.own,
         "model_for": models.model_for,
@@ -158,7 +160,8 @@ def _check_allowed(folder: Path, said: Mapping[str, Any], allowance: Allowance) 
         NotAllowed: with the argument that would allow it.
     """
     encoders = list(said["model"]["encoders"].values())
-    classes = [str(encoder["kind"]) for encoder in encoders] + [str(said["predictor"]["name"])]
+    classes = [str(encoder["kind"]) for encoder in encoders]
+    classes += [str(said["predictor"]["name"]), str(said.get("task", {}).get("name", ""))]
     for path in classes:
         if ":" in path and not allowance.has_import(path):
             raise NotAllowed(
@@ -181,6 +184,8 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
         model = build_model(spec, shapes, said["classes"], said["reads"])
     except (RuntimeError, OverflowError) as error:  # PyTorch refuses sizes that are negative or too large
         raise ValueError(f"its model cannot be built: {error}") from error
+    # a version without other tasks wrote no task
+    task = dict(said.get("task", {"name": Classification.NAME}))
     how, names, sums, own = dict(said["predictor"]), said["class_names"], dict(said["sha256"]), said["own_models"]
     clients = {k: tuple(group["modalities"]) for group in said["clients"] for k in group["clients"]}
     shared = _read_tree(folder / GLOBAL, sums[GLOBAL], model, model.modalities, device) if GLOBAL in sums else None
@@ -198,6 +203,7 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
         algorithm=said["algorithm"],
         spec=spec,
         model=model,
+        task=build("[task]", find(task.pop("name"), OBJECTIVES, Objective), task),
         predictor=build("[predictor]", find(how.pop("name"), PREDICTORS, Predictor), how),
         shared=shared,
         clients=dict(sorted(clients.items())),

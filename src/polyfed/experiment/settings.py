@@ -14,8 +14,11 @@ class EngineSpec:
     Attributes:
         name: `vectorised`, `sequential` or `flower`.
         device: `cpu`, `cuda`, or `auto` (CUDA when there is one).
-        threads: the number of threads PyTorch uses on the CPU; 0 keeps PyTorch's default. Small models run fastest
-            with 1, because threads spend more time waiting for each other than they save, above all on a busy machine.
+        workers: the number of processes that train clients on a CPU; 0 takes one for each core, and only this process
+            for requests too small to share. The result does not depend on the number. Worker processes need Linux.
+        threads: the number of threads that PyTorch uses on the CPU, in this process and in each worker process. 0 keeps
+            PyTorch's default in this process, and uses 1 for requests that worker processes could share: a thread for
+            each operation spends more time waiting than it saves, above all on a busy machine.
         stack: the largest number of clients in one stack of the vectorised engine; 0 chooses it by a memory budget,
             and on a CPU does not stack models with 2-d convolutions, which run slower when stacked.
         replay: whether the vectorised engine may record a training step and replay it, which is faster and gives the
@@ -54,6 +57,7 @@ class EngineSpec:
 
     name: Literal["vectorised", "sequential", "flower"] = "vectorised"
     device: Literal["cpu", "cuda", "auto"] = "cpu"
+    workers: Annotated[int, between(0, 1024)] = 0
     threads: Annotated[int, between(0, 1024)] = 0
     stack: Annotated[int, NOT_NEGATIVE] = 0
     replay: bool = True

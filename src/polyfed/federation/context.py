@@ -1,9 +1,14 @@
 """The client context: the facts that a task may use about the client that runs it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from polyfed.core.batch import Batch
 from polyfed.core.tree import SHARED, Tree
 from polyfed.model import Model
+from polyfed.objective import CLASSES, Objective
 from polyfed.privacy.policy import Policy
 
 
@@ -14,10 +19,11 @@ class ClientContext:
     Attributes:
         model: the model, as pure functions of a tree of parameters.
         modalities: the modalities of this client, in the federation's order.
-        num_classes: number of classes of the label.
+        num_classes: number of classes of the label, or of targets where the task has no classes.
         initial: this client's blocks of the model's initial parameters, drawn from the run's seed.
         evaluation_client: whether this is an evaluation client, which holds the server's own test or validation rows.
         policy: the egress policy, which says what may leave this client.
+        objective: what the model learns to predict, with the loss: the section [task].
     """
 
     model: Model
@@ -26,8 +32,23 @@ class ClientContext:
     initial: Tree
     evaluation_client: bool = False
     policy: Policy = Policy()
+    objective: Objective = CLASSES
 
     @property
     def blocks(self) -> frozenset[str]:
         """The blocks of this client's model: one for each of its modalities, and the shared block."""
         return frozenset((*self.modalities, SHARED))
+
+    def loss(self, w: Tree, batch: Batch, features: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The loss of the task for a batch, a 0-dim tensor; for classes, the cross-entropy.
+
+        Args:
+            w: parameters of the model.
+            batch: the rows, with their labels.
+            features: the result of `model.features`, if it is known already.
+        """
+        return self.objective.loss(self.objective.outputs(self.model, w, batch, features), batch)
+
+    def row_losses(self, w: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
+        """For each row the sum of the losses of its known targets, and the sum of their weights, (B,) each."""
+        return self.objective.row_losses(self.objective.outputs(self.model, w, batch), batch)

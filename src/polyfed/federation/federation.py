@@ -20,6 +20,7 @@ from polyfed.core.request import Accept, Request, Send, Task
 from polyfed.core.tasks import path_of
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data.columns import Column, Columns
+from polyfed.federation.attack import Attack
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
@@ -59,6 +60,7 @@ class Federation:
             the replies of all of them.
         emit: called with the name and the fields of each event.
         clock: simulated time and the links of the clients, or None if the recipe has no [network] section.
+        attack: the simulated attack of the [attack] section, or None.
         round: the current round, from 1; 0 before the first.
         asked: number of requests so far in this round.
         watch: called with what was sent and the usable replies of every request.
@@ -75,6 +77,7 @@ class Federation:
     min_replies: int = 1
     emit: Callable[..., None] = lambda *_, **__: None
     clock: Clock | None = None
+    attack: Attack | None = None
     round: int = 0
     asked: int = 0
     watch: Callable[[Send, Replies], None] = lambda *_: None
@@ -85,7 +88,9 @@ class Federation:
     def validator(self) -> ReplyValidator:
         """The reply validator for the current template."""
         if self._validator is None or self._validator.template is not self.template:
-            self._validator = ReplyValidator(self.template, self.context.model, self.clients.modalities)
+            context = self.context
+            objective, size = context.objective, context.num_classes
+            self._validator = ReplyValidator(self.template, context.model, self.clients.modalities, objective, size)
         return self._validator
 
     def begin(self, round: int) -> None:
@@ -135,6 +140,8 @@ class Federation:
             return Replies([])
         peak = self._check_sent(request, send)
         answer = self.engine.answer(request, sorted(clients), send)
+        if self.attack is not None:
+            answer = self.attack.falsify(answer, send, self.attack.attackers(len(self.clients), self.seed))
         missing = dict(answer.missing)
         parts = [kept for part in answer.parts if (kept := self._inspect(request, part, missing, accept))]
         parts = self._in_time(parts, missing)
@@ -224,7 +231,7 @@ class Federation:
 
         Args:
             x: modality -> values, (n, ...) float32.
-            y: labels, (n,) int64; all 0 if None.
+            y: labels, int64 (n,), or targets, float32 (n, T); class 0 if None.
             present: modality -> which rows have it, bool (n,); only for modalities that some rows lack.
             number: a different number for each dataset made in a round, so that their batch orders differ.
         """
@@ -235,7 +242,7 @@ class Federation:
             name="received",
             modalities={name: Column(value) for name, value in x.items()},
             label=torch.zeros_like(rows) if y is None else y,
-            num_classes=self.context.num_classes,
+            num_classes=self.context.num_classes if y is None or y.dim() == 1 else y.shape[1],
             split=torch.zeros(n, dtype=torch.int8, device=device),
             ids=rows,
             present=present or {},

@@ -18,6 +18,7 @@ from polyfed.core.messages import OF_THE_MODEL, Declared, Message, tensors
 from polyfed.core.tree import Tree, block_of
 from polyfed.federation.replies import ReplyStack
 from polyfed.model import Model
+from polyfed.objective import CLASSES, Objective
 from polyfed.privacy.announcement import Holder
 
 NOT_FINITE = "is not finite"
@@ -41,12 +42,21 @@ class ReplyValidator:
         template: the server's parameters and buffers, by name.
         model: the model with all modalities.
         modalities: the modalities of the federation.
+        objective: the task.
+        size: its number of classes or targets; 0 stands for the outputs of the model.
     """
 
     template: Tree
     model: Model
     modalities: tuple[str, ...]
+    objective: Objective = CLASSES
+    size: int = 0
     _named: dict[tuple[str, Declared, tuple[str, ...]], str] = field(default_factory=dict)
+
+    @property
+    def classes(self) -> int:
+        """The number of classes or targets."""
+        return self.size or self.model.num_outputs
 
     @cached_property
     def floats(self) -> frozenset[torch.dtype]:
@@ -85,21 +95,39 @@ class ReplyValidator:
                 self._note(bad, part, fine, f"{count} must be from 0 to {min(held)}, the rows that {name} holds")
         for name, key, value in found:
             said = part.message.declared[name]
-            if said.kind == "labels" and said.shape == ():
-                fine, words = (value >= 0) & (value < self.model.num_classes), f"from 0 to {self.model.num_classes - 1}"
+            if said.kind == "labels" and self._of_classes(said):
+                fine, words = (value >= 0) & (value < self.classes), f"from 0 to {self.classes - 1}"
             elif said.within is not None:
                 fine, words = said.within.holds(value), said.within.words
             else:
                 continue
             if not bool(fine.all()):  # NaN fails every range check; the check below reports it
                 self._note(bad, part, fine | (value != value), f"{_at(name, key)} must be {words}")
-        floats = [(name, key, value) for name, key, value in found if value.is_floating_point()]
+        floats = [
+            (name, key, self._known(part, name, value)) for name, key, value in found if value.is_floating_point()
+        ]
         # one cheap pass first: a finite sum has only finite terms; otherwise check every tensor (sums can overflow)
         sums = [value.sum(dtype=torch.float32) for _, _, value in floats]
         if floats and not math.isfinite(torch.stack(sums).sum().item()):
             for name, key, value in floats:
                 self._note(bad, part, torch.isfinite(value), f"{_at(name, key)} {NOT_FINITE}")
         return bad
+
+    def _of_classes(self, said: Declared) -> bool:
+        """Whether a field of labels holds class numbers."""
+        return said.shape == () or (said.shape == ("label",) and self.objective.OF_CLASSES)
+
+    def _exact_type(self, said: Declared) -> torch.dtype | None:
+        """The type that a field must have; None if several are allowed."""
+        if said.kind == "ids" or (said.kind == "labels" and self._of_classes(said)):
+            return torch.int64
+        targets = said.shape == ("label",) and self.objective.label_shape(1) != ()
+        return torch.float32 if targets else None
+
+    def _known(self, part: ReplyStack, field: str, value: Tensor) -> Tensor:
+        """The tensor with 0 in place of unknown targets, which are NaN."""
+        targets = part.message.declared[field].shape == ("label",)
+        return torch.where(value.isnan(), torch.zeros_like(value), value) if targets else value
 
     def _note(self, bad: dict[int, str], part: ReplyStack, fine: Tensor, reason: str) -> None:
         for client, whole in zip(part.clients, fine.reshape(len(part.clients), -1).all(1).tolist(), strict=True):
@@ -117,8 +145,9 @@ class ReplyValidator:
         where = field if key is None else f"{field}.{key}"
         if said.kind in REAL and value.dtype not in self.floats:
             raise BadReply(f"{where} is {value.dtype}, expected {' or '.join(sorted(map(str, self.floats)))}")
-        if (said.kind == "ids" or (said.kind == "labels" and said.shape == ())) and value.dtype != torch.int64:
-            raise BadReply(f"{where} is {value.dtype}, expected torch.int64")
+        wanted_type = self._exact_type(said)
+        if wanted_type is not None and value.dtype != wanted_type:
+            raise BadReply(f"{where} is {value.dtype}, expected {wanted_type}")
         if said.rows is not None and value.dim() < 2:
             raise BadReply(f"{where} has no axis of rows")
         if said.shape is None:
@@ -133,6 +162,10 @@ class ReplyValidator:
         for word in said.shape or ():
             if word is None:
                 yield None
+            elif word == "own":
+                yield from self.objective.own_shape(self.classes)
+            elif word == "label":
+                yield from self.objective.label_shape(self.classes)
             elif word == "classes":
                 yield self.model.num_classes
             elif word == "features":
@@ -142,7 +175,7 @@ class ReplyValidator:
             elif word == "sample":
                 yield from self.model.shapes[str(modality)]
             else:
-                raise AssertionError(f"a size is classes, features, encoded, sample or None, not {word!r}")
+                raise AssertionError(f"a size is classes, own, label, features, encoded, sample or None, not {word!r}")
 
     def _flaw(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
         """Return what is wrong with the names of a tree, or "". Cached, because most clients send the same names."""

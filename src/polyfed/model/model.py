@@ -47,7 +47,7 @@ class Model:
 
     Attributes:
         modalities: the modalities that the model reads, in order.
-        num_classes: C.
+        num_classes, num_outputs: C, the width of the output; the second name is for tasks without classes.
         shapes: sample shape of each modality.
         has_batchnorm: whether a layer uses batch statistics, so that a training batch needs at least two rows.
         convolves: whether a layer is a convolution over two or more dimensions.
@@ -64,7 +64,7 @@ class Model:
         key: int,
     ) -> None:
         self.modalities = tuple(factories)
-        self.num_classes, self.shapes = num_classes, dict(shapes)
+        self.num_classes, self.num_outputs, self.shapes = num_classes, num_classes, dict(shapes)
         self._factories: dict[str, Callable[[], nn.Module]] = {**factories, SHARED: shared}
         blocks = {name: made(make, key, name) for name, make in factories.items()}
         self._fusion = made(shared, key, SHARED)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from polyfed.report.formatting import seconds_of
 from polyfed.report.history import History
+from polyfed.report.scores import TITLES, title_of, unit_of
 
 MOST_POINTS = 1500
 """A chart shows at most this many points; more rounds are averaged in bins, since no screen could show them."""
@@ -100,17 +101,18 @@ def charts_of(history: History, modalities: Sequence[str]) -> list[Chart]:
 
 
 def accuracy(history: History, modalities: Sequence[str]) -> Chart:
-    """The accuracy of the global model with all modalities and with each modality alone."""
+    """The score of the global model, such as accuracy, with all modalities and with each modality alone."""
+    head = history.headline
     alone = history.group("unimodal.")
     order = [*(m for m in modalities if m in alone), *(m for m in alone if m not in modalities)]
-    series = _present(history, [("all modalities", "global.accuracy", 0, False)])
+    series = _present(history, [("all modalities", f"global.{head.score}", 0, False)])
     series += [Series(f"{m} alone", alone[m], colour_of(m, modalities)) for m in order]
-    series += _present(history, [("validation", "validation.accuracy", 0, True)])
+    series += _present(history, [("validation", f"validation.{head.score}", 0, True)])
     return Chart(
         "accuracy",
-        "Accuracy",
+        headed(head.title),
         "The global model on the test set: with all modalities, and with one modality alone.",
-        "share",
+        head.unit,
         history.rounds,
         series,
     )
@@ -118,10 +120,16 @@ def accuracy(history: History, modalities: Sequence[str]) -> Chart:
 
 def scores(history: History) -> Chart:
     """The other scores of the global model."""
-    named = [("UAR", "uar", 1), ("macro-F1", "macro_f1", 2), ("top-5 accuracy", "top5", 3)]
-    series = _present(history, [(label, f"global.{name}", colour, False) for label, name, colour in named])
-    caption = "The global model on the test set: unweighted average recall, macro-averaged F1, top-5 accuracy."
-    return Chart("scores", "Other scores", caption, "share", history.rounds, series)
+    names = [name for name in TITLES if name != history.headline.score and f"global.{name}" in history.columns]
+    series = _present(history, [(title_of(name), f"global.{name}", n, False) for n, name in enumerate(names, 1)])
+    caption = "The global model on the test set; docs/evaluation.md defines the scores."
+    unit: Unit = "number" if any(unit_of(name) == "number" for name in names) else "share"
+    return Chart("scores", "Other scores", caption, unit, history.rounds, series)
+
+
+def headed(title: str) -> str:
+    """A title with a capital first letter."""
+    return title[:1].upper() + title[1:]
 
 
 def loss(history: History) -> Chart:
@@ -136,7 +144,8 @@ def loss(history: History) -> Chart:
 
 
 def personal(history: History) -> Chart:
-    """The spread of the clients' accuracies on their own test rows."""
+    """The spread of the clients' scores on their own test rows."""
+    head = history.headline
     part = history.group("personal_accuracy.")
     series: list[Series] = []
     if part:
@@ -146,21 +155,22 @@ def personal(history: History) -> Chart:
             Series("best client", part["best"], 2),
         ]
     series += _present(history, [("mean", "personal.mean", 3, True)])
-    caption = "Accuracy of clients on their own test rows; the band covers the middle half of the clients."
-    return Chart("personal", "Personal accuracy over rounds", caption, "share", history.rounds, series)
+    caption = f"{headed(head.title)} of clients on their own test rows; the band covers the middle half of the clients."
+    return Chart("personal", f"Personal {head.title} over rounds", caption, head.unit, history.rounds, series)
 
 
 def ranked(history: History) -> Chart:
     """The clients, from worst to best, in the last evaluated round."""
-    values = sorted(history.personal.values())
+    head = history.headline
+    values = sorted(history.personal.values(), reverse=not head.rising)
     share = [100.0 * (rank + 0.5) / len(values) for rank in range(len(values))]
     return Chart(
         "ranked",
-        "Personal accuracy, worst client to best",
-        "The last measured accuracy of every client on its own test rows, in ascending order.",
-        "share",
+        f"Personal {head.title}, worst client to best",
+        f"The last measured {head.title} of every client on its own test rows, the worst first.",
+        head.unit,
         share,
-        [Series("accuracy", values, 0)],
+        [Series(head.title, values, 0)],
         "percent of clients",
     )
 
@@ -194,9 +204,10 @@ def timing(history: History) -> Chart:
 
 
 def prices(history: History) -> list[Chart]:
-    """Accuracy against cost: bytes, simulated time if the recipe has a section [network], and, for an algorithm that
+    """The score against cost: bytes, simulated time if the recipe has a section [network], and, for an algorithm that
     logs them, local rounds and exchanges; these also against the test loss."""
-    scores = [("all modalities", "global.accuracy", 0, False), ("clients' own", "personal.mean", 1, False)]
+    head = history.headline
+    scores = [("all modalities", f"global.{head.score}", 0, False), ("clients' own", "personal.mean", 1, False)]
     loss = [("test", "global.loss", 1, False)]
     up, down, seconds = (history.columns.get(name, ()) for name in ("bytes_up", "bytes_down", "simulated_seconds"))
     moved = accumulate((a or 0.0) + (b or 0.0) for a, b in zip(up, down, strict=True))
@@ -213,7 +224,8 @@ def prices(history: History) -> list[Chart]:
             continue
         caption = "The x axis is the total since round 1. Clients' own: the mean over their own test rows."
         series = _present(history, scores)
-        charts.append(Chart(f"price-{number}", f"Accuracy against {what}", caption, "share", x, series, label))
+        title = f"{headed(head.title)} against {what}"
+        charts.append(Chart(f"price-{number}", title, caption, head.unit, x, series, label))
         if with_loss:
             curves = _present(history, loss)
             charts.append(

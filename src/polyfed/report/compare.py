@@ -12,12 +12,13 @@ from polyfed.evaluation.metrics import mean_and_spread
 from polyfed.report.folds import FOLD_KEYS, check_reach, fold_of, pooled_uars, rounds_to
 from polyfed.report.formatting import MISSING, number_of
 from polyfed.report.run_folder import Folder
+from polyfed.report.scores import TITLES, title_of, unit_of
 
 IGNORED = ("seed", "versions", "checkpoint", "tracking")
 """Parts of a resolved recipe in which runs of one group may differ, because they do not change the method."""
 
-SHARES = {"accuracy": "accuracy", "uar": "UAR", "macro_f1": "macro-F1", "top5": "top-5"}
-"""Score of the global model -> its heading."""
+AT_BEST = ("accuracy", "macro_f1", "mae", "recall1")
+"""Scores of the global model that are shown for the round with the best validation."""
 
 POOLED, REACHED = "pooled.uar", "rounds_to_accuracy"
 """Cells that `polyfed.report.folds` computes, from several runs of a group or from the rounds of each."""
@@ -273,14 +274,15 @@ def _group(label: str, folders: list[Folder], reach: float | None) -> Group:
 
 
 def _columns(groups: Sequence[Group], modalities: Sequence[str], reach: float | None) -> tuple[Column, ...]:
-    wanted = [Column(f"metrics.global.{key}", title, "share") for key, title in SHARES.items()]
+    heads = {folder.headline for group in groups for folder in group.folders}
+    unit = heads.pop().unit if len(heads) == 1 else "number"
+    wanted = [Column(f"metrics.global.{key}", title, unit_of(key)) for key, title in TITLES.items()]
     wanted += [Column(POOLED, "UAR, folds pooled", "share")]
-    wanted += [Column(f"metrics.unimodal.{m}", f"{m} alone", "share") for m in modalities]
+    wanted += [Column(f"metrics.unimodal.{m}", f"{m} alone", unit) for m in modalities]
     wanted += [
-        Column("metrics.personal.mean", "personal", "share"),
-        Column("metrics.personal.worst", "worst client", "share"),
-        Column("best.metrics.global.accuracy", "accuracy at best", "share"),
-        Column("best.metrics.global.macro_f1", "macro-F1 at best", "share"),
+        Column("metrics.personal.mean", "personal", unit),
+        Column("metrics.personal.worst", "worst client", unit),
+        *(Column(f"best.metrics.global.{key}", f"{title_of(key)} at best", unit_of(key)) for key in AT_BEST),
         Column("bytes_up", "up", "bytes"),
         Column("bytes_down", "down", "bytes"),
         Column("seconds_per_round", "time a round", "seconds"),

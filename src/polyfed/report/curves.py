@@ -3,22 +3,28 @@
 from collections.abc import Sequence
 
 from polyfed.report import history
-from polyfed.report.charts import Chart, Series, Unit
+from polyfed.report.charts import Chart, Series, Unit, headed
 from polyfed.report.compare import Comparison, Group
+from polyfed.report.scores import Headline, title_of, unit_of
+
+CURVES = ("macro_f1", "auroc", "pearson")
+"""Metrics that are followed beside the score of the runs."""
 
 
 def curves_of(comparison: Comparison) -> list[Chart]:
     """Charts with a curve for every group, without charts that have no values."""
+    heads = {folder.headline for group in comparison.groups for folder in group.folders}
+    head = heads.pop() if len(heads) == 1 else Headline()
     wanted: list[tuple[str, str, Unit, str]] = [
-        ("global.accuracy", "Accuracy", "share", "The global model on the test set."),
-        ("global.macro_f1", "Macro-F1", "share", "The global model on the test set."),
+        (f"global.{name}", headed(title_of(name)), unit_of(name), "The global model on the test set.")
+        for name in dict.fromkeys((head.score, *CURVES))
     ]
     wanted += [
-        (f"unimodal.{m}", f"Accuracy of {m} alone", "share", "The global model with one modality alone.")
+        (f"unimodal.{m}", f"{headed(head.title)} of {m} alone", head.unit, "The global model with one modality alone.")
         for m in comparison.modalities
     ]
     wanted += [
-        ("personal.mean", "Personal accuracy", "share", "Mean over clients, on their own test rows."),
+        ("personal.mean", f"Personal {head.title}", head.unit, "Mean over clients, on their own test rows."),
         ("train_loss", "Training loss", "number", "Mean over the cohort's rows."),
         ("bytes_up", "Bytes up per round", "bytes", "Client to server."),
         ("seconds.train", "Seconds per round", "seconds", "Training and aggregation."),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.files import ROUNDS
-from polyfed.evaluation.metrics import uar
+from polyfed.objective.confusion import uar
 from polyfed.report.run_folder import Folder, damaged
 
 FOLD_KEYS = ("data.test_session", "data.fold")
@@ -70,8 +70,10 @@ def rounds_to(folder: Folder, reach: float) -> int | None:
     """The first evaluated round whose accuracy on the global test set is at least `reach`; None if none was.
 
     For an algorithm without a global model, the mean accuracy over clients' own test rows counts. If the run evaluates
-    every n rounds, the result can be up to n - 1 rounds late.
+    every n rounds, the result can be up to n - 1 rounds late. None if the run's score is not the accuracy.
     """
+    if folder.headline.score != "accuracy":
+        return None
     seen: dict[str, list[tuple[int, float]]] = {"global.accuracy": [], "personal.mean": []}
     for row in folder.rounds():
         for name, found in seen.items():

@@ -10,6 +10,7 @@ import numpy as np
 from polyfed.core.files import ROUNDS
 from polyfed.report.participation import Participation
 from polyfed.report.run_folder import Folder, damaged
+from polyfed.report.scores import Headline
 
 QUANTILES = {"worst": 0.0, "lower": 0.25, "median": 0.5, "upper": 0.75, "best": 1.0}
 """Columns `personal_accuracy.<name>` and the quantile over clients that each holds."""
@@ -61,9 +62,10 @@ class History:
 
     Attributes:
         participation: which clients took part in which rounds.
+        headline: the metrics by which the run is judged.
         rounds: the numbers of the rounds.
         columns: dotted name -> one value per round; None if the round has no value, or one that is not finite.
-        personal: client -> its last measured accuracy on its own test rows.
+        personal: client -> its last measured score on its own test rows.
         tables: name -> the matrices of this name that the algorithm logged.
         reasons: why clients gave no usable reply -> how often.
         confusion: the confusion matrix of the last round, if the run has one.
@@ -72,6 +74,7 @@ class History:
     """
 
     participation: Participation
+    headline: Headline = Headline()
     rounds: list[int] = field(default_factory=list)
     columns: dict[str, list[float | None]] = field(default_factory=dict)
     personal: dict[str, float] = field(default_factory=dict)
@@ -90,11 +93,11 @@ class History:
         self.confusion = square(row.get("confusion")) or self.confusion
         if "training_requests" in row:
             self.requests[int(row["round"])] = int(row["training_requests"])
-        for name, value in (numbers(row) | {"picked_so_far": float(len(self.picked))}).items():
+        for name, value in (numbers(row, self.headline.rising) | {"picked_so_far": float(len(self.picked))}).items():
             self.columns.setdefault(name, [None] * done).append(value)
         for column in self.columns.values():
             column.extend([None] * (done + 1 - len(column)))
-        self.personal = row.get("personal_accuracy") or self.personal
+        self.personal = own_scores(row) or self.personal
         for name, table in row.get("tables", {}).items():
             self.tables.setdefault(name, Frames()).add(int(row["round"]), table)
         for reason in row.get("missing", {}).values():
@@ -115,7 +118,7 @@ def read(folder: Folder) -> History:
     Raises:
         DataError: rounds.jsonl is damaged.
     """
-    history = History(Participation(folder.num_clients, folder.num_rounds))
+    history = History(Participation(folder.num_clients, folder.num_rounds), folder.headline)
     for number, row in enumerate(folder.rounds(), 1):
         try:
             history.add(row)
@@ -124,8 +127,18 @@ def read(folder: Folder) -> History:
     return history
 
 
-def numbers(row: dict[str, Any]) -> dict[str, float | None]:
-    """The numbers in a row of `rounds.jsonl`, under dotted names."""
+def own_scores(row: dict[str, Any]) -> dict[str, float]:
+    """Client -> the score on its own test rows, in a row of `rounds.jsonl`."""
+    return row.get("personal_accuracy") or row.get("personal_score") or {}
+
+
+def numbers(row: dict[str, Any], rising: bool = True) -> dict[str, float | None]:
+    """The numbers in a row of `rounds.jsonl`, under dotted names.
+
+    Args:
+        row: the row.
+        rising: whether larger scores of clients are better.
+    """
     found: dict[str, float | None] = {}
     for name in ("train_loss", "bytes_up", "bytes_down", "simulated_seconds"):
         if name in row:
@@ -140,8 +153,9 @@ def numbers(row: dict[str, Any]) -> dict[str, float | None]:
         found |= {f"table.{name}.{label}": value for label, value in entries_of(table).items()}
     for group, entries in row.get("metrics", {}).items():
         found |= {f"{group}.{name}": finite(value) for name, value in entries.items()}
-    if personal := row.get("personal_accuracy"):
-        spread = np.quantile(list(personal.values()), list(QUANTILES.values()))
+    if personal := own_scores(row):
+        places = [place if rising else 1.0 - place for place in QUANTILES.values()]
+        spread = np.quantile(list(personal.values()), places)
         found |= {f"personal_accuracy.{name}": float(q) for name, q in zip(QUANTILES, spread, strict=True)}
     return found
 

@@ -27,8 +27,12 @@ from polyfed.report.compare import Comparison, modalities_of
 from polyfed.report.curves import curves_of
 from polyfed.report.grids import class_scores, confusion, labels, modality_table
 from polyfed.report.run_folder import Folder
+from polyfed.report.scores import title_of, unit_of
 
 REPORT = "report.html"
+
+SHOWN = ("macro_f1", "auroc", "pearson", "concordance", "acc7", "acc2", "f1", "recall5", "recall10", "weighted_kappa")
+"""Metrics at the top of the page beside the score, where a run has them."""
 
 WAYS = {"server": "To the server", "silo": "To the silo's edge", "client": "Down to clients"}
 """Destination in the ledger -> heading on the page."""
@@ -137,14 +141,16 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
         if value is not None:
             found.append((title, words.number_of(value, unit), remark))
 
-    add("accuracy", past.last("global.accuracy"), "share", "all modalities, test set")
+    head = past.headline
+    add(head.title, past.last(f"global.{head.score}"), head.unit, "all modalities, test set")
     alone = past.group("unimodal.")
     for modality in (*modalities, *(m for m in alone if m not in modalities)):
-        add(f"{modality} alone", past.last(f"unimodal.{modality}"), "share", "test set")
-    add("macro-F1", past.last("global.macro_f1"), "share", "test set")
+        add(f"{modality} alone", past.last(f"unimodal.{modality}"), head.unit, "test set")
+    for metric in SHOWN:
+        add(title_of(metric), past.last(f"global.{metric}"), unit_of(metric), "test set")
     worst = past.last("personal.worst")
-    remark = "" if worst is None else f"worst client {words.number_of(worst, 'share')}"
-    add("personal accuracy", past.last("personal.mean"), "share", remark)
+    remark = "" if worst is None else f"worst client {words.number_of(worst, head.unit)}"
+    add(f"personal {head.title}", past.last("personal.mean"), head.unit, remark)
     for way in ("up", "down"):
         column = past.columns.get(f"bytes_{way}", [])
         total = folder.result.get(f"bytes_{way}", sum(v for v in column if v is not None))
@@ -244,7 +250,7 @@ def environment() -> Environment:
     made.policies["json.dumps_kwargs"] = {
         "sort_keys": False
     }  # modalities keep their order, which decides their colours
-    made.filters |= {"number": words.number_of, "moment": words.moment_of}
+    made.filters |= {"number": words.number_of, "moment": words.moment_of, "title_of": title_of, "unit_of": unit_of}
     return made
 
 

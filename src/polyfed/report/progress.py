@@ -13,9 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from polyfed.report.formatting import bytes_of, number_of, seconds_of
+from polyfed.report.scores import Headline
 
 MOST_LINES = 20
 """Without a terminal, about this many lines report on the rounds."""
+
+ACCURACY = Headline()
+"""The headline of a run of classes."""
 
 SMOOTHING = 0.2
 """The weight of the latest round in the running mean of the time per round."""
@@ -83,6 +87,7 @@ class Progress:
         self.headline = ""
         self.first, self.rounds, self.done = 1, 0, 0
         self.latest: dict[str, str] = {}
+        self.task: dict[str, Any] = {}
         self.seen: set[tuple[str, ...]] = set()
         self.missing = 0
         self.moment = 0.0
@@ -128,7 +133,7 @@ class Progress:
     def _on_run_started(self, **facts: Any) -> None:
         self.first, self.rounds = facts["first_round"], facts["rounds"]
         self.done = self.first - 1
-        self.moment = self.clock()
+        self.moment, self.task = self.clock(), facts.get("task", {})
         self.headline = (
             f"{facts['algorithm']} on {facts['dataset']}: {facts['clients']:,} clients, "
             f"{facts['num_parameters']:,} parameters, {facts['engine']} engine"
@@ -151,7 +156,7 @@ class Progress:
             self.pace = took
         else:
             self.pace += SMOOTHING * (took - self.pace)
-        numbers = round_numbers(row)
+        numbers = round_numbers(row, Headline.of(self.task))
         self.latest |= numbers
         step = max(1, -(-self.rounds // MOST_LINES))
         if self.live is None and (self.done in (self.first, self.rounds) or self.done % step == 0):
@@ -198,15 +203,20 @@ class Progress:
             self.live = None
 
 
-def round_numbers(row: dict[str, Any]) -> dict[str, str]:
-    """The numbers of a round that the display shows, formatted."""
+def round_numbers(row: dict[str, Any], head: Headline = ACCURACY) -> dict[str, str]:
+    """The numbers of a round that the display shows, formatted.
+
+    Args:
+        row: the row of rounds.jsonl.
+        head: the metrics by which the run is judged.
+    """
     metrics: dict[str, dict[str, float]] = row.get("metrics", {})
     numbers = {"cohort": str(len(row["cohort"]))}
     if row.get("train_loss") is not None:
         numbers["loss"] = number_of(row["train_loss"], "number")
-    if "global" in metrics:
-        numbers["accuracy"] = number_of(metrics["global"]["accuracy"], "share")
-    numbers |= {m: number_of(value, "share") for m, value in metrics.get("unimodal", {}).items()}
+    if head.score in metrics.get("global", {}):
+        numbers[head.title] = number_of(metrics["global"][head.score], head.unit)
+    numbers |= {m: number_of(value, head.unit) for m, value in metrics.get("unimodal", {}).items()}
     if "mean" in metrics.get("personal", {}):
-        numbers["personal"] = number_of(metrics["personal"]["mean"], "share")
+        numbers["personal"] = number_of(metrics["personal"]["mean"], head.unit)
     return numbers | {"up": bytes_of(row["bytes_up"]), "down": bytes_of(row["bytes_down"])}

@@ -12,6 +12,7 @@ from polyfed.core.errors import DataError
 from polyfed.core.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS
 from polyfed.core.parsing import parse_toml
 from polyfed.report.run_schema import LIMIT, ROUND_ROW, RUN_FACTS, RUN_RESULT, parse_as
+from polyfed.report.scores import Headline
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class Folder:
     def result(self) -> dict[str, Any]:
         """The content of result.json; empty if the run is not finished."""
         return self._json(RESULT, RUN_RESULT)
+
+    @property
+    def headline(self) -> Headline:
+        """The metrics by which the run is judged."""
+        return Headline.of(self.facts.get("task"))
 
     @property
     def num_clients(self) -> int:

@@ -43,6 +43,7 @@ class RoundRow(TypedDict, total=False):
     evaluation: dict[str, Count]
     norms: dict[str, dict[str, Number]]
     personal_accuracy: dict[str, Number]
+    personal_score: dict[str, Number]
     logged: dict[str, Any]
     tables: dict[str, list[list[Number]]]
 
@@ -73,12 +74,23 @@ class FrozenFacts(TypedDict, total=False):
 
 
 @with_config(ANY_KEYS)
+class TaskFacts(TypedDict, total=False):
+    """The task in `run.json` and `result.json`."""
+
+    name: str
+    score: str
+    best: str
+    rising: bool
+
+
+@with_config(ANY_KEYS)
 class RunFacts(TypedDict, total=False):
     """The content of `run.json`."""
 
     run: str
     started: str
     data: DataFacts
+    task: TaskFacts
     frozen: FrozenFacts
     num_clients: Count
     clients: list[ClientFacts]
@@ -117,6 +129,7 @@ class RunResult(TypedDict, total=False):
     num_parameters: Count
     num_kept: dict[str, Count]
     calibration: Calibration
+    task: TaskFacts
     metrics: Scores
     best: BestRound
     bytes_up: Count

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
@@ -28,7 +27,6 @@ from polyfed.federation.replies import Replies
 from polyfed.selection.base import Selector
 from polyfed.selection.submodular import Similarity, greedy, lazy_greedy, sample_size, stochastic_greedy
 from polyfed.training import ClientData
-from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
 
 
@@ -134,17 +132,14 @@ class DivFl(Selector):
     def gradient(
         self, context: ClientContext, data: ClientData, local: Tree, got: GlobalModel
     ) -> tuple[Gradient, Tree]:
-        """Compute the full-batch gradient of the cross-entropy, or the parameter change of one local training."""
+        """Compute the full-batch gradient of the loss, or the parameter change of one local training."""
         own = context.model.trainable(got.params)
 
-        def loss(w: Tree, batch: Batch) -> Tensor:
-            return cross_entropy(context.model.logits(w, batch), batch)
-
         if self.grad == "delta":
-            fit = data.minimise(loss, got.params, train=self.train)
+            fit = data.minimise(context.loss, got.params, train=self.train)
             return Gradient({name: fit.params[name] - value for name, value in own.items()}), local
         fit = data.minimise(
-            loss,
+            context.loss,
             got.params,
             train=Train(steps=1, batch_size=0, lr=0.0),
             direction=lambda grads, w, aux, carry: (grads, dict(grads)),

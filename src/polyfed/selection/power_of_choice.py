@@ -26,7 +26,6 @@ from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.selection.base import Selector
 from polyfed.training import ClientData
-from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
 
 
@@ -110,18 +109,17 @@ class PowD(Selector):
 
     @task()
     def own_loss(self, context: ClientContext, data: ClientData, local: Tree, got: Candidate) -> tuple[OwnLoss, Tree]:
-        """Compute the mean cross-entropy of the received model on the client's rows, or on a mini-batch of them."""
+        """Compute the mean loss of the received model on the client's rows, or on a mini-batch of them."""
         if self.variant == "batch":
             # one training step with learning rate 0 gives the loss of a random batch
             once = Train(steps=1, batch_size=self.batch_size, lr=0.0)
-            fit = data.minimise(
-                lambda w, b: cross_entropy(context.model.logits(w, b.evaluation()), b), got.params, train=once
-            )
+            fit = data.minimise(lambda w, b: context.loss(w, b.evaluation()), got.params, train=once)
             return OwnLoss(fit.loss), local
 
-        def step(total: Tensor, batch: Batch) -> Any:
-            rows = torch.nn.functional.cross_entropy(context.model.logits(got.params, batch), batch.y, reduction="none")
-            return total + batch.sum(rows)
+        def step(carry: tuple[Tensor, Tensor], batch: Batch) -> Any:
+            values, weights = context.row_losses(got.params, batch)
+            return carry[0] + batch.sum(values), carry[1] + batch.sum(weights)
 
-        total = data.fold(step, torch.zeros((), device=data.num_rows.device))
-        return OwnLoss(total / data.num_rows.clamp(min=1)), local
+        zero = torch.zeros((), device=data.num_rows.device)
+        total, weight = data.fold(step, (zero, zero))
+        return OwnLoss(total / torch.where(weight > 0, weight, torch.ones_like(weight))), local

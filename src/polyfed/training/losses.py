@@ -10,10 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyfed.core.batch import Batch
+from polyfed.core.errors import RecipeError
 
 
 def cross_entropy(logits_BC: Tensor, batch: Batch) -> Tensor:
-    """Cross-entropy of logits (B, C) with the labels of the batch: the mean over its real rows, a 0-dim tensor."""
+    """Cross-entropy of logits (B, C) with the labels of the batch: the mean over its real rows, a 0-dim tensor.
+
+    Raises:
+        RecipeError: the labels are no classes. `context.loss` is the loss of every task.
+    """
+    if batch.y.is_floating_point():
+        raise RecipeError(
+            "cross_entropy needs class numbers, and the labels are targets. In a method of your own, take the loss "
+            "context.loss(w, batch), and name the tasks that it can train in `objectives`"
+        )
     if batch.ok is None:
         return F.cross_entropy(logits_BC, batch.y)
     return batch.mean(F.cross_entropy(logits_BC, batch.y, reduction="none"))

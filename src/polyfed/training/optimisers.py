@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, check_ranges
+from polyfed.core.schema import BELOW_HALF, BELOW_ONE, NOT_NEGATIVE, POSITIVE, check_ranges
 from polyfed.core.tree import Tree, like
 
 Moments = dict[str, Tree]
@@ -175,6 +175,11 @@ class ServerOptimiser:
         beta1: decay of the first moment (Reddi et al. use 0.9).
         beta2: decay of the second moment (Reddi et al. use 0.99).
         tau: number added to the root of the second moment, which starts at its square (Reddi et al. use 1e-3).
+        aggregate: how the replies become one, block by block: `mean`, or a rule that a minority of lying clients cannot
+            move at will: `median`, `trimmed-mean`, `krum`, `multi-krum`, `geometric-median` or `norm-clip`.
+        lying: share of the replies that may lie, for `trimmed-mean`, `krum` and `multi-krum`.
+        max_norm: `norm-clip` pulls each reply back to at most this distance from the model that was sent, block by
+            block; 0 takes the median distance of the replies.
     """
 
     optimiser: Literal["none", "avgm", "adam", "adagrad", "yogi"] = "none"
@@ -183,6 +188,9 @@ class ServerOptimiser:
     beta1: Annotated[float, BELOW_ONE] = 0.9
     beta2: Annotated[float, BELOW_ONE] = 0.99
     tau: Annotated[float, POSITIVE] = 1e-3
+    aggregate: Literal["mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-clip"] = "mean"
+    lying: Annotated[float, BELOW_HALF] = 0.2
+    max_norm: Annotated[float, NOT_NEGATIVE] = 0.0
 
     def __post_init__(self) -> None:
         """Check types and ranges.
@@ -203,7 +211,12 @@ class ServerOptimiser:
             "yogi": ("beta1", "beta2", "tau"),
         }[self.optimiser]
         unused = (name for name in ("momentum", "beta1", "beta2", "tau") if name not in used)
-        return dict.fromkeys(unused, f"optimiser = '{self.optimiser}'")
+        idle = dict.fromkeys(unused, f"optimiser = '{self.optimiser}'")
+        if self.aggregate not in ("trimmed-mean", "krum", "multi-krum"):
+            idle["lying"] = f"aggregate = '{self.aggregate}'"
+        if self.aggregate != "norm-clip":
+            idle["max_norm"] = f"aggregate = '{self.aggregate}'"
+        return idle
 
     def moments(self, params: Mapping[str, Tensor]) -> Moments:
         """The state of the server's optimiser before the first round."""

@@ -8,8 +8,7 @@ of the weak encoder. If the weak modality lags behind in a batch, a term with it
 prototypes is added to the loss (prototypical cross-entropy, PCE).
 
 With more than two modalities the weakest is compared with the strongest. A client that lacks a modality has no
-imbalance ratio and is never in S_M; if it is chosen, it trains the weakest modality that it owns, alone. See
-docs/algorithms/cmsfed.md.
+imbalance ratio and is never in S_M; if chosen, it trains its weakest modality alone. Page: docs/algorithms/cmsfed.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,12 +35,12 @@ from polyfed.core.tree import SHARED, Tree, select
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies, joined
+from polyfed.objective import Classification, Objective
 from polyfed.privacy.policy import Policy
 from polyfed.selection import Uniform
 from polyfed.selection.submodular import Similarity, sample_size
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.client_data import steps_trained
-from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import Prototypes
 
@@ -112,6 +111,7 @@ class CmsFed(Averaging):
     hysteresis: Annotated[float, NOT_NEGATIVE] = 0.0
     feature_norm: Annotated[float, NOT_NEGATIVE] = 0.0
 
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
     renamed: ClassVar[Mapping[str, str]] = {"chi": "dominance_threshold", "alpha_p": "prototype_weight"}
 
     def __post_init__(self) -> None:
@@ -223,7 +223,7 @@ class CmsFed(Averaging):
         def loss(w: Tree, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
             batch = replace(batch, x={m: batch.x[m] for m in scope.modalities})
             features = scope.context.model.features(w, batch)
-            terms = {CE: cross_entropy(scope.context.model.fuse(w, features, batch), batch)}
+            terms = {CE: scope.context.loss(w, batch, features)}
             z = scope.as_vectors(features)
             if beta := pce_weights(scope, near, z, batch, self.prototype_weight, self.beta_mode, self.pce_target):
                 pce = [b * prototypes.cross_entropy(near[m], z[m], batch, m) for m, b in beta.items()]

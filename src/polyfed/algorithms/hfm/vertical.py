@@ -51,10 +51,10 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model.fusion import masked
+from polyfed.objective import SUPERVISED, Objective
 from polyfed.privacy.policy import Policy
 from polyfed.training import ClientData, TrainingResult
 from polyfed.training.client_data import FOLD_BATCH
-from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
 
 
@@ -98,6 +98,8 @@ class Vertical(Algorithm):
         mu: strength of the proximal term (Eq. 4) towards the received blocks; 0 leaves it out.
     """
 
+    objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
+    objectives_because: ClassVar[str] = "devices of a silo exchange embeddings to compute one common output"
     local_rounds: Annotated[int, AT_LEAST_ONE] = 5
     exchanges: Annotated[int, AT_LEAST_ONE] = 2
     local_unit: Literal["epoch", "step"] = "epoch"
@@ -287,7 +289,7 @@ class Vertical(Algorithm):
         def loss(w: Tree, batch: Batch) -> Tensor:
             own = context.model.features(w, batch) if fresh else {}
             peers = {m: h[batch.rows] for m, h in got.embeddings.items() if m not in own}
-            value = cross_entropy(context.model.fuse(w, peers | own, batch), batch)
+            value = context.loss(w, batch, peers | own)
             return value + self.mu / 2 * squared_distance(anchors, w) if self.mu and anchors else value
 
         train: Train = replace(self.train, steps=self.local_rounds, batch_size=0)

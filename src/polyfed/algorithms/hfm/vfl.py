@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from polyfed.algorithms.base import possible
 from polyfed.algorithms.hfm.alignment import check_aligned, devices_of_silos
 from polyfed.algorithms.hfm.exchange import Exchange, Question
 from polyfed.algorithms.hfm.vertical import SiloState, Vertical
@@ -22,10 +23,11 @@ from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree
 from polyfed.evaluation import metrics
-from polyfed.evaluation.scores import Measured, OwnScore
+from polyfed.evaluation.scores import Measured, OwnScore, Predictor, own_score
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
+from polyfed.model import Model
 from polyfed.model.fusion import masked
 from polyfed.privacy.policy import Policy
 from polyfed.training import ClientData
@@ -120,7 +122,7 @@ class Vfl(Vertical):
         return metrics.mean_groups(measured)
 
     def _evaluated_in_silos(self, state: SiloState, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
-        """Accuracy of every silo on its own test rows, under the number of its first device, which counts the hits.
+        """The score of every silo on its own test rows, under the number of its first device, which computes it.
 
         Embeddings of these rows are exchanged as in training. A silo is left out if one of its devices does not answer
         or has no test rows.
@@ -136,9 +138,8 @@ class Vfl(Vertical):
             check_aligned(silo, {client: one.ids for client, one in zip(members, there, strict=True)})
             known = {modality: h for one in there for modality, h in one.embeddings.items()}
             send[members[0]] = Exchange(state.heads[silo], known, torch.arange(len(there[0].ids)))
-        told = fed.ask(self.score_silo, list(send), send, quorum=False)
-        hits, rows = told.numbers("hits"), told.numbers("num_rows")
-        return metrics.personal(hits, rows), {client: hits[client] / rows[client] for client in rows}
+        told = fed.ask(self.score_silo, list(send), send, quorum=False, accept=possible(fed))
+        return self.over_clients(told, fed)
 
     @task(scope="silo")
     def embed_own(self, context: ClientContext, data: ClientData, local: Tree, got: Question) -> tuple[OwnTest, Tree]:
@@ -149,14 +150,20 @@ class Vfl(Vertical):
 
     @task()
     def score_silo(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[OwnScore, Tree]:
-        """Count the silo's test rows that its model predicts correctly from the embeddings of all devices."""
+        """Score the predictions of the silo's model for its test rows, from the embeddings of all devices."""
+        predictor = FromEmbeddings(got.embeddings)
+        return own_score(context, got.head, data.test, predictor), local
 
-        def step(hits: Tensor, batch: Batch) -> Tensor:
-            logits = context.model.fuse(got.head, {m: h[batch.rows] for m, h in got.embeddings.items()}, batch)
-            return hits + batch.sum((logits.argmax(-1) == batch.y).to(torch.float32))
 
-        test = data.test
-        return OwnScore(test.fold(step, torch.zeros((), device=test.num_rows.device)), test.num_rows), local
+@dataclass(frozen=True)
+class FromEmbeddings(Predictor):
+    """Predicts from embeddings (n, E) of all rows, which are known already, by modality."""
+
+    embeddings: Tree
+
+    def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
+        """Logits (B, C) of the head with parameters `w`."""
+        return model.fuse(w, {m: h[batch.rows] for m, h in self.embeddings.items()}, batch)
 
 
 def _members(clients: ClientRegistry, client: int) -> list[int]:

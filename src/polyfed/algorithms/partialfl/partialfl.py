@@ -34,10 +34,11 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import Model, ModelSpec
+from polyfed.objective import SUPERVISED, Objective
 from polyfed.privacy.policy import Policy
 from polyfed.training import ClientData, TrainingResult
 from polyfed.training.client_data import Direction
-from polyfed.training.losses import Negatives, contrastive, cross_entropy
+from polyfed.training.losses import Negatives, contrastive
 from polyfed.training.optimisers import Moments
 
 
@@ -78,6 +79,9 @@ class PartialFL(Averaging):
         local_hidden: hidden sizes of the local model's encoders.
         server_hidden: hidden sizes of the tower's encoders.
     """
+
+    objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
+    objectives_because: ClassVar[str] = "a device trains one output of its local model besides the global model"
 
     aggregation: Literal["weighted", "uniform"] = "uniform"
     beta: Annotated[float, NOT_NEGATIVE] = 0.01
@@ -155,12 +159,12 @@ class PartialFL(Averaging):
 
     def local_model(self, model: Model, shared: tuple[str, ...]) -> Model:
         """F_k, which maps shared vectors to embeddings and logits."""
-        return mlps(shapes_of(model, shared), self.local_hidden, embedding_size(model), model.num_classes)
+        return mlps(shapes_of(model, shared), self.local_hidden, embedding_size(model), model.num_outputs)
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Guided, local: Tree) -> Any:
-        """L_glob (Eq. 3): cross-entropy, FedProx's proximal term, and beta times the contrastive loss of Eq. 1."""
+        """L_glob (Eq. 3): the task's loss, FedProx's proximal term, and beta times the contrastive loss of Eq. 1."""
         z, logits = embed(context.model, w, batch)
-        value = cross_entropy(logits, batch)
+        value = context.objective.loss(logits, batch)
         if self.mu:
             value = value + self.mu / 2 * squared_distance(context.model.trainable(w), got.params)
         if not got.teacher:
@@ -210,7 +214,7 @@ class PartialFL(Averaging):
 
         def loss(w: Tree, batch: Batch) -> Tensor:
             z = model.features(w, batch)
-            value = cross_entropy(model.fuse(w, z, batch), batch)
+            value = context.objective.loss(model.fuse(w, z, batch), batch)
             return value + self.beta * self.contrast(z, got.teacher, batch) if self.beta else value
 
         own = data.minimise(loss, local, train=self.train, model=model)
@@ -239,7 +243,7 @@ class PartialFL(Averaging):
 
     def tower(self, model: Model, shared: tuple[str, ...]) -> Model:
         """F_s, which maps shared vectors to embeddings."""
-        return mlps(shapes_of(model, shared), self.server_hidden, embedding_size(model), model.num_classes)
+        return mlps(shapes_of(model, shared), self.server_hidden, embedding_size(model), model.num_outputs)
 
     def outgoing(self, state: PartialState, cohort: list[int], fed: Federation) -> dict[int, Guided]:
         """The global model, and z_T of the client's rows from the current tower."""

@@ -32,9 +32,9 @@ from polyfed.evaluation.scores import Measured
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import TRAINING_PASSES, Timetable
+from polyfed.objective import Objective
 from polyfed.training import ClientData
 from polyfed.training.client_data import rows_trained, steps_trained
-from polyfed.training.losses import cross_entropy
 
 TABLE_CLIENTS = 64
 """Matrices of more devices than this are not logged, because their heat map would not be readable."""
@@ -90,6 +90,8 @@ class Pfmml(Algorithm):
         softmax_over: the coefficients that enter the score are a softmax over `all` devices or the block's `owners`.
         waits_for: the server waits for the `scheduled` devices, or for `all`.
     """
+
+    objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     uploads: float | int = 1 / 3
     coefficient_lr: Annotated[float, NOT_NEGATIVE] = 0.01
@@ -187,9 +189,7 @@ class Pfmml(Algorithm):
     @task()
     def practise(self, context: ClientContext, data: ClientData, local: Tree, got: Start) -> tuple[Done, Tree]:
         """Train the device's own model (step 1)."""
-        fit = data.minimise(
-            lambda w, batch: cross_entropy(context.model.logits(w, batch), batch), local, train=self.train
-        )
+        fit = data.minimise(context.loss, local, train=self.train)
         return Done(fit.loss, data.num_rows), fit.params
 
     @task()

@@ -35,7 +35,6 @@ from polyfed.model import Model
 from polyfed.model.fusion import masked
 from polyfed.training import ClientData, TrainingResult
 from polyfed.training.client_data import steps_trained
-from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Moments, Train
 
 COMMON = -1
@@ -127,7 +126,7 @@ class Cut:
         joint = padded(got.joint, batch)
 
         def loss(w: Tree, batch: Batch) -> Tensor:
-            return cross_entropy(model.classify(w, w["shared.cut"], batch), batch)
+            return context.objective.loss(model.classify(w, w["shared.cut"], batch), batch)
 
         def without_cut(grads: Tree, w: Tree, aux: Tree, carry: Tree) -> tuple[Tree, Tree]:
             return {n: g for n, g in grads.items() if n != "shared.cut"}, {"cut": grads["shared.cut"]}
@@ -194,7 +193,7 @@ class Cut:
         def loss(w: Tree, batch: Batch) -> Tensor:
             features = {m: w[f"{m}.cut"] for m in sent.activations}
             if head is None:
-                return cross_entropy(model.fuse(w, features, batch), batch)
+                return fed.context.loss(w, batch, features)
             product: Tensor = model.joint(w, features, batch) * head.gradient
             return product.sum()
 

@@ -42,8 +42,26 @@ class Partition(ABC):
         """
 
 
+def refuse_targets(columns: Columns, what: str) -> None:
+    """Refuse something that needs classes, if the labels are targets.
+
+    Raises:
+        RecipeError: the labels are targets; the text begins with `what`.
+    """
+    if columns.label.is_floating_point():
+        raise RecipeError(
+            f"{what}, and the labels of data '{columns.name}' are targets of type float32. Use [clients] partition = "
+            "'iid', 'by-client' or 'silos', and a share for personal_test"
+        )
+
+
 def labels_of(columns: Columns, rows: Rows) -> Rows:
-    """Labels of some rows, int64 (n,), on the CPU."""
+    """Labels of some rows, int64 (n,), on the CPU.
+
+    Raises:
+        RecipeError: the labels are no classes.
+    """
+    refuse_targets(columns, "[clients] partition deals rows by their class")
     found: Rows = columns.label.cpu().numpy()[rows]
     return found
 

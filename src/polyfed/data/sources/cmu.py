@@ -34,6 +34,7 @@ class _Cmu(Source):
     path: str
     modalities: tuple[str, ...] = MODALITIES
     classes: Literal[7, 2] = 7
+    target: Literal["class", "score"] = "class"
     steps: Annotated[int, AT_LEAST_ONE] = 50
     standardise: bool = True
 
@@ -48,14 +49,16 @@ class _Cmu(Source):
         codes = [code for (_, code), part in zip(_PARTS, labels, strict=True) for _ in range(len(part))]
         split = torch.tensor(codes, dtype=torch.int8)
         score = torch.cat(labels)
+        label = (score.clamp(-3, 3).round() + 3).long() if self.classes == 7 else (score >= 0).long()
+        of_classes = self.target == "class"
         return Columns(
             name=self.NAME,
             modalities={name: Column(self._sequence(arrays, name, split)) for name in self.modalities},
-            label=(score.clamp(-3, 3).round() + 3).long() if self.classes == 7 else (score >= 0).long(),
-            num_classes=self.classes,
+            label=label if of_classes else score,
+            num_classes=self.classes if of_classes else 1,
             split=split,
             ids=torch.arange(len(split)),
-            class_names=_NAMES[self.classes],
+            class_names=_NAMES[self.classes] if of_classes else None,
             client=_videos(arrays, len(split)),
         )
 
@@ -88,6 +91,7 @@ class Mosei(_Cmu):
             for a .pkl prints the command that converts it.
         modalities: "text", "audio", "vision".
         classes: 7: round(clip(score, -3, 3)) + 3; 2: score >= 0. Both are inferred, see docs/data.md.
+        target: "class", or "score": the sentiment from -3 to 3, for `regression`; then `classes` has no effect.
         steps: Steps of a sample that are kept, from the first one that is not padding; aligned files have 50.
         standardise: Shift and scale `audio` and `vision` by training statistics over steps that are not padding.
     """
@@ -120,6 +124,7 @@ class Mosi(_Cmu):
             converts it.
         modalities: "text", "audio", "vision".
         classes: 7: round(clip(score, -3, 3)) + 3; 2: score >= 0. Both are inferred, see docs/data.md.
+        target: "class", or "score": the sentiment from -3 to 3, for `regression`; then `classes` has no effect.
         steps: Steps of a sample that are kept, from the first one that is not padding.
         standardise: Shift and scale `audio` and `vision` by training statistics over steps that are not padding.
     """

@@ -15,6 +15,7 @@ from polyfed.core.schema import BELOW_ONE, check_ranges
 from polyfed.data.checks import require
 from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.files import Arrays, stored_name
+from polyfed.data.labels import num_targets
 from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import stratified
 
@@ -31,11 +32,13 @@ class Npz(Source):
     Attributes:
         path: The `.npz` file, or the folder of `.npy` files.
         modalities: Names of the arrays that are modalities, in this order.
-        label: Array of the labels: integers 0..C-1.
+        label: Array of the labels: integers 0..C-1 (N,), or targets (N,) or (N, T) for other tasks than classification:
+            floats, with NaN where a target is unknown, or integers (N, T). A boolean array `<label>_known` of the same
+            shape may say which targets are known.
         client: Array of the natural client of each row: integers or strings, numbered in sorted order.
         split: Array of split codes: 0 train, 1 test, 2 validation, 3 left out.
         split_personal: Array of split codes within each natural client: 0 train, 1 test, 2 guard row.
-        class_names: Array with the name of each class.
+        class_names: Array with the name of each class, or of each of the T targets.
         ids: Array of sample ids, distinct integers; without it, the row numbers.
         layout: Modality -> axes of a sample, if the following rule guesses wrong. One axis is a vector (F). Two axes
             are an image (H, W) if uint8, otherwise a sequence (T, F). Three axes are (H, W, C) if the last has 1, 3 or
@@ -43,8 +46,8 @@ class Npz(Source):
             that are stored features first.
         standardise: Shift and scale every feature by its mean and deviation over the training rows. Otherwise uint8
             images are scaled to [0, 1], and everything else is left as it is.
-        test_share: Share of every class that is drawn as global test set if the file has no split array; 0: no test
-            set.
+        test_share: Share of every class, or of all rows where labels are targets, that is drawn as global test set if
+            the file has no split array; 0: no test set.
         seed: Seed of that draw; the run's own seed has no effect.
     """
 
@@ -74,15 +77,17 @@ class Npz(Source):
         """Read and check the arrays."""
         arrays = Arrays(self.path)
         self._check_names(arrays)
-        label = arrays.integers(self.label)
-        names = self._strings(arrays)
-        if names is None:
+        label = self._label(arrays)
+        names, size = self._strings(arrays), num_targets(label)
+        if not label.is_floating_point():
+            size = max(int(label.max()) + 1 if len(label) else 0, 1) if names is None else len(names)
+        if names is None and not label.is_floating_point():
             _check_numbering(label, f"'{self.label}' of '{arrays.path}'")
         columns = Columns(
             name=stored_name(arrays.path),
             modalities={name: self._column(arrays, name) for name in self.modalities},
             label=label,
-            num_classes=max(int(label.max()) + 1 if len(label) else 0, 1) if names is None else len(names),
+            num_classes=size,
             split=self._split(arrays, label),
             ids=self._ids(arrays, len(label)),
             class_names=names,
@@ -110,6 +115,19 @@ class Npz(Source):
             arrays[name]  # raises, naming the file and the nearest array
         return None
 
+    def _label(self, arrays: Arrays) -> Tensor:
+        """The labels, with NaN for targets that are not known."""
+        label, mask = arrays.labels(self.label), f"{self.label}_known"
+        if mask not in arrays:
+            return label
+        known = arrays[mask]
+        if known.dtype != np.bool_ or known.shape != tuple(label.shape):
+            raise DataError(
+                f"'{arrays.path}': array '{mask}' says which labels are known; it must be bool {tuple(label.shape)}, "
+                f"not {known.dtype} {known.shape}"
+            )
+        return label.to(torch.float32).masked_fill(torch.from_numpy(~known), torch.nan)
+
     def _ids(self, arrays: Arrays, num: int) -> Tensor:
         name = self._named(arrays, "ids")
         if name is None:
@@ -126,7 +144,8 @@ class Npz(Source):
     def _split(self, arrays: Arrays, label: Tensor) -> Tensor:
         codes = self._codes(arrays, "split")
         if codes is None:
-            return stratified(label, self.test_share, keys.key(self.seed, "npz", "split"))
+            groups = torch.zeros(len(label), dtype=torch.int64) if label.is_floating_point() else label
+            return stratified(groups, self.test_share, keys.key(self.seed, "npz", "split"))
         return codes
 
     def _client(self, arrays: Arrays) -> Tensor | None:

@@ -2,12 +2,16 @@
 
 import ast
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+import torch
 
 from polyfed.core.errors import DataError
-from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION
+from polyfed.core.schema import check_ranges
+from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION, Columns
 from polyfed.data.features.listing import Listing, Sample, class_of, table
 from polyfed.data.media import Clip, Ecg, Extractor
 from polyfed.data.sources.base import Facts
@@ -23,13 +27,15 @@ class PtbXl(MediaSet):
     """`limb` (1000, 6), leads I to aVF, and `chest` (1000, 6), V1 to V6, at 100 Hz; 5 diagnostic superclasses.
 
     The natural clients are the recording sites; records without a site are left out. Folds 1 to 8 train, 9 validates
-    and 10 tests, as the owners propose. A sample has one label, so records whose statements of likelihood 100 name no
-    superclass, or several, are left out. FedMultimodal keeps them as a multi-label task: results are not comparable.
+    and 10 tests, as the owners propose. With one label for each sample, records whose statements of likelihood 100 name
+    no superclass, or several, are left out. With several, only records that name none are left out: five labels of 0
+    and 1, the task `multi-label`, as in FedMultimodal.
 
     Attributes:
         path: Folder with ptbxl_database.csv, or a folder of prepared features.
         cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "limb", "chest".
+        labels: "one" superclass for each record, or "several".
         min_records: A site with fewer training records is left out of training; 10 in FedMultimodal.
         normalise: "window" shifts and scales every lead by its mean and deviation over the record (FedMultimodal);
             "none" leaves millivolts.
@@ -39,11 +45,25 @@ class PtbXl(MediaSet):
     CHOOSES: ClassVar[tuple[str, ...]] = ("min_records",)
 
     modalities: tuple[str, ...] = ("limb", "chest")
+    labels: Literal["one", "several"] = "one"
     min_records: int = 10
     normalise: Literal["window", "none"] = "window"
 
     def __post_init__(self) -> None:
         check_modalities(self.modalities, tuple(_LEADS))
+        check_ranges("[data]", self)
+
+    def chosen(self) -> Mapping[str, Any]:
+        """The options in `CHOOSES`, and `labels` where there are several; folders of one label do not name it."""
+        return dict(super().chosen()) | ({"labels": self.labels} if self.labels == "several" else {})
+
+    def load(self) -> Columns:
+        """Read the table; several labels are stored as the bits of a number."""
+        columns = super().load()
+        if self.labels == "one":
+            return columns
+        bits = (columns.label.unsqueeze(1) >> torch.arange(len(CLASSES))) & 1
+        return replace(columns, label=bits.to(torch.float32), num_classes=len(CLASSES), class_names=CLASSES)
 
     def extractors(self) -> dict[str, Extractor]:
         """Modality -> extractor of its features."""
@@ -56,16 +76,19 @@ class PtbXl(MediaSet):
         samples = []
         for row in table(database, ("ecg_id", "site", "scp_codes", "strat_fold", "filename_lr"), self.NAME):
             labels = _labels(database, row, superclass)
-            if len(labels) != 1 or not row["site"]:
+            several = self.labels == "several"
+            if not labels or (len(labels) > 1 and not several) or not row["site"]:
                 continue
-            label = class_of(labels.pop(), CLASSES, f"'{database}', record {row['ecg_id']}")
+            where = f"'{database}', record {row['ecg_id']}"
+            numbers = [class_of(name, CLASSES, where) for name in sorted(labels)]
+            label = sum(1 << number for number in numbers) if several else numbers[0]
             clip = Clip.at((root / row["filename_lr"]).with_suffix(".dat"))
             context = str(int(float(row["site"])))
             samples.append(Sample(row["ecg_id"], label, dict.fromkeys(_LEADS, clip), _split(database, row), context))
         counts = Counter(sample.client for sample in samples if sample.split == TRAIN)
         few = {sample.client for sample in samples if counts[sample.client] < self.min_records}
         samples = [replace(s, split=LEFT_OUT) if s.split == TRAIN and s.client in few else s for s in samples]
-        return Listing(samples, CLASSES)
+        return Listing(samples, _combinations() if self.labels == "several" else CLASSES)
 
     @classmethod
     def describe(cls) -> Facts:
@@ -77,6 +100,12 @@ class PtbXl(MediaSet):
             obtain="physionet.org/content/ptb-xl/1.0.3 (Wagner et al. 2020)",
             layout="ptbxl_database.csv, scp_statements.csv, records100/<thousand>/<id>_lr.{hea,dat}",
         )
+
+
+def _combinations() -> tuple[str, ...]:
+    """The names of all sets of superclasses, in the order of the numbers whose bits they are."""
+    sets = ([name for bit, name in enumerate(CLASSES) if number >> bit & 1] for number in range(1 << len(CLASSES)))
+    return tuple("+".join(names) or "none" for names in sets)
 
 
 def _superclasses(file: Path) -> dict[str, str]:

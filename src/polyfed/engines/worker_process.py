@@ -1,0 +1,182 @@
+"""A worker process: what it is sent, what it returns, and how it runs a job with its copy of the engine."""
+
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import torch
+
+from polyfed.core.errors import PolyfedError
+from polyfed.core.messages import Message, tensors
+from polyfed.core.request import Request, Send
+from polyfed.core.tasks import tasks_of
+from polyfed.core.tree import Tree
+from polyfed.engines.arena import Arena, Place
+from polyfed.federation.network import Clock
+from polyfed.federation.replies import Answer
+from polyfed.privacy.ledger import Entry, Ledger
+
+Unit = list[int]
+"""Clients that an engine runs together."""
+
+Named = tuple[str, str | None]
+"""The field of a message, and the name in its Tree; None if the field is a Tensor."""
+
+Entries = list[tuple[Named, Place]]
+"""The tensors of a message."""
+
+Sent = list[tuple[list[int], Entries]]
+"""Clients, and the message that they receive."""
+
+Kept = dict[int, list[tuple[str, Place]]]
+"""Client -> the names and places of its local state."""
+
+
+class Served(Protocol):
+    """The part of an engine that a worker uses."""
+
+    algorithm: Any
+    locals: dict[int, Tree]
+    ledger: Ledger
+    clock: Clock | None
+    emit: Callable[..., None]
+    pool: Any
+
+    def answer(
+        self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
+    ) -> Answer:
+        """Run the task on the clients of these units."""
+        ...
+
+    def local(self, request: Request, client: int) -> Tree:
+        """Return the client's local state."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is sent: some units of a request.
+
+    Attributes:
+        task: name of the task.
+        facts: other attributes of the `Request`, by name.
+        units: the units.
+        sent: the messages, in the memory that all workers read or in the worker's own.
+        shared: whether `sent` is one message in the memory that all workers read.
+        locals: the clients' local states, in the worker's own memory.
+    """
+
+    task: str
+    facts: dict[str, int]
+    units: list[Unit]
+    sent: Sent
+    shared: bool
+    locals: Kept
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a worker returns. All tensors are in the worker's memory for replies.
+
+    Attributes:
+        parts: clients of each reply stack, and the stacked message.
+        missing: clients without a reply, with the reason.
+        locals: the local states that changed.
+        entries: what the worker's ledger recorded.
+        events: names and fields of the events, in order.
+        spent_flops: client -> operations counted for the simulated time.
+        error: the exception that ends the run, or None.
+    """
+
+    parts: list[tuple[tuple[int, ...], Entries]]
+    missing: dict[int, str]
+    locals: Kept
+    entries: list[Entry]
+    events: list[tuple[str, dict[str, Any]]]
+    spent_flops: dict[int, float]
+    error: Exception | None
+
+
+def serve(
+    engine: Served,
+    connection: Connection,
+    foreign: Sequence[Connection],
+    memory: tuple[Arena, Arena, Arena],
+    threads: int,
+) -> None:
+    """Run jobs in a worker process until the server's process closes the connection or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the server's process decides
+    for other in foreign:
+        other.close()
+    torch.set_num_threads(threads)
+    engine.pool = None
+    engine.ledger.drain()  # what the copied ledger holds is the server's own
+    while True:
+        try:
+            job = connection.recv()
+            connection.send(_run(engine, job, *memory))
+        except (EOFError, ConnectionError):
+            return
+
+
+def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena) -> Done:
+    """Run a job with the worker's copy of the engine."""
+    events: list[tuple[str, dict[str, Any]]] = []
+    engine.emit = lambda name, **facts: events.append((name, facts))
+    request = Request(tasks_of(engine.algorithm)[job.task], job.task, **job.facts)
+    source = broadcast if job.shared else down
+    messages = {client: msg for k, e in job.sent for msg in [message_of(request.got, e, source)] for client in k}
+    clients = [client for unit in job.units for client in unit]
+    send: Send = messages[clients[0]] if job.shared else messages
+    if engine.clock is not None:
+        engine.clock.spent_flops.clear()
+    before = {
+        c: dict(zip([n for n, _ in tree], down.read(p for _, p in tree), strict=True)) for c, tree in job.locals.items()
+    }
+    engine.locals = dict(before)
+    error: Exception | None = None
+    answer = Answer([], {})
+    try:
+        answer = engine.answer(request, clients, send, units=job.units)
+    except PolyfedError as refusal:
+        error = refusal
+    except Exception:
+        error = RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
+    changed = {client: tree for client, tree in engine.locals.items() if tree is not before[client]}
+    flat = [value for part in answer.parts for value in values(part.message)]
+    places = iter(up.write([*flat, *(value for tree in changed.values() for value in tree.values())]))
+    return Done(
+        [(part.clients, [(name, next(places)) for name in names(part.message)]) for part in answer.parts],
+        answer.missing,
+        {client: [(name, next(places)) for name in tree] for client, tree in changed.items()},
+        engine.ledger.drain(),
+        events,
+        {} if engine.clock is None else engine.clock.spent_flops.pop(request.number, {}),
+        error,
+    )
+
+
+def names(msg: Message) -> list[Named]:
+    """The names of a message's tensors, in the order of `values`."""
+    return [(field, key) for field, key, _ in tensors(msg)]
+
+
+def values(msg: Message) -> list[torch.Tensor]:
+    """The tensors of a message."""
+    return [value for *_, value in tensors(msg)]
+
+
+def message_of(kind: type[Message], entries: Entries, arena: Arena, *, copy: bool = False) -> Any:
+    """Rebuild a message from its tensors in an arena."""
+    fields: dict[str, Any] = {name: None if declared.bare else {} for name, declared in kind.declared.items()}
+    read = arena.read(place for _, place in entries)
+    for ((name, key), _), value in zip(entries, read, strict=True):
+        value = value.clone() if copy else value
+        if key is None:
+            fields[name] = value
+        else:
+            fields[name][key] = value
+    return kind(**fields)

@@ -1,0 +1,232 @@
+"""Worker processes: the clients of a request are shared out to several processes on one machine.
+
+The processes are forked from the server's process before or during a run, so they hold the data, the model and the
+algorithm without a copy. Local states stay in the server's process: a worker receives them with the request and returns
+the new ones. So it does not matter which worker runs a client, a run can be resumed with another number of workers, and
+a worker that dies costs no state: its clients are run again by a new one. docs/decisions/0018-workers.md has the
+reasons.
+
+A request is cut into units: a stack of clients, or one client. What a unit computes does not depend on the process that
+runs it, because every worker uses the same number of threads. So the result does not depend on the number of workers.
+"""
+
+import math
+import signal
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any, cast
+
+from torch import multiprocessing
+
+from polyfed.core.messages import Message
+from polyfed.core.request import Request, Send
+from polyfed.engines.arena import Arena
+from polyfed.engines.worker_process import Done, Job, Sent, Served, Unit, message_of, names, serve, values
+from polyfed.federation.replies import Answer, ReplyStack
+
+BUNDLES = 4
+"""Bundles of units that a worker gets on average in a request: more balance the load better, and each costs about
+0.3 ms to send."""
+
+TRIES = 2
+"""How often a bundle is run if the worker process that runs it dies."""
+
+
+class Workers:
+    """A pool of worker processes; they start with the first request that is worth it.
+
+    Args:
+        engine: the engine whose clients they run.
+        num: number of processes, 2 or more.
+        threads: threads that PyTorch uses in each of them.
+
+    Attributes:
+        started: the running workers.
+        broadcast: memory that holds a message to all clients.
+        returned: number of jobs that workers have returned.
+    """
+
+    def __init__(self, engine: Served, num: int, threads: int = 1) -> None:
+        assert num > 1
+        self.engine, self.num, self.threads = engine, num, threads
+        self.broadcast = Arena()
+        self.started: list[_Worker] = []
+        self.returned = 0
+        self._looped: list[dict[str, Any]] = []
+        self._close = weakref.finalize(self, _close_all, self.started)
+
+    def close(self) -> None:
+        """End all worker processes."""
+        self._close()
+        self._close = weakref.finalize(self, _close_all, self.started)
+
+    def answer(self, request: Request, units: Sequence[Unit], send: Send, work: Mapping[int, float]) -> Answer | None:
+        """Run the units of a request on the workers.
+
+        Args:
+            request: the request.
+            units: the clients, in the units that the engine runs together.
+            send: one message for all clients, or one for each.
+            work: an estimate of the work of each client, in any unit, to share it out evenly.
+
+        Returns:
+            The answer; None if the message is not of the class that the task declares, as only a class that both
+            processes know can be rebuilt.
+
+        Raises:
+            PolyfedError: a worker's gate refused a reply, or a task breaks a rule.
+        """
+        clients = [client for unit in units for client in unit]
+        given = [send] if isinstance(send, Message) else [send[client] for client in clients]
+        if any(type(message) is not request.got for message in given):
+            return None
+        while len(self.started) < self.num:
+            self.started.append(_Worker(self))
+        todo = dict(enumerate(_bundles(units, work, BUNDLES * self.num)))
+        sent = None
+        if isinstance(send, Message):
+            sent = [(clients, list(zip(names(send), self.broadcast.write(values(send)), strict=True)))]
+        try:
+            return self._collect(request, todo, send, sent)
+        except BaseException:
+            self.close()  # what the workers still send belongs to this request, and nobody will read it
+            raise
+
+    def _collect(self, request: Request, todo: dict[int, list[Unit]], send: Send, sent: Sent | None) -> Answer:
+        """Hand the bundles to idle workers, one after another, and collect what they return."""
+        answer = Answer([], {})
+        waiting, tries = list(todo), dict.fromkeys(todo, 0)
+        busy: dict[Connection, tuple[_Worker, int]] = {}
+        while waiting or busy:
+            for worker in self.started:
+                if waiting and worker.connection not in busy:
+                    number = waiting.pop(0)
+                    tries[number] += 1
+                    worker.give(self._job(worker, request, todo[number], send, sent))
+                    busy[worker.connection] = worker, number
+            for ready in wait(list(busy)):
+                worker, number = busy.pop(cast(Connection, ready))
+                done = worker.take()
+                if done is not None:
+                    self._merge(request, worker, done, answer)
+                    continue
+                reason = self._replace(worker, todo[number])
+                if tries[number] < TRIES:
+                    waiting.append(number)
+                else:
+                    reason = f"{reason}, {TRIES} times; lack of memory is the usual cause"
+                    answer.missing.update({client: reason for unit in todo[number] for client in unit})
+        return Answer.of(answer.parts, answer.missing)
+
+    def _job(self, worker: "_Worker", request: Request, units: list[Unit], send: Send, sent: Sent | None) -> Job:
+        """Write what the units need into the worker's memory."""
+        clients = [client for unit in units for client in unit]
+        own = {} if isinstance(send, Message) else {client: send[client] for client in clients}
+        trees = {client: self.engine.local(request, client) for client in clients}
+        flat = [value for msg in own.values() for value in values(msg)]
+        flat += [value for tree in trees.values() for value in tree.values()]
+        places = iter(worker.down.write(flat))
+        messages = [([client], [(name, next(places)) for name in names(msg)]) for client, msg in own.items()]
+        locals_ = {client: [(name, next(places)) for name in tree] for client, tree in trees.items()}
+        facts = {name: getattr(request, name) for name in ("round", "rounds", "number", "seed", "turn")}
+        return Job(request.name, facts, units, messages if sent is None else sent, sent is not None, locals_)
+
+    def _merge(self, request: Request, worker: "_Worker", done: Done, answer: Answer) -> None:
+        """Add what a worker returned to the answer, the local states, the ledger, the clock and the events."""
+        self.returned += 1
+        for entry in done.entries:
+            self.engine.ledger.book(entry)
+        for name, facts in done.events:
+            if name != "looped" or facts not in self._looped:  # each worker notices it once
+                self.engine.emit(name, **facts)
+            if name == "looped":
+                self._looped.append(facts)
+        if self.engine.clock is not None:
+            self.engine.clock.spent_flops.setdefault(request.number, {}).update(done.spent_flops)
+        if done.error is not None:
+            raise done.error
+        answer.missing.update(done.missing)
+        for clients, entries in done.parts:
+            answer.parts.append(ReplyStack(clients, message_of(request.reply, entries, worker.up, copy=True)))
+        for client, tree in done.locals.items():
+            values = worker.up.read(place for _, place in tree)
+            self.engine.locals[client] = {name: v.clone() for (name, _), v in zip(tree, values, strict=True)}
+
+    def _replace(self, dead: "_Worker", units: list[Unit]) -> str:
+        """Start a worker in the place of a dead one, and return how the dead one ended."""
+        dead.process.join()
+        code = dead.process.exitcode or 0
+        reason = "its worker process was ended " + (
+            f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        )
+        dead.close()
+        self.started[self.started.index(dead)] = _Worker(self)
+        clients = [client for unit in units for client in unit]
+        self.engine.emit("note", text=f"client {clients[0]} and {len(clients) - 1} more: {reason}")
+        return reason
+
+
+class _Worker:
+    """One worker process, and the memory through which it receives and returns tensors."""
+
+    def __init__(self, pool: Workers) -> None:
+        self.down, self.up = Arena(), Arena()
+        self.connection, theirs = multiprocessing.Pipe()
+        # a worker notices that the server's process has ended only if no other worker holds its end of the connection
+        foreign = [self.connection, *(worker.connection for worker in pool.started)]
+        memory = (pool.broadcast, self.down, self.up)
+        arguments = (pool.engine, theirs, foreign, memory, pool.threads)
+        self.process = multiprocessing.get_context("fork").Process(target=serve, args=arguments, daemon=True)
+        with warnings.catch_warnings():
+            # Python 3.12 warns about forks of processes with threads; a worker uses no lock that a thread may hold
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.process.start()
+        theirs.close()
+
+    def give(self, job: Job) -> None:
+        """Send a job; a worker that has died is noticed by `take`."""
+        with suppress(BrokenPipeError):
+            self.connection.send(job)
+
+    def take(self) -> Done | None:
+        """Receive what the worker returns; None if it has died."""
+        try:
+            done = self.connection.recv()
+        except (EOFError, ConnectionError):
+            return None
+        assert isinstance(done, Done)
+        return done
+
+    def close(self) -> None:
+        """End the process and give its memory back."""
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
+        self.down.close()
+        self.up.close()
+
+
+def _close_all(workers: list[_Worker]) -> None:
+    while workers:
+        workers.pop().close()
+
+
+def _bundles(units: Sequence[Unit], work: Mapping[int, float], most: int) -> list[list[Unit]]:
+    """Share units out to at most `most` bundles of about the same work, the one with the most work first.
+
+    Single clients share a bundle; a stack of clients is a bundle of its own.
+    """
+    total = sum(work[client] for unit in units for client in unit)
+    bundles: list[list[Unit]] = []
+    filled = math.inf
+    for unit in units:
+        size = sum(work[client] for client in unit)
+        if len(unit) > 1 or filled + size > total / most:
+            bundles.append([])
+            filled = 0.0
+        bundles[-1].append(unit)
+        filled = math.inf if len(unit) > 1 else filled + size
+    return sorted(bundles, key=lambda bundle: -sum(work[client] for unit in bundle for client in unit))

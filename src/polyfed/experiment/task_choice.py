@@ -1,0 +1,80 @@
+"""Which task does a run train: the section [task], or what the labels suggest; and can its algorithm train it?"""
+
+from dataclasses import replace
+from typing import Any
+
+from polyfed.algorithms import ALGORITHMS
+from polyfed.core.errors import RecipeError
+from polyfed.core.registry import name_of
+from polyfed.data import Columns, Population
+from polyfed.experiment.recipe import Recipe, as_table
+from polyfed.objective import CLASSES, OBJECTIVES, Classification, Objective, guessed
+
+
+def with_task(recipe: Recipe, columns: Columns) -> Recipe:
+    """The recipe with its task; without a section [task], the labels decide."""
+    return recipe if recipe.task is not None else replace(recipe, task=guessed(columns))
+
+
+def task_of(recipe: Recipe) -> Objective:
+    """The task of a recipe whose data nobody guesses about: without a section [task], classes, as in a deployment."""
+    return recipe.task or CLASSES
+
+
+def prepared(recipe: Recipe, columns: Columns) -> Columns:
+    """The table with its labels in the form that the task uses.
+
+    Raises:
+        DataError: the labels do not fit the task.
+    """
+    objective = with_task(recipe, columns).task
+    assert objective is not None
+    return objective.prepared(columns)
+
+
+def refuse_unfit(recipe: Recipe, population: Population) -> None:
+    """Refuse a task that the algorithm cannot train, or whose options do not fit the labels.
+
+    Raises:
+        RecipeError: with the reason, and the algorithms that train the task.
+    """
+    objective, algorithm = task_of(recipe), recipe.algorithm
+    objective.check_size(population.columns.num_classes)
+    if not isinstance(objective, algorithm.objectives):
+        kind = type(objective)
+        able = [name for name, cls in ALGORITHMS.items() if issubclass(kind, cls.objectives)]
+        raise RecipeError(
+            f"{name_of(algorithm, ALGORITHMS)} cannot train [task] name = '{name_of(objective, OBJECTIVES)}', because "
+            f"{algorithm.objectives_because}. Methods that can: {', '.join(able)}"
+        )
+    if algorithm.evaluation.unimodal == "prototype" and not isinstance(objective, Classification):
+        raise RecipeError(
+            "[evaluate] unimodal = 'prototype' compares features with the means of classes, which this task does not "
+            "have. Allowed here: 'auto', 'head', 'zero'"
+        )
+    lonely = (population.holds.sum(1) == 1).nonzero().flatten().tolist()
+    if objective.BY_MODALITY and lonely:
+        raise RecipeError(
+            f"[task] name = '{name_of(objective, OBJECTIVES)}' learns from pairs of modalities, and client {lonely[0]} "
+            f"has one modality ({len(lonely)} such clients). Give every client two: see [clients] holdings, missing"
+        )
+
+
+def headline_of(recipe: Recipe) -> dict[str, Any]:
+    """The task in result.json: its name, and the metrics by which a run is judged."""
+    objective = task_of(recipe)
+    name = name_of(objective, OBJECTIVES)
+    return {"name": name, "score": objective.SCORE, "best": objective.BEST, "rising": objective.RISING}
+
+
+def task_facts(recipe: Recipe, size: int, *, was_guessed: bool) -> dict[str, Any]:
+    """The facts about the task in run.json.
+
+    Args:
+        recipe: the recipe, with its task.
+        size: the number of classes or targets.
+        was_guessed: whether the labels decided, because the recipe names no task.
+    """
+    objective = task_of(recipe)
+    facts = {"guessed": was_guessed, "outputs": objective.num_outputs(size), "options": as_table(objective)}
+    return headline_of(recipe) | facts

@@ -1,0 +1,208 @@
+"""Robust aggregation: estimates of the mean of the replies that a minority of lying clients cannot move at will.
+
+`aggregate` combines the replies block by block, over the clients that sent the block, as `Replies.mean` does. In
+shapes, `K` is the number of clients that sent a block, and `P` the number of the block's entries. Page:
+docs/robustness.md.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyfed.core.errors import TooFewReplies
+from polyfed.core.tree import Tree, block_of
+from polyfed.federation.replies import Replies
+from polyfed.training.optimisers import ServerOptimiser
+
+WEISZFELD_STEPS, WEISZFELD_TOLERANCE = 100, 1e-6
+"""Most steps of Weiszfeld's algorithm, and the relative change of the objective at which it stops (Pillutla et al. stop
+after 4 steps at 1e-6; more steps cost little here, because the replies are already stacked)."""
+
+SMOOTHING = 1e-6
+"""The least distance that a weight is divided by (Pillutla et al., 2022, Algorithm 2: nu)."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Entries of one block that the same clients sent.
+
+    Attributes:
+        block: the block, for errors.
+        values: the entries, (K, P), with the clients in ascending order.
+        weights: the weights of the clients, (K,), which add up to 1.
+        centre: the same entries of the tree that the clients started from, (P,).
+    """
+
+    block: str
+    values: Tensor
+    weights: Tensor
+    centre: Tensor
+
+
+def aggregate(
+    replies: Replies, name: str, weights: Mapping[int, float], centre: Mapping[str, Tensor], server: ServerOptimiser
+) -> Tree:
+    """Combine a tree of all replies into one, as `[server] aggregate` says.
+
+    Args:
+        replies: the replies.
+        name: a field of the message that holds a tree.
+        weights: non-negative weight of each client; clients of weight 0 do not count. `median`, `trimmed-mean` and
+            `krum` give all other clients the same influence.
+        centre: the tree that the clients started from. `norm-clip` limits how far a reply may be from it.
+        server: the options.
+
+    Returns:
+        The combined tree, without names that no client sent. Integers, such as counters, take the median; under `mean`
+        they take the maximum.
+
+    Raises:
+        TooFewReplies: the rule needs more replies than have a block.
+    """
+    if server.aggregate == "mean":
+        return replies.mean(name, weights)
+    rule = RULES[server.aggregate]
+    found: Tree = {}
+    for (block, clients), stacks in _groups(replies, name, weights).items():
+        one = {key: stack[0] for key, stack in stacks.items()}
+        counters = {key: stack.median(0).values for key, stack in stacks.items() if not one[key].is_floating_point()}
+        real = [key for key in stacks if key not in counters]
+        found |= counters
+        if real:
+            wide = torch.promote_types(one[real[0]].dtype, torch.float32)
+            values = torch.cat([stacks[key].flatten(1).to(wide) for key in real], 1)
+            share = torch.tensor([weights[client] for client in clients], dtype=wide, device=values.device)
+            start = torch.cat([centre[key].flatten().to(values) for key in real])
+            combined = rule(Group(block, values, share / share.sum(), start), server)
+            pieces = torch.split(combined, [one[key].numel() for key in real])
+            found |= {key: piece.view_as(one[key]).to(one[key]) for key, piece in zip(real, pieces, strict=True)}
+    return found
+
+
+def _groups(
+    replies: Replies, name: str, weights: Mapping[int, float]
+) -> dict[tuple[str, tuple[int, ...]], dict[str, Tensor]]:
+    """Group the names of a tree by block and senders: (block, clients ascending) -> name -> entries (K, ...)."""
+    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    for part in replies.parts:
+        for key, stack in getattr(part.message, name).items():
+            rows = zip(part.clients, stack, strict=True)
+            pieces.setdefault(key, []).extend((client, row) for client, row in rows if weights[client] > 0)
+    groups: dict[tuple[str, tuple[int, ...]], dict[str, Tensor]] = {}
+    for key, found in pieces.items():
+        ordered = sorted(found, key=lambda item: item[0])
+        if ordered:
+            senders = tuple(client for client, _ in ordered)
+            groups.setdefault((block_of(key), senders), {})[key] = torch.stack([row for _, row in ordered])
+    return groups
+
+
+def median(group: Group, server: ServerOptimiser) -> Tensor:
+    """The median of each entry; of an even number of values, the mean of the two in the middle.
+
+    Source: Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning", ICML 2018, Definition 1.
+    """
+    ordered, middle = group.values.sort(0).values, len(group.values) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def trimmed_mean(group: Group, server: ServerOptimiser) -> Tensor:
+    """The mean of each entry without the `lying` share of its largest and of its smallest values.
+
+    Source: Yin et al., 2018, Definition 2, with beta = `lying`.
+    """
+    num = len(group.values)
+    cut = _liars(group, server)
+    return group.values.sort(0).values[cut : num - cut].mean(0)
+
+
+def krum(group: Group, server: ServerOptimiser) -> Tensor:
+    """The reply with the smallest sum of squared distances to its K - f - 2 nearest replies, where f is `lying` of K.
+
+    Source: Blanchard, El Mhamdi, Guerraoui, Stainer, "Machine Learning with Adversaries", NIPS 2017, Section 4.
+    """
+    return group.values[_krum_scores(group, server).argmin()]
+
+
+def multi_krum(group: Group, server: ServerOptimiser) -> Tensor:
+    """The weighted mean of the K - f replies with the smallest Krum scores (Blanchard et al., 2017, Section 5)."""
+    scores = _krum_scores(group, server)
+    best = scores.argsort(stable=True)[: len(scores) - _liars(group, server)]
+    share = group.weights[best]
+    return (share / share.sum()) @ group.values[best]
+
+
+def geometric_median(group: Group, server: ServerOptimiser) -> Tensor:
+    """The point with the smallest weighted sum of distances to the replies, by smoothed Weiszfeld steps.
+
+    Source: Pillutla, Kakade, Harchaoui, "Robust Aggregation for Federated Learning", IEEE TSP 2022, Algorithm 2.
+    """
+    values, share = group.values, group.weights
+    point = share @ values
+    before = math.inf
+    for _ in range(WEISZFELD_STEPS):
+        distances = (values - point).norm(dim=1)
+        objective = float(share @ distances)
+        if before - objective <= WEISZFELD_TOLERANCE * objective:
+            break
+        before = objective
+        pull = share / distances.clamp(min=SMOOTHING)
+        point = (pull / pull.sum()) @ values
+    return point
+
+
+def norm_clip(group: Group, server: ServerOptimiser) -> Tensor:
+    """The weighted mean of the replies, each pulled back to at most `max_norm` from the model that was sent.
+
+    With `max_norm = 0` the limit is the median distance of the replies. Source: Sun, Kairouz, Suresh, McMahan, "Can You
+    Really Backdoor Federated Learning?", 2019, Section 4; the median as limit is ours.
+    """
+    updates = group.values - group.centre
+    norms = updates.norm(dim=1)
+    limit = norms.new_tensor(server.max_norm) if server.max_norm else norms.median()
+    factor = (limit / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
+    clipped: Tensor = (group.weights * factor) @ updates
+    return group.centre + clipped
+
+
+RULES: Mapping[str, Callable[[Group, ServerOptimiser], Tensor]] = {
+    "median": median,
+    "trimmed-mean": trimmed_mean,
+    "krum": krum,
+    "multi-krum": multi_krum,
+    "geometric-median": geometric_median,
+    "norm-clip": norm_clip,
+}
+"""The rules that `[server] aggregate` can name besides `mean`. Each returns the combined entries (P,)."""
+
+
+def _liars(group: Group, server: ServerOptimiser) -> int:
+    """The number f of replies that may lie: `lying` of K, rounded up.
+
+    Raises:
+        TooFewReplies: the rule would have no reply left to rely on.
+    """
+    num = len(group.values)
+    count = math.ceil(server.lying * num - 1e-9)  # 0.2 x 5 is 1.0000000000000002 in floating point
+    least = {"trimmed-mean": 2 * count + 1}.get(server.aggregate, 2 * count + 3)
+    if num < least:
+        raise TooFewReplies(
+            f"[server] aggregate = '{server.aggregate}' with lying = {server.lying:g}: {num} clients sent the block "
+            f"'{group.block}', and the rule needs {least} to withstand {count}. Raise [clients] participation, lower "
+            "lying, or use 'median'"
+        )
+    return count
+
+
+def _krum_scores(group: Group, server: ServerOptimiser) -> Tensor:
+    """For each reply the sum of squared distances to its K - f - 2 nearest others, (K,)."""
+    near = len(group.values) - _liars(group, server) - 2
+    # differences of large models would take K x K x P numbers; products of centred rows take K x K
+    rows = (group.values - group.values.mean(0)).double()
+    squares = rows.square().sum(1)
+    apart = (squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * rows @ rows.T).clamp(min=0.0)
+    apart.fill_diagonal_(math.inf)
+    return apart.sort(1).values[:, :near].sum(1)

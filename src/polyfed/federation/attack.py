@@ -1,0 +1,139 @@
+"""Simulated attacks by lying clients, to measure what a robust aggregation rule is worth: the [attack] section.
+
+An attacker either lies about what it has learnt (`scaling`, `sign-flip`, `alie` change its reply) or learns something
+false (`label-flip` changes the labels of its training rows). Attacks exist in simulations only. Page:
+docs/robustness.md.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from polyfed.core import keys
+from polyfed.core.errors import RecipeError
+from polyfed.core.messages import Message, map_fields
+from polyfed.core.request import Send
+from polyfed.core.schema import POSITIVE, PROBABILITY, check_ranges
+from polyfed.data import Population
+from polyfed.federation.replies import Answer, ReplyStack
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """Which clients lie, and how: the [attack] section of a recipe.
+
+    The update of a client is the difference between the parameters that it returns and those that it received.
+
+    Attributes:
+        name: `scaling` multiplies the attacker's update by `scale`; `sign-flip` by -`scale`; `alie` ("a little is
+            enough", Baruch, Baruch, Goldberg, NeurIPS 2019) shifts the mean of the attackers' updates by as many of
+            their standard deviations as still hide among the honest replies; `label-flip` trains on label C - 1 - y in
+            place of y (Tolpegin et al., ESORICS 2020, flip one class; here all classes are flipped).
+        share: share of all clients that attack; they are drawn from the run's seed.
+        clients: the numbers of the clients that attack, in place of `share`.
+        scale: the factor of `scaling` and `sign-flip`.
+    """
+
+    name: Literal["scaling", "sign-flip", "alie", "label-flip"]
+    share: Annotated[float, PROBABILITY] = 0.2
+    clients: tuple[int, ...] = ()
+    scale: Annotated[float, POSITIVE] = 1.0
+
+    def __post_init__(self) -> None:
+        """Check that every value lies in its declared range."""
+        check_ranges("[attack]", self)
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Options without effect, each with the setting that makes it so."""
+        unused = {} if self.name in ("scaling", "sign-flip") else {"scale": f"name = '{self.name}'"}
+        return unused | ({"share": "clients"} if self.clients else {})
+
+    def attackers(self, num_clients: int, seed: int) -> frozenset[int]:
+        """The clients that attack.
+
+        Raises:
+            RecipeError: `clients` holds a number that no client has.
+        """
+        if unknown := [client for client in self.clients if not 0 <= client < num_clients]:
+            raise RecipeError(f"[attack] clients = {unknown[0]}: clients have the numbers 0 to {num_clients - 1}")
+        if self.clients:
+            return frozenset(self.clients)
+        drawn = keys.choice(keys.key(seed, "attackers"), num_clients, round(self.share * num_clients))
+        return frozenset(drawn)
+
+    def poison(self, population: Population, seed: int) -> Population:
+        """The population with the false labels of the attackers, under `label-flip`; else the population itself.
+
+        Raises:
+            RecipeError: a row belongs to several clients, as in silos, so that one client cannot lie about its label.
+        """
+        if self.name != "label-flip":
+            return population
+        if population.silo is not None:
+            raise RecipeError("[attack] name = 'label-flip' needs clients that share no rows, but silos do")
+        columns = population.columns
+        rows = [population.train[client] for client in sorted(self.attackers(population.num_clients, seed))]
+        label = columns.label.clone()
+        flipped = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+        label[flipped] = columns.num_classes - 1 - label[flipped]
+        return replace(population, columns=replace(columns, label=label))
+
+    def falsify(self, answer: Answer, send: Send, attackers: Collection[int]) -> Answer:
+        """The answer to a request with the false replies of the attackers.
+
+        Only fields of kind `parameters` are changed, and only those that the client received under the same name.
+        """
+        if self.name == "label-flip":
+            return answer
+        there = [client for part in answer.parts for client in part.clients if client in attackers]
+        if not there:
+            return answer
+        change = self._little_is_enough(answer, there) if self.name == "alie" else self._multiply
+        return Answer([_changed(part, send, attackers, change) for part in answer.parts], answer.missing)
+
+    def _multiply(self, key: str, sent: Tensor, own: Tensor) -> Tensor:
+        factor = self.scale if self.name == "scaling" else -self.scale
+        return sent + factor * (own - sent)
+
+    def _little_is_enough(self, answer: Answer, there: Sequence[int]) -> Any:
+        """Every attacker sends mean - z x deviation of the attackers' own parameters (Baruch et al., Algorithm 3)."""
+        num, lying = sum(len(part.clients) for part in answer.parts), len(there)
+        supporters = num // 2 + 1 - lying
+        share = (num - lying - supporters) / max(num - lying, 1)
+        z = NormalDist().inv_cdf(min(max(share, 1e-3), 1 - 1e-3))
+        found: dict[str, list[Tensor]] = {}
+        for part in answer.parts:
+            for i, client in enumerate(part.clients):
+                if client in there:
+                    for key, stack in getattr(part.message, "params", {}).items():
+                        found.setdefault(key, []).append(stack[i])
+        false = {
+            key: torch.stack(own).mean(0) - z * torch.stack(own).std(0, correction=0) for key, own in found.items()
+        }
+        return lambda key, sent, own: false[key]
+
+
+def _changed(part: ReplyStack, send: Send, attackers: Collection[int], change: Any) -> ReplyStack:
+    """The stack with changed parameters at the places of the attackers."""
+    places = [i for i, client in enumerate(part.clients) if client in attackers]
+    if not places:
+        return part
+
+    def lie(name: str, value: Any) -> Any:
+        if part.message.declared[name].kind != "parameters" or isinstance(value, Tensor):
+            return value
+        new = {key: stack.clone() for key, stack in value.items()}
+        for i in places:
+            got = send if isinstance(send, Message) else send[part.clients[i]]
+            sent = getattr(got, name, {})
+            for key, stack in new.items():
+                if key in sent and stack.is_floating_point():
+                    stack[i] = change(key, sent[key], stack[i])
+        return new
+
+    return ReplyStack(part.clients, map_fields(part.message, lie))

@@ -1,0 +1,153 @@
+"""`Classification`: one of C classes for each row, learnt by cross-entropy. Shape letters: as in `base.py`."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polyfed.core.batch import Batch
+from polyfed.core.errors import RecipeError
+from polyfed.data.columns import Columns
+from polyfed.objective import confusion as matrices
+from polyfed.objective import ranking
+from polyfed.objective.base import UNDEFINED, Objective, not_counts
+from polyfed.objective.targets import as_classes
+from polyfed.training.losses import cross_entropy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classification(Objective):
+    """One class for each row. Labels are int64 (N,), or whole numbers of a float type.
+
+    Attributes:
+        class_weights: weight of each class in the training loss, which is then the weighted mean of PyTorch; empty: all
+            weigh 1. The loss that is reported of test rows is not weighted.
+        ranking: whether to report AUROC and average precision of the server's rows: of class 1 for two classes, else
+            the mean over classes, each against all others.
+    """
+
+    NAME: ClassVar[str] = "classification"
+    SCORE: ClassVar[str] = "accuracy"
+    BEST: ClassVar[str] = "macro_f1"
+    OF_CLASSES: ClassVar[bool] = True
+
+    class_weights: tuple[float, ...] = ()
+    ranking: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the options; see `Objective`."""
+        super().__post_init__()
+        check_weights("class_weights", self.class_weights)
+
+    def prepared(self, columns: Columns) -> Columns:
+        """See `Objective.prepared`."""
+        return as_classes(columns, self.NAME, "For such labels set [task] name = 'regression' or 'multi-label'")
+
+    def label_shape(self, size: int) -> tuple[int, ...]:
+        """See `Objective.label_shape`."""
+        return ()
+
+    def num_outputs(self, size: int) -> int:
+        """One logit for each class."""
+        return size
+
+    def check_size(self, size: int) -> None:
+        """See `Objective.check_size`."""
+        check_length("class_weights", self.class_weights, size, "classes")
+
+    def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Cross-entropy of each row."""
+        if not self.class_weights:
+            rows = F.cross_entropy(outputs, batch.y, reduction="none")
+            return rows, torch.ones_like(rows)
+        weights = outputs.new_tensor(self.class_weights)
+        return F.cross_entropy(outputs, batch.y, weights, reduction="none"), weights[batch.y]
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """The mean cross-entropy, weighted by class if there are weights."""
+        return super().loss(outputs, batch) if self.class_weights else cross_entropy(outputs, batch)
+
+    def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
+        """The confusion matrix (C, C), the top-5 hits and the sum of the cross-entropy; `brief`: the matrix only."""
+        matrix = matrices.confusion(outputs, batch.y, batch.ok, outputs.shape[-1]).flatten()
+        if brief:
+            return matrix
+        rows = F.cross_entropy(outputs, batch.y, reduction="none")
+        hits = matrices.top_k_hits(outputs, batch.y, batch.ok)
+        return torch.cat([matrix, hits.reshape(1), batch.sum(rows).reshape(1)])
+
+    def measured(self, sums: Tensor) -> dict[str, float]:
+        """Accuracy, UAR, macro-F1, top-5 accuracy for more than five classes, and the mean loss."""
+        matrix = self.confusion(sums)
+        if sums.numel() == matrix.numel():
+            return {"accuracy": matrices.accuracy(matrix)}
+        return matrices.summary(matrix, *sums[matrix.numel() :])
+
+    def confusion(self, sums: Tensor) -> Tensor:
+        """See `Objective.confusion`."""
+        size = int(sums.numel() ** 0.5)  # C^2, or C^2 + 2: smaller than (C + 1)^2 for C > 0
+        return sums[: size * size].view(size, size)
+
+    def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """The number of correct predictions alone: a confusion matrix would tell a client's labels."""
+        right = (outputs.argmax(-1) == batch.y).to(torch.float32)
+        # non-finite logits make the count NaN, so that reply validation drops the reply as diverged
+        return batch.sum(torch.where(outputs.isfinite().all(-1), right, torch.nan))
+
+    def own_shape(self, size: int) -> tuple[int, ...]:
+        """A single number."""
+        return ()
+
+    def own_score(self, sums: Tensor, num_rows: float) -> float | None:
+        """See `Objective.own_score`."""
+        return float(sums) / num_rows if num_rows > 0 else None
+
+    def pooled(self, sums: Tensor) -> dict[str, float]:
+        """Nothing: the accuracy of all rows together is the mean weighted by rows, which is there anyway."""
+        return {}
+
+    def flaw(self, sums: Tensor, num_rows: float) -> str:
+        """See `Objective.flaw`."""
+        return not_counts(sums.reshape(1), num_rows)
+
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """See `Objective.exact`."""
+        return ("auroc", "average_precision") if self.ranking else ()
+
+    def exact_scores(self, outputs: Tensor, batch: Batch) -> list[float]:
+        """AUROC and average precision, one class against the others."""
+        share = outputs.double().softmax(-1)
+        classes = [1] if share.shape[1] == 2 else range(share.shape[1])
+        found = []
+        for metric in (ranking.c_index, ranking.average_precision):
+            each = [metric((batch.y == c).long(), share[:, c]) if bool((batch.y == c).any()) else None for c in classes]
+            mean = ranking.mean_defined(each)
+            found.append(UNDEFINED if mean is None else mean)
+        return found
+
+    def decided(self, predicted: Tensor) -> Tensor:
+        """The class with the largest logit, int64 (n,)."""
+        return predicted.argmax(-1)
+
+
+def check_weights(option: str, weights: tuple[float, ...]) -> None:
+    """Check that weights are 0 or more, and not all 0.
+
+    Raises:
+        RecipeError: they are not.
+    """
+    if weights and not (all(0 <= weight < float("inf") for weight in weights) and any(weights)):
+        raise RecipeError(f"[task] {option} = {list(weights)}: must be numbers of 0 or more, and not all of them 0")
+
+
+def check_length(option: str, weights: tuple[float, ...], size: int, what: str) -> None:
+    """Check that there are as many weights as classes or targets.
+
+    Raises:
+        RecipeError: there are not.
+    """
+    if weights and len(weights) != size:
+        raise RecipeError(f"[task] {option} has {len(weights)} entries, and the labels have {size} {what}")

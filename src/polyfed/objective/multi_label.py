@@ -1,0 +1,190 @@
+"""`MultiLabel`: T yes-or-no labels for each row, any number of which may hold. Shape letters: as in `base.py`."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polyfed.core.batch import Batch
+from polyfed.core.errors import DataError
+from polyfed.core.schema import Within
+from polyfed.data.columns import Columns
+from polyfed.objective import ranking
+from polyfed.objective.base import UNDEFINED, Objective, not_counts, summed
+from polyfed.objective.classification import check_length, check_weights
+from polyfed.objective.targets import as_matrix, in_words, with_targets
+
+INSIDE = Within("above 0 and below 1", lambda value: (value > 0) & (value < 1))
+
+COUNTS = 4
+"""For each label: true and false positives, false and true negatives."""
+
+REST = 4
+"""Rows with a known label, those of them without a fault, the sum of the losses, and their weight."""
+
+OWN = COUNTS + 2 * ranking.BINS
+"""Numbers of each label in a client's own sums: `COUNTS`, and a histogram of each side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiLabel(Objective):
+    """Labels of 0 and 1, float32 (N, T); NaN is a label that nobody knows. int64 (N,) of two classes are one label.
+
+    The loss is the binary cross-entropy, averaged over all known labels.
+
+    Attributes:
+        threshold: a label is predicted if its probability is above this number.
+        positive_weights: weight of each label's positive rows in the training loss; empty: all weigh 1.
+    """
+
+    NAME: ClassVar[str] = "multi-label"
+    SCORE: ClassVar[str] = "accuracy"
+    BEST: ClassVar[str] = "macro_f1"
+
+    threshold: Annotated[float, INSIDE] = 0.5
+    positive_weights: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the options; see `Objective`."""
+        super().__post_init__()
+        check_weights("positive_weights", self.positive_weights)
+
+    def prepared(self, columns: Columns) -> Columns:
+        """See `Objective.prepared`."""
+        label, where = columns.label, f"data '{columns.name}': [task] name = 'multi-label' needs labels of 0 and 1"
+        if not label.is_floating_point() and columns.num_classes != 2:
+            raise DataError(
+                f"{where}; the labels are {in_words(label)}, one of {columns.num_classes} classes a row. Set [task] "
+                "name = 'classification', or save an array (N, T) with a column of 0 and 1 for each label"
+            )
+        targets = as_matrix(label)
+        known = targets[~targets.isnan()]
+        if odd := known[(known != 0) & (known != 1)].tolist():
+            raise DataError(f"{where}, and NaN where a label is unknown; {odd[0]:g} is among them. [task] regression?")
+        return with_targets(columns, targets)
+
+    def label_shape(self, size: int) -> tuple[int, ...]:
+        """See `Objective.label_shape`."""
+        return (size,)
+
+    def num_outputs(self, size: int) -> int:
+        """One logit for each label."""
+        return size
+
+    def check_size(self, size: int) -> None:
+        """See `Objective.check_size`."""
+        check_length("positive_weights", self.positive_weights, size, "labels a row")
+
+    def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Binary cross-entropy of the known labels."""
+        known, y = known_of(batch.y)
+        weight = outputs.new_tensor(self.positive_weights) if self.positive_weights else None
+        each = F.binary_cross_entropy_with_logits(outputs, y, pos_weight=weight, reduction="none")
+        return (each * known).sum(-1), known.sum(-1)
+
+    def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
+        """For each label the counts of `COUNTS`; rows and rows without a fault; the loss and its weight."""
+        known, y = known_of(batch.y)
+        yes = (outputs.sigmoid() > self.threshold).to(y.dtype)
+        parts = [y * yes, (1 - y) * yes, y * (1 - yes), (1 - y) * (1 - yes)]
+        counts = summed(torch.stack(parts, 1) * known.unsqueeze(1), batch).flatten()
+        right = (((yes == y) | (known == 0)).all(-1)).to(y.dtype)
+        some = (known.sum(-1) > 0).to(y.dtype)
+        loss, weight = self.row_losses(outputs, batch)
+        found = torch.cat([counts, summed(torch.stack([some, some * right, loss, weight], 1), batch)])
+        # non-finite logits make the sums NaN, so that reply validation drops the reply as diverged
+        broken = batch.sum((~outputs.isfinite()).any(-1).to(torch.float32)) > 0
+        return torch.where(broken, torch.nan, found)
+
+    def measured(self, sums: Tensor) -> dict[str, float]:
+        """Accuracy over labels, exact match over rows, macro- and micro-F1, and the mean loss."""
+        labels = (len(sums) - REST) // COUNTS
+        tp, fp, fn, tn = sums[: COUNTS * labels].view(COUNTS, labels).to(torch.float64).cpu()
+        rows, right, loss, weight = sums[COUNTS * labels :].tolist()
+        known = float((tp + fp + fn + tn).sum())
+        if not known:
+            return {}
+        seen = 2 * tp + fp + fn > 0
+        f1 = 2 * tp[seen] / (2 * tp + fp + fn)[seen]
+        return {
+            "accuracy": float((tp + tn).sum()) / known,
+            "exact_match": right / rows,
+            "macro_f1": float(f1.mean()) if len(f1) else 0.0,
+            "micro_f1": float(2 * tp.sum() / (2 * tp + fp + fn).sum().clamp(min=1.0)),
+            "loss": loss / weight,
+        }
+
+    def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """`sums`, then for each label histograms of the logits of positive and of negative rows."""
+        known, y = known_of(batch.y)
+        real = known.bool() if batch.ok is None else known.bool() & batch.ok.unsqueeze(-1)
+        bins = [ranking.histogram(outputs, real & (y == side)).flatten() for side in (1, 0)]
+        return torch.cat([self.sums(outputs, batch), *bins])
+
+    def own_shape(self, size: int) -> tuple[int, ...]:
+        """See `Objective.own_shape`."""
+        return (OWN * size + REST,)
+
+    def own_score(self, sums: Tensor, num_rows: float) -> float | None:
+        """See `Objective.own_score`."""
+        return self.measured(_parts(sums)[0]).get(self.SCORE)
+
+    def pooled(self, sums: Tensor) -> dict[str, float]:
+        """See `Objective.pooled`; AUROC and average precision come from the histograms."""
+        own, bins = _parts(sums)
+        return self.measured(own) | _ranked(bins.cpu())
+
+    def flaw(self, sums: Tensor, num_rows: float) -> str:
+        """See `Objective.flaw`."""
+        own, bins = _parts(sums)
+        counts, losses = torch.cat([own[:-2], bins.flatten()]), own[-2:]
+        # a loss has no upper bound, its sign is fixed
+        return not_counts(counts, num_rows) or not_counts(losses, float("inf"))
+
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """See `Objective.exact`."""
+        return ("auroc", "average_precision")
+
+    def exact_scores(self, outputs: Tensor, batch: Batch) -> list[float]:
+        """AUROC and average precision, the mean over the labels for which they are defined."""
+        found = []
+        for metric in (ranking.c_index, ranking.average_precision):
+            each = []
+            for label in range(outputs.shape[1]):
+                known = ~batch.y[:, label].isnan()
+                each.append(metric(batch.y[known, label], outputs[known, label]))
+            mean = ranking.mean_defined(each)
+            found.append(UNDEFINED if mean is None else mean)
+        return found
+
+    def decided(self, predicted: Tensor) -> Tensor:
+        """Labels of 0 and 1, int64 (n, T), by the threshold."""
+        return (predicted.sigmoid() > self.threshold).to(torch.int64)
+
+
+def known_of(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Which targets are known, as 0 and 1 in the type of the targets, and the targets with 0 for unknown ones."""
+    unknown = y.isnan()
+    # replaced before any arithmetic: a NaN would reach the gradient even where its weight is 0
+    return (~unknown).to(y.dtype), torch.where(unknown, torch.zeros_like(y), y)
+
+
+def _parts(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """A client's own sums as the result of `sums` and the histograms (2, T, BINS)."""
+    labels = (len(sums) - REST) // OWN
+    own = COUNTS * labels + REST
+    return sums[:own], sums[own:].view(2, labels, ranking.BINS)
+
+
+def _ranked(bins: Tensor) -> dict[str, float]:
+    """AUROC, its largest possible error and average precision from histograms (2, T, BINS)."""
+    areas = [ranking.auroc_of(*pair) for pair in bins.unbind(1)]
+    known = [area for area in areas if area is not None]
+    found = {}
+    if known:
+        found = {"auroc": sum(a for a, _ in known) / len(known), "auroc_error": sum(e for _, e in known) / len(known)}
+    precision = ranking.mean_defined([ranking.precision_of(*pair) for pair in bins.unbind(1)])
+    return found | ({} if precision is None else {"average_precision": precision})

@@ -1,0 +1,181 @@
+"""`Regression`: one or several numbers for each row. Shape letters: as in `base.py`."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polyfed.core.batch import Batch
+from polyfed.core.errors import DataError
+from polyfed.core.schema import POSITIVE
+from polyfed.data.columns import Columns
+from polyfed.objective import ranking, sentiment
+from polyfed.objective.base import UNDEFINED, Objective, not_counts, summed
+from polyfed.objective.classification import check_length, check_weights
+from polyfed.objective.multi_label import known_of
+from polyfed.objective.targets import as_matrix, in_words, with_targets
+
+MOMENTS = 8
+"""For each target: its known rows, and the sums of y, p, y^2, p^2, y p, |p - y| and (p - y)^2."""
+
+REST = 2
+"""The sum of the losses, and their weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regression(Objective):
+    """Numbers, float32 (N,) or (N, T); NaN is a target that nobody knows. int64 (N,) are numbers too.
+
+    The model gives `(y - shift) / scale`; the loss is computed in this unit, all metrics in the unit of the targets.
+
+    Attributes:
+        error: what the loss averages over all known targets: the square, the `absolute` error, or the `huber` loss.
+        delta: where the Huber loss turns linear, in the unit of the loss.
+        shift: subtracted from all targets, such as their mean. A deployment has no common statistics: state it.
+        scale: divides the shifted targets, such as their deviation.
+        target_weights: weight of each target in the loss; empty: all weigh 1.
+        report: `sentiment` adds Acc-7, Acc-2 and F1 as papers on CMU-MOSI and CMU-MOSEI report them, for one target
+            from -3 to 3.
+    """
+
+    NAME: ClassVar[str] = "regression"
+    SCORE: ClassVar[str] = "mae"
+    BEST: ClassVar[str] = "mae"
+    RISING: ClassVar[bool] = False
+
+    error: Literal["square", "absolute", "huber"] = "square"
+    delta: Annotated[float, POSITIVE] = 1.0
+    shift: float = 0.0
+    scale: Annotated[float, POSITIVE] = 1.0
+    target_weights: tuple[float, ...] = ()
+    report: Literal["none", "sentiment"] = "none"
+
+    def __post_init__(self) -> None:
+        """Check the options; see `Objective`."""
+        super().__post_init__()
+        check_weights("target_weights", self.target_weights)
+
+    def prepared(self, columns: Columns) -> Columns:
+        """See `Objective.prepared`."""
+        targets = as_matrix(columns.label)
+        if self.report == "sentiment":
+            known = targets[~targets.isnan()]
+            if targets.shape[1] != 1 or bool((known.abs() > 3).any()):
+                raise DataError(
+                    f"data '{columns.name}': [task] report = 'sentiment' is for one target from -3 to 3; the labels "
+                    f"are {in_words(columns.label)}, up to {float(known.abs().max()):g}. Leave it out"
+                )
+        return with_targets(columns, targets)
+
+    def label_shape(self, size: int) -> tuple[int, ...]:
+        """See `Objective.label_shape`."""
+        return (size,)
+
+    def num_outputs(self, size: int) -> int:
+        """One output for each target."""
+        return size
+
+    def check_size(self, size: int) -> None:
+        """See `Objective.check_size`."""
+        check_length("target_weights", self.target_weights, size, "targets")
+
+    def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The weighted loss of the known targets."""
+        known, y = known_of((batch.y - self.shift) / self.scale)
+        if self.target_weights:
+            known = known * outputs.new_tensor(self.target_weights)
+        if self.error == "huber":
+            each = F.huber_loss(outputs, y, reduction="none", delta=self.delta)
+        else:
+            each = (F.mse_loss if self.error == "square" else F.l1_loss)(outputs, y, reduction="none")
+        return (each * known).sum(-1), known.sum(-1)
+
+    def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
+        """`MOMENTS` of each target, `REST`, and the counts of `sentiment` if they are reported."""
+        known, y = (part.to(torch.float64) for part in known_of(batch.y))
+        p = self.predicted(outputs.to(torch.float64))
+        gap = p - y
+        parts = [torch.ones_like(y), y, p, y * y, p * p, y * p, gap.abs(), gap * gap]
+        # a product with the mask: an output that is not finite makes the sums NaN, so that validation drops the reply
+        moments = summed(torch.stack(parts, 1) * known.unsqueeze(1), batch).flatten()
+        found = [moments, summed(torch.stack(self.row_losses(outputs, batch), 1), batch)]
+        if self.report == "sentiment":
+            found.append(summed(sentiment.counts(p[:, 0], y[:, 0]) * known, batch))
+        return torch.cat(found)
+
+    def measured(self, sums: Tensor) -> dict[str, float]:
+        """Means over the targets of MAE, RMSE, Pearson correlation, concordance and R^2; the mean loss."""
+        extra = sentiment.SIZE if self.report == "sentiment" else 0
+        targets = (len(sums) - REST - extra) // MOMENTS
+        values = sums.to(torch.float64).cpu()
+        loss, weight = values[MOMENTS * targets : MOMENTS * targets + REST].tolist()
+        each = [moment_scores(*column) for column in values[: MOMENTS * targets].view(MOMENTS, targets).T.tolist()]
+        names = {name: None for one in each for name in one}
+        means = {name: ranking.mean_defined([one.get(name) for one in each]) for name in names}
+        found = {name: mean for name, mean in means.items() if mean is not None}
+        if weight > 0:
+            found["loss"] = loss / weight
+        return found | (sentiment.measured(values[len(values) - extra :]) if extra and found else {})
+
+    def own_shape(self, size: int) -> tuple[int, ...]:
+        """See `Objective.own_shape`."""
+        return (MOMENTS * size + REST + (sentiment.SIZE if self.report == "sentiment" else 0),)
+
+    def flaw(self, sums: Tensor, num_rows: float) -> str:
+        """See `Objective.flaw`: counts and sums of squares have a sign, and no square of a sum exceeds its bound."""
+        extra = sentiment.SIZE if self.report == "sentiment" else 0
+        targets = (len(sums) - REST - extra) // MOMENTS
+        n, y, p, yy, pp, yp, gap, square = sums[: MOMENTS * targets].double().cpu().view(MOMENTS, targets)
+        if flaw := not_counts(n, num_rows) or not_counts(sums[len(sums) - extra :], num_rows):
+            return flaw
+        slack = 1 + 1e-6  # for rounding
+        pairs = ((y, n, yy), (p, n, pp), (yp, yy, pp), (gap, n, square))  # the inequality of Cauchy and Schwarz
+        if any(bool((a * a > b * c * slack + 1e-9).any()) or bool((c < 0).any()) for a, b, c in pairs):
+            return "holds sums that no numbers have"
+        return not_counts(torch.cat([gap, sums[MOMENTS * targets : MOMENTS * targets + REST].cpu()]), float("inf"))
+
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """See `Objective.exact`."""
+        return ("c_index",)
+
+    def exact_scores(self, outputs: Tensor, batch: Batch) -> list[float]:
+        """The concordance index, the mean over the targets for which it is defined."""
+        each = []
+        for target in range(outputs.shape[1]):
+            known = ~batch.y[:, target].isnan()
+            each.append(ranking.c_index(batch.y[known, target], outputs[known, target]))
+        mean = ranking.mean_defined(each)
+        return [UNDEFINED if mean is None else mean]
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        """Values (n, T) in the unit of the targets."""
+        return outputs if self.shift == 0.0 and self.scale == 1.0 else outputs * self.scale + self.shift
+
+    def decided(self, predicted: Tensor) -> Tensor:
+        """The values themselves."""
+        return predicted
+
+
+def moment_scores(
+    n: float, y: float, p: float, yy: float, pp: float, yp: float, gap: float, square: float
+) -> dict[str, float]:
+    """Metrics of one target from its sums (`MOMENTS`); those that are undefined are left out.
+
+    `pearson` is the correlation; `concordance` is 2 cov / (var y + var p + (mean y - mean p)^2), Lin, "A concordance
+    correlation coefficient to evaluate reproducibility", Biometrics 45 (1989), with variances over n.
+    """
+    if n <= 0:
+        return {}
+    found = {"mae": gap / n, "rmse": (square / n) ** 0.5}
+    cov, var_y, var_p = yp / n - y * p / n**2, yy / n - (y / n) ** 2, pp / n - (p / n) ** 2
+    floor_y, floor_p = 1e-12 * yy / n, 1e-12 * pp / n  # below this, a variance is rounding
+    if var_y > floor_y and var_p > floor_p:
+        found["pearson"] = cov / (var_y * var_p) ** 0.5
+    if var_y > floor_y or var_p > floor_p:
+        found["concordance"] = 2 * cov / (var_y + var_p + (y / n - p / n) ** 2)
+    if var_y > floor_y:
+        found["r2"] = 1.0 - square / n / var_y
+    return found

@@ -1,0 +1,139 @@
+"""`Retrieval`: find the sample of one modality that belongs to a sample of another one.
+
+Shape letters: as in `base.py`; also `M` modalities of the model, `D` width of the common embedding.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polyfed.core.batch import Batch
+from polyfed.core.errors import DataError
+from polyfed.core.schema import AT_LEAST_TWO, POSITIVE
+from polyfed.core.tree import Tree
+from polyfed.data.columns import Columns
+from polyfed.model import Model
+from polyfed.objective.base import Objective, not_counts
+
+RANKS = (1, 5, 10)
+"""The k of recall at k."""
+
+REST = 3
+"""The sum of reciprocal ranks, the sum of the losses, and their weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrieval(Objective):
+    """Pairs: the modalities of a row belong together, those of two rows do not. Labels are not read.
+
+    The embedding of a modality is what the model gives if all other modalities are zero, scaled to length 1. The loss
+    is the symmetric cross-entropy of cosine similarities within a batch (Radford et al., "Learning Transferable Visual
+    Models From Natural Language Supervision", ICML 2021, Fig. 3), averaged over all ordered pairs of modalities.
+
+    Attributes:
+        dimension: D, the width of the common embedding.
+        temperature: divides the similarities; CLIP learns it and starts at 0.07.
+    """
+
+    NAME: ClassVar[str] = "retrieval"
+    SCORE: ClassVar[str] = "recall1"
+    BEST: ClassVar[str] = "recall1"
+    BY_MODALITY: ClassVar[bool] = True
+    WHOLE: ClassVar[bool] = True
+
+    dimension: Annotated[int, AT_LEAST_TWO] = 64
+    temperature: Annotated[float, POSITIVE] = 0.07
+
+    def prepared(self, columns: Columns) -> Columns:
+        """See `Objective.prepared`."""
+        if len(columns.modalities) < 2:
+            raise DataError(
+                f"data '{columns.name}' has the modality '{next(iter(columns.modalities))}' only; [task] name = "
+                "'retrieval' finds samples of one modality by another one. Name two in data.modalities"
+            )
+        if not columns.label.is_floating_point():
+            return columns
+        return replace(columns, label=torch.zeros(len(columns), dtype=torch.int64), num_classes=1, class_names=None)
+
+    def label_shape(self, size: int) -> tuple[int, ...]:
+        """See `Objective.label_shape`."""
+        return ()
+
+    def num_outputs(self, size: int) -> int:
+        """The width D."""
+        return self.dimension
+
+    def outputs(self, model: Model, w: Tree, batch: Batch, features: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Embeddings (B, M, D) of length 1 in the order of the model's modalities; zero where a modality is lacking."""
+        z = model.features(w, batch) if features is None else features
+        found: dict[str, Tensor] = {}
+        for m in model.modalities:
+            if m in z:
+                unit = F.normalize(model.unimodal_logits(w, z, m, batch, "zero"), dim=-1)
+                there = batch.present.get(m)
+                found[m] = unit if there is None else torch.where(there.unsqueeze(-1), unit, torch.zeros_like(unit))
+        some = next(iter(found.values()))
+        return torch.stack([found.get(m, torch.zeros_like(some)) for m in model.modalities], 1)
+
+    def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The cross-entropy of each row's own partner among all rows of the batch, over the pairs that the row has."""
+        value = weight = outputs.new_zeros(outputs.shape[0])
+        for query, other, both in _pairs(outputs, batch):
+            scores = (query @ other.mT / self.temperature).masked_fill(~both.unsqueeze(0), float("-inf"))
+            scores = torch.where(both.unsqueeze(1), scores, torch.zeros_like(scores))  # a row without a pair
+            row = torch.logsumexp(scores, -1) - scores.diagonal(dim1=-2, dim2=-1)
+            value = value + torch.where(both, row, torch.zeros_like(row))
+            weight = weight + both.to(value.dtype)
+        return value, weight
+
+    def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
+        """Queries, those found among the first k for each k of `RANKS`, and `REST`: float64 (7,).
+
+        All rows of the batch that have both modalities are candidates for each query, so the batch must hold all rows.
+        """
+        found = torch.zeros(1 + len(RANKS) + 1, dtype=torch.float64, device=outputs.device)
+        for query, other, both in _pairs(outputs, batch):
+            scores = query @ other.mT
+            own = scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+            # ties count against the query, so that equal embeddings of all rows find nothing
+            better = (scores >= own) & both.unsqueeze(0)
+            rank = better.sum(-1).clamp(min=1)
+            hits = [(rank <= k).to(torch.float64) for k in RANKS]
+            entries = torch.stack([torch.ones_like(hits[0]), *hits, 1.0 / rank.to(torch.float64)], 1)
+            found = found + (entries * both.unsqueeze(-1)).sum(0)
+        losses = torch.stack([part.sum() for part in self.row_losses(outputs, batch)]).to(torch.float64)
+        broken = batch.sum((~outputs.isfinite()).flatten(1).any(-1).to(torch.float32)) > 0
+        return torch.where(broken, torch.nan, torch.cat([found, losses]))
+
+    def measured(self, sums: Tensor) -> dict[str, float]:
+        """Recall at each k of `RANKS`, the mean reciprocal rank, and the mean loss."""
+        queries, *hits, reciprocal, loss, weight = sums.tolist()
+        if not queries:
+            return {}
+        found = {f"recall{k}": hit / queries for k, hit in zip(RANKS, hits, strict=True)}
+        return found | {"mrr": reciprocal / queries, "loss": loss / weight}
+
+    def own_shape(self, size: int) -> tuple[int, ...]:
+        """See `Objective.own_shape`."""
+        return (1 + len(RANKS) + REST,)
+
+    def flaw(self, sums: Tensor, num_rows: float) -> str:
+        """See `Objective.flaw`; a row asks for each of its modalities by each other one, so queries have no bound."""
+        return not_counts(sums[:-2], float(sums[0])) or not_counts(sums[-2:], float("inf"))
+
+    def decided(self, predicted: Tensor) -> Tensor:
+        """The embeddings themselves."""
+        return predicted
+
+
+def _pairs(outputs: Tensor, batch: Batch) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """For each ordered pair of modalities both embeddings (B, D), and the rows that have both, bool (B,)."""
+    there = outputs.square().sum(-1) > 0
+    if batch.ok is not None:
+        there = there & batch.ok.unsqueeze(-1)
+    several = range(outputs.shape[1])
+    return [(outputs[:, a], outputs[:, b], there[:, a] & there[:, b]) for a in several for b in several if a != b]

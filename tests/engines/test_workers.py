@@ -1,0 +1,240 @@
+"""Worker processes: the result does not depend on their number, and a worker that dies ends no run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import polyfed
+from laws.rows import ROWS
+from laws.test_laws import world
+from polyfed.algorithms import Averaging
+from polyfed.core.errors import EgressError, RecipeError
+from polyfed.engines import in_process, vectorised
+from polyfed.engines.arena import Arena
+from polyfed.experiment.assembly import assemble
+from polyfed.experiment.recipe import EngineSpec, Recipe
+from polyfed.federation.network import Network
+from polyfed.training.optimisers import Train
+from world import AWKWARD, algorithm, recipe, through
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="worker processes need Linux")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_process, "UNIT_FLOPS", 1.0)
+    monkeypatch.setattr(vectorised, "UNIT_FLOPS", 1.0)
+    monkeypatch.setattr(vectorised, "LEAST_STACK", 2)
+
+
+def engine(name: str, workers: int, **options: Any) -> EngineSpec:
+    return EngineSpec(name=name, workers=workers, **options)  # type: ignore[arg-type]
+
+
+def played(made: Recipe) -> tuple[Any, Any, list[dict[str, Any]]]:
+    parts = assemble(made)
+    try:
+        return parts, through(parts, made.rounds), list(parts.ledger.rows())
+    finally:
+        parts.engine.close()
+
+
+def used(parts: Any) -> int:
+    """How many jobs worker processes have returned."""
+    return int(parts.engine.pool.returned)
+
+
+@pytest.mark.parametrize("kind", ["sequential", "vectorised"])
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_the_number_of_workers_changes_no_bit(name: str, kind: str) -> None:
+    made = replace(world(name, kind, AWKWARD), rounds=2)
+    one, state, ledger = played(replace(made, engine=engine(kind, 1)))
+    for num in (2, 3) if name == "fedavg" else (2,):
+        parts, again, rows = played(replace(made, engine=engine(kind, num)))
+        assert used(parts) or name in ("centralized", "vfl", "split-learning"), "nothing was shared out"
+        assert rows == ledger
+        assert parts.engine.locals.keys() == one.engine.locals.keys()
+        for client, tree in parts.engine.locals.items():
+            assert same_bits(tree, one.engine.locals[client])
+        assert same_bits(getattr(again, "params", {}), getattr(state, "params", {}))
+        assert getattr(again, "train_loss", None) == getattr(state, "train_loss", None)
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+def test_simulated_time_and_metrics_do_not_depend_on_workers() -> None:
+    made = recipe(algorithm("fedavg"), network=Network(deadline_s=0.01, latency_s=0.001, stragglers=0.5))
+    runs = [polyfed.run(replace(made, engine=engine("vectorised", num))) for num in (1, 2)]
+    facts = [{k: v for k, v in run.result.items() if not k.startswith("seconds")} for run in runs]
+    assert facts[0] == facts[1]
+    assert facts[0]["simulated_seconds"] > 0
+
+
+def test_a_run_resumes_with_another_number_of_workers(tmp_path: Path) -> None:
+    made = recipe(algorithm("scaffold"), rounds=4)
+    whole = polyfed.run(replace(made, engine=engine("vectorised", 1)))
+    first = replace(made, engine=engine("vectorised", 2), rounds=2)
+    polyfed.run(first, out=tmp_path / "run")
+    rest = polyfed.run(replace(made, engine=engine("vectorised", 3)), out=tmp_path / "run", resume=True)
+    assert rest.result["state_sha256"] == whole.result["state_sha256"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deadly(Averaging):
+    """FedAvg whose client 2 kills the process that trains it, until a file with `deaths` lines exists."""
+
+    file: str = ""
+    deaths: int = 1
+
+    def reply(self, context: Any, data: Any, fit: Any, got: Any, local: Any) -> Any:
+        path = Path(self.file)
+        died = len(path.read_text().splitlines()) if path.exists() else 0
+        if int(data.num_rows) == self.victim_rows and died < self.deaths:
+            path.write_text("died\n" * (died + 1))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().reply(context, data, fit, got, local)
+
+    victim_rows: int = 0
+
+
+def deadly(tmp_path: Path, deaths: int) -> Recipe:
+    made = recipe(algorithm("fedavg"), engine=engine("sequential", 2))
+    rows = assemble(made).fed.clients.num_rows
+    method = Deadly(train=made.algorithm.train, file=str(tmp_path / "deaths"), deaths=deaths, victim_rows=int(rows[2]))
+    assert (rows == rows[2]).sum() == 1
+    return replace(made, algorithm=method)
+
+
+def test_the_clients_of_a_worker_that_dies_are_run_again(tmp_path: Path) -> None:
+    survived = polyfed.run(deadly(tmp_path / "none", 0))
+    notes: list[Any] = []
+    run = polyfed.run(
+        deadly(tmp_path, 1), listeners=[lambda event, **facts: notes.append(facts) if event == "note" else None]
+    )
+    assert (tmp_path / "deaths").read_text() == "died\n"
+    assert run.result["state_sha256"] == survived.result["state_sha256"]
+    assert any("SIGKILL" in note["text"] for note in notes)
+
+
+def test_clients_that_kill_every_worker_are_missing_with_the_reason(tmp_path: Path) -> None:
+    run = polyfed.run(deadly(tmp_path, 2))
+    missing = run.rounds[0]["missing"]
+    assert "SIGKILL, 2 times" in missing["2"]
+    assert run.rounds[1]["missing"] == {}
+
+
+def test_a_refusal_in_a_worker_ends_the_run() -> None:
+    made = recipe(algorithm("fedavg"), engine=engine("sequential", 2), egress={"a": {"server": ["statistic"]}})
+    with pytest.raises(EgressError, match="parameters of a may not go to the server"):
+        played(made)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failing(Averaging):
+    """FedAvg whose loss raises."""
+
+    def loss(self, context: Any, w: Any, batch: Any, got: Any, local: Any) -> Any:
+        if context.modalities == ("b",):
+            raise ValueError("no model for b alone")
+        return super().loss(context, w, batch, got, local)
+
+
+@pytest.mark.parametrize("kind", ["sequential", "vectorised"])
+def test_a_client_that_fails_in_a_worker_is_missing_with_the_reason(kind: str) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+    made = recipe(Failing(train=Train(lr=0.1, batch_size=16)), engine=engine(kind, 2))
+    run = polyfed.run(made, listeners=[lambda event, **facts: events.append((event, facts))])
+    assert run.rounds[0]["missing"] == {"3": "ValueError: no model for b alone"}
+    assert any(name == "client-failed" and facts["client"] == 3 for name, facts in events)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"debug": True}, "in this process"), ({"device": "cuda"}, "no CUDA device|cannot be forked")],
+)
+def test_workers_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        assemble(recipe(algorithm("fedavg"), engine=engine("vectorised", 2, **options)))
+
+
+def test_no_process_is_started_for_small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_process, "UNIT_FLOPS", 1e12)
+    parts = assemble(recipe(algorithm("fedavg"), engine=engine("sequential", 2)))
+    through(parts, 1)
+    assert parts.engine.pool.started == []  # type: ignore[attr-defined]
+
+
+ENDLESS = """
+import polyfed, sys
+from polyfed.engines import in_process
+in_process.UNIT_FLOPS = 1.0
+from polyfed.experiment.recipe import EngineSpec
+from world import algorithm, recipe
+made = recipe(algorithm("fedavg"), engine=EngineSpec(name="sequential", workers=2), rounds=100_000)
+polyfed.run(made, listeners=[lambda event, **facts: print(event, flush=True)])
+"""
+
+
+@pytest.fixture
+def endless() -> Iterator[subprocess.Popen[str]]:
+    paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "src")])
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths}
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("round-finished"):
+            break
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def children(pid: int) -> list[int]:
+    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_no_worker_outlives_the_run(endless: subprocess.Popen[str], end: signal.Signals) -> None:
+    workers = children(endless.pid)
+    assert len(workers) == 2
+    endless.send_signal(end)
+    endless.wait(30)
+    deadline = time.monotonic() + 30
+    while any(alive(pid) for pid in workers):
+        assert time.monotonic() < deadline, "a worker process is still there"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_an_arena_grows_and_keeps_what_is_the_same_tensor_one() -> None:
+    arena = Arena()
+    big = torch.arange(2_000_000, dtype=torch.float64)
+    given = [big.view(1000, 2000).t(), torch.tensor(True), torch.zeros(0, 3), torch.tensor(1.5), big]
+    places = arena.write([*given, given[0]])
+    found = arena.read(places)
+    assert all(torch.equal(a, b) for a, b in zip(given, found, strict=False))
+    assert found[-1] is found[0]
+    arena.write([torch.ones(3)])
+    assert float(given[3]) == 1.5
+    arena.close()

@@ -1,0 +1,159 @@
+"""Robust aggregation against plain NumPy, and against clients that lie."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from polyfed.algorithms.averaging import Update
+from polyfed.core.errors import RecipeError, TooFewReplies
+from polyfed.core.tree import Tree
+from polyfed.federation.aggregation import RULES, aggregate
+from polyfed.federation.replies import Replies, stacked
+from polyfed.training.optimisers import ServerOptimiser
+from world import algorithm, played, recipe
+
+NAMES = {"a.encoder.weight": (3, 2), "a.encoder.bias": (3,), "shared.bias": (4,), "b.encoder.weight": (2, 2)}
+
+
+def cohort(num: int, seed: int = 1) -> dict[int, Update]:
+    """Replies of clients, every third of which lacks modality b."""
+    draw = torch.Generator().manual_seed(seed)
+    replies = {}
+    for k in range(num):
+        names = {n: s for n, s in NAMES.items() if k % 3 or not n.startswith("b.")}
+        params = {name: torch.randn(shape, generator=draw) for name, shape in names.items()}
+        replies[k] = Update(params, torch.tensor(0.0), torch.tensor(10))
+    return replies
+
+
+def combined(replies: dict[int, Update], rule: str, weights: Any = None, centre: Any = None, **options: Any) -> Tree:
+    given = Replies([*stacked(dict(replies))])
+    centre = centre or {name: torch.zeros(shape) for name, shape in NAMES.items()}
+    weights = weights or dict.fromkeys(replies, 1.0)
+    return aggregate(given, "params", weights, centre, ServerOptimiser(aggregate=rule, **options))  # type: ignore[arg-type]
+
+
+def rows(replies: dict[int, Update], block: str) -> np.ndarray:
+    """The entries of a block, (K, P), of the clients that have it."""
+    names = [name for name in NAMES if name.startswith(f"{block}.")]
+    having = [reply.params for reply in replies.values() if names[0] in reply.params]
+    return np.stack([np.concatenate([tree[name].numpy().reshape(-1) for name in names]) for tree in having])
+
+
+def flat(tree: Tree, block: str) -> np.ndarray:
+    return np.concatenate([tree[name].numpy().reshape(-1) for name in NAMES if name.startswith(f"{block}.")])
+
+
+def krum_scores(values: np.ndarray, liars: int) -> np.ndarray:
+    scores = []
+    for i, one in enumerate(values):
+        far = sorted(float(((one - other) ** 2).sum()) for j, other in enumerate(values) if j != i)
+        scores.append(sum(far[: len(values) - liars - 2]))
+    return np.array(scores)
+
+
+@pytest.mark.parametrize("num", [11, 12])
+@pytest.mark.parametrize("block", ["a", "b", "shared"])
+def test_rules_equal_plain_numpy_block_by_block(num: int, block: str) -> None:
+    replies = cohort(num)
+    values = rows(replies, block)
+    liars = int(np.ceil(0.2 * len(values) - 1e-9))
+    ordered = np.sort(values, 0)
+    wanted = {
+        "median": np.median(values, 0),
+        "trimmed-mean": ordered[liars : len(values) - liars].mean(0),
+        "krum": values[krum_scores(values, liars).argmin()],
+        "multi-krum": values[np.argsort(krum_scores(values, liars))[: len(values) - liars]].mean(0),
+    }
+    for rule, expected in wanted.items():
+        np.testing.assert_allclose(flat(combined(replies, rule), block), expected, atol=1e-6, err_msg=rule)
+
+
+def test_the_geometric_median_has_the_smallest_sum_of_distances() -> None:
+    values = np.random.default_rng(3).normal(size=(9, 4)).astype(np.float32)
+    replies = {
+        k: Update({"shared.bias": torch.tensor(v)}, torch.tensor(0.0), torch.tensor(1)) for k, v in enumerate(values)
+    }
+    weights = {k: float(k + 1) for k in replies}
+    share = np.array([weights[k] for k in replies]) / sum(weights.values())
+    point = combined(replies, "geometric-median", weights)["shared.bias"].numpy()
+
+    def cost(at: np.ndarray) -> float:
+        return float(share @ np.linalg.norm(values - at, axis=1))
+
+    steps = np.random.default_rng(4).normal(size=(200, 4)) * 0.05
+    assert all(cost(point) <= cost(point + step) + 1e-6 for step in steps)
+
+
+def test_clipping_limits_the_distance_from_the_model_that_was_sent() -> None:
+    centre = {name: torch.ones(shape) for name, shape in NAMES.items()}
+    replies = cohort(7)
+    weights = {k: float(k + 1) for k in replies}
+    values = rows(replies, "shared") - 1.0
+    for given, limit in ((0.5, 0.5), (0.0, float(np.sort(np.linalg.norm(values, axis=1))[3]))):
+        norms = np.linalg.norm(values, axis=1, keepdims=True)
+        share = np.array([weights[k] for k in replies]) / sum(weights.values())
+        expected = 1.0 + share @ (values * np.minimum(1.0, limit / norms))
+        found = combined(replies, "norm-clip", weights, centre, max_norm=given)
+        np.testing.assert_allclose(flat(found, "shared"), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_a_fifth_of_liars_cannot_move_the_result_far(rule: str) -> None:
+    draw = torch.Generator().manual_seed(5)
+    honest = {
+        k: Update({"shared.bias": 1.0 + 0.1 * torch.randn(6, generator=draw)}, torch.tensor(0.0), torch.tensor(1))
+        for k in range(16)
+    }
+    lies = {
+        k: Update({"shared.bias": torch.full((6,), -1e6)}, torch.tensor(0.0), torch.tensor(1)) for k in range(16, 20)
+    }
+    centre = {"shared.bias": torch.ones(6)}
+    everyone = honest | lies
+    plain = aggregate(
+        Replies([*stacked(dict(everyone))]), "params", dict.fromkeys(everyone, 1.0), centre, ServerOptimiser()
+    )
+    assert float((plain["shared.bias"] - 1.0).abs().max()) > 1e5, "the mean itself is moved"
+    assert float((combined(everyone, rule, centre=centre)["shared.bias"] - 1.0).abs().max()) < 0.5
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_clients_of_weight_zero_integers_and_half_precision(rule: str) -> None:
+    replies: dict[int, Update] = {}
+    for k in range(6):
+        params: dict[str, Tensor] = {
+            "a.steps": torch.tensor(k),
+            "a.weight": torch.full((2,), float(k), dtype=torch.bfloat16),
+        }
+        replies[k] = Update(params, torch.tensor(0.0), torch.tensor(1))
+    weights = dict.fromkeys(replies, 1.0) | {5: 0.0}
+    centre = {"a.steps": torch.tensor(0), "a.weight": torch.zeros(2, dtype=torch.bfloat16)}
+    found = combined(replies, rule, weights, centre)
+    assert found["a.steps"].dtype == torch.int64
+    assert int(found["a.steps"]) == 2
+    assert found["a.weight"].dtype == torch.bfloat16
+    assert bool((found["a.weight"] <= 4).all())
+
+
+def test_too_few_replies_and_wrong_options_are_refused() -> None:
+    with pytest.raises(TooFewReplies, match="4 clients sent the block 'a', and the rule needs 5 to withstand 1"):
+        combined(cohort(4), "krum")
+    with pytest.raises(RecipeError, match=r"lying = 0\.5"):
+        ServerOptimiser(aggregate="krum", lying=0.5)
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "moon"])
+def test_every_rule_trains_and_both_engines_agree(name: str, rule: str) -> None:
+    server = ServerOptimiser(aggregate=rule, lying=0.0)  # type: ignore[arg-type]
+    made = [recipe(algorithm(name, server=server), engine, rounds=2) for engine in ("sequential", "vectorised")]
+    try:
+        one, two = (played(each)[1].params for each in made)
+    except TooFewReplies:
+        assert rule in ("krum", "multi-krum"), "these need three replies of each block"
+        return
+    for key, value in one.items():
+        torch.testing.assert_close(value, two[key], atol=1e-4, rtol=1e-4)
