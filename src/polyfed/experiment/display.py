@@ -82,7 +82,8 @@ def metrics_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
 def clients_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
     """One row for each client that was asked or evaluated, by its number.
 
-    The columns are `asked` and `missing`, counts of rounds, and `personal_score`, the last one that was measured: the accuracy, or the task's own score.
+    The columns are `asked` and `missing`, counts of rounds, and `personal_score`, the last one that was measured: the
+    accuracy, or the score of the task.
 
     Args:
         rounds: rows of rounds.jsonl.
