@@ -16,6 +16,7 @@ from polyfed.data import Columns, Population, populate, stacked
 from polyfed.engines import Sequential, Vectorised
 from polyfed.engines.base import Engine
 from polyfed.experiment.events import Emitter
+from polyfed.experiment.label_counts import label_counts
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
 from polyfed.federation.client_registry import TEST
@@ -24,9 +25,6 @@ from polyfed.federation.network import Clock
 from polyfed.model import Model, build_model
 from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.policy import Policy
-
-MOST_COUNTS = 100_000
-"""run.json holds at most this many counts of classes, about 300 kB."""
 
 
 @dataclass
@@ -243,7 +241,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
         "clients": [
             {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)}
             | _dealt(assembly, c.id)
-            | _labels(assembly, c.id)
+            | label_counts(population, c.id)
             for c in shown
         ],
         "blocks": block_sizes(assembly),
@@ -279,18 +277,3 @@ def _dealt(assembly: Assembly, client: int) -> dict[str, Any]:
         return {"main_class": client % population.columns.num_classes}
     # the client's test rows count as well: they may hold all of its rows of a rare class
     return {"classes": sorted(set(population.columns.label.cpu()[rows].tolist()))}
-
-
-def _labels(assembly: Assembly, client: int) -> dict[str, Any]:
-    """The number of training rows of each class, for the first clients of a simulation.
-
-    A client of a deployment keeps its labels, so the server has nothing to count.
-    """
-    population, label = assembly.population, assembly.population.columns.label.cpu()
-    classes = population.columns.num_classes
-    if (client + 1) * classes > MOST_COUNTS or label.dim() != 1 or label.is_floating_point():
-        return {}
-    rows = population.train[client].cpu()
-    if bool((rows < 0).any()):
-        return {}
-    return {"labels": torch.bincount(label[rows], minlength=classes).tolist()}
