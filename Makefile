@@ -2,8 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 OUT ?= runs/demo
+# The release of Flower beside the one in constraints.txt that is supported; laid over the installed one, not installed.
+FLOWER ?= 1.42.0
+OTHER := $(CURDIR)/.venv/flower-$(FLOWER)
 
-.PHONY: demo test check check-all check-trackers federation bench docs notebooks format clean
+.PHONY: demo test check check-flower check-all check-trackers federation bench docs notebooks format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -25,10 +28,18 @@ check: .venv/installed ## what CI runs: format, lint, strict types, layer rule, 
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2
 
+$(OTHER)/installed: .venv/installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(OTHER) flwr==$(FLOWER)
+	touch $@
+
+check-flower: $(OTHER)/installed ## what CI runs besides: the tests of deployments on the other supported release of Flower
+	FLOWER_RELEASE=$(FLOWER) PYTHONPATH=$(OTHER) $(BIN)/pytest -n 2 tests/engines tests/attacks
+	FLOWER_RELEASE=$(FLOWER) PYTHONPATH=$(OTHER) $(BIN)/pytest -n 0 -m slow tests/attacks/test_status.py
+
 check-all: check ## check, then real processes: Ray, SuperLink and SuperNodes with TLS, kills (minutes)
 	# one more try for what failed: a busy machine can make Ray or a SuperNode miss a time-out
-	$(BIN)/pytest -m slow -n 2 --dist loadfile tests/engines tests/attacks || \
-		$(BIN)/pytest -m slow tests/engines tests/attacks --last-failed
+	$(BIN)/pytest -m slow -n 2 --dist loadfile tests/engines tests/attacks tests/study || \
+		$(BIN)/pytest -m slow tests/engines tests/attacks tests/study --last-failed
 
 check-trackers: .venv/installed ## installs MLflow and Weights & Biases (200 MB) and runs the tests against them
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[mlflow,wandb]"

@@ -1,4 +1,6 @@
-"""Bytes per device and round against local epochs, for PartialFL, FedAvg of all modalities and split learning.
+"""Bytes per device and round against local epochs, for PartialFL, FedAvg and split learning.
+
+PartialFL federates the colour alone, so its rivals are measured on the colour alone, too, and on both modalities.
 
 A table and a figure, both from the ledgers of one round with all 20 clients of the coloured digits.
 
@@ -18,13 +20,18 @@ from polyfed.experiment.recipe import parse_recipe
 RECIPES = Path(__file__).parents[1] / "recipes"
 EPOCHS = (1, 2, 5, 10, 20)
 METHODS = {
-    "PartialFL": "partialfl",
-    "FedAvg, both modalities": "fedavg",
-    "SplitFed": "splitfed",
-    "Split learning": "split-learning",
-    "Split learning, U-shaped": "split-learning-u",
+    "PartialFL, colour": ("partialfl", False),
+    "FedAvg, colour": ("fedavg", True),
+    "SplitFed, colour": ("splitfed", True),
+    "Split learning, colour": ("split-learning", True),
+    "Split learning, U-shaped, colour": ("split-learning-u", True),
+    "FedAvg, both": ("fedavg", False),
+    "SplitFed, both": ("splitfed", False),
+    "Split learning, both": ("split-learning", False),
+    "Split learning, U-shaped, both": ("split-learning-u", False),
 }
-COLOURS = ("#2563eb", "#6b7280", "#059669", "#d97706", "#dc2626")
+"""By name: the recipe, and whether clients hold the colour alone."""
+COLOURS = ("#2563eb", "#6b7280", "#059669", "#d97706", "#dc2626", "#9ca3af", "#6ee7b7", "#fcd34d", "#fca5a5")
 SAME: dict[str, dict[str, Any]] = {
     "clients": {"partition": "dirichlet", "num": 20, "alpha": 0.5, "participation": 1.0, "validation": 0.1},
     "model": {"fusion": "concat", "embedding": 64, "head": [64]},
@@ -34,13 +41,21 @@ SAME: dict[str, dict[str, Any]] = {
 }
 
 
-def crossed(name: str, epochs: int) -> tuple[int, float]:
-    """Bytes per device in both directions: of what is sent once, and of a round."""
+def crossed(name: str, epochs: int, *, alone: bool) -> tuple[int, float]:
+    """Bytes per device in both directions: of what is sent once, and of a round.
+
+    Args:
+        name: the recipe, without `-cg-digits`.
+        epochs: local epochs.
+        alone: whether clients hold the colour alone.
+    """
     table = tomllib.loads((RECIPES / f"{name}-cg-digits.toml").read_text())
     table |= {"seed": 1, "rounds": 1}
     for section, options in SAME.items():
         table[section] = table.get(section, {}) | options
     table["train"]["epochs"] = epochs
+    if alone:
+        table["clients"] |= {"holdings": [["color"]]}
     with tempfile.TemporaryDirectory() as folder:
         result = polyfed.run(parse_recipe(table), Path(folder) / "run").result
         rows = [json.loads(line) for line in (Path(folder) / "run" / "egress.jsonl").read_text().splitlines()]
@@ -92,8 +107,8 @@ def main() -> None:
     print("| kB per device and round | once | " + " | ".join(f"{epochs} epochs" for epochs in EPOCHS) + " |")
     print("|---|---:|" + "---:|" * len(EPOCHS))
     curves: dict[str, list[float]] = {}
-    for label, name in METHODS.items():
-        found = [crossed(name, epochs) for epochs in EPOCHS]
+    for label, (name, alone) in METHODS.items():
+        found = [crossed(name, epochs, alone=alone) for epochs in EPOCHS]
         curves[label] = [value for _, value in found]
         cells = " | ".join(f"{value / 1000:.0f}" for value in curves[label])
         print(f"| {label} | {found[0][0] / 1000:.0f} | {cells} |", flush=True)

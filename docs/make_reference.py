@@ -56,7 +56,9 @@ def reference() -> str:
     ):
         parts.append(f"## {title}: `{section}`\n")
         for name in sorted(registry):
-            parts.append(f"### {name}\n\n{table(catalogue.options(registry[name], ('kind', 'participation')))}")
+            parts.append(
+                f"### {name}\n\n{table(catalogue.options(registry[name], ('kind', 'participation', 'overselect')))}"
+            )
     parts.append("## Algorithms: `[algorithm] name`\n")
     for name in sorted(ALGORITHMS):
         cls = ALGORITHMS[name]

@@ -1,8 +1,9 @@
 """polyfed: multimodal federated learning. One implementation of a method runs in simulation and on real devices.
 
 The names below are the public front door: load or parse a recipe, `check` what it lets leave the clients, `run` it, and
-read what the run wrote. Methods of your own import from `polyfed.algorithms`, `polyfed.core` and `polyfed.training`.
-Each name is imported when it is first used, so that `polyfed --help` does not wait for PyTorch.
+read what the run wrote; `sweep` a study of many runs, and `compare` them. Methods of your own import from
+`polyfed.algorithms`, `polyfed.core` and `polyfed.training`. Each name is imported when it is first used, so that
+`polyfed --help` does not wait for PyTorch.
 """
 
 import sys
@@ -18,35 +19,43 @@ if TYPE_CHECKING:
     from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
     from polyfed.experiment.run_result import Run, load_run
     from polyfed.experiment.saved_model import load_model
+    from polyfed.experiment.study import sweep
+    from polyfed.report.compare import Comparison, compare
     from polyfed.run import run
 
     __version__: str
 
 __all__ = [
     "Check",
+    "Comparison",
     "Models",
     "Recipe",
     "Run",
     "__version__",
     "check",
+    "compare",
     "load_model",
     "load_recipe",
     "load_run",
     "parse_recipe",
     "run",
+    "sweep",
 ]
 
 _PLACES = {
     "Check": "experiment.check",
+    "Comparison": "report.compare",
     "Models": "experiment.models",
     "Recipe": "experiment.recipe",
     "Run": "experiment.run_result",
     "check": "experiment.check",
+    "compare": "report.compare",
     "load_model": "experiment.saved_model",
     "load_recipe": "experiment.recipe",
     "load_run": "experiment.run_result",
     "parse_recipe": "experiment.recipe",
     "run": "run",
+    "sweep": "experiment.study",
 }
 """The module of each name, without `polyfed.`."""
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from oracles import cmsfed as oracle
+from polyfed import run
 from polyfed.algorithms.base import Broadcast
 from polyfed.algorithms.cmsfed import CmsFed
+from polyfed.algorithms.cmsfed.aggregation import represented
 from polyfed.algorithms.cmsfed.cmsfed import CmsFedState
 from polyfed.algorithms.cmsfed.imbalance import ImbalanceRatios, pce_weights
 from polyfed.algorithms.cmsfed.local_scope import TrainingScope
@@ -29,7 +31,7 @@ from polyfed.experiment.recipe import parse_recipe
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.model import ModelSpec
 from polyfed.selection import DivFl, Uniform
-from polyfed.selection.submodular import Similarity, sample_size, stochastic_greedy
+from polyfed.selection.submodular import BlockSimilarity, Similarity, sample_size, stochastic_greedy
 from polyfed.training.client_data import ORDER
 from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import Prototypes
@@ -40,9 +42,14 @@ KEY = keys.key(3, "greedy", 2)
 COMPLETE = ClientsSpec(partition="dirichlet", num=7, alpha=1.0)
 
 
+def paper(**options: Any) -> Any:
+    """CMSFed with the paper's values where `options` names no others."""
+    return algorithm("cmsfed", **(CmsFed.presets["paper"] | options))
+
+
 def made(engine: str = "sequential", clients: ClientsSpec = COMPLETE, rounds: int = 3, **options: Any) -> Any:
     egress = {m: OPEN[m] for m in ("a", "b")}
-    return recipe(algorithm("cmsfed", **options), engine, clients=clients, egress=egress, rounds=rounds)
+    return recipe(paper(**options), engine, clients=clients, egress=egress, rounds=rounds)
 
 
 def step_by_step(case: Any) -> list[CmsFedState]:
@@ -315,6 +322,10 @@ SWITCHES: list[dict[str, Any]] = [
     {"hysteresis": 10.0},
     {"feature_norm": 3.0},
     {"prototype_weight": 0.0},
+    {"ratio_rule": "quantile", "dominance_quantile": 0.9},
+    {"client_weights": "clusters"},
+    {"classifier_average": "cohort"},
+    {"placebo": "random-picks"},
 ]
 
 
@@ -361,13 +372,143 @@ def test_clients_that_lack_a_modality_train_alone_and_have_no_ratio(engine: str)
     holds = assemble(made(clients=clients)).population.holds
     for state in states[1:]:
         assert state.ratios.values[~holds.all(1)].isnan().all()
-        assert not state.gradients.known[~holds.all(1)].any()
+        assert state.gradients.known.all()
         assert all(bool(holds[c].all()) for c in state.choice.train_all)
         for client, own in state.choice.train_alone.items():
             assert holds[client].tolist() == [own == "a", own == "b"]
         assert len(state.choice.picked) == 6
     known = states[1].encoders
     assert all(torch.equal(known[m].known, holds[:, i]) for i, m in enumerate("ab"))
+
+
+def test_a_client_that_lacks_a_modality_is_a_candidate_like_any_other() -> None:
+    clients = ClientsSpec(partition="iid", num=24, keep_both=0.5)
+    for split in ("exact", "delta"):
+        states = step_by_step(
+            made(
+                "vectorised",
+                clients=clients,
+                dominance_threshold=math.inf,
+                gradient_split=split,
+                rounds=10,
+                selector=Uniform(participation=6),
+            )
+        )
+        holds = assemble(made(clients=clients)).population.holds
+        picks = {kind: 0 for kind in ((True, True), (True, False), (False, True))}
+        for state in states[1:]:
+            for client in state.choice.picked:
+                picks[tuple(holds[client].tolist())] += 1  # type: ignore[index]
+        weak = states[-1].choice.weak
+        strong_only = (weak != "a", weak != "b")
+        # 6 of 24 clients own only the strong modality; the second problem of each pass passes them over
+        assert picks[strong_only] >= 60 * 6 / 24 / 3, (split, picks)
+
+
+def test_clients_that_lack_a_block_are_as_far_there_as_the_shared_blocks_predict() -> None:
+    rng = torch.Generator().manual_seed(3)
+    vectors = {c: {b: torch.randn(4, generator=rng) for b in ("a", "b", "shared")} for c in range(5)}
+    del vectors[3]["b"], vectors[4]["a"]
+    empty = BlockSimilarity.empty(6, {"a": 4, "b": 4, "shared": 4})
+    similarity = empty.refreshed({c: vectors[c] for c in (0, 1, 2)}).refreshed({c: vectors[c] for c in (3, 4)})
+    found = similarity.distance
+
+    def apart(block: str, k: int, i: int) -> float:
+        return float((vectors[k][block] - vectors[i][block]).square().sum())
+
+    blocks, mean = ("a", "b", "shared"), {}
+    for block in blocks:
+        own = [c for c in vectors if block in vectors[c]]
+        pairs = list(itertools.permutations(own, 2))
+        mean[block] = sum(apart(block, k, i) for k, i in pairs) / len(pairs)
+    for k, i in itertools.permutations(range(5), 2):
+        common = [b for b in blocks if b in vectors[k] and b in vectors[i]]
+        total = sum(apart(b, k, i) for b in common)
+        relative, share = total / sum(mean[b] for b in common), sum(mean[b] for b in common) / sum(mean.values())
+        total += sum(mean[b] for b in blocks if b not in common) * (share * relative + 1 - share)
+        assert float(found[k, i]) == pytest.approx(total**0.5, rel=1e-5)
+    assert torch.equal(found, found.T)
+    assert not found.diagonal().any()
+    assert found[5, :5].isinf().all()
+    assert similarity.known.tolist() == [True] * 5 + [False]
+
+
+def test_block_similarity_of_complete_clients_is_the_plain_one() -> None:
+    vectors = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    plain = Similarity.empty(4, 6).refreshed(dict(enumerate(vectors)))
+    blocks = BlockSimilarity.empty(4, {"a": 4, "b": 2})
+    blocks = blocks.refreshed({c: {"a": v[:4], "b": v[4:]} for c, v in enumerate(vectors)})
+    torch.testing.assert_close(blocks.distance, plain.distance)
+    assert sum(s.vectors.shape[1] for s in BlockSimilarity.empty(4, {"a": 40, "b": 20}, 12).blocks.values()) == 12
+
+
+def test_a_quantile_of_the_ratios_always_lets_some_train_alone() -> None:
+    registry = ClientRegistry(("a", "b"), torch.full((8,), 10), torch.ones(8, 2, dtype=torch.bool))
+    values = torch.tensor([[1.0, 1.0 + c / 100] for c in range(8)])
+    ratios = replace(ImbalanceRatios.unknown(registry), values=values.double())
+    chi = ratios.quantile("b", 0.5)
+    assert sum(ratios.dominance("b", c) > chi for c in range(8)) == 4
+    assert all(ratios.dominance("b", c) < 1.5 for c in range(8))  # the paper's smallest chi lets nobody
+    for rule, some in (("quantile", True), ("threshold", False)):
+        states = step_by_step(made("vectorised", ratio_rule=rule, dominance_threshold=math.inf, rounds=4))
+        assert any(state.choice.train_weak for state in states) == some
+
+
+def test_gamma_is_the_rows_of_the_clients_that_a_chosen_one_represents() -> None:
+    points = torch.tensor([[0.0], [1.0], [5.0], [6.0], [9.0]])
+    similarity = Similarity.empty(6, 1).refreshed(dict(enumerate(points)))
+    rows = {0: 1.0, 1: 2.0, 2: 4.0, 3: 8.0, 4: 16.0, 5: 32.0}
+    assert represented(similarity, [0, 3, 5], rows) == {0: 3.0, 3: 28.0}
+
+
+def test_the_whole_classifier_counts_who_did_not_train_a_modality_with_what_was_sent() -> None:
+    states = {}
+    for average in ("trained", "cohort"):
+        case = made(
+            "vectorised", dominance_threshold=-math.inf, classifier_average=average, rounds=1,
+            selector=Uniform(participation=4),
+        )  # fmt: skip
+        parts = assemble(case)
+        parts.fed.begin(0)
+        first = case.algorithm.init(parts.fed, parts.initial)
+        parts.fed.begin(1)
+        states[average] = case.algorithm.round(first, parts.fed)
+    choice = states["cohort"].choice
+    assert choice.train_all
+    assert choice.train_weak
+    rows = parts.fed.clients.rows_of(choice.picked)
+    share = sum(rows[c] for c in choice.train_all) / sum(rows.values())
+    strong = "a" if choice.weak == "b" else "b"
+    name, sent = f"{strong}.fusion.weight", parts.initial
+    wanted = sent[name] + share * (states["trained"].params[name] - sent[name])
+    torch.testing.assert_close(states["cohort"].params[name], wanted)
+    others = [n for n in sent if n != name]
+    assert all(torch.equal(states["cohort"].params[n], states["trained"].params[n]) for n in others)
+
+
+def test_deltas_cost_what_fedavg_costs_and_gradients_more() -> None:
+    def sent(method: Any) -> int:
+        case = recipe(method, "vectorised", clients=COMPLETE, egress={m: OPEN[m] for m in "ab"}, rounds=4)
+        rows = [r for r in played(case)[2] if r["destination"] == "server" and r["round"] > 1]
+        return sum(r["bytes"] for r in rows)
+
+    fedavg = sent(algorithm("fedavg"))
+    assert sent(paper()) > 1.5 * fedavg
+    # this model is so small that prototypes and counts weigh as much as a tenth of it
+    assert sent(algorithm("cmsfed")) < 1.25 * fedavg
+
+
+def test_it_is_told_when_nobody_trains_the_weak_modality_alone() -> None:
+    method = paper(dominance_threshold=math.inf)
+    assert "no client was picked" in method.concerns([{"picked_weak": 0.0}] * 3)[0]
+    assert method.concerns([{"picked_weak": 0.0}, {"picked_weak": 1.0}]) == []
+    assert paper(modality_selection=False).concerns([{"picked_weak": 0.0}]) == []
+    events: list[str] = []
+    case = made("vectorised", dominance_threshold=math.inf, rounds=3)
+    finished = run(case, listeners=[lambda event, **facts: events.append(facts.get("text", ""))])
+    assert any(text.startswith("WARNING: no client was picked") for text in events)
+    assert finished.result["concerns"] == finished.rounds[0]["concerns"]
+    assert finished.result["logged"]["picked_weak"] == 0.0
 
 
 def test_without_a_complete_client_the_cohort_is_random_and_trains_alone() -> None:
@@ -382,9 +523,7 @@ def test_three_modalities_run_and_agree(engine: str) -> None:
     toy = Toy(rows=300, classes=3, shapes={"a": (8,), "b": (8,), "c": (8,)}, snr={"a": 4.0, "b": 2.0, "c": 1.0})
     model = ModelSpec(embedding=6, encoders={m: {"kind": "mlp", "hidden": [8]} for m in "abc"})
     holdings = ClientsSpec(partition="iid", num=6, holdings=[["a", "b", "c"], ["a", "b", "c"], ["a", "b"]])
-    case = recipe(
-        algorithm("cmsfed", dominance_threshold=1.0), engine, data=toy, model=model, clients=holdings, egress=OPEN
-    )
+    case = recipe(paper(dominance_threshold=1.0), engine, data=toy, model=model, clients=holdings, egress=OPEN)
     _, state, _ = played(case)
     assert state.choice.weak in ("a", "b", "c")
     logged = case.algorithm.observe(state)
@@ -409,7 +548,7 @@ def test_who_trains_alone_may_be_lost_and_the_round_goes_on() -> None:
 
 
 def test_prototypes_of_one_modality_have_nothing_to_be_behind_of() -> None:
-    method = algorithm("cmsfed", pce_target="batch_weak", modality_selection=False)
+    method = paper(pce_target="batch_weak", modality_selection=False)
     parts = assemble(recipe(method, egress={m: OPEN[m] for m in "ab"}, clients=COMPLETE))
     context = parts.engine.context(0)
     scope = TrainingScope(context, ("a", "b"), ("a", "b"), full_strength=False, feature_norm=0.0)
@@ -445,7 +584,7 @@ def test_swapping_the_modalities_inverts_the_ratio() -> None:
         toy = Toy(rows=300, classes=3, shapes=shapes, snr={"a": 5.0, "b": 0.5}, seed=2)
         model = ModelSpec(embedding=6, encoders={m: {"kind": "mlp", "hidden": [8]} for m in names})
         clients = ClientsSpec(partition="iid", num=4)
-        case = recipe(algorithm("cmsfed"), data=toy, model=model, clients=clients, egress={m: OPEN[m] for m in "ab"})
+        case = recipe(paper(), data=toy, model=model, clients=clients, egress={m: OPEN[m] for m in "ab"})
         logged = case.algorithm.observe(played(case)[1])
         return float(logged["imbalance_ratio"])
 
@@ -483,7 +622,7 @@ def test_class_and_gradient_edge_cases_survive() -> None:
 )
 def test_only_what_a_configuration_uses_leaves_and_needs_permission(options: dict[str, Any], kinds: set[str]) -> None:
     policy = {block: {"server": sorted(kinds)} for block in ("a", "b", "shared")}
-    made = recipe(algorithm("cmsfed", **options), "vectorised", egress=policy)
+    made = recipe(paper(**options), "vectorised", egress=policy)
     refuse_forbidden(assemble(made))
     _, _, rows = played(made)
     assert {row["kind"] for row in rows if row["destination"] == "server"} == kinds

@@ -9,7 +9,9 @@ import torch
 
 from laws.rows import ROWS
 from oracles import creamfl as oracle
-from polyfed.algorithms.creamfl import CreamFL, ensemble, under, weights
+from polyfed.algorithms.creamfl import CreamFL, draw_public, ensemble, under, weights
+from polyfed.core import keys
+from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.data import ClientsSpec
 from polyfed.experiment.check import check
@@ -75,3 +77,17 @@ def test_a_public_set_is_needed() -> None:
 def test_options_without_meaning_are_refused() -> None:
     with pytest.raises(RecipeError):
         CreamFL(temperature=0.0)
+
+
+@pytest.mark.parametrize(("size", "rows"), [(9, 4), (9, 9), (4, 9)])
+def test_public_rows_are_drawn_without_replacement(size: int, rows: int) -> None:
+    samples = {"a": torch.arange(float(size)).unsqueeze(1)}
+    seen = set()
+    for step in range(40):
+        batch = Batch(x={}, y=torch.zeros(rows, dtype=torch.int64), rows=torch.arange(rows), key=keys.key(1, step))
+        drawn = draw_public(samples, batch)
+        real = drawn.rows if drawn.ok is None else drawn.rows[drawn.ok]
+        assert len(set(real.tolist())) == len(real) == min(size, rows)
+        assert torch.equal(drawn.x["a"][:, 0].long(), drawn.rows)
+        seen.update(real.tolist())
+    assert seen == set(range(size))

@@ -563,3 +563,30 @@ def test_engines_agree_on_unequal_silos(world: Silos, options: dict[str, Any]) -
     many, runs_many, _ = world.play(method(**small, **options), engine="vectorised")
     assert furthest(one.params, many.params) < 1e-5
     assert list(runs_one.ledger.rows()) == list(runs_many.ledger.rows())
+
+
+@pytest.mark.parametrize("unit", ["step", "epoch"])
+def test_a_kept_optimiser_goes_on_where_the_last_exchange_stopped(unit: str) -> None:
+    # one silo of one device trains alone: with kept momentum, two exchanges of one step are one of two
+    alone = Silos([20], [[["a"]]])
+    plain: dict[str, Any] = {"train": Train(lr=0.1, momentum=0.9), "local_unit": unit, "inner_batch": 64}
+    split = method(local_rounds=1, exchanges=4, keep_optimiser=True, **plain)
+    joined = method(local_rounds=4, exchanges=1, **plain)
+    fresh = method(local_rounds=1, exchanges=4, **plain)
+    one, two, three = (alone.play(m, rounds=1)[0].params for m in (split, joined, fresh))
+    assert furthest(one, two) < 1e-5
+    assert furthest(one, three) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["hfm", "vfl"])
+def test_a_kept_optimiser_agrees_on_both_engines_and_lives_over_rounds(name: str) -> None:
+    own = method(name, train=Train(lr=0.05, momentum=0.9), keep_optimiser=True, mu=0.1)
+    found = [UNEQUAL.play(own, engine=engine) for engine in ENGINES]
+    assert furthest(found[0][0].params, found[1][0].params) < 1e-5
+    steps = [int(local["steps"]) for local in found[0][1].locals.values()]
+    assert steps == [2 * 3 * 2] * len(steps)
+
+
+def test_a_kept_optimiser_needs_devices_that_train_the_head() -> None:
+    with pytest.raises(RecipeError, match="keep_optimiser needs"):
+        method(keep_optimiser=True, head_update="server")

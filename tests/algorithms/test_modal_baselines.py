@@ -367,3 +367,16 @@ def test_ogm_refuses_an_encoder_without_gradients_to_scale() -> None:
     parts = assemble(recipe(algorithm("fedogm"), data=IMAGES, model=spec, clients=COMPLETE))
     with pytest.raises(RecipeError, match="the encoder of b has none to train"):
         parts.recipe.algorithm.init(parts.fed, parts.initial)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_pmr_at_one_length_does_not_reward_longer_features(engine: str) -> None:
+    grown = {}
+    for norm in (0.0, 1.0):
+        method = algorithm("fedpmr", alpha=20.0, coef="hard", feature_norm=norm)
+        parts, state, _ = played(recipe(method, engine, rounds=6))
+        rows, columns = parts.population.train[0], parts.population.columns
+        x = {m: column.take(rows) for m, column in columns.modalities.items()}
+        batch = Batch(x=x, y=columns.label[rows], rows=torch.arange(len(rows)))
+        grown[norm] = float(parts.fed.context.model.vectors(state.params, batch)["b"].norm(dim=1).mean())
+    assert grown[1.0] < grown[0.0]

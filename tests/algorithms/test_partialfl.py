@@ -1,7 +1,7 @@
 """PartialFL: its loss by hand, all three models against plain loops, what crosses, and its reductions."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from oracles import partialfl as oracle
+from polyfed.algorithms.partialfl import teachers
 from polyfed.algorithms.partialfl.partialfl import PartialFL
 from polyfed.core import keys
+from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
@@ -295,7 +297,7 @@ def test_other_labels_on_a_device_change_only_its_model_and_its_embeddings() -> 
         state = parts.algorithm.init(parts.fed, parts.initial)
         parts.fed.begin(1)
         sent = parts.algorithm.outgoing(state, [0], parts.fed)
-        return state, parts.fed.ask(parts.algorithm.update, [0], sent)[0]
+        return state, parts.fed.ask(parts.algorithm.client_train, [0], sent)[0]
 
     (state, plain), (other_state, flipped) = first_reply(False), first_reply(True)
     assert same(state.deposits[0], other_state.deposits[0])
@@ -337,9 +339,154 @@ def test_a_policy_that_shares_everything_leaves_no_private_modality() -> None:
         assemble(replace(partial(), egress={m: {"server": ["parameters", "embeddings"]} for m in "ab"}))
 
 
-def test_a_client_without_any_modality_of_the_global_model_is_refused() -> None:
-    with pytest.raises(RecipeError, match="client 1 holds b"):
-        played(partial(clients=ClientsSpec(partition="iid", num=2, holdings=[["a"], ["b"]])))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_client_without_any_modality_of_the_global_model_trains_its_local_model_alone(engine: str) -> None:
+    clients = ClientsSpec(partition="iid", num=4, holdings=[["a", "b"], ["b"]])
+    parts, state, rows = played(partial(engine, clients, beta=0.2))
+    sent = {(r["field"], r["block"]) for r in rows if r["client"] == 1 and r["destination"] == "server"}
+    assert ("student", "b") in sent
+    assert ("vectors", "b") in sent
+    assert not {field for field, _ in sent} & {"params"}
+    start = parts.algorithm.local(parts.engine.context(1), keys.key(parts.recipe.seed, "local", 1))
+    assert not same(start, parts.engine.locals[1])
+    alone = replace(clients, holdings=[["a", "b"], ["a"]])
+    assert state.params.keys() == played(partial(engine, alone, beta=0.2))[1].params.keys()
+    assert all(bool(torch.isfinite(v).all()) for v in state.params.values())
+
+
+def lacking(made: Any, share: int) -> Assembly:
+    """The same run on data in which every `share`-th row lacks the shareable modality, its content being garbage."""
+    source = replace(made.data)
+    columns = source.load()
+    there = torch.arange(len(columns.label)) % share != 0
+    values = columns.modalities["b"].values.clone()
+    values[~there] = 1e6
+    changed = replace(columns.modalities["b"], values=values)
+    columns = replace(columns, modalities=columns.modalities | {"b": changed}, present={"b": there})
+    return assemble(replace(made, data=Given(columns)))
+
+
+@dataclass(frozen=True)
+class Given(Toy):
+    """Columns that a test made."""
+
+    columns: Any = None
+
+    def load(self) -> Any:
+        return self.columns
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_without_the_shareable_modality_have_no_teacher_and_do_not_leave(engine: str) -> None:
+    made = replace(partial(engine, ClientsSpec(partition="iid", num=4), beta=0.3, probe=True), rounds=2)
+    parts = lacking(made, 3)
+    states = []
+    parts.fed.begin(0)
+    states.append(parts.algorithm.init(parts.fed, parts.initial))
+    for k, rows in states[0].deposits.items():
+        there = parts.population.columns.present["b"][parts.population.train[k]]
+        assert torch.equal(rows["present.b"].bool(), there)
+        assert not rows["b"][~there].any()
+    for round in (1, 2):
+        parts.fed.begin(round)
+        states.append(parts.algorithm.round(states[-1], parts.fed))
+    last = states[-1]
+    everything = (
+        *last.params.values(),
+        *last.tower.values(),
+        *(v for t in parts.engine.locals.values() for v in t.values()),
+    )
+    assert all(float(v.abs().max()) < 100 for v in everything)  # the garbage of absent rows has reached no model
+    assert 0 < last.logged["teacher_accuracy"] <= 1
+
+
+def test_absent_rows_change_neither_losses_nor_alignment() -> None:
+    model_rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
+    z_T = {"b": torch.randn(6, 4, generator=torch.Generator().manual_seed(3))}
+    there = torch.tensor([True, False, True, True, False, True])
+    y = torch.arange(6) % 2
+    part = Batch(x={"b": model_rows}, y=y, rows=torch.arange(6), present={"b": there})
+    whole = Batch(x={"b": model_rows[there]}, y=y[there], rows=torch.arange(6)[there])
+    method = PartialFL(same_class_negatives=False)
+    for labels in (None, y):
+        ours = method.contrast({"b": model_rows}, z_T, part, labels)
+        theirs = method.contrast({"b": model_rows[there]}, z_T, whole, None if labels is None else labels[there])
+        torch.testing.assert_close(ours, theirs)
+    near = {"b": torch.arange(6.0)}
+    assert float(teachers.mean_alignment(near, part, None)) == pytest.approx(float(near["b"][there].mean()))
+
+
+def test_same_class_rows_can_be_left_out_of_the_negatives() -> None:
+    u, v = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(1))
+    classes = torch.tensor([0, 0, 1, 1, 2])
+    ours = contrastive(u, v, None, temperature=0.5, classes_B=classes)
+    a, b = nn.functional.normalize(u, dim=1), nn.functional.normalize(v, dim=1)
+    wanted = 0.0
+    for i in range(5):
+        below = sum(math.exp(float(a[i] @ a[j]) / 0.5) for j in range(5) if classes[j] != classes[i])
+        positive = math.exp(float(a[i] @ b[i]) / 0.5)
+        wanted -= math.log(positive / (positive + below)) / 5
+    assert float(ours) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta_local": 0.9},
+        {"same_class_negatives": False},
+        {"server_epochs": 3},
+        {"keep_server_optimiser": False},
+        {"keep_local_optimiser": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_that_the_paper_leaves_open_change_the_run_and_engines_agree(options: dict[str, Any]) -> None:
+    plain = played(partial("vectorised", beta=0.3))[1]
+    one, state, ledger = played(partial("sequential", beta=0.3, **options))
+    many, other, ledger_many = played(partial("vectorised", beta=0.3, **options))
+    assert not same(plain.params | plain.tower, other.params | other.tower)
+    assert furthest(state.params, other.params) < 1e-3
+    assert ledger == ledger_many
+    assert one.engine.locals.keys() == many.engine.locals.keys()
+
+
+def test_a_kept_local_optimiser_equals_one_uninterrupted_optimiser() -> None:
+    made = partial(beta=0.0, keep_local_optimiser=True, clients=ClientsSpec(partition="iid", num=2))
+    parts, _, _ = played(made)
+    rows = parts.population.train[0]
+    columns = parts.population.columns
+    local_model = made.algorithm.local_model(parts.fed.context.model, ("b",))
+    tower = filled(oracle.Tower(24, 8, 6, 4), local_model.init(keys.key(made.seed, "local", 0)))
+    optimiser = torch.optim.Adam(tower.parameters(), lr=ADAM.lr)
+    for t in range(1, made.rounds + 1):
+        for at in batches(keys.key(made.seed, "client", 0, t), len(rows), ADAM):
+            x, y = columns.modalities["b"].take(rows)[at], columns.label[rows][at]
+            oracle.step(optimiser, nn.functional.cross_entropy(tower.top(tower.body(x)), y))
+    mine = {n: v for n, v in parts.engine.locals[0].items() if not n.startswith("moment.") and n != "steps"}
+    again = filled(oracle.Tower(24, 8, 6, 4), mine)
+    for ours, theirs in zip(again.parameters(), tower.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_the_probe_reads_how_well_class_means_of_the_teacher_tell_the_classes() -> None:
+    _, state, rows = played(partial(beta=0.1, probe=True))
+    assert 0 < state.logged["teacher_accuracy"] <= 1
+    assert "teacher_accuracy" not in played(partial(beta=0.1))[1].logged
+    assert {r["block"] for r in rows if r["field"] == "probe"} == {"shared"}
+    parts = assemble(partial())
+    data = parts.fed.server_data({"b": torch.zeros(8, 24)}, torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]))
+    z = nn.functional.one_hot(torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]), 4).float()
+    assert float(teachers.nearest_mean_accuracy({"b": z}, data, 4)) == 1.0
+    wrong = z.roll(1, 0)
+    assert float(teachers.nearest_mean_accuracy({"b": wrong}, data, 4)) == 0.0
+
+
+def test_what_has_no_effect_is_told() -> None:
+    method = PartialFL(beta=0.1)
+    assert "have not aligned" in method.concerns([{"alignment": 0.01}, {"alignment": 0.03}])[0]
+    assert method.concerns([{"alignment": 0.01}, {"alignment": 0.2}]) == []
+    assert "no teacher" in method.concerns([{}, {}])[0]
+    assert PartialFL(beta=0.0).concerns([{}]) == []
 
 
 def test_a_multimodal_global_model_needs_a_joint_embedding() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from oracles import pfmml as oracle
 from polyfed.algorithms.blocks import Layout, layouts
+from polyfed.algorithms.pfmml import Pfmml
 from polyfed.algorithms.pfmml.coefficients import Step, aggregate, learned, own_coefficients, scheduled
 from polyfed.core.errors import RecipeError
 from polyfed.core.tree import block_of
@@ -32,6 +33,11 @@ OWNERS["shared"] = list(range(9))
 BITS = {"a": 6 * 32.0, "b": 5 * 32.0, "shared": 4 * 32.0}
 
 
+def paper(**options: Any) -> Any:
+    """The method with the paper's values where `options` names no others."""
+    return algorithm("pfmml", **(Pfmml.presets["paper"] | options))
+
+
 def rounds(fed: Any, method: Any, number: int) -> Any:
     """States after each round."""
     state = method.init(fed, PARAMS)
@@ -48,7 +54,7 @@ def rounds(fed: Any, method: Any, number: int) -> Any:
 def test_server_equals_a_loop_over_devices(linear: float | None, count: int, max_age: int) -> None:
     network = Network(bandwidth_hz=2e3, compute_flops_per_s=1e8)  # slow: bits and work must matter to the scores
     rule = {"rule": "ratio"} if linear is None else {"rule": "linear", "price_per_second": linear}
-    method = algorithm("pfmml", uploads=count, max_age=max_age, coefficient_lr=0.05, **rule)
+    method = paper(uploads=count, max_age=max_age, coefficient_lr=0.05, **rule)
     fed, script = scripted(method, MIXED, network, seed=5)
     by_hand = oracle.Server(9, OWNERS, BITS, count, 0.05, max_age, linear)
     flops = np.array([sum({"a": 1e5, "b": 3e5}[m] for m, has in zip("ab", row, strict=True) if has) for row in MIXED])
@@ -82,7 +88,7 @@ def test_a_copy_that_got_lost_is_sent_again_and_teaches_nothing_meanwhile(count:
     draw = np.random.default_rng(7)
     lost = {(t, k) for t in range(1, 15) for k in range(9) if draw.random() < 0.4}
     network = Network(bandwidth_hz=2e3, compute_flops_per_s=1e8)
-    method = algorithm("pfmml", uploads=count, max_age=4, coefficient_lr=0.05)
+    method = paper(uploads=count, max_age=4, coefficient_lr=0.05)
     fed, script = scripted(method, MIXED, network, seed=5)
     unreached(script, lost)
     by_hand = oracle.Server(9, OWNERS, BITS, count, 0.05, 4)
@@ -115,7 +121,7 @@ def test_a_copy_that_got_lost_is_sent_again_and_teaches_nothing_meanwhile(count:
 
 def test_a_lost_copy_leaves_the_coefficients_of_its_device_alone() -> None:
     for learn in ("after", "before"):
-        method = algorithm("pfmml", uploads=1.0, coefficient_lr=0.1, learn=learn)
+        method = paper(uploads=1.0, coefficient_lr=0.1, learn=learn)
         fed, script = scripted(method, [[1, 1]] * 4)
         unreached(script, {(2, 1)})
         first, second, third = rounds(fed, method, 3)
@@ -127,7 +133,7 @@ def test_a_lost_copy_leaves_the_coefficients_of_its_device_alone() -> None:
 
 
 def test_coefficients_are_distributions_over_those_that_uploaded() -> None:
-    method = algorithm("pfmml", uploads=4, coefficient_lr=0.1)
+    method = paper(uploads=4, coefficient_lr=0.1)
     fed, _ = scripted(method, MIXED)
     for state in rounds(fed, method, 6):
         for entry in state.blocks.values():
@@ -139,7 +145,7 @@ def test_coefficients_are_distributions_over_those_that_uploaded() -> None:
 
 
 def test_logits_of_a_row_sum_to_one_for_ever() -> None:
-    method = algorithm("pfmml", uploads=4, coefficient_lr=0.1)
+    method = paper(uploads=4, coefficient_lr=0.1)
     fed, _ = scripted(method, MIXED)
     *_, last = rounds(fed, method, 15)
     for entry in last.blocks.values():
@@ -165,7 +171,7 @@ def test_closed_form_is_the_gradient(seed: int) -> None:
 
 
 def test_without_learning_everybody_gets_the_plain_mean() -> None:
-    method = algorithm("pfmml", uploads=6, coefficient_lr=0.0)
+    method = paper(uploads=6, coefficient_lr=0.0)
     fed, script = scripted(method, [[1, 1]] * 6)
     for state in rounds(fed, method, 3):
         for block, entry in state.blocks.items():
@@ -178,7 +184,7 @@ def test_without_learning_everybody_gets_the_plain_mean() -> None:
 def test_one_upload_without_ages_is_local_training_bit_for_bit(engine: str) -> None:
     train = Train(lr=0.01, batch_size=16, optimiser="adam")
     alone = algorithm("local", train=train, selector=Uniform(participation=1.0))
-    ours = algorithm("pfmml", train=train, uploads=1, max_age=0)
+    ours = paper(train=train, uploads=1, max_age=0)
     plain, _, _ = played(recipe(alone, engine, AWKWARD))
     parts, _, _ = played(recipe(ours, engine, AWKWARD))
     for client, tree in plain.engine.locals.items():
@@ -186,7 +192,7 @@ def test_one_upload_without_ages_is_local_training_bit_for_bit(engine: str) -> N
 
 
 def test_twins_keep_equal_coefficients_for_each_other() -> None:
-    method = algorithm("pfmml", uploads=4, coefficient_lr=0.1)
+    method = paper(uploads=4, coefficient_lr=0.1)
     fed, script = scripted(method, [[1, 1]] * 4)
     practise = script.practise
 
@@ -206,8 +212,8 @@ def test_twins_keep_equal_coefficients_for_each_other() -> None:
 @pytest.mark.parametrize("rule", ["ratio", "linear"])
 def test_fast_links_order_by_benefit_alone(rule: str) -> None:
     near = Network(channel="fixed", rate_up_bps=1e15, rate_down_bps=1e15, compute_flops_per_s=1e18)
-    timed = algorithm("pfmml", uploads=3, coefficient_lr=0.1, rule=rule, price_per_second=0.0)
-    untimed = algorithm("pfmml", uploads=3, coefficient_lr=0.1)
+    timed = paper(uploads=3, coefficient_lr=0.1, rule=rule, price_per_second=0.0)
+    untimed = paper(uploads=3, coefficient_lr=0.1)
     fed, script = scripted(timed, MIXED, near if rule == "linear" else None)
     other, plain = scripted(untimed, MIXED)
     for _ in zip(rounds(fed, timed, 8), rounds(other, untimed, 8), strict=True):
@@ -216,7 +222,7 @@ def test_fast_links_order_by_benefit_alone(rule: str) -> None:
 
 def test_equal_work_and_fast_links_make_the_ratio_order_by_benefit() -> None:
     near = Network(channel="fixed", rate_up_bps=1e15, rate_down_bps=1e15)
-    method = algorithm("pfmml", uploads=2, coefficient_lr=0.1)
+    method = paper(uploads=2, coefficient_lr=0.1)
     fed, script = scripted(method, [[1, 1]] * 6, near)
     fed.clients = replace(fed.clients, num_rows=torch.full((6,), 10))
     before = method.init(fed, PARAMS)
@@ -230,7 +236,7 @@ def test_equal_work_and_fast_links_make_the_ratio_order_by_benefit() -> None:
 
 
 def test_no_block_waits_longer_than_the_oldest_age() -> None:
-    method = algorithm("pfmml", uploads=0, max_age=3)
+    method = paper(uploads=0, max_age=3)
     fed, script = scripted(method, MIXED)
     for state in rounds(fed, method, 9):
         assert all(int(entry.ages.max()) < 3 for entry in state.blocks.values())
@@ -239,7 +245,7 @@ def test_no_block_waits_longer_than_the_oldest_age() -> None:
 
 
 def test_fewer_owners_than_uploads_all_send_and_a_block_without_owner_is_skipped() -> None:
-    method = algorithm("pfmml", uploads=5)
+    method = paper(uploads=5)
     fed, script = scripted(method, [[1, 0], [1, 0], [1, 0]])
     for state in rounds(fed, method, 3):
         assert {b: set(s) for b, s in script.sent.items()} == {"a": {0, 1, 2}, "shared": {0, 1, 2}}
@@ -252,7 +258,7 @@ def test_a_tie_goes_to_the_lowest_number_and_schedules_nest_when_all_scores_tie(
     assert [c.nonzero().flatten().tolist() for c in chosen[1:4]] == [[0], [0, 2], [0, 2, 3]]
     seconds = []
     for count in (2, 4, 6):
-        method = algorithm("pfmml", uploads=count, coefficient_lr=0.0, max_age=0, rule="linear", price_per_second=0.0)
+        method = paper(uploads=count, coefficient_lr=0.0, max_age=0, rule="linear", price_per_second=0.0)
         parts, state, _ = played(recipe(method, clients=ClientsSpec(partition="iid", num=6), network=Network()))
         parts.fed.begin(4)
         method.round(state, parts.fed)
@@ -261,7 +267,7 @@ def test_a_tie_goes_to_the_lowest_number_and_schedules_nest_when_all_scores_tie(
 
 
 def test_devices_that_lack_a_block_never_see_or_send_it() -> None:
-    parts, _, ledger = played(recipe(algorithm("pfmml", uploads=1.0), "vectorised"))
+    parts, _, ledger = played(recipe(paper(uploads=1.0), "vectorised"))
     owned = {k: {*parts.fed.clients[k].modalities, "shared"} for k in parts.fed.clients}
     assert ledger
     assert all(row["block"] in owned[row["client"]] for row in ledger)
@@ -271,7 +277,7 @@ def test_devices_that_lack_a_block_never_see_or_send_it() -> None:
 
 
 def test_bytes_are_the_scheduled_blocks() -> None:
-    parts, state, ledger = played(recipe(algorithm("pfmml", uploads=2, max_age=0), rounds=1))
+    parts, state, ledger = played(recipe(paper(uploads=2, max_age=0), rounds=1))
     sizes = {b: sum(v.numel() * 4 for n, v in parts.initial.items() if n.startswith(f"{b}.")) for b in state.blocks}
     up = sum(row["bytes"] for row in ledger if row["kind"] == "parameters" and row["destination"] == "server")
     assert up == 2 * sum(sizes.values())
@@ -280,7 +286,7 @@ def test_bytes_are_the_scheduled_blocks() -> None:
 
 def test_time_of_a_round_is_the_longest_chain_of_those_that_upload() -> None:
     network = Network(bandwidth_hz=1e4, compute_flops_per_s=1e7)
-    parts, state, ledger = played(recipe(algorithm("pfmml", uploads=2), network=network))
+    parts, state, ledger = played(recipe(paper(uploads=2), network=network))
     assert parts.fed.clock is not None
     up_bps, down_bps = (r.tolist() for r in vars(parts.fed.clock.links.rates(3)).values())
     seconds = {}
@@ -298,13 +304,13 @@ def test_time_of_a_round_is_the_longest_chain_of_those_that_upload() -> None:
 
 def test_own_model_is_judged_with_what_arrives_and_as_trained() -> None:
     clients = ClientsSpec(partition="classes-per-client", num=6, classes_per_client=2, personal_test=0.3)
-    parts, state, _ = played(recipe(algorithm("pfmml", uploads=6), clients=clients))
+    parts, state, _ = played(recipe(paper(uploads=6), clients=clients))
     measured = parts.algorithm.evaluate(state, parts.fed)
     assert set(measured.metrics) == {"personal", "trained"}
     assert len(measured.personal) == 6
-    arriving = parts.algorithm._downloads(state, parts.fed)
+    arriving = state.deliveries.messages(layouts(parts.fed, state.params))
     parts.fed.ask(parts.algorithm.install, list(arriving), arriving)
-    installed = parts.algorithm.evaluate_personally(parts.fed, parts.algorithm._downloads(replace(state), parts.fed))
+    installed = parts.algorithm.evaluate_personally(parts.fed, arriving)
     assert installed[1] == measured.personal
     assert furthest(parts.engine.locals[0], {**parts.engine.locals[0], **arriving[0].params}) == 0.0
 
@@ -321,7 +327,7 @@ def test_own_model_is_judged_with_what_arrives_and_as_trained() -> None:
 )
 def test_switches_change_what_they_should(options: dict[str, Any], same_as_default: bool) -> None:
     def logits(**more: Any) -> torch.Tensor:
-        method = algorithm("pfmml", uploads=3, coefficient_lr=0.05, max_age=4, **more)
+        method = paper(uploads=3, coefficient_lr=0.05, max_age=4, **more)
         fed, _ = scripted(method, [[1, 1]] * 7, seed=2)
         *_, last = rounds(fed, method, 9)
         return last.blocks["a"].logits
@@ -334,7 +340,7 @@ def test_switches_change_what_they_should(options: dict[str, Any], same_as_defau
 def test_the_literal_sign_makes_own_coefficients_fall_where_ours_rise() -> None:
     own = {}
     for sign in (-1, 1):
-        method = algorithm("pfmml", uploads=1.0, grad_sign=sign, coefficient_lr=0.02)
+        method = paper(uploads=1.0, grad_sign=sign, coefficient_lr=0.02)
         clients = ClientsSpec(partition="classes-per-client", num=6, classes_per_client=2)
         _, state, _ = played(recipe(method, "vectorised", clients=clients, rounds=6))
         own[sign] = float(own_coefficients(state.blocks["a"].logits, torch.ones(6, dtype=torch.bool)).mean())
@@ -343,7 +349,7 @@ def test_the_literal_sign_makes_own_coefficients_fall_where_ours_rise() -> None:
 
 def test_per_size_learns_a_small_block_as_if_it_were_the_largest() -> None:
     def first_change(**options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-        method = algorithm("pfmml", uploads=1.0, **options)
+        method = paper(uploads=1.0, **options)
         fed, _ = scripted(method, [[1, 1]] * 5, seed=2)
         *_, last = rounds(fed, method, 2)
         return fed, {block: entry.logits - 1 / 5 for block, entry in last.blocks.items()}
@@ -361,7 +367,7 @@ def test_per_size_learns_a_small_block_as_if_it_were_the_largest() -> None:
 @pytest.mark.parametrize("options", [{"uploads": -1}, {"uploads": 0.0}, {"uploads": 1.5}, {"max_age": -1}])
 def test_meaningless_numbers_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=next(iter(options))):
-        algorithm("pfmml", **options)
+        paper(**options)
 
 
 def test_the_holdings_of_the_page_part_modality_sets_from_main_classes() -> None:
@@ -390,3 +396,57 @@ def test_blocks_of_the_crema_d_recipe_have_the_papers_sizes() -> None:
     layouts = {b: Layout.of(b, model.template, model) for b in ("audio", "visual", "shared")}
     sizes = {block: layout.num_trainable for block, layout in layouts.items()}
     assert sizes == {"audio": 11_170_240 + 524_288, "visual": 11_176_512 + 524_288, "shared": 7_174}
+
+
+def normalised(options: dict[str, float]) -> Any:
+    """Logits of block `a` after one update, for uploads and drifts that the options scale."""
+    rng = np.random.default_rng(4)
+    size, numbers = 5, int(options.get("numbers", 40))
+    base = torch.from_numpy(rng.normal(size=(size, 40)))
+    uploads = base.repeat(1, numbers // 40) * options.get("uploads", 1.0)
+    logits = torch.full((size, size), 1 / size, dtype=torch.float64)
+    record = aggregate(logits, torch.arange(size), uploads)
+    drift = torch.from_numpy(rng.normal(size=(size, 40))).repeat(1, numbers // 40) * options.get("drift", 1.0)
+    now = (torch.arange(size), record.copies + drift)
+    built = torch.ones(size, dtype=torch.int64)
+    return learned(logits, built, {1: record}, now, numbers, Step(1.0, 1, None, True)) - logits
+
+
+def test_normalised_learning_depends_on_directions_alone() -> None:
+    plain = normalised({})
+    for options in ({"drift": 1e-4}, {"uploads": 100.0}, {"numbers": 400}):
+        torch.testing.assert_close(normalised(options), plain, rtol=1e-4, atol=1e-6)
+    assert float(plain.abs().max()) <= 2.0
+    torch.testing.assert_close(plain.sum(1), torch.zeros(5, dtype=torch.float64), atol=1e-9, rtol=0)
+
+
+def test_normalised_learning_equals_the_formula() -> None:
+    rng = np.random.default_rng(1)
+    size = 4
+    uploads = torch.from_numpy(rng.normal(size=(size, 9)))
+    logits = torch.from_numpy(rng.normal(size=(size, size)))
+    record = aggregate(logits, torch.arange(size), uploads)
+    now = torch.from_numpy(rng.normal(size=(size, 9)))
+    ours = learned(logits, torch.ones(size).long(), {1: record}, (torch.arange(size), now), 9, Step(0.7, 1, None, True))
+    for k in range(size):
+        copy = record.mix[k] @ uploads
+        drift = now[k] - copy
+        longest = max(float((w - copy).norm()) for w in uploads)
+        parts = torch.stack([(w - copy) @ drift / (drift.norm() * longest) for w in uploads])
+        torch.testing.assert_close(ours[k] - logits[k], 0.7 * (parts - parts.mean()), rtol=1e-6, atol=1e-9)
+
+
+def test_equal_uploads_and_no_drift_teach_nothing() -> None:
+    uploads = torch.ones(3, 5, dtype=torch.float64)
+    logits = torch.zeros(3, 3, dtype=torch.float64)
+    record = aggregate(logits, torch.arange(3), uploads)
+    after = learned(logits, torch.ones(3).long(), {1: record}, (torch.arange(3), uploads), 5, Step(1.0, 1, None, True))
+    assert torch.equal(after, logits)
+
+
+def test_coefficients_that_do_not_move_are_told() -> None:
+    method = paper()
+    rows = [{"own_coefficient.a": 0.2, "own_coefficient.b": 0.2}, {"own_coefficient.a": 0.2, "own_coefficient.b": 0.6}]
+    assert "coefficients of a have not moved" in method.concerns(rows)[0]
+    assert paper(coefficient_lr=0.0).concerns(rows) == []
+    assert paper(placebo="uniform").concerns(rows) == []

@@ -20,7 +20,8 @@ from polyfed.core.files import AUDIT, PUBLIC_KEY
 from polyfed.core.messages import Crossing
 from polyfed.deploy import client_runtime
 from polyfed.privacy import audit
-from polyfed.privacy.audit import HEAD, PRIVATE_KEY, START, AuditLog, verify
+from polyfed.privacy.audit import HEAD, PRIVATE_KEY, START, AuditLog
+from polyfed.privacy.audit_check import verify
 from polyfed.privacy.ledger import Entry
 
 PARTS = tuple(Crossing("params", "parameters", block, "float32", (2,), 8) for block in ("a", "b"))
@@ -134,7 +135,7 @@ def test_another_log_with_another_key_is_found_by_the_key_that_was_handed_over(t
     handed_over.write_bytes((tmp_path / "own" / PUBLIC_KEY).read_bytes())
     written(tmp_path / "forged", rounds=2)
     assert verify(tmp_path / "forged").rows == 8
-    with pytest.raises(DataError, match="signature is not one of the device's key"):
+    with pytest.raises(DataError, match="signature is not one of the log's own key"):
         verify(tmp_path / "forged", handed_over)
     with pytest.raises(DataError, match="public key"):
         verify(tmp_path / "own", tmp_path / "nowhere.pub")
@@ -280,5 +281,5 @@ def test_the_head_of_another_log_does_not_fit(tmp_path: Path) -> None:
     written(tmp_path / "one", 3)
     written(tmp_path / "two", 3)
     (tmp_path / "one" / HEAD).write_bytes((tmp_path / "two" / HEAD).read_bytes())
-    with pytest.raises(DataError, match="signature is not one of the device's key"):
+    with pytest.raises(DataError, match="signature is not one of the log's own key"):
         verify(tmp_path / "one")

@@ -129,7 +129,7 @@ def test_of_an_app_only_the_recipe_is_written_and_only_as_a_text(tmp_path: Path)
 
 
 def status(path: str, method: str = "POST") -> int:
-    """What the public port answers; 200 stands for what it passes on."""
+    """What the public port answers to a signed call; 200 stands for what it passes on."""
     answers: list[int] = []
 
     async def whole(scope: Any, receive: Any, send: Any) -> None:
@@ -139,8 +139,11 @@ def status(path: str, method: str = "POST") -> int:
         if "status" in message:
             answers.append(message["status"])
 
-    scope = {"type": "http", "method": method, "path": path}
-    asyncio.run(FleetOnly(whole)(scope, None, send))
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {"type": "http", "method": method, "path": path, "headers": []}
+    asyncio.run(FleetOnly(whole, lambda headers: True)(scope, receive, send))
     assert len(answers) == 1
     return answers[0]
 

@@ -1,10 +1,9 @@
 """One device must neither end nor steer the run of all others. No processes: the ClientApp is called directly."""
 
 import json
-import stat
+import subprocess
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,17 @@ import pytest
 
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
 from engines.devices import RECIPE, Devices
-from polyfed.core.errors import DataError, TooFewReplies
+from polyfed.core.errors import CheckpointError, DataError, TooFewReplies
 from polyfed.deploy.admission import Admission, capped_rows
-from polyfed.deploy.membership import MEMBERS, Membership, token_of
+from polyfed.deploy.membership import MEMBERS, Membership
 from polyfed.deploy.server import serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
+from polyfed.engines.flower.node_keys import device_of
 from polyfed.engines.protocol import ENROL, Enrolment, hello, one_line
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.loop import execute
@@ -77,7 +81,7 @@ def test_a_device_that_contradicts_the_others_is_left_out_with_a_reason(
     header, words = LIES[lie]
     if server == "without rows":  # what two clients alone cannot decide, the recipe says
         classes = "" if "num_classes" in header else "classes = 4\n"
-        shape = list(devices(hello("federation"), {"partition-id": 0}).header["shapes"]["a"])
+        shape = list(devices(hello(), {"partition-id": 0}).header["shapes"]["a"])
         (devices.app / "recipe.toml").write_text(BLIND + f"shapes = {{ a = {shape} }}\n{classes}")
     told = said(devices, tmp_path / "out", changed(**header), capsys)
     assert words in told
@@ -136,50 +140,67 @@ def test_claimed_rows_count_up_to_a_multiple_of_the_median_and_the_log_says_so(t
 
 
 class Nodes(DirectGrid):
-    """The devices of a list of partitions; node k + 1 is the k-th, and nodes may be told to be absent."""
+    """The devices of a list of partitions; node k + 1 is the k-th, and nodes may be told to be absent.
+
+    Attributes:
+        absent: nodes that are not there.
+        keys: public key of each node, as a SuperLink tells it.
+    """
 
     absent: frozenset[int] = frozenset()
+    keys: Mapping[int, bytes] = {}
 
     def get_node_ids(self) -> Any:
         return [node for node in super().get_node_ids() if node not in self.absent]
 
+    def get_nodes(self) -> Any:
+        return [NodeInfo(node_id=node, public_key=self.keys.get(node, b"")) for node in self.get_node_ids()]
 
-def test_a_client_number_stays_with_the_device_that_enrolled_with_it_first(tmp_path: Path, capsys: Any) -> None:
+
+def public_key(folder: Path, name: str) -> bytes:
+    """A device's public key as Flower hands it on; the private one is in the folder."""
+    subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", str(folder / name)], check=True)
+    return public_key_to_bytes(load_ssh_public_key((folder / f"{name}.pub").read_bytes()))  # type: ignore[arg-type]
+
+
+def test_a_client_number_stays_with_the_key_that_enrolled_with_it_first(tmp_path: Path, capsys: Any) -> None:
     devices, out = Devices(tmp_path, LENIENT), tmp_path / "out"
-    thief = tmp_path / "thief"
 
     def handler(packet: Packet, config: Mapping[str, Any]) -> Packet:
-        if config["partition-id"] < 3:
-            return devices(packet, config)
-        return devices.handler(packet, devices.configs[0] | {"state": str(thief)})
+        return devices(packet, {"partition-id": config["partition-id"] % 3})  # node 4 has all files of node 1
 
-    grid = Nodes(client_app(handler), 4)
-    grid.absent = frozenset({4})
+    grid = Nodes(client_app(handler), 5)
+    honest = public_key(tmp_path, "honest")
+    grid.keys = {1: honest, 4: public_key(tmp_path, "thief"), 5: honest}
+    grid.absent = frozenset({4, 5})
     serve(devices.app / "recipe.toml", GridTransport(grid), {"out": str(out)}, execute)
     first = json.loads((out / MEMBERS).read_text())["clients"]["0"]
+    told = subprocess.run(["ssh-keygen", "-l", "-f", str(tmp_path / "honest.pub")], capture_output=True, check=True)
+    assert first == told.stdout.decode().split()[1], "the fingerprint that the device's owner sees"
     assert (out / MEMBERS).stat().st_mode & 0o777 == 0o600
     (out / "result.json").unlink()
-    grid.absent = frozenset({1})
+    grid.absent = frozenset({1, 5})
     capsys.readouterr()
     serve(devices.app / "recipe.toml", GridTransport(grid), {"out": str(out)}, execute)
-    assert "client 0 belongs to another device, which enrolled first" in capsys.readouterr().out
+    assert f"client 0 belongs to the device with key {first}" in capsys.readouterr().out
     assert json.loads((out / MEMBERS).read_text())["clients"]["0"] == first
+    (out / "result.json").unlink()
+    grid.absent, grid.keys = frozenset({1, 4}), {**grid.keys, 5: honest}
+    members = Membership(out)
+    enrolment = devices(hello(), {"partition-id": 0})
+    assert members.refusal(enrolment, device_of(grid, 5)) == "", "the same key as another node"
 
 
-def test_a_device_that_comes_back_as_another_node_keeps_its_number(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    members = Membership(tmp_path / "run")
-    honest = replace(told(0), token=token_of(tmp_path / "one", members.federation))
-    other = replace(told(0), token=token_of(tmp_path / "two", members.federation))
-    enrol = lambda who, node: members.refusal(Packet(who.header()), node)  # noqa: E731
-    assert enrol(honest, 11) == ""
-    assert "belongs to another device" in enrol(other, 12)
-    assert enrol(honest, 13) == "", "the same secret at another node: its SuperLink was started anew"
-    assert enrol(other, 13) == "", "the same node with another secret: its disk was replaced"
-    assert enrol(replace(honest, token=""), 11) == "client 0 enrolled without a token"
-    assert token_of(tmp_path / "one", "elsewhere") != honest.token, "another server cannot use what it hears"
-    secret = tmp_path / "one" / "identity"
-    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+def test_a_number_can_be_given_to_a_key_before_the_first_run(tmp_path: Path) -> None:
+    (tmp_path / MEMBERS).write_text(json.dumps({"clients": {"0": "SHA256:one"}}))
+    members = Membership(tmp_path)
+    assert members.refusal(Packet(told(0).header()), "SHA256:one") == ""
+    assert "belongs to the device with key SHA256:one" in members.refusal(Packet(told(0).header()), "SHA256:two")
+    assert members.refusal(Packet(told(1).header()), "SHA256:two") == ""
+    for damage in ("{", "[]", '{"clients": {"0": 7}}', '{"session": 1}'):
+        (tmp_path / MEMBERS).write_text(damage)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            Membership(tmp_path)
 
 
 def test_a_node_that_fails_takes_the_place_of_nobody(tmp_path: Path) -> None:
@@ -206,7 +227,6 @@ def test_the_session_grows_although_the_clock_was_set_back(tmp_path: Path, monke
     monkeypatch.setattr("polyfed.deploy.membership.time.time", lambda: 1000.0)
     second = Membership(tmp_path)
     assert second.session == first.session + 1
-    assert second.federation == first.federation
 
 
 def test_a_reason_is_one_printable_line_of_bounded_length(tmp_path: Path, capsys: Any) -> None:

@@ -1,10 +1,12 @@
 """Headers that cost their reader much, updates that ruin everybody's model, and what a device leaves on its disk."""
 
+import io
 import json
 import os
 import stat
 import time
 import tracemalloc
+import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +20,22 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from flwr.app import ConfigRecord, RecordDict
 
 import world
+from engines.devices import Devices
 from engines.direct import grid_of, joined, played
-from polyfed.core.errors import BadReply, Diverged
+from polyfed.core.errors import BadReply, CheckpointError, Diverged
 from polyfed.core.messages import map_tensors
-from polyfed.deploy.state_store import Store
+from polyfed.deploy import request_limits
+from polyfed.deploy.faults import log
+from polyfed.deploy.installed_client import handler_for
+from polyfed.deploy.membership import MEMBERS, Membership
+from polyfed.deploy.request_limits import REQUESTS
+from polyfed.deploy.state_store import JOURNAL, Store
 from polyfed.engines.flower.codec import HEADER, packet_of
 from polyfed.engines.protocol import RequestId
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.settings import EngineSpec
 from polyfed.federation.wire_format import Packet
+from polyfed.privacy.audit import HEAD, head_of
 from polyfed.selection import Uniform
 
 COSTLY = {
@@ -156,6 +165,54 @@ def test_states_of_old_runs_are_deleted_and_their_ledgers_kept(tmp_path: Path) -
     assert all((store.folder / "egress.jsonl").read_text() == "row\n" for store in stores.values())
     with pytest.raises(BadReply, match="whose local state has been deleted here"):
         work(stores["run0"], "run0", 2)
+
+
+def test_only_the_devices_user_can_read_its_state_folder_and_only_the_servers_its_logs(tmp_path: Path) -> None:
+    devices = Devices(tmp_path)
+    devices.serve(tmp_path / "run")
+    for client in range(3):
+        state = devices.places[client] / "polyfed-state"
+        found = [state, *state.rglob("*")]
+        assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_dir()} == {0o700}
+        assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_file()} == {0o600}
+    kept = [*(tmp_path / "run").glob("audit*"), tmp_path / "run" / ".clients.json"]
+    assert len(kept) == 6
+    assert {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}
+
+
+def test_a_servers_words_neither_begin_a_line_of_a_devices_log_nor_steer_its_terminal(
+    tmp_path: Path, capfd: Any
+) -> None:
+    log("the message asks for the task 'x\npolyfed: all is well\x1b[2J\u202e'\r\nTraceback")
+    told = capfd.readouterr().err
+    assert [line for line in told.splitlines() if line.startswith("polyfed:")] == [told.splitlines()[0]]
+    assert "\x1b" not in told
+    assert "\u202e" not in told
+    assert told.splitlines()[-1] == "    Traceback"
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("where", [MEMBERS, HEAD, REQUESTS, JOURNAL])
+def test_state_that_is_nested_too_deeply_ends_with_a_sentence(where: str, tmp_path: Path) -> None:
+    (tmp_path / where).write_text(DEEP)
+    read = {
+        MEMBERS: lambda: Membership(tmp_path),
+        HEAD: lambda: head_of(tmp_path),
+        REQUESTS: lambda: request_limits._read(tmp_path / REQUESTS),
+        JOURNAL: lambda: Store(tmp_path)._journal(),
+    }[where]
+    with pytest.raises(CheckpointError, match=r"is damaged.*nested"):
+        read()
+
+
+def test_an_app_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("pyproject.toml", f"x = {DEEP}")
+    with pytest.raises(BadReply, match="is not an app that polyfed wrote"):
+        handler_for(packed.getvalue(), tmp_path)
 
 
 def test_only_the_devices_user_can_read_its_state(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Recipes that train on so few rows, or ask so often, that rows can be read off what leaves: a device's [limits]."""
 
 import json
+import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from polyfed.core.tree import Tree
 from polyfed.deploy.device import limits_on, node_from
 from polyfed.deploy.request_limits import REQUESTS, admit
 from polyfed.experiment.assembly import assemble
-from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.recipe import Recipe, parse_recipe
 from polyfed.privacy.limits import Limits
 from polyfed.training.optimisers import Train
 from world import algorithm, recipe, through
@@ -194,6 +195,57 @@ def test_a_wrong_limit_is_told(text: str, words: str, tmp_path: Path) -> None:
     policy.write_text(f"[limits]\n{text}\n")
     with pytest.raises(RecipeError, match=words):
         limits_on(node_from(f'data="x.npz" client=0 modalities="a" policy="{policy}"'))
+
+
+STATED = "[limits]\nmin_batch_size = 16\nmax_rounds = 5\nmin_rows = 3\n"
+
+
+def test_a_recipe_states_limits_and_the_devices_own_win(tmp_path: Path, capsys: Any) -> None:
+    devices = device(tmp_path, "min_batch_size = 4\nmax_rounds = 3", RECIPE.replace("[engine]", STATED + "[engine]"))
+    place = devices.places[1]
+    config = f'data="{place}/data.npz" client=1 modalities="a" policy="{place}/policy.toml"'
+    with pytest.raises(SystemExit) as stop:
+        main(("check", str(devices.recipe), "--node", config, "--json"))
+    assert not stop.value.code
+    found = json.loads(capsys.readouterr().out)
+    limits = {"min_rows = 3 (of the recipe)", "min_batch_size = 16 (of the recipe)", "max_rounds = 3 (of the device)"}
+    assert set(found["limits"]) == limits
+    assert found["breaches"] == []
+    with pytest.raises(SystemExit):
+        main(("check", str(devices.recipe), "--node", config))
+    assert "[limits] max_rounds = 3 (of the device)" in capsys.readouterr().out
+    assert devices.serve(tmp_path / "run")["rounds"] == 2
+
+
+def test_a_device_refuses_what_breaks_the_limits_that_the_recipe_states(tmp_path: Path) -> None:
+    devices = device(tmp_path, "min_rows = 2", RECIPE.replace("[engine]", "[limits]\nmin_rows = 1000\n[engine]"))
+    words = r"refused to enrol: it has fewer training rows than \[limits\] min_rows = 1000 of the recipe"
+    with pytest.raises(EgressError, match=words):
+        devices.serve(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (
+            "max_rounds = 1",
+            r"max_rounds = 1 of the recipe, and this is round 2.* the recipe said: \[limits\] max_rounds",
+        ),
+        ("min_batch_size = 17", "min_batch_size = 17 of the recipe, and a step of local training uses a batch of 16"),
+        ("min_row = 1", "did you mean 'min_rows'"),
+    ],
+)
+def test_a_recipe_that_breaks_its_own_limits_is_refused_when_it_is_read(limits: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        parse_recipe(tomllib.loads(RECIPE + f"[limits]\n{limits}\n"))
+
+
+def test_a_simulated_client_with_fewer_rows_than_the_recipe_wants_is_refused_before_the_run() -> None:
+    made = parse_recipe(tomllib.loads(RECIPE + "[limits]\nmin_rows = 500\n"))
+    with pytest.raises(RecipeError, match=r"client \d: \[limits\] min_rows = 500 of the recipe, and the client has"):
+        assemble(made)
+    assert parse_recipe(made.table()).limits == made.limits
+    assert "limits" not in parse_recipe(tomllib.loads(RECIPE)).table()
 
 
 def test_engines_are_without_limits_in_a_simulation() -> None:

@@ -286,3 +286,21 @@ def test_a_hundred_thousand_clients_are_two_arrays():
     assert population.num_clients == 100_000
     assert population.train.offsets.shape == (100_001,)
     assert population.train.sizes.unique().tolist() == [2]
+
+
+def test_measuring_on_validation_uses_no_test_row(table):
+    tested = populate(table(), spec(validation=0.2, personal_test=0.25), 1)
+    tuned = populate(table(), spec(validation=0.2, personal_test=0.25, measure_on="validation"), 1)
+    hidden = set(tested.test_rows.tolist()) | set(tested.test.rows.tolist())
+    used = torch.cat([tuned.train.rows, tuned.test.rows, tuned.validation_rows])
+    assert tuned.test_rows.tolist() == tuned.validation_rows.tolist() == tested.validation_rows.tolist()
+    assert not hidden & set(used.tolist())
+    for trained, own, before in zip(*map(rows_of, (tuned.train, tuned.test, tested.train)), strict=True):
+        assert trained | own == before
+        assert not trained & own
+        assert own
+
+
+def test_measuring_on_validation_needs_validation_rows(table):
+    with pytest.raises(RecipeError, match=r"needs validation rows: set clients\.validation"):
+        populate(table(), spec(measure_on="validation"), 1)

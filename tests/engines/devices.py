@@ -62,8 +62,10 @@ class Devices:
     def __call__(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
         return self.handler(packet, self.configs[config["partition-id"]])
 
-    def serve(self, out: Path) -> dict[str, Any]:
-        transport = GridTransport(DirectGrid(client_app(self), 3))
-        serve(self.app / "recipe.toml", transport, {"out": str(out)}, execute)
+    def transport(self) -> GridTransport:
+        return GridTransport(DirectGrid(client_app(self), 3))
+
+    def serve(self, out: Path, transport: GridTransport | None = None) -> dict[str, Any]:
+        serve(self.app / "recipe.toml", transport or self.transport(), {"out": str(out)}, execute)
         result: dict[str, Any] = json.loads((out / "result.json").read_text())
         return result

@@ -49,7 +49,7 @@ def take_over() -> None:
     programs = {Path(word).name for word in sys.orig_argv[1:4]}
     if "polyfed.deploy.installed_client" in programs:
         _tamper_with_replies()
-    elif "flower-supernode" in programs:
+    elif "supernode_process.py" in programs:
         _deliver_twice()
 
 

@@ -4,6 +4,7 @@ import json
 import stat
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from polyfed.core.errors import BadReply, EgressError, RecipeError, TooFewReplie
 from polyfed.deploy import launch, write_app
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device import NodeConfig, policy_on
+from polyfed.deploy.processes import ServerPorts
 from polyfed.deploy.server import only_server, serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.protocol import Enrolment
@@ -196,11 +198,14 @@ def test_the_command_writes_a_certificate_without_keys(tmp_path: Path, capsys: A
 
 def test_a_server_or_device_that_cannot_start_says_why(tmp_path: Path) -> None:
     keys = write_credentials(tmp_path / "keys", 0)
-    ports = {"host": "127.0.0.1", "port": 1, "control_port": 2}
+    ports = ServerPorts("127.0.0.1", 1, 2)
     with pytest.raises(RecipeError, match=r"holds no ca\.pem"):
-        launch.superlink(tmp_path, **ports)
+        launch.superlink(tmp_path, ports)
     with pytest.raises(RecipeError, match="holds no public key"):
-        launch.superlink(keys, **ports)
+        launch.superlink(keys, ports)
+    (keys / "node-0.pub").touch()
+    with pytest.raises(RecipeError, match="port 2 of this machine is taken"):
+        launch.superlink(keys, replace(ports, status_port=2))
     with pytest.raises(RecipeError, match="is no key=value"):
         launch.supernode("localhost:1", keys / "ca.pem", keys / "node.key", "nonsense", 1)
     config = 'data="mine.npz" client=0 modalities="a"'

@@ -86,6 +86,9 @@ def test_a_server_ends_by_itself_when_its_superlink_is_gone(tmp_path: Path) -> N
         os.killpg(federation.processes["link"].pid, signal.SIGTERM)  # the stream of its log keeps it alive for long
         with only_server(federation.out, seconds=30.0):
             assert federation.processes["link"].poll() is None
+        told = json.loads((federation.out / "error.json").read_text())
+        assert (told["error"], told["exit_code"]) == ("TransportError", 6)
+        assert "the SuperLink is gone" in told["text"]
 
 
 def test_a_users_fault_is_the_last_word_and_the_device_says_why(tmp_path: Path) -> None:
@@ -94,7 +97,7 @@ def test_a_users_fault_is_the_last_word_and_the_device_says_why(tmp_path: Path) 
         federation.start()
         federation.run().wait(PATIENCE)
         told = federation.log("run").strip()
-        assert told.splitlines()[-1].startswith("polyfed: 2 of 3 clients enrolled")
+        assert " ERROR polyfed: 2 of 3 clients enrolled" in told.splitlines()[-1]
         assert told.endswith("(exit code 4)")
         assert "Traceback" not in told
         assert str(federation.nodes[1]) not in told, "the server hears no path of a device"

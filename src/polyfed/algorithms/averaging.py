@@ -111,7 +111,8 @@ class Averaging(Algorithm):
         """Choose a cohort, ask it to train, and merge the replies. If nobody replies, the model stays as it is."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         state = state.with_(memory=memory)
-        replies = fed.ask(self.update, cohort, self.outgoing(state, cohort, fed))
+        enough = self.selector.enough(fed)
+        replies = fed.ask(self.update, cohort, self.outgoing(state, cohort, fed), enough=enough)
         if not replies:
             return state
         memory = self.selector.learn(memory, state.params, replies, fed)

@@ -16,6 +16,7 @@ The table lists the hooks in the order in which they are called; all but `init` 
 | `round` | server | every round; it asks clients with `fed.ask` | the next state |
 | `simulated_seconds` | server | after every round, if there is a network model | how long the round would take |
 | `observe`, `observe_tables` | server | after every round | numbers and matrices for the log |
+| `concerns` | server | once, after a third of the rounds | what has had no effect so far, for a warning |
 | `evaluate` | server | after every round that `[evaluate] every` names | scores; it calls the hooks below |
 | `global_params` | server | around every round, in `evaluate`, and in `Run.predict` | the global model, or None |
 | `class_prototypes` | server | in `evaluate` | class means, for `[evaluate] unimodal = "prototype"` |
@@ -29,7 +30,7 @@ evaluates a client's model on the client's own test rows. docs/own-method.md exp
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar
@@ -89,6 +90,10 @@ class Algorithm(TrainedModels):
 
     handles_missing_rows: ClassVar[bool] = True
     """Whether the method accepts clients that have a modality for only some of their rows; if not, it refuses them."""
+    aligns_rows: ClassVar[bool] = False
+    """Whether clients match their rows by sample ids; if so, a device whose data has no ids is refused."""
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Named sets of options: with `preset = "paper"`, a recipe takes these for the options that it does not set."""
     sends_class_means: ClassVar[bool] = False
     """Whether clients can send class means of the global model's features, for `[evaluate] unimodal = "prototype"`."""
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -175,6 +180,14 @@ class Algorithm(TrainedModels):
             times: the time at which each client would answer each request under the network model.
         """
         return times.barriers()
+
+    def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
+        """Sentences that name the parts of the method that have had no effect so far, for the user.
+
+        Args:
+            logged: what `observe` returned in every round so far, which is a third of the rounds.
+        """
+        return []
 
     def observe_tables(self, state: Any) -> dict[str, list[list[float]]]:
         """Matrices to log after every round, by name, such as coefficients or similarities. Keep them small."""

@@ -294,11 +294,16 @@ def public_batch(samples: Tree) -> Batch:
 
 
 def draw_public(samples: Tree, batch: Batch) -> Batch:
-    """As many random public rows as the batch has, drawn with replacement from the batch's own key."""
+    """As many random public rows as the batch has, drawn without replacement from the batch's own key.
+
+    A row that occurred twice would be its own negative. If the batch has more rows than the public set, the rest of
+    the drawn rows counts as padding.
+    """
     assert batch.key is not None
-    size = next(iter(samples.values())).shape[0]
-    share = keys.uniform(keys.fold_in(batch.key, keys.key("public rows")), batch.y.shape[0], batch.y.device)
-    rows = (share * size).to(torch.int64).clamp(max=size - 1)
-    return Batch(
-        x={m: x[rows] for m, x in samples.items()}, y=torch.zeros_like(rows), rows=rows, ok=batch.ok, key=batch.key
-    )
+    size, wanted = next(iter(samples.values())).shape[0], batch.y.shape[0]
+    place = torch.arange(wanted, device=batch.y.device)
+    drawn = keys.uniform(keys.fold_in(batch.key, keys.key("public rows")), size, batch.y.device).argsort()
+    rows, ok = drawn[place % size], batch.ok
+    if wanted > size:
+        ok = place < size if ok is None else ok & (place < size)
+    return Batch(x={m: x[rows] for m, x in samples.items()}, y=torch.zeros_like(rows), rows=rows, ok=ok, key=batch.key)

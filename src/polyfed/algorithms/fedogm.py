@@ -44,6 +44,8 @@ class FedOgm(Averaging):
             which counts them from 0 to 70.
         scale_params: which gradients are modulated: `conv4d`, those of the encoders' four-dimensional convolution
             weights, or `all_weights`, those of all their weight matrices, for encoders without convolutions.
+        placebo: `constant` is a control: in every batch the gradients of all modalities are scaled by one number, the
+            mean of their coefficients, so that no modality is favoured; `none` is the method.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -53,6 +55,7 @@ class FedOgm(Averaging):
     ge: bool = True
     active_rounds: Annotated[int, NOT_NEGATIVE] = 71
     scale_params: Literal["conv4d", "all_weights"] = "conv4d"
+    placebo: Literal["none", "constant"] = "none"
 
     def init(self, fed: Federation, params: Tree) -> Any:
         """The first state, as under FedAvg.
@@ -95,10 +98,12 @@ class FedOgm(Averaging):
 
         def modulate(grads: Tree, w: Tree, scores: Mapping[str, Tensor], carry: Tree) -> tuple[Tree, Tree]:
             out = dict(grads)
+            scale = {m: coefficient(m, scores, self.alpha) for m in targets}
+            if self.placebo == "constant":
+                scale = dict.fromkeys(scale, torch.stack(list(scale.values())).mean())
             for m, names in targets.items():
-                k = coefficient(m, scores, self.alpha)
                 for name in names:
-                    out[name] = grads[name] * k
+                    out[name] = grads[name] * scale[m]
                     if self.ge:
                         out[name] = out[name] + self._noise(data, name, grads[name], carry["step"])
             return out, {"step": carry["step"] + 1}

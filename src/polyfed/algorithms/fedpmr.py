@@ -44,6 +44,8 @@ class FedPmr(Averaging):
         per: whether to add prototypical entropy regularisation (PER) to the strongest modality.
         mu: weight of the regularisation; 1e-2 or 1e-3 in the paper.
         per_epochs: number of local epochs, from the first of the run, with the regularisation (E_r in the paper).
+        feature_norm: length to which features are scaled before distances to prototypes; 0 does not scale, as in the
+            paper. Without scaling, training can lower the prototypical cross-entropy by lengthening the features.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -55,6 +57,7 @@ class FedPmr(Averaging):
     per: bool = False
     mu: Annotated[float, NOT_NEGATIVE] = 0.01
     per_epochs: Annotated[int, NOT_NEGATIVE] = 10
+    feature_norm: Annotated[float, NOT_NEGATIVE] = 0.0
 
     @task()
     def update(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Update, Tree]:  # type: ignore[override]
@@ -67,12 +70,16 @@ class FedPmr(Averaging):
             near: dict[str, Prototypes] = {}
             if balanced:
                 near, _ = prototypes.class_means(
-                    data.fold, partial(context.model.vectors, start), sizes, context.num_classes
+                    data.fold, partial(self._vectors, context, start), sizes, context.num_classes
                 )
             regularised = self.per and (data.round - 1) * self.train.epochs + epoch < self.per_epochs
             fit = data.minimise(self._objective(context, near, regularised), start, train=train, after=fit)
         assert fit is not None
         return Update(fit.params, fit.loss, data.num_rows), local
+
+    def _vectors(self, context: ClientContext, w: Tree, batch: Batch) -> dict[str, Tensor]:
+        """Features (B, D) of a batch by modality, ready for distances to prototypes."""
+        return prototypes.at_length(context.model.vectors(w, batch), self.feature_norm)
 
     def _objective(
         self, context: ClientContext, near: Mapping[str, Prototypes], regularised: bool
@@ -82,7 +89,8 @@ class FedPmr(Averaging):
             loss = context.loss(w, batch, features)
             if not near:
                 return loss
-            z = {m: context.model.vector(value) for m, value in features.items()}
+            flat = {m: context.model.vector(value) for m, value in features.items()}
+            z = prototypes.at_length(flat, self.feature_norm)
             scores = prototypes.confidence(near, {m: value.detach() for m, value in z.items()}, batch)
             weights = modality_weights(scores, self.alpha, self.coef)
             for m, weight in weights.items():

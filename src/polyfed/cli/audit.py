@@ -1,5 +1,7 @@
-"""`polyfed audit-log`: whether the audit log of a device is whole."""
+"""`polyfed audit-log`: whether audit logs are whole, and whether those of server and devices say the same."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -8,37 +10,42 @@ import typer
 
 from polyfed.cli.application import HELP_OPTIONS, AsJson
 from polyfed.cli.application import app as polyfed_app
-from polyfed.cli.output import answer
-from polyfed.core.errors import RecipeError
+from polyfed.cli.output import answer, show
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.files import AUDIT, PUBLIC_KEY
 
 app = typer.Typer(
     name="audit-log",
-    help=f"The audit log of a device ({AUDIT} in the folder of its node).",
+    help=f"Audit logs: {AUDIT} in the state folder of a device, and in the folder of a run on the server.",
     no_args_is_help=True,
     context_settings=HELP_OPTIONS,
 )
 polyfed_app.add_typer(app)
 
 
-@app.callback()
-def root() -> None:
-    """Keep `verify` a verb of its own, although it is the only one."""
+@contextmanager
+def _needing_flower() -> Iterator[None]:
+    """Turn a failed import of the extra into a sentence that says what to install."""
+    try:
+        yield
+    except ImportError as error:
+        raise RecipeError(f"audit-log needs the extra: pip install 'polyfed[flower]' ({error})") from None
 
 
 @app.command("verify")
 def verify_log(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the node.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="State folder of a device, or folder of a run.", show_default=False)
+    ],
     key: Annotated[
-        Path | None, typer.Option(metavar="PUBLIC", help=f"The device's public key. [default: {PUBLIC_KEY} in FOLDER]")
+        Path | None,
+        typer.Option(metavar="PUBLIC", help=f"The public key of the log. [default: {PUBLIC_KEY} in FOLDER]"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check the chain and the signatures; exit code 0 if the log is whole, 5 and the first bad line if it is not."""
-    try:
-        from polyfed.privacy.audit import verify  # needs the extra polyfed[flower]
-    except ImportError as error:
-        raise RecipeError(f"audit-log needs the extra: pip install 'polyfed[flower]' ({error})") from None
+    with _needing_flower():
+        from polyfed.privacy.audit_check import verify
     found = verify(folder, key)
     lines = [f"{folder / AUDIT} is whole: {found.rows:,} rows, {found.seals:,} signatures"]
     if found.first:
@@ -47,3 +54,24 @@ def verify_log(
         lines.append(f"checked with {folder / PUBLIC_KEY}; with --key, use the key that you were given by other means")
     facts = {"log": str(folder / AUDIT), "key": str(key or folder / PUBLIC_KEY)} | asdict(found)
     answer(facts, *lines, as_json=as_json)
+
+
+@app.command("reconcile")
+def reconcile_logs(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)],
+    devices: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[DIR]...", help="State folders of devices, or copies of them.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the server's audit log with its ledger and with devices' logs; exit code 5 if anything does not agree."""
+    from polyfed.report import reconcile
+
+    with _needing_flower():
+        found = reconcile(run, devices or [])
+    if not as_json:
+        show(*found.remarks)
+    if found.findings:
+        raise DataError("\n".join(["the audit logs do not agree:", *(f"  {finding}" for finding in found.findings)]))
+    answer(asdict(found), "the audit logs agree", as_json=as_json)

@@ -1,4 +1,4 @@
-"""The verbs about recipes and runs: `run`, `check`, `compare` and `report`.
+"""The verbs about recipes and runs: `run`, `check` and `report`.
 
 Each verb parses its arguments, calls one function of the package and prints the result. A user's error ends with the
 exit code of its class, without a traceback.
@@ -19,16 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from polyfed.cli.application import AsJson, Interrupted, Overrides, RecipePath, app
-from polyfed.cli.output import answer, print_json, show, standard_output
+from polyfed.cli.output import answer
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.signals import handling, interrupt
 
 if TYPE_CHECKING:
     from polyfed.experiment.check import Check
     from polyfed.experiment.events import Listener
-
-COMPARISON = "comparison.html"
-"""The file that `compare --html` writes if no file is named."""
 
 STANDARD_OUTPUT = "-"
 """The word for standard output in the place of a file."""
@@ -125,43 +122,6 @@ def check(
         raise typer.Exit(EgressError.exit_code)
 
 
-@app.command("compare")
-def compare_runs(
-    dirs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="DIR... [FILE.html]",
-            help="Folders of runs; with --html also the file to write.",
-            show_default=False,
-        ),
-    ],
-    html: Annotated[bool, typer.Option("--html", help=f"Also write an HTML page. [default: {COMPARISON}]")] = False,
-    reach: Annotated[
-        float | None,
-        typer.Option(
-            metavar="ACCURACY",
-            help="Also print the first round in which each run had this accuracy, as 0.5.",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Compare runs in a table: runs that differ only in seed or fold share a line, with mean and spread."""
-    from polyfed.cli import tables
-    from polyfed.report import compare, write_comparison
-
-    targets = [path for path in dirs if html and path.suffix == ".html"]
-    comparison = compare((path for path in dirs if path not in targets), reach)
-    page = write_comparison(comparison, (targets or [Path(COMPARISON)])[-1]) if html else None
-    if as_json:
-        print_json(comparison.rows())
-    else:
-        show(
-            tables.comparison_tables(comparison, standard_output().width),
-            *([] if page is None else [f"picture in {page}"]),
-        )
-
-
 @app.command()
 def report(
     dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.", show_default=False)],
@@ -169,12 +129,16 @@ def report(
         Path | None,
         typer.Option(metavar="DIR", help="Folder of another run: the page shows each client's gain over it."),
     ] = None,
+    device_logs: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="State folder of a device; compare its audit log. May be repeated."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write report.html into the folder of a run, whether it is finished or not."""
     from polyfed.report import write_report
 
-    page = str(write_report(dir, baseline))
+    page = str(write_report(dir, baseline, device_logs or []))
     answer({"report": page}, page, as_json=as_json)
 
 

@@ -115,6 +115,7 @@ def device_tables(inspection: Inspection) -> Group:
     refused = ((row.kind, row.block, row.destination) for row in inspection.refused)
     parts += [Text(why, "yellow") for why in inspection.policy.explanations(refused)]
     parts += [Text(f"would be allowed by {fix}") for fix in fixes]
+    parts += [Text(f"[limits] {line}") for line in inspection.limits]
     parts += [Text(f"would be refused by {why}", "bold red") for why in inspection.breaches]
     return stacked(*parts)
 
@@ -128,6 +129,7 @@ def device_facts(inspection: Inspection) -> dict[str, Any]:
         "test_rows": tested,
         "shapes": inspection.shapes,
         "egress": inspection.policy.table(node.held),
+        "limits": list(inspection.limits),
         "breaches": list(inspection.breaches),
         "planned": [asdict(row) for row in inspection.planned],
     }

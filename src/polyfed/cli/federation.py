@@ -1,15 +1,36 @@
-"""The verbs of a deployment: write a Flower app, start the SuperLink of a server, start the SuperNode of a device."""
+"""The verbs of a deployment: write a Flower app, start a SuperLink or a SuperNode, ask a server for its status."""
 
+import os
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from polyfed.cli.application import AsJson, Interrupted, app
-from polyfed.cli.output import answer
+from polyfed.cli.output import answer, print_json, show
+from polyfed.core.log_lines import LOG_FORMAT
 
 JsonError = Annotated[bool, typer.Option("--json", help="If it cannot start, print the error as JSON.")]
 """A verb that runs until it is stopped has no result to print."""
+
+
+class LogFormat(StrEnum):
+    """The format of log lines."""
+
+    text = "text"
+    json = "json"
+
+
+LogFormatOption = Annotated[
+    LogFormat, typer.Option("--log-format", envvar=LOG_FORMAT, help="Log lines for people, or JSON lines for programs.")
+]
+MetricsPort = Annotated[
+    int,
+    typer.Option(
+        min=0, max=65535, metavar="N", help="Port for health and Prometheus metrics, on this machine only. 0: none."
+    ),
+]
 
 
 @app.command("app")
@@ -64,12 +85,22 @@ def superlink(
     database: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where it keeps its state. [default: DIR/link.db]")
     ] = None,
+    metrics_port: MetricsPort = 0,
+    status_port: Annotated[
+        int,
+        typer.Option(
+            min=0, max=65535, metavar="N", help="Port for `polyfed status` from other machines; a token is needed."
+        ),
+    ] = 0,
+    log_format: LogFormatOption = LogFormat.text,
     as_json: JsonError = False,
 ) -> None:
     """Start a server's SuperLink: devices with a known key from anywhere, `flwr` from this machine only."""
     from polyfed import deploy
 
-    deploy.run_superlink(credentials, host, port, control_port, database)
+    os.environ[LOG_FORMAT] = log_format.value
+    ports = deploy.ServerPorts(host, port, control_port, metrics_port, status_port)
+    deploy.run_superlink(credentials, ports, database)
 
 
 @app.command()
@@ -89,9 +120,34 @@ def supernode(
         typer.Option(metavar="CONFIG", help="Its data, number, modalities and policy.", show_default=False),
     ],
     port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="A free port of this machine.")] = 9094,
+    metrics_port: MetricsPort = 0,
+    log_format: LogFormatOption = LogFormat.text,
     as_json: JsonError = False,
 ) -> None:
     """Start a device: it answers with the polyfed installed here, and runs no code that a server sends."""
     from polyfed import deploy
 
-    deploy.run_supernode(superlink, root_certificates, key, node_config, port)
+    os.environ[LOG_FORMAT] = log_format.value
+    deploy.run_supernode(superlink, root_certificates, key, node_config, port, metrics_port)
+
+
+@app.command()
+def status(
+    server: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The server's --status-port.", show_default=False)],
+    root_certificates: Annotated[
+        Path, typer.Option(metavar="ca.pem", help="Checks the server's certificate.", show_default=False)
+    ],
+    token: Annotated[
+        Path, typer.Option(metavar="FILE", help="status.token of the server's credentials.", show_default=False)
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Print what a server is doing: its devices, its runs, the round, and who did not answer."""
+    from polyfed.cli.status_tables import status_tables
+    from polyfed.deploy.status_client import ask
+
+    told = ask(server, root_certificates, token)
+    if as_json:
+        print_json(told)
+    else:
+        show(status_tables(told))

@@ -46,6 +46,12 @@ class TooFewReplies(PolyfedError):
     exit_code = 4
 
 
+class TransportError(PolyfedError):
+    """The connection between server and clients failed for good; the text says how to go on."""
+
+    exit_code = 6
+
+
 class DataError(PolyfedError):
     """Data on disk is missing, damaged or inconsistent."""
 

@@ -1,7 +1,10 @@
 """The names of the files of a run, and writing files safely."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
     "rounds.jsonl",
@@ -12,8 +15,11 @@ ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
 )
 
 
+STUDY = "study.json"
+"""The file in the folder of a sweep that lists its runs."""
+
 AUDIT, PUBLIC_KEY = "audit.jsonl", "audit-key.pub"
-"""The audit log in the folder of a node, and the public key that checks it."""
+"""The audit log in the folder of a device or of a run, and the public key that checks it."""
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -32,3 +38,35 @@ def sync(path: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def append_whole(path: Path, text: bytes) -> int:
+    """Add a text to the end of a file, or nothing of it. Returns the file's previous size.
+
+    Raises:
+        OSError: the text cannot be written; half of it would make the next line unreadable too.
+    """
+    with path.open("ab", buffering=0) as file:
+        whole = file.tell()
+        try:
+            _write(file, text)
+        except OSError:
+            file.truncate(whole)
+            raise
+    return whole
+
+
+@contextmanager
+def undone(path: Path, size: int) -> Iterator[None]:
+    """Truncate a file to this size if the enclosed block fails."""
+    try:
+        yield
+    except BaseException:
+        os.truncate(path, size)
+        raise
+
+
+def _write(file: BinaryIO, text: bytes) -> None:
+    """Write the whole text. A single `write` may write only a part of it, for example on a disk that is almost full."""
+    while text:
+        text = text[file.write(text) :]

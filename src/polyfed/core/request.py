@@ -30,6 +30,7 @@ class Request:
         number: number of the request in its round, from 0.
         seed: seed of the run.
         turn: requests of one round with the same turn give a client the same random numbers.
+        enough: how many replies close the request; None where all are waited for.
         got: the type of message that the task receives.
         reply: the type of message that the task declares to answer with.
         scope: how far replies may travel, as the task declares: `server` or `silo`.
@@ -43,6 +44,7 @@ class Request:
     number: int
     seed: int
     turn: int = 0
+    enough: int | None = None
     got: type[Message] = field(init=False)
     reply: type[Message] = field(init=False)
     scope: str = field(init=False)

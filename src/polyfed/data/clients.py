@@ -36,6 +36,9 @@ class ClientsSpec:
             smaller, "cap" lets a client take what is left of its class and fills it up from the others.
         silos: With "silos": number of silos; a silo has one device per entry of `holdings`, or per modality.
         participation: Clients in each round: a float is a share of all clients in (0, 1], an int is their number.
+        overselect: Ask so many clients more than `participation` says, as a share of them (0.3 in Bonawitz et al.,
+            2019), and close the request when as many as `participation` says have replied. The slowest are left out of
+            the round. None asks no more.
         missing: Modality -> share of clients that lack it: exactly round(share * K), drawn among the clients that hold
             another modality.
         keep_both: Share p of clients that keep all modalities, int(p * K) of them. The other clients are divided evenly
@@ -50,6 +53,9 @@ class ClientsSpec:
             fixed seed, runs with different seeds differ only by what training itself draws.
         validation: Share of each client's training rows that is pooled at the server, to choose the best round by. With
             "by-client" it is taken from each natural client before the client is cut into shards.
+        measure_on: "validation": use no test row. The pooled validation rows take the place of the global test set. A
+            `validation` share of each client's training rows takes the place of its own test rows. `polyfed sweep`
+            chooses options with it. None: measure on the test rows.
     """
 
     partition: Any = "iid"
@@ -63,6 +69,7 @@ class ClientsSpec:
     on_shortage: Literal["reduce", "cap"] = "reduce"
     silos: Annotated[int, AT_LEAST_ONE] = 4
     participation: float | int = 1.0
+    overselect: Annotated[float | None, POSITIVE] = None
     missing: Mapping[str, float] = field(default_factory=dict)
     keep_both: Annotated[float | None, PROBABILITY] = None
     only: Mapping[str, list[int]] = field(default_factory=dict)
@@ -70,6 +77,7 @@ class ClientsSpec:
     personal_test: float | Literal["split_personal", "matched"] | None = None
     seed: Annotated[int | None, NOT_NEGATIVE] = None
     validation: Annotated[float, BELOW_ONE] = 0.0
+    measure_on: Literal["validation"] | None = None
 
     def __post_init__(self) -> None:
         try:

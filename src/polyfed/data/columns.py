@@ -103,6 +103,7 @@ class Columns:
         present: By modality, whether each row has it, bool (N,); only for modalities that some rows lack.
         client: int64 (N,), the natural client (speaker, subject, video) of each row.
         split_personal: int8 (N,): 0 training row of its natural client, 1 test row of that client, 2 guard row.
+        numbered: Whether `ids` are row numbers because the source has no ids, so that they say nothing outside of it.
 
     Raises:
         DataError: There is no modality or no row, lengths differ, or a label or code is out of range.
@@ -118,6 +119,7 @@ class Columns:
     present: Mapping[str, Tensor] = field(default_factory=dict)
     client: Tensor | None = None
     split_personal: Tensor | None = None
+    numbered: bool = False
 
     def __post_init__(self) -> None:
         if not self.modalities:

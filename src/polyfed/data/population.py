@@ -66,13 +66,16 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     """
     check_finite(columns)
     train, own_test, validation = _split(columns, clients, clients.build_partition(), key)
+    pooled = torch.cat([columns.rows(VALIDATION), validation]).sort().values
+    if clients.measure_on == "validation":
+        train, own_test = _own_validation(train, own_test, pooled, clients, key)
     silo = None
     if clients.partition == "silos":
         devices = devices_per_silo(clients, tuple(columns.modalities))
         silo = torch.arange(len(train)).repeat_interleave(devices)
         train = train.repeated(devices)
         own_test = None if own_test is None else own_test.repeated(devices)
-    test_rows = columns.rows(TEST)
+    test_rows = pooled if clients.measure_on == "validation" else columns.rows(TEST)
     if len(test_rows) == 0 and own_test is not None:
         test_rows = torch.from_numpy(np.unique(own_test.rows.numpy()))
     population = Population(
@@ -82,7 +85,7 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         holds=_holds(columns, clients, train, keys.key(key, "modality assignment")),
         silo=silo,
         test_rows=test_rows,
-        validation_rows=torch.cat([columns.rows(VALIDATION), validation]).sort().values,
+        validation_rows=pooled,
     )
     _check(population, clients)
     return population
@@ -113,6 +116,24 @@ def _split(
     if clients.personal_test == "matched":
         return train, matched(columns, train, own_key), validation
     return *train.held_out(float(clients.personal_test), own_key), validation
+
+
+def _own_validation(
+    train: Shards, own_test: Shards | None, pooled: Tensor, clients: ClientsSpec, key: int
+) -> tuple[Shards, Shards | None]:
+    """Replace each client's own test rows by a share of its training rows, and return both.
+
+    Raises:
+        RecipeError: there are no validation rows to measure on.
+    """
+    if len(pooled) == 0 or (own_test is not None and clients.validation == 0.0):
+        raise RecipeError(
+            "clients.measure_on = 'validation' needs validation rows: set clients.validation, as in "
+            "clients.validation = 0.1"
+        )
+    if own_test is None:
+        return train, None
+    return train.held_out(clients.validation, keys.key(key, "own validation"))
 
 
 def matched(columns: Columns, train: Shards, key: int) -> Shards:

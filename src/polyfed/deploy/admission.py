@@ -92,6 +92,7 @@ class _Waiting:
         if count == self.said and now - self.moment < self.EVERY:
             return
         self.said, self.moment = count, now
+        self.emit("enrolling", enrolled=count, wanted=self.wanted)
         word = "waiting: " if count < self.wanted else ""
         self.emit("note", text=f"{word}{count} of {self.wanted} enrolled")
 

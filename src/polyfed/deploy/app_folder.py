@@ -2,8 +2,7 @@
 
 import re
 import tomllib
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -17,15 +16,13 @@ from polyfed.data import Columns, Population, stacked
 from polyfed.data.columns import OWN_TEST, TEST
 from polyfed.deploy.device import used_on
 from polyfed.experiment.assembly import assemble, model_of, population_of
-from polyfed.experiment.check import Planned, plan
+from polyfed.experiment.check import refuse_large
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.task_choice import task_of
 from polyfed.model import Custom
 from polyfed.privacy.policy import Policy
 
 APP, RECIPE, NODES = "polyfed_app.py", "recipe.toml", "nodes"
-
-MEGABYTE = 2**20
 
 CLIENT = "polyfed.deploy.installed_client:app"
 """What an app names as its ClientApp: a device answers with the polyfed installed there (docs/deploy.md)."""
@@ -103,30 +100,7 @@ def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
         assembly = assemble(recipe)
     except PolyfedError:  # the server's rows need not make a simulation: they may be test rows only
         return
-    check_sizes(plan(assembly), recipe.engine.message_megabytes)
-
-
-def check_sizes(planned: Iterable[Planned], megabytes: int) -> None:
-    """Refuse a run whose replies are larger than a message may be.
-
-    Args:
-        planned: what the tasks of the recipe send, with sizes where they are known.
-        megabytes: `[engine] message_megabytes`, in 2**20 bytes.
-
-    Raises:
-        RecipeError: a reply of one of the tasks is too large.
-    """
-    once = {(row.task, row.message, row.field, row.block): row.bytes or 0 for row in planned}
-    sizes = Counter[str]()
-    for (task, *_), size in once.items():
-        sizes[task] += size
-    for task, size in sizes.most_common(1):
-        if size > megabytes * MEGABYTE:
-            raise RecipeError(
-                f"a reply of task '{task}' takes {size:,} bytes, and [engine] message_megabytes = {megabytes} allows "
-                f"{megabytes * MEGABYTE:,}. Write message_megabytes = {-(-size * 11 // 10 // MEGABYTE)}, if the server "
-                "and the devices have the memory, or take a smaller model"
-            )
+    refuse_large(assembly)
 
 
 def data_of(recipe: Recipe) -> str:

@@ -2,15 +2,13 @@
 client's local state and ledger.
 """
 
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
 
 from polyfed.core.errors import BadReply, EgressError, PolyfedError
+from polyfed.core.files import append_whole, undone
 from polyfed.core.messages import Message, tensors
 from polyfed.core.request import Request
 from polyfed.core.tasks import tasks_of
@@ -90,7 +88,7 @@ class ClientRuntime:
             engine.ledger = Ledger(request_id.run, hashing=self.audit is not None)
             missing: dict[int, str] = {}
             content: Packet | None = None
-            sent = False
+            sent, seal = False, ""
             try:
                 reply = engine.alone(request, request_id.client, got, missing)
                 if reply is not None:
@@ -98,12 +96,12 @@ class ClientRuntime:
                     self._keep(store, request_id, local, int(packet.header.get("kept", 0)))
                     sent = True
             finally:
-                self._book(store, request_id, sent)
+                seal = self._book(store, request_id, sent)
             if content is None and self.discreet:
                 raise Fault(f"{missing[request_id.client].partition(':')[0]} in task {request.name}")
             if content is None:
                 return reason(FAILED, request_id, missing[request_id.client])
-        return Packet(request_id.header(verdict=REPLY) | content.header, content.body)
+        return Packet(request_id.header(verdict=REPLY, seal=seal) | content.header, content.body)
 
     def _received(self, packet: Packet, request: Request) -> Message:
         """Decode the server's message.
@@ -124,8 +122,11 @@ class ClientRuntime:
         if left is not None and left is not before:
             store.keep(request_id, left, self.engine.registry[request_id.client].modalities, kept)
 
-    def _book(self, store: Store, request_id: RequestId, sent: bool) -> None:
+    def _book(self, store: Store, request_id: RequestId, sent: bool) -> str:
         """Write what crossed into the client's ledger and the device's audit log, before the reply leaves.
+
+        Returns:
+            The hash of the seal under the rows in the audit log; empty in a simulation.
 
         Args:
             store: the client's store.
@@ -141,9 +142,10 @@ class ClientRuntime:
         path = store.folder / LEDGER
         try:
             before = book(path, lines(entries, request_id.run))
-            if self.audit is not None:
-                with undone(path, before):
-                    self.audit.append(entries, request_id.run)
+            if self.audit is None:
+                return ""
+            with undone(path, before):
+                return self.audit.append(entries, request_id.run)
         except (OSError, PolyfedError):
             store.forget(request_id)
             raise
@@ -211,9 +213,7 @@ class ClientRuntime:
         return request
 
 
-def enrolment(
-    population: Population, policy: Policy, client: int, limits: Limits = NO_LIMITS, token: str = ""
-) -> Packet:
+def enrolment(population: Population, policy: Policy, client: int, limits: Limits = NO_LIMITS) -> Packet:
     """A client's enrolment, which tells the server what it must know before its first request; or a refusal to enrol.
 
     Args:
@@ -221,7 +221,6 @@ def enrolment(
         policy: the client's policy; it must allow statistics of the `shared` block to reach the server.
         client: the client's number in the federation.
         limits: the limits that the client's device sets.
-        token: identifies the device, see `polyfed.deploy.membership`; empty in a simulation.
     """
     if not policy.allows("statistic", SHARED, "server"):
         fix, why = policy.fix(("statistic",), SHARED, "server"), policy.inherited(("statistic",), SHARED, "server")
@@ -230,7 +229,8 @@ def enrolment(
     columns, registry = population.columns, registry_of(population)
     known = registry[client]
     if known.num_rows < limits.min_rows:  # the text hides the number of rows, because the client takes no part
-        line = f"[limits] min_rows = {limits.min_rows} of the device"
+        whose = "recipe" if limits.is_of_the_recipe("min_rows") else "device"
+        line = f"[limits] min_rows = {limits.min_rows} of the {whose}"
         return reason(REFUSED, None, f"client {client} refused to enrol: it has fewer training rows than {line}")
     told = Enrolment(
         client=client,
@@ -240,7 +240,6 @@ def enrolment(
         tested=client in registry.tested,
         shapes={name: columns.modalities[name].shape for name in known.modalities},
         num_classes=columns.num_classes,
-        token=token,
     )
     return Packet(told.header())
 
@@ -251,27 +250,4 @@ def book(path: Path, rows: Iterable[str]) -> int:
     Raises:
         OSError: the rows cannot be written; then no reply may leave.
     """
-    with path.open("ab", buffering=0) as file:
-        whole = file.tell()
-        try:
-            _write(file, "".join(row + "\n" for row in rows).encode())
-        except OSError:
-            file.truncate(whole)  # half a row would make the next one unreadable too
-            raise
-    return whole
-
-
-@contextmanager
-def undone(path: Path, size: int) -> Iterator[None]:
-    """Truncate a file to this size if the enclosed block fails."""
-    try:
-        yield
-    except BaseException:
-        os.truncate(path, size)
-        raise
-
-
-def _write(file: BinaryIO, text: bytes) -> None:
-    """Write the whole text. A single `write` may write only a part of it, for example on a disk that is almost full."""
-    while text:
-        text = text[file.write(text) :]
+    return append_whole(path, "".join(row + "\n" for row in rows).encode())

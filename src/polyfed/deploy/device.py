@@ -210,6 +210,11 @@ def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Popu
     source = replace(base, path=node.data, modalities=_in_order(node, facts), test_share=0.0)
     columns: Columns = task_of(recipe).prepared(source.load())
     check_finite(columns)
+    if recipe.algorithm.aligns_rows and columns.numbered:
+        raise DataError(
+            f"{node.data} has no sample ids, and row numbers do not show that the devices of a silo hold the same "
+            f"samples. Save the array 'id' in it: one integer for each row, the same on every device of the silo"
+        )
     if facts is not None:
         _check_fits(columns, facts, node, task_of(recipe).OF_CLASSES)
         columns = replace(columns, num_classes=facts.num_classes, class_names=None)

@@ -37,7 +37,8 @@ class Inspection:
         shapes: shape of a sample, by modality.
         num_classes: the largest label plus one, or the number of targets of a row.
         planned: what tasks of the recipe would send from this device, allowed or refused.
-        breaches: limits of the device that the recipe would break.
+        breaches: limits of the device, or of the recipe, that the recipe would break here.
+        limits: what holds on this device, each with a word on whose it is.
     """
 
     node: NodeConfig
@@ -47,6 +48,7 @@ class Inspection:
     num_classes: int
     planned: tuple[Planned, ...]
     breaches: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
 
     @property
     def refused(self) -> tuple[Planned, ...]:
@@ -84,14 +86,15 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     check_held(node, recipe)
     population = population_on(node, recipe, None) if node.data else None
     planned = tuple(_planned(recipe, node, policy, population))
-    limits, train = limits_on(node), recipe.algorithm.train
+    limits, train = limits_on(node).stricter(recipe.limits), recipe.algorithm.train
     if population is None:
-        return Inspection(node, policy, None, {}, 0, planned, tuple(limits.foreseen(train, recipe.rounds, None)))
+        breaches = tuple(limits.foreseen(train, recipe.rounds, None))
+        return Inspection(node, policy, None, {}, 0, planned, breaches, limits.sentences())
     own = population.test
     rows = (int(population.train.sizes[node.client]), 0 if own is None else int(own.sizes[node.client]))
     shapes = {name: column.shape for name, column in population.columns.modalities.items()}
     breaches = tuple(limits.foreseen(train, recipe.rounds, rows[0]))
-    return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned, breaches)
+    return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned, breaches, limits.sentences())
 
 
 def _of_policy(path: str) -> NodeConfig:

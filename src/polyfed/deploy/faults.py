@@ -1,14 +1,16 @@
 """Errors on a device: its own log says everything; the server is told in a few words, without the device's paths."""
 
 import errno
+import logging
 import os
-import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from polyfed.core.errors import BadReply, NotAllowed, PolyfedError
+from polyfed.core.log_lines import logger_of
+
+LOGGER = logger_of("device", "stderr")  # a ClientApp's log is its standard error
 
 TELLING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 """Errors of a disk whose names the server may be told."""
@@ -39,24 +41,29 @@ def in_short(error: Exception) -> str:
 
 
 def log_fault(who: str, fault: Fault) -> None:
-    """Write a fault with its cause to standard error, which a SuperNode passes on.
+    """Write a fault with its cause to this device's log.
 
     The cause is written as a sentence if it is a user's fault, and as a traceback otherwise.
     """
     cause = fault.__cause__
     if isinstance(cause, PolyfedError | OSError) or cause is None:
-        told = "" if cause is None else f": {cause}"
+        LOGGER.error("%s: %s%s", who, fault, "" if cause is None else f": {cause}")
     else:
-        told = ":\n" + "".join(traceback.format_exception(cause))
-    log(f"{who}: {fault}{told}")
+        LOGGER.error("%s: %s", who, fault, exc_info=cause)
 
 
-def log(text: str) -> None:
+def log(text: str, level: int = logging.INFO) -> None:
     """Write a line to this device's log."""
-    print(f"polyfed: {text}", file=sys.stderr, flush=True)  # noqa: T201  a ClientApp's log is its standard error
+    LOGGER.log(level, "%s", text)
+
+
+def log_problem(text: str) -> None:
+    """Write a warning to this device's log."""
+    log(text, logging.WARNING)
 
 
 def log_event(event: str, **facts: Any) -> None:
     """Write a failed task with its traceback to this device's log; a listener of events."""
     if event == "client-failed":
-        log(f"client {facts['client']}: task {facts['task']} failed:\n{facts['trace']}")
+        extra = {"trace": facts["trace"]}
+        LOGGER.error("client %s: task %s failed", facts["client"], facts["task"], extra=extra)

@@ -23,10 +23,9 @@ from polyfed.deploy.device import (
     population_on,
     recipe_on,
 )
-from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault
-from polyfed.deploy.membership import token_of
+from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault, log_problem
 from polyfed.engines import Sequential
-from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, federation_of, reason
+from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, check_versions, reason
 from polyfed.experiment.assembly import device_of, initial_of, model_of, population_of
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import Recipe, build
@@ -107,7 +106,7 @@ class Deployed:
             log_fault(who, fault)
             return reason(FAILED, _request_id(packet), f"{who}: {fault}; its own log says why")
         if reply.header.get("verdict") in (REFUSED, FAILED):
-            log(str(reply.header["reason"]))
+            log_problem(str(reply.header["reason"]))
         return reply
 
     def _answer(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
@@ -123,9 +122,10 @@ class Deployed:
         with blamed("the recipe cannot be read there"):
             recipe = recipe_on(node, self.recipe_path)
         with blamed("its policy file is not valid"):
-            policy, limits = policy_on(node, recipe, node.held), limits_on(node)
+            policy, limits = policy_on(node, recipe, node.held), limits_on(node).stricter(recipe.limits)
         enrols = packet.header.get("want") == ENROL
-        federation = federation_of(packet.header) if enrols else ""
+        if enrols:
+            check_versions(packet.header, "this device")
         facts = None if enrols else Facts.read(packet.header)
         with blamed("its data cannot be used"):
             check_held(node, recipe)
@@ -134,9 +134,7 @@ class Deployed:
             with blamed("its audit log cannot be written"):
                 if AuditLog(node.folder).prepare():
                     log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
-            with blamed("its state folder cannot be used"):
-                token = token_of(node.folder, federation)
-            return enrolment(population, policy, node.client, limits, token)
+            return enrolment(population, policy, node.client, limits)
         with blamed("it cannot build the model"):
             relay = node.relay == "server-sees"
             runtime = runtime_of(recipe, population, facts, policy, node.folder, relay=relay, limits=limits)

@@ -1,7 +1,7 @@
 """The process of a device that answers messages with the polyfed installed there, never with code that arrives.
 
-`polyfed supernode` starts it as `python -m polyfed.deploy.installed_client HOST:PORT`, with a secret on its standard
-input. See docs/decisions/0013-deployed-code.md.
+`polyfed supernode` starts it as `python -m polyfed.deploy.installed_client HOST:PORT METRICS_PORT`, with a secret on
+its standard input. See docs/decisions/0013-deployed-code.md.
 """
 
 import hashlib
@@ -9,15 +9,17 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import BadReply
 from polyfed.deploy.app_folder import CLIENT, RECIPE
-from polyfed.deploy.faults import log
+from polyfed.deploy.device_monitor import DeviceMonitor
+from polyfed.deploy.faults import log_problem
 from polyfed.deploy.handlers import Deployed
 from polyfed.engines.flower import client_app
-from polyfed.engines.flower.worker import read_app, work
+from polyfed.engines.flower.worker import Duties, read_app, work
 from polyfed.engines.protocol import FAILED, reason
 from polyfed.federation.wire_format import Packet
 
@@ -41,11 +43,21 @@ def handler_for(fab: bytes, folder: Path) -> Deployed:
     return Deployed(place / RECIPE)
 
 
-def main(address: str, secret: bytes) -> None:
-    """Answer for the SuperNode that started this process, until it ends."""
+def main(address: str, secret: bytes, metrics_port: int = 0) -> None:
+    """Answer for the SuperNode that started this process, until it ends.
+
+    Args:
+        address: where the SuperNode hands out tasks, `host:port` on this machine.
+        secret: what the SuperNode knows this process by.
+        metrics_port: port of loopback for health and metrics; 0: none.
+    """
     folder = Path(tempfile.mkdtemp(prefix="polyfed-"))
+    duties = Duties(lambda fab: handler_for(fab, folder), log_problem)
+    if metrics_port:
+        monitor = DeviceMonitor(metrics_port)
+        duties = replace(duties, wait=monitor.wait, done=monitor.done)
     try:
-        work(address, secret, lambda fab: handler_for(fab, folder), log)
+        work(address, secret, duties)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -58,4 +70,4 @@ app = client_app(_misplaced)
 """What Flower's own `flwr-clientapp` finds: an answer that says how to start the device."""
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.stdin.buffer.read())
+    main(sys.argv[1], sys.stdin.buffer.read(), int(sys.argv[2]))

@@ -5,33 +5,39 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import tomli_w
 
 from polyfed.core.errors import RecipeError
 from polyfed.deploy.credentials import SERVER, check_server
 from polyfed.deploy.device import node_from
-from polyfed.deploy.processes import HOST, listens
+from polyfed.deploy.metrics import require_prometheus
+from polyfed.deploy.processes import HOST, ServerPorts, listens
+from polyfed.deploy.run_log import STATUS_FILE
+from polyfed.deploy.server_monitor import TOKEN, ServerMonitor, token_at
+from polyfed.engines import flower
 from polyfed.engines.flower import QUIET
 
 WORKER = "polyfed.deploy.installed_client"
+
+SUPERNODE = Path(flower.__file__).with_name("supernode_process.py")
+"""The program that this process becomes; it does not import PyTorch."""
 
 CONNECTION = "polyfed"
 """Name of the connection to this SuperLink in `FLWR_HOME/config.toml`."""
 
 
-def superlink(credentials: Path, *, host: str, port: int, control_port: int, database: Path | None = None) -> None:
+def superlink(credentials: Path, ports: ServerPorts, database: Path | None = None) -> None:
     """Run the SuperLink of a server until it is asked to end.
 
     `flwr` finds it on this machine with `FLWR_HOME=CREDENTIALS/flwr`, under the name `polyfed`.
 
     Args:
         credentials: folder with `ca.pem`, `server.pem`, `server.key` and a public key `*.pub` for every device.
-        host: address on which devices are served.
-        port: port on which devices are served.
-        control_port: port on loopback for `flwr` and the processes of an app.
+        ports: where it listens.
         database: where the SuperLink keeps its state; by default `link.db` in the folder of the credentials.
 
     Raises:
@@ -43,20 +49,41 @@ def superlink(credentials: Path, *, host: str, port: int, control_port: int, dat
     keys = sorted(credentials.glob("*.pub"))
     if not keys:
         raise RecipeError(f"{credentials} holds no public key (*.pub) of a device: no device could take part")
-    for number in (port, control_port):
-        if listens(number):
-            raise RecipeError(f"port {number} of this machine is taken; choose another (--port, --control-port)")
-    _write_connection(credentials, control_port)
+    numbers = [number for name, number in asdict(ports).items() if name != "host" and number]
+    for number in numbers:
+        if listens(number) or numbers.count(number) > 1:
+            raise RecipeError(f"port {number} of this machine is taken; choose another (--port, --control-port, ...)")
+    database = database or credentials / "link.db"
+    os.environ[STATUS_FILE] = str(database.absolute().with_suffix(".status.json"))
+    Path(os.environ[STATUS_FILE]).unlink(missing_ok=True)  # of a run that an earlier SuperLink had
+    services = _services(credentials, ports, Path(os.environ[STATUS_FILE]))
+    _write_connection(credentials, ports.control_port)
     os.environ.update(QUIET | {"FLWR_HOME": str((credentials / "flwr").absolute())} | dict(os.environ))
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     run_superlink(
         credentials=credentials,
         keys=keys,
-        database=str(database or credentials / "link.db"),
-        control_port=control_port,
-        host=host,
-        port=port,
+        database=str(database),
+        control_port=ports.control_port,
+        host=ports.host,
+        port=ports.port,
+        services=services,
     )
+
+
+def _services(credentials: Path, ports: ServerPorts, status: Path) -> list[Any]:
+    """The web applications for health, metrics and status that are wanted."""
+    from polyfed.engines.flower.public_port import Service
+
+    wanted = []
+    if ports.metrics_port or ports.status_port:
+        require_prometheus()
+    if ports.metrics_port:
+        wanted.append(Service(lambda link: ServerMonitor(link, status), HOST, ports.metrics_port, tls=False))
+    if ports.status_port:
+        token = token_at(credentials / TOKEN)
+        wanted.append(Service(lambda link: ServerMonitor(link, status, token), ports.host, ports.status_port, tls=True))
+    return wanted
 
 
 def _write_connection(credentials: Path, control_port: int) -> None:
@@ -67,7 +94,9 @@ def _write_connection(credentials: Path, control_port: int) -> None:
     (home / "config.toml").write_text(tomli_w.dumps(table))
 
 
-def supernode(superlink: str, root_certificates: Path, key: Path, node_config: str, port: int) -> NoReturn:
+def supernode(
+    superlink: str, root_certificates: Path, key: Path, node_config: str, port: int, metrics_port: int = 0
+) -> NoReturn:
     """Turn this process into a device's SuperNode, whose tasks are done by installed code only.
 
     Args:
@@ -76,6 +105,7 @@ def supernode(superlink: str, root_certificates: Path, key: Path, node_config: s
         key: this device's private key.
         node_config: what Flower calls `--node-config`: the device's data, number, modalities and policy.
         port: port on loopback between the SuperNode and the process that does its tasks.
+        metrics_port: port on loopback for health and metrics; 0: none.
 
     Raises:
         RecipeError: a file is missing, the configuration is wrong, or the port is taken.
@@ -84,8 +114,11 @@ def supernode(superlink: str, root_certificates: Path, key: Path, node_config: s
     for path in (root_certificates, key):
         if not path.is_file():
             raise RecipeError(f"{path} is not there; see docs/deploy.md for the files that a device needs")
-    if listens(port):
-        raise RecipeError(f"port {port} of this machine is taken; choose another (--port)")
+    if metrics_port:
+        require_prometheus()
+    for number in (port, metrics_port):
+        if number and listens(number):
+            raise RecipeError(f"port {number} of this machine is taken; choose another (--port, --metrics-port)")
     secret, address = secrets.token_bytes(32), f"{HOST}:{port}"
     options = {
         "superlink": superlink,
@@ -99,14 +132,14 @@ def supernode(superlink: str, root_certificates: Path, key: Path, node_config: s
     }
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     os.environ.update(QUIET | dict(os.environ))
-    _start_worker(address, secret)
-    program = str(Path(sys.executable).with_name("flower-supernode"))
-    os.execv(sys.executable, [sys.executable, program, *words])
+    _start_worker(address, secret, metrics_port)
+    os.execv(sys.executable, [sys.executable, "-P", str(SUPERNODE), *words])
 
 
-def _start_worker(address: str, secret: bytes) -> None:
+def _start_worker(address: str, secret: bytes, metrics_port: int) -> None:
     """Start the process that does the tasks; it ends when the SuperNode, which this process becomes, has ended."""
-    words: Sequence[str] = [sys.executable, "-P", "-m", WORKER, address]  # -P: nothing is imported from this folder
+    # -P: nothing is imported from this folder
+    words: Sequence[str] = [sys.executable, "-P", "-m", WORKER, address, str(metrics_port)]
     worker = subprocess.Popen(words, stdin=subprocess.PIPE)
     assert worker.stdin is not None
     worker.stdin.write(secret)

@@ -72,10 +72,10 @@ class Local:
         for client in range(len(self.nodes)):
             self.start_node(client)
 
-    def start_link(self) -> None:
-        """Start the SuperLink and wait until it listens on both its ports."""
+    def start_link(self, *more: str) -> None:
+        """Start the SuperLink, with further words of its command, and wait until it listens on both its ports."""
         options = f"--port {self.public} --control-port {self.ports[0]} --host {HOST} --database {self.folder}/link.db"
-        self._start("link", *_polyfed("superlink", str(self.credentials), *options.split()))
+        self._start("link", *_polyfed("superlink", str(self.credentials), *options.split(), *more))
         end = time.monotonic() + START_SECONDS
         while not (listens(self.ports[0]) and listens(self.public)):
             if self.processes["link"].poll() is not None or time.monotonic() > end:

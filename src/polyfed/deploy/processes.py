@@ -1,11 +1,31 @@
-"""Process groups, signals and ports of this machine."""
+"""Process groups, signals and ports of this machine, and the ports of a server."""
 
 import os
 import signal
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class ServerPorts:
+    """Where a server listens.
+
+    Attributes:
+        host: address of the ports for other machines.
+        port: for devices.
+        control_port: on loopback, for `flwr` and the processes of an app.
+        metrics_port: on loopback, for health and metrics; 0: none.
+        status_port: for other machines that have the token: health, metrics and status; 0: none.
+    """
+
+    host: str = "0.0.0.0"
+    port: int = 9092
+    control_port: int = 9093
+    metrics_port: int = 0
+    status_port: int = 0
 
 
 def listens(port: int) -> bool:

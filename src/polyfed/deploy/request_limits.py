@@ -5,6 +5,7 @@ from pathlib import Path
 
 from polyfed.core.errors import CheckpointError
 from polyfed.core.files import replace_text
+from polyfed.core.parsing import parse_json
 from polyfed.core.request import Request
 from polyfed.privacy.limits import Limits
 
@@ -39,6 +40,6 @@ def _read(path: Path) -> dict[str, int]:
     if not path.exists():
         return {}
     try:
-        return {str(round): int(number) for round, number in json.loads(path.read_text()).items()}
+        return {str(round): int(number) for round, number in parse_json(path.read_text()).items()}
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}. Restore it from a copy") from error

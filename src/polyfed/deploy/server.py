@@ -6,19 +6,19 @@ The only difference to a run in one process is the engine, which asks clients ov
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from polyfed.core.errors import PolyfedError, RecipeError, TooFewReplies
+from polyfed.core.errors import DataError, PolyfedError, RecipeError, TooFewReplies, TransportError
 from polyfed.data import Population
 from polyfed.deploy.admission import enrolled, enrolment_in
 from polyfed.deploy.handlers import MEGABYTE, Simulated
 from polyfed.deploy.membership import Membership
+from polyfed.deploy.run_log import LOGGER, RunStatus, listeners_of
 from polyfed.engines.base import Engine
-from polyfed.engines.protocol import hello
 from polyfed.engines.remote import Remote, ReplyTerms
 from polyfed.experiment.assembly import population_of
 from polyfed.experiment.events import Emitter
@@ -26,6 +26,8 @@ from polyfed.experiment.lock import alone_in
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.records import Records
 from polyfed.experiment.settings import EngineSpec
+from polyfed.privacy.audit import AuditLog
+from polyfed.privacy.ledger import Ledger
 
 ERROR = "error.json"
 """The file of a run folder that says what ended the run; it is removed when the run goes on."""
@@ -50,10 +52,23 @@ def reply_terms_of(spec: EngineSpec, session: int | None = None) -> ReplyTerms:
     )
 
 
-def engine_by(transport: Any, spec: EngineSpec, session: int | None = None) -> Callable[..., Engine]:
-    """The constructor of an engine that asks clients over this transport; see `reply_terms_of`."""
+def engine_by(
+    transport: Any, spec: EngineSpec, session: int | None = None, *, audited: bool = False
+) -> Callable[..., Engine]:
+    """The constructor of an engine that asks clients over this transport.
+
+    Args:
+        transport: carries packets.
+        spec, session: see `reply_terms_of`.
+        audited: whether the ledger needs the SHA-256 of what crosses, for the audit log.
+    """
     terms = reply_terms_of(spec, session)
-    return lambda *args, **kwargs: Remote(*args, transport=transport, terms=terms, **kwargs)
+
+    def build(*args: Any, ledger: Ledger, **options: Any) -> Engine:
+        ledger.hashing = audited
+        return Remote(*args, ledger=ledger, transport=transport, terms=terms, **options)
+
+    return build
 
 
 _T = TypeVar("_T")
@@ -123,26 +138,66 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
         PolyfedError: the run ended; the text and exit code are also written to `out/error.json`.
     """
     out = Path(str(config.get("out", "runs/flower"))).expanduser()
-    (out / ERROR).unlink(missing_ok=True)
-    try:
+    listeners, status = listeners_of(out)
+    with told_in(out, lambda: transport.lost, status):
         recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
         if recipe.attack is not None:
             raise RecipeError("[attack] has clients lie, which only a simulation may. Remove the section")
-        records = Records(out, resume=True)
-        emit = Emitter([_Log()])
+        records = Records(out, resume=True, audit=AuditLog(out))
+        emit = Emitter(listeners)
         with only_server(out):
             members = Membership(out)
-            transport.greeting, transport.vet = hello(members.federation), members.refusal
+            transport.vet, transport.limit = members.refusal, recipe.engine.message_megabytes * MEGABYTE
             population = enrolled(recipe, transport, emit, members.left_out)
-            engine = engine_by(transport, recipe.engine, members.session)
+            engine = engine_by(transport, recipe.engine, members.session, audited=True)
             execute(recipe, records, emit, population=population, engine=engine)
-        (out / ERROR).unlink(missing_ok=True)  # another server may have written it when it was refused
+
+
+@contextmanager
+def told_in(out: Path, lost: Callable[[], bool], status: RunStatus | None = None) -> Iterator[None]:
+    """Write what ends the block to `error.json` in this folder, and as the last line of the app's log.
+
+    Args:
+        out: folder of the run.
+        lost: whether the SuperLink is gone, so that an interrupt means a failed connection.
+        status: the status of the run, which notes what ended it.
+
+    Raises:
+        PolyfedError: what ended the block; an error of the disk becomes a `DataError`.
+    """
+    (out / ERROR).unlink(missing_ok=True)
+    try:
+        yield
     except PolyfedError as error:
-        told = {"error": type(error).__name__, "text": str(error), "exit_code": error.exit_code}
-        if out.is_dir():
-            (out / ERROR).write_text(json.dumps(told, indent=1))
-        print(f"polyfed: {error} (exit code {error.exit_code})", flush=True)  # noqa: T201  the app's log is its screen
+        _tell(out, error, status)
         raise
+    except OSError as error:
+        failed = DataError(f"{error}. Make room on this machine's disk, or mend it; the same command goes on")
+        _tell(out, failed, status)
+        raise failed from error
+    except KeyboardInterrupt:
+        if lost():
+            gone = TransportError("the SuperLink is gone. Start it again; the same `flwr run` goes on")
+            _tell(out, gone, status)
+        raise
+    except Exception as error:  # a fault of polyfed's: its traceback follows in the log
+        _write_error(out, {"error": type(error).__name__, "text": str(error), "exit_code": 1})
+        raise
+    (out / ERROR).unlink(missing_ok=True)  # another server may have written it when it was refused
+
+
+def _tell(out: Path, error: PolyfedError, status: RunStatus | None) -> None:
+    told = {"error": type(error).__name__, "text": str(error), "exit_code": error.exit_code}
+    _write_error(out, told)
+    if status is not None:
+        status.failed(str(error))
+    LOGGER.error("%s (exit code %d)", error, error.exit_code, extra={"facts": told})
+
+
+def _write_error(out: Path, told: Mapping[str, Any]) -> None:
+    if out.is_dir():
+        with suppress(OSError):  # the disk may be full, and the log says the same
+            (out / ERROR).write_text(json.dumps(told, indent=1))
 
 
 def only_server(out: Path, seconds: float = 90.0) -> AbstractContextManager[None]:
@@ -152,25 +207,3 @@ def only_server(out: Path, seconds: float = 90.0) -> AbstractContextManager[None
         RecipeError: another server still holds it after `seconds`.
     """
     return alone_in(out, "another server is writing this run", "Stop it (flwr list, flwr stop) or end it", seconds)
-
-
-class _Log:
-    """Prints events as lines of the app's log, which `flwr log` shows."""
-
-    def __call__(self, event: str, **facts: Any) -> None:
-        if event == "round-finished":
-            row = facts["row"]
-            evaluated = row.get("metrics", {}).get("global", {})
-            shown = "".join(
-                f", {name} {evaluated[name]:.4f}"
-                for name in ("accuracy", "mae", "recall1", "loss")
-                if name in evaluated
-            )
-            text = f"round {row['round']}: {len(row['cohort'])} asked, {row['bytes_up']} bytes up{shown}"
-        elif event == "note":
-            text = facts["text"]
-        elif event in ("client-missing", "late-reply"):
-            text = f"{event}: " + ", ".join(f"{name} {value}" for name, value in facts.items())
-        else:
-            return
-        print(f"polyfed: {text}", flush=True)  # noqa: T201  the app's log is its screen

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from polyfed.core.errors import BadReply, CheckpointError
 from polyfed.core.files import replace_text
+from polyfed.core.parsing import parse_json
 from polyfed.core.tree import Tree
 from polyfed.engines.protocol import RequestId
 from polyfed.experiment import checkpoint
@@ -156,7 +157,7 @@ class Store:
         if not path.exists():
             return Journal()
         try:
-            facts = json.loads(path.read_text())
+            facts = parse_json(path.read_text())
             return Journal(int(facts["session"]), _place(facts["place"]), _place(facts["floor"]))
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged: {error}. Restore it from a copy") from error

@@ -11,7 +11,7 @@ Enrolments and requests carry the version of polyfed and of the wire format. Bot
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from typing import Any, Protocol
@@ -36,6 +36,7 @@ MAX_CLIENTS, MAX_ROWS, MAX_SAMPLE, MAX_AXES = 10**6, 2**40, 2**24, 8
 above any deployment of today (inferred) and limit the memory that a forged enrolment can make the server allocate."""
 
 _WORD = re.compile(r"[A-Za-z0-9_\-]{1,100}")
+_SEAL = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,6 @@ class Enrolment:
         tested: whether it has test rows of its own.
         shapes: shape of a sample by modality.
         num_classes: its largest label plus one, or the number of targets of a row.
-        token: 64 hexadecimal digits by which the server recognises the device again; empty in a simulation.
     """
 
     client: int
@@ -122,7 +122,6 @@ class Enrolment:
     tested: bool
     shapes: dict[str, tuple[int, ...]]
     num_classes: int
-    token: str = ""
 
     @classmethod
     def read(cls, header: Header) -> "Enrolment":
@@ -186,26 +185,9 @@ def check_versions(header: Mapping[str, Any], here: str) -> None:
         raise BadReply("comes from {}, {here} has {}; install the same version on both".format(*shown, here=here))
 
 
-def hello(federation: str = "") -> Packet:
-    """The packet that asks a node to enrol.
-
-    Args:
-        federation: id of the server's run folder, from which a device derives its token; empty in a simulation.
-    """
-    return Packet({"want": ENROL, "federation": federation, **versions()})
-
-
-def federation_of(header: Header) -> str:
-    """The id of the server's run folder in a packet that asks a node to enrol.
-
-    Raises:
-        BadReply: the server runs another version, or the id is malformed.
-    """
-    check_versions(header, "this device")
-    found = header.get("federation")
-    if not (isinstance(found, str) and (not found or _WORD.fullmatch(found))):
-        raise BadReply("asks to enrol in a federation whose id cannot be read")
-    return found
+def hello() -> Packet:
+    """The packet that asks a node to enrol."""
+    return Packet({"want": ENROL, **versions()})
 
 
 @dataclass(frozen=True)
@@ -234,8 +216,19 @@ class Transport(Protocol):
 
     discarded: Counter[int]
 
-    def exchange(self, packets: dict[int, Packet], patience: Patience) -> dict[int, Packet | str]:
-        """Send a packet to each client; return each client's answer, or the reason why there is none."""
+    def exchange(
+        self, packets: dict[int, Packet], patience: Patience, sent: Callable[[Collection[int]], None]
+    ) -> dict[int, Packet | str]:
+        """Send a packet to each client; return each client's answer, or the reason why there is none.
+
+        Args:
+            packets: by client.
+            patience: how long to wait.
+            sent: called once with the clients whose packets have left.
+
+        Raises:
+            TransportError: the connection failed for good.
+        """
         ...
 
 
@@ -259,6 +252,12 @@ def reason(verdict: str, request_id: RequestId | None, text: str) -> Packet:
     """A client's answer without a reply: the verdict `refused` or `failed`, and the reason."""
     header = {} if request_id is None else request_id.header()
     return Packet(header | {"verdict": verdict, "reason": one_line(text)})
+
+
+def seal_of(header: Mapping[str, Any]) -> str:
+    """The hash of the seal in a device's audit log that a reply carries; empty if there is none that can be read."""
+    seal = header.get("seal")
+    return seal if isinstance(seal, str) and _SEAL.fullmatch(seal) else ""
 
 
 def one_line(text: object) -> str:

@@ -6,7 +6,7 @@ what it accepted. Each client keeps a ledger of its own, which also lists what t
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,11 @@ from polyfed.engines.protocol import (
     Transport,
     one_line,
     request_packet,
+    seal_of,
 )
 from polyfed.federation.replies import Answer, stacked
 from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.privacy.contents import contents
 from polyfed.privacy.ledger import TO_CLIENT, Entry
 
 
@@ -110,7 +112,7 @@ class Remote(Engine):
     ) -> dict[int, Message]:
         """The usable replies of clients in other processes."""
         replies: dict[int, Message] = {}
-        answers = self._answers(self._packets(request, asked, send))
+        answers = self._answers(request, *self._packets(request, asked, send))
         refused: EgressError | None = None
         for client in asked:
             try:
@@ -124,13 +126,24 @@ class Remote(Engine):
             raise refused
         return replies
 
-    def _answers(self, packets: dict[int, Packet]) -> dict[int, Packet | str]:
-        """Exchange the packets; emit an event for each client whose late reply to an earlier request was discarded."""
+    def _answers(
+        self, request: Request, packets: dict[int, Packet], messages: Mapping[int, Message]
+    ) -> dict[int, Packet | str]:
+        """Exchange the packets, and book those that left.
+
+        An event is emitted for each client whose late reply to an earlier request was discarded.
+        """
         terms, before = self.terms, self.transport.discarded.copy()
         least = min(terms.min_replies, len(packets))
-        enough = max(math.ceil(terms.close_at * len(packets) - 1e-9), least)
+        share = math.ceil(terms.close_at * len(packets) - 1e-9)
+        enough = max(share if request.enough is None else min(share, request.enough), least)
         patience = Patience(terms.reply_seconds, enough, least, terms.away_seconds)
-        answers = self.transport.exchange(packets, patience)
+
+        def sent(clients: Collection[int]) -> None:
+            for client in sorted(clients):
+                self._book(request, client, messages[client], TO_CLIENT)
+
+        answers = self.transport.exchange(packets, patience, sent)
         for client, count in (self.transport.discarded - before).items():
             total = self.transport.discarded[client]
             self.emit("late-reply", client=client, discarded=count, total=total)
@@ -139,9 +152,16 @@ class Remote(Engine):
     def _request_id(self, request: Request, client: int) -> RequestId:
         return RequestId(self.ledger.run, self.terms.session, request.round, request.number, client)
 
-    def _packets(self, request: Request, clients: Sequence[int], send: Send) -> dict[int, Packet]:
-        """Cut the message to each client's blocks, book and encode it; clients with the same blocks share one body."""
+    def _packets(
+        self, request: Request, clients: Sequence[int], send: Send
+    ) -> tuple[dict[int, Packet], dict[int, Message]]:
+        """Cut the message to each client's blocks and encode it; clients with the same blocks share one body.
+
+        Raises:
+            RecipeError: a message is larger than clients read.
+        """
         packets: dict[int, Packet] = {}
+        messages: dict[int, Message] = {}
         encoded: dict[tuple[int, frozenset[str]], tuple[Message, Packet]] = {}
         for client in clients:
             msg = send if isinstance(send, Message) else send[client]
@@ -149,13 +169,17 @@ class Remote(Engine):
             if (id(msg), blocks) not in encoded:
                 own = cut(msg, blocks)
                 encoded[id(msg), blocks] = own, encode(own)
-            own, content = encoded[id(msg), blocks]
-            self._book(request, client, own, TO_CLIENT)
+            messages[client], content = encoded[id(msg), blocks]
+            if len(content.body) > self.terms.limit:
+                raise RecipeError(
+                    f"the message of task '{request.name}' to client {client} takes {len(content.body):,} bytes, and "
+                    f"[engine] message_megabytes allows {self.terms.limit:,}. Raise it, or take a smaller model"
+                )
             held = list(self.registry.owned(client))
             packets[client] = request_packet(
                 self._request_id(request, client), request, self.facts, content, kept=self.kept, modalities=held
             )
-        return packets
+        return packets, messages
 
     def _reply(self, request: Request, client: int, answer: Packet | str, missing: dict[int, str]) -> Message | None:
         """Return the reply in an answer; where there is none, return None and put the reason into `missing`.
@@ -176,7 +200,7 @@ class Remote(Engine):
                 raise
             missing[client] = one_line(error)
             return None
-        self._book(request, client, reply, request.scope)
+        self._book(request, client, reply, request.scope, seal_of(answer.header))
         return reply
 
     def _opened(self, request: Request, client: int, answer: Packet) -> Message:
@@ -203,8 +227,10 @@ class Remote(Engine):
                 raise BadReply(f"sent names in {part.field} that {type(reply).__name__} does not declare")
         return reply
 
-    def _book(self, request: Request, client: int, msg: Message, destination: str) -> None:
+    def _book(self, request: Request, client: int, msg: Message, destination: str, seal: str = "") -> None:
         parts = crossings(msg)
         allowed = (True,) * len(parts)
+        hashes = contents(msg, parts, allowed) if self.ledger.hashing else ()
         name = type(msg).__name__
-        self.ledger.book(Entry(request.round, request.number, (client,), name, parts, destination, allowed))
+        entry = Entry(request.round, request.number, (client,), name, parts, destination, allowed, hashes, seal)
+        self.ledger.book(entry)

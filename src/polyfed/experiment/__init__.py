@@ -21,6 +21,10 @@ The files:
 - `calibration`: whether the model is as often right as it is sure; `display`: runs and recipes in a notebook.
 - `checkpoint`: any nest of values as safetensors and JSON; `run_checkpoint`: the values that a run keeps.
 
+Many runs:
+
+- `study`: methods crossed with scenarios, settings and seeds; `polyfed.sweep` carries a study out.
+
 The result:
 
 - `run_result`: the finished run, at its end or loaded from its folder.

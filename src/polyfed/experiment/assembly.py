@@ -15,6 +15,7 @@ from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
 from polyfed.engines import Sequential, Vectorised
 from polyfed.engines.base import Engine
+from polyfed.experiment.client_checks import refuse_clients
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.label_counts import label_counts
 from polyfed.experiment.recipe import Recipe
@@ -120,6 +121,7 @@ def assemble(
     columns, was_guessed = population.columns, recipe.task is None
     recipe = with_task(recipe, columns)
     refuse_unfit(recipe, population)
+    refuse_clients(recipe, population)
     policy = Policy.parse(recipe.egress, columns.modalities)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model = model_of(recipe, shapes, columns.num_classes, policy)

@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from polyfed.experiment.recipe import Recipe, recipe_of
 from polyfed.federation.replies import Answer
 from polyfed.privacy.announcement import Announced, Announcement
 from polyfed.privacy.policy import Policy
+
+MEGABYTE = 2**20
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,18 @@ class _NoClients:
         raise LookupError(f"request {request.name} to {len(clients)} clients, and there are none")
 
 
+def check_before_run(assembly: Assembly) -> None:
+    """Refuse a run that would end later: by the policy, or by the size of its messages; warn of what is not measured.
+
+    Raises:
+        PolyfedError: see `refuse_forbidden` and, where clients are in other processes, `refuse_large`.
+    """
+    refuse_forbidden(assembly)
+    if not assembly.engine.keeps_locals:
+        refuse_large(assembly)
+    warn_unmeasured(assembly)
+
+
 def refuse_forbidden(assembly: Assembly) -> None:
     """Refuse a run before training if the policy would refuse one of its replies later.
 
@@ -201,6 +216,26 @@ def refuse_forbidden(assembly: Assembly) -> None:
     lines += _why(refused, assembly.policy)
     fixes = ["it would leave if the policy said:", *(f"  {fix}" for fix in fixes_of(refused, assembly.policy))]
     raise EgressError("\n".join(["the policy forbids what this algorithm sends:", *lines, *fixes]))
+
+
+def refuse_large(assembly: Assembly) -> None:
+    """Refuse a run whose replies are larger than a message between processes may be.
+
+    Raises:
+        RecipeError: a reply of one of the tasks is too large, as far as its size is known before the run.
+    """
+    megabytes = assembly.recipe.engine.message_megabytes
+    once = {(row.task, row.message, row.field, row.block): row.bytes or 0 for row in plan(assembly)}
+    sizes = Counter[str]()
+    for (task, *_), size in once.items():
+        sizes[task] += size
+    for task, size in sizes.most_common(1):
+        if size > megabytes * MEGABYTE:
+            raise RecipeError(
+                f"a reply of task '{task}' takes {size:,} bytes, and [engine] message_megabytes = {megabytes} allows "
+                f"{megabytes * MEGABYTE:,}. Write message_megabytes = {-(-size * 11 // 10 // MEGABYTE)}, if the server "
+                "and the devices have the memory, or take a smaller model"
+            )
 
 
 def fixes_of(refused: Iterable[Planned], policy: Policy) -> list[str]:

@@ -21,14 +21,14 @@ from polyfed.engines.in_process import using_threads
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.calibration import calibration_of
-from polyfed.experiment.check import refuse_forbidden, warn_unmeasured
+from polyfed.experiment.check import check_before_run
 from polyfed.experiment.checkpoint import RESTORE
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.models import Models
 from polyfed.experiment.norms import ClientUpdates, block_norms
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.records import Records, run_id
-from polyfed.experiment.round_facts import check_tables, facts_of_round, seconds_of
+from polyfed.experiment.round_facts import check_tables, facts_of_round, means_of, seconds_of
 from polyfed.experiment.run_checkpoint import TOTALS, kept_facts, load_content, num_kept
 from polyfed.experiment.run_result import Run, best_round, models_of
 from polyfed.experiment.task_choice import headline_of
@@ -60,8 +60,7 @@ def execute(
     with using_threads(recipe.engine.threads), ExitStack() as stack:
         assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
         stack.callback(assembly.engine.close)
-        refuse_forbidden(assembly)
-        warn_unmeasured(assembly)
+        check_before_run(assembly)
         loop = _Loop(assembly, records, emit)
         first, state = loop.start()
         for round in range(first, recipe.rounds + 1):
@@ -197,6 +196,11 @@ class _Loop:
         row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
         if tables := algorithm.observe_tables(state):
             row["tables"] = check_tables(tables)
+        if row["round"] == -(-self.recipe.rounds // 3):
+            logged = [past["logged"] for past in [*self.rounds, row]]
+            row["concerns"] = algorithm.concerns(logged)
+            for text in row["concerns"]:
+                self.emit("note", text=f"WARNING: {text}")
 
     def evaluate(self, row: dict[str, Any], state: Any) -> None:
         """Evaluate the state, if the recipe evaluates in this round."""
@@ -296,12 +300,15 @@ class _Loop:
         result |= {"best": best} if (best := best_round(self.rounds, self.fed.context.objective)) else {}
         result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}
         result |= {"seconds_total": self.totals["seconds"]} | seconds_of([r["seconds"]["train"] for r in self.rounds])
+        result["logged"] = means_of(row["logged"] for row in self.rounds)
+        result["concerns"] = [text for row in self.rounds for text in row.get("concerns", [])]
         result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}
         return result | {"state_sha256": checkpoint.digest(state)}
 
     def _facts(self) -> dict[str, Any]:
         """The content of `run.json`."""
-        facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds")}
+        audited = self.records is not None and self.records.audit is not None
+        facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds"), "audited": audited}
         return facts | facts_of(self.assembly) | {"versions": versions()}
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
-from polyfed.core.messages import KINDS
 from polyfed.core.parsing import parse_toml
 from polyfed.core.registry import find, name_of
 from polyfed.core.schema import checked
@@ -22,6 +21,8 @@ from polyfed.data import PARTITIONS, SOURCES, ClientsSpec, Source
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.display import ShownRecipe
 from polyfed.experiment.overrides import apply, called, refuse_unknown
+from polyfed.experiment.presets import with_preset
+from polyfed.experiment.section_checks import egress_table, refuse_breaches, refuse_no_training
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
 from polyfed.experiment.tracking import TRACKERS, Tracker
 from polyfed.federation.attack import Attack
@@ -29,6 +30,7 @@ from polyfed.federation.network import Network
 from polyfed.model import ModelSpec
 from polyfed.model.encoders import entry_of
 from polyfed.objective import OBJECTIVES, Objective
+from polyfed.privacy.limits import NO_LIMITS, Limits
 from polyfed.selection import SELECTORS, Selector
 from polyfed.training.optimisers import ServerOptimiser, Train
 
@@ -38,6 +40,10 @@ PARTS = {"train": "train", "evaluation": "evaluate", "selector": "selection", "s
 
 OPTIONAL = {"network": Network, "attack": Attack}
 """Sections that a recipe may leave out, with the classes that they build."""
+
+
+ELSEWHERE = ("participation", "overselect", "train")
+"""Fields of a selector that are written in other sections than [selection]."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -55,6 +61,7 @@ class Recipe(ShownRecipe):
         engine: the section [engine].
         checkpoint: the section [checkpoint].
         egress: the policy table, `{block: {destination: [kinds]}}`.
+        limits: the section [limits]: floors that every device keeps in this run, besides its own.
         stack: new modality -> modalities it is stacked from (early fusion, `data.stacking`); `stack` in [data].
         network: the section [network], or None for no simulated time.
         attack: the section [attack], or None for honest clients.
@@ -72,6 +79,7 @@ class Recipe(ShownRecipe):
     engine: EngineSpec = EngineSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     egress: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
+    limits: Limits = NO_LIMITS
     stack: Mapping[str, Sequence[str]] = field(default_factory=dict)
     network: Any = None
     attack: Attack | None = None
@@ -79,10 +87,11 @@ class Recipe(ShownRecipe):
     name: str = "run"
 
     def __post_init__(self) -> None:
-        """Refuse a negative seed or number of rounds."""
+        """Refuse a negative seed or number of rounds, and a recipe that breaks its own limits."""
         for name in ("rounds", "seed"):
             if getattr(self, name) < 0:
                 raise RecipeError(f"{name} = {getattr(self, name)}: must be 0 or more")
+        refuse_breaches(self.limits, self.algorithm.train, self.rounds)
 
     def table(self) -> dict[str, Any]:
         """The resolved recipe as a table in the layout of the file, with every default written out."""
@@ -99,7 +108,7 @@ class Recipe(ShownRecipe):
             if part in algorithm:
                 table[section] = algorithm.pop(part)
         if "selection" in table:
-            own = {key: entry for key, entry in table["selection"].items() if key not in ("participation", "train")}
+            own = {key: entry for key, entry in table["selection"].items() if key not in ELSEWHERE}
             table["selection"] = {"name": name_of(self.algorithm.selector, SELECTORS)} | own  # type: ignore[attr-defined]
         table["algorithm"] = {"name": name_of(self.algorithm, ALGORITHMS)} | algorithm
         table |= {"engine": as_table(self.engine), "checkpoint": as_table(self.checkpoint)}
@@ -108,6 +117,8 @@ class Recipe(ShownRecipe):
         for name, held, registry in (("task", self.task, OBJECTIVES), ("tracking", self.tracking, TRACKERS)):
             if held is not None:
                 table[name] = {"name": name_of(held, registry)} | as_table(held)
+        if self.limits != NO_LIMITS:
+            table["limits"] = as_table(self.limits)
         table["egress"] = {block: {d: list(k) for d, k in row.items()} for block, row in self.egress.items()}
         return table
 
@@ -182,7 +193,7 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
     for section in ("data", "algorithm", "model"):
         if section not in sections:
             raise RecipeError(f"section [{section}] is missing")
-    _refuse_no_training(top, sections.get("train", {}))
+    refuse_no_training(top, sections.get("train", {}))
     clients = build("[clients]", ClientsSpec, sections.get("clients", {}))
     data = dict(sections["data"])
     stack = {"stack": data.pop("stack")} if "stack" in data else {}
@@ -196,34 +207,12 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
         algorithm=_algorithm(sections, clients),
         engine=build("[engine]", EngineSpec, sections.get("engine", {})),
         checkpoint=build("[checkpoint]", CheckpointSpec, sections.get("checkpoint", {})),
-        egress=_egress(sections.get("egress", {})),
+        egress=egress_table(sections.get("egress", {})),
+        limits=build("[limits]", Limits, sections.get("limits", {})),
         **{name: build(f"[{name}]", cls, sections[name]) for name, cls in OPTIONAL.items() if name in sections},
         tracking=_named("tracking", TRACKERS, Tracker, sections),
         name=name,
     )
-
-
-def _refuse_no_training(top: Mapping[str, Any], train: Mapping[str, Any]) -> None:
-    """Refuse a file that trains nothing. Python objects may, to look at an initial state; in a file it is a mistake."""
-    for where, key, table in (("", "rounds", top), ("[train] ", "epochs", train), ("[train] ", "steps", train)):
-        if table.get(key) == 0 and not (key == "epochs" and "steps" in train):
-            raise RecipeError(f"{where}{key} = 0: must be 1 or more, as nothing would be trained")
-
-
-def _egress(rows: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
-    """The table of the policy; `Policy.parse`, which knows the modalities, checks its words."""
-    for block, row in rows.items():
-        if not isinstance(row, Mapping):
-            raise RecipeError(
-                f'[egress] {block} = {row!r}: write [egress.{block}] and below it server = ["parameters"]'
-            )
-        for destination, kinds in row.items():
-            if not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
-                raise RecipeError(
-                    f'[egress.{block}] {destination} = {kinds!r}: must be a list of kinds, as in ["parameters"]; '
-                    f"Allowed: {', '.join(KINDS)}"
-                )
-    return {block: {destination: list(kinds) for destination, kinds in row.items()} for block, row in rows.items()}
 
 
 def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
@@ -279,6 +268,7 @@ def _toml(value: Any) -> Any:
 def _algorithm(sections: Mapping[str, Any], clients: ClientsSpec) -> Algorithm:
     """Build the algorithm with the parts that are written in sections of their own."""
     cls, table = _class("[algorithm]", ALGORITHMS, Algorithm, sections["algorithm"])
+    table = with_preset(cls, table)
     own = {f.name for f in fields(cls)}
     given: dict[str, Any] = {}
     for part, section in PARTS.items():
@@ -291,7 +281,7 @@ def _algorithm(sections: Mapping[str, Any], clients: ClientsSpec) -> Algorithm:
         entry = sections.get(section, {})
         if part == "selector":
             kind, rest = _class(f"[{section}]", SELECTORS, Selector, {"name": "uniform"} | dict(entry))
-            taken: dict[str, Any] = {"participation": clients.participation}
+            taken: dict[str, Any] = {"participation": clients.participation, "overselect": clients.overselect}
             if "train" in {f.name for f in fields(kind)}:
                 taken["train"] = given["train"]  # a selector that trains clients uses the algorithm's [train]
             given[part] = build(f"[{section}]", kind, rest, **taken)

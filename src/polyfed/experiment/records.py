@@ -1,17 +1,17 @@
 """The files of a run's folder: when each is written, and how a resumed run continues them."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import tomli_w
 
 from polyfed.core.errors import CheckpointError, DataError, RecipeError
-from polyfed.core.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS, replace_text, sync
+from polyfed.core.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS, append_whole, replace_text, sync, undone
 from polyfed.core.parsing import parse_toml
 from polyfed.experiment.checkpoint import RESTORE, newest
 from polyfed.experiment.json_text import json_ready, to_json
@@ -34,19 +34,32 @@ MAY_CHANGE = ("rounds", "engine", "checkpoint", "tracking")
 _T = TypeVar("_T")
 
 
+class Log(Protocol):
+    """What a run writes into its audit log; see `polyfed.privacy.audit.AuditLog`."""
+
+    def append(self, entries: Sequence[Entry], run: str) -> str:
+        """Write rows, all or none of them."""
+        ...
+
+    def resumed(self, round: int) -> None:
+        """Note that the run goes on after this round; -1 if it starts again."""
+        ...
+
+
 class Records:
     """The folder of a run.
 
     Args:
         folder: the folder; created if it does not exist.
         resume: continue the run that the folder holds.
+        audit: the audit log of the run; None in a simulation.
 
     Raises:
         RecipeError: the folder cannot be created, holds a run although `resume` is off, or holds other files.
     """
 
-    def __init__(self, folder: Path, *, resume: bool) -> None:
-        self.folder, self.resume, self._made = folder, resume, not folder.exists()
+    def __init__(self, folder: Path, *, resume: bool, audit: Log | None = None) -> None:
+        self.folder, self.resume, self.audit, self._made = folder, resume, audit, not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -132,7 +145,7 @@ class Records:
             )
 
     def rewind(self, places: dict[str, int], round: int = 0) -> list[dict[str, Any]]:
-        """Cut `rounds.jsonl` and `egress.jsonl` back to their sizes at a checkpoint.
+        """Cut `rounds.jsonl` and `egress.jsonl` back to their sizes at a checkpoint; the audit log takes a note of it.
 
         Args:
             places: file name -> size in bytes; a file that is not named is emptied.
@@ -156,6 +169,8 @@ class Records:
         for name, path in paths.items():
             with path.open("ab") as file:
                 file.truncate(places.get(name, 0))
+        if self.audit is not None:
+            self.audit.resumed(round or -1)  # set-up, which is round 0, is done again too
         return left
 
     def append(self, row: dict[str, Any]) -> None:
@@ -165,9 +180,16 @@ class Records:
             file.write(json.dumps(json_ready(row), separators=(",", ":")) + "\n")
 
     def book(self, entries: list[Entry], run: str) -> None:
-        """Append rows to the ledger."""
-        with (self.folder / EGRESS).open("a", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in lines(entries, run))
+        """Append rows to the ledger and to the audit log, all of them or none.
+
+        Raises:
+            OSError, CheckpointError: a file cannot be written.
+        """
+        path = self.folder / EGRESS
+        before = append_whole(path, "".join(f"{line}\n" for line in lines(entries, run)).encode())
+        if self.audit is not None:
+            with undone(path, before):
+                self.audit.append(entries, run)
 
     def places(self) -> dict[str, int]:
         """The sizes of `rounds.jsonl` and `egress.jsonl` in bytes, after flushing both to the disk.

@@ -1,7 +1,7 @@
 """Facts about rounds: what follows from the ledger, their times, and the matrices that the algorithm logs."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from polyfed.core.errors import RecipeError
@@ -56,3 +56,12 @@ def check_tables(tables: dict[str, list[list[float]]]) -> dict[str, list[list[fl
                 f"observe_tables: the rows of '{name}' have {[len(row) for row in rows]} entries; make them equal"
             )
     return tables
+
+
+def means_of(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each logged number over the rounds that logged it."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    return {name: statistics.fmean(values) for name, values in found.items()}

@@ -44,7 +44,7 @@ class EngineSpec:
             missed a deadline is asked again, but for the next 2, then 4, ..., 64 requests the server waits for it only
             a tenth longer than the others took.
         close_at: flower: the server closes a request as soon as this share of the asked clients has replied. Below 1
-            the result depends on which clients are fast; raise [clients] participation to ask more clients than needed.
+            the result depends on which clients are fast; [clients] overselect asks more clients than needed.
         away_seconds: flower: how long the server waits for a client whose node signed off or is offline to come back,
             within `reply_seconds`.
         on_refusal: flower: if a client's policy refuses a reply, `stop` ends the run (exit code 3) and `drop` leaves

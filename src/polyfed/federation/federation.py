@@ -108,6 +108,7 @@ class Federation:
         quorum: bool = True,
         turn: int = 0,
         accept: Accept | None = None,
+        enough: int | None = None,
     ) -> Replies:
         """Send a request to these clients and return their replies.
 
@@ -121,6 +122,7 @@ class Federation:
             turn: a different number each time a round repeats a request, so that batches and dropout masks differ.
             accept: `accept(client, reply)` returns what is wrong with a valid reply that does not fit the request, or
                 something falsy. Such a reply is dropped with that reason.
+            enough: how many replies close the request; the slowest clients are not waited for. None waits for all.
 
         Raises:
             EgressError: a client's policy refused to release its reply.
@@ -129,7 +131,10 @@ class Federation:
             Diverged: no client replied with finite numbers; or the message to all clients, which is usually the merged
                 model, holds NaN or infinity.
         """
-        request = Request(task, path_of(task, self.owner), self.round, self.rounds, self.asked, self.seed, turn)
+        if enough is not None:
+            enough = max(enough, min(self.min_replies, len(clients)))
+        name = path_of(task, self.owner)
+        request = Request(task, name, self.round, self.rounds, self.asked, self.seed, turn, enough)
         self.asked += 1
         for client in clients:
             if type(client) is not int or not (client in self.evaluation_clients or 0 <= client < len(self.clients)):
@@ -144,7 +149,7 @@ class Federation:
             answer = self.attack.falsify(answer, send, self.attack.attackers(len(self.clients), self.seed))
         missing = dict(answer.missing)
         parts = [kept for part in answer.parts if (kept := self._inspect(request, part, missing, accept))]
-        parts = self._in_time(parts, missing)
+        parts = self._in_time(request, parts, missing)
         if peak > HUGE:
             missing = {
                 client: f"{why}{self._broken(peak)}" if why.endswith(NOT_FINITE) else why
@@ -250,9 +255,15 @@ class Federation:
         key = keys.key(self.seed, "server", number, self.round)
         return SingleClientData(columns, rows, tuple(x), self.context.model, key, self.round, self.rounds)
 
-    def _in_time(self, parts: list[ReplyStack], missing: dict[int, str]) -> list[ReplyStack]:
-        """Drop the clients whose simulated time exceeds the round's deadline."""
-        late = {} if self.clock is None else self.clock.late([c for part in parts for c in part.clients])
+    def _in_time(self, request: Request, parts: list[ReplyStack], missing: dict[int, str]) -> list[ReplyStack]:
+        """Drop the clients that reply, in simulated time, after the deadline or after the request was closed."""
+        if self.clock is None:
+            return parts
+        replied = [client for part in parts for client in part.clients]
+        late = self.clock.late(replied)
+        if request.enough is not None:
+            replied = [client for client in replied if client not in late]
+            late |= self.clock.closed_before(request.number, replied, request.enough)
         missing.update(late)
         return [left for part in parts if (left := part.without(late)) is not None] if late else parts
 

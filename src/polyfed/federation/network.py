@@ -180,16 +180,18 @@ class Clock:
         ledger: the run's ledger, which lists every message of the round.
         round: the round that is being timed; 0 during set-up and evaluation, which take no simulated time.
         spent_flops: request number -> client -> operations counted in this round.
+        unawaited: request number -> clients for which the server did not wait.
     """
 
     links: Links
     ledger: Ledger
     round: int = 0
     spent_flops: dict[int, dict[int, float]] = field(default_factory=dict)
+    unawaited: dict[int, set[int]] = field(default_factory=dict)
 
     def begin(self, round: int) -> None:
         """Start timing a round, with no work counted yet."""
-        self.round, self.spent_flops = round, {}
+        self.round, self.spent_flops, self.unawaited = round, {}, {}
 
     def finish(self) -> Timetable:
         """Return the times of the round and stop timing. Call it before the round's evaluation."""
@@ -229,7 +231,32 @@ class Clock:
         for request, of in seconds.items():
             for client, flops in self.spent_flops.get(request, {}).items():
                 of[client] = of.get(client, 0.0) + flops / speed[client]
+        for request, clients in self.unawaited.items():
+            seconds[request] = {c: s for c, s in seconds.get(request, {}).items() if c not in clients}
         return Timetable(dict(sorted(seconds.items())), self.links.network.deadline_s)
+
+    def closed_before(self, request: int, clients: Sequence[int], enough: int) -> dict[int, str]:
+        """Close a request when `enough` of the clients have replied, in the order of their simulated times.
+
+        The times of a round no longer hold this request for clients that are slower.
+
+        Args:
+            request: the number of the request.
+            clients: those that reply.
+            enough: how many replies close the request; at equal times the lower number comes first.
+
+        Returns:
+            The clients whose replies come later, each with the reason.
+        """
+        if self.round == 0 or len(clients) <= enough:
+            return {}
+        total = self.times().by_client()
+        order = sorted(clients, key=lambda client: (total.get(client, 0.0), client))
+        last = total.get(order[enough - 1], 0.0)
+        slower = {client for client, seconds in total.items() if seconds > last}
+        self.unawaited[request] = slower | set(order[enough:])
+        why = f"late: the request was closed when {enough} clients had replied, after {last:.3g} s simulated"
+        return dict.fromkeys(order[enough:], why)
 
     def late(self, clients: Iterable[int]) -> dict[int, str]:
         """Return those of these clients that have exceeded the round's deadline, each with the reason."""

@@ -1,12 +1,17 @@
-"""The audit log of a device: the rows of its ledger as a chain that nobody can change without its key.
+"""Audit logs: the rows of a ledger as a chain that nobody can change without its key.
 
-`audit.jsonl` in the folder of the node has a line for every crossing and every refusal, of all runs:
+A device keeps one log for all runs in its state folder; the server of a deployment keeps one in the folder of the run.
+`audit.jsonl` has a line for every crossing and, on a device, for every refusal:
 
     {"time": ..., "run": ..., ..., "verdict": "allowed", "sha256": CONTENT, "previous": HASH OF THE LINE BEFORE}
 
-The lines of each request end with a seal: a line that the device signs with its own key (Ed25519). So the last line of
-every round is a signed one. `audit-head.json` is signed too and says how long the log is, so that lines missing at its
-end are found. All of this is on the disk before a reply leaves. Who has the private key can write another log.
+Lines are written in groups: those of a request on a device, those of a round on a server. A group ends with a seal: a
+line that is signed with the key of the log (Ed25519). `audit-head.json` is signed too and says how long the log is, so
+that lines missing at its end are found.
+
+A device's group is on the disk before its reply leaves. The reply carries the hash of the seal, and the server writes
+this hash into its own rows. So neither log can be rewritten unnoticed while the other is kept. Who has the private key
+of a log can write another log.
 """
 
 import fcntl
@@ -24,17 +29,19 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from polyfed.core.errors import CheckpointError, DataError
-from polyfed.core.files import AUDIT, PUBLIC_KEY, replace_text, sync
+from polyfed.core.errors import CheckpointError
+from polyfed.core.files import AUDIT, PUBLIC_KEY, append_whole, replace_text, sync
+from polyfed.core.parsing import parse_json
 from polyfed.privacy.ledger import Entry, lines
 
 HEAD, PRIVATE_KEY, LOCK = "audit-head.json", "audit-key.pem", "audit.lock"
-"""Files beside the log in the folder of a node."""
+"""Files beside the log."""
 
 START = "0" * 64
 """The hash before the first line."""
 
-_SIGNATURE = ',"signature":"'
+SIGNATURE = ',"signature":"'
+"""What comes before the signature in a seal."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +64,10 @@ class Head:
 
 
 class AuditLog:
-    """The audit log of one node.
+    """The audit log of one device or server.
 
     Args:
-        folder: of the node.
+        folder: the device's state folder, or the folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -76,33 +83,52 @@ class AuditLog:
         with self._alone():
             return self._prepare()
 
-    def append(self, entries: Sequence[Entry], run: str) -> None:
-        """Write the rows of a request and their seal, all or none of them; they are on the disk when this returns.
+    def append(self, entries: Sequence[Entry], run: str) -> str:
+        """Write a group of rows and its seal, all or none of them; they are on the disk when this returns.
 
         Args:
-            entries: of one request of one client.
+            entries: of one request of one client, or of one round of a run.
             run: the run's name.
+
+        Returns:
+            The hash of the seal; empty if there are no entries.
 
         Raises:
             CheckpointError: the log on disk is damaged.
             OSError: it cannot be written.
         """
         if not entries:
-            return
+            return ""
+        last, clients = entries[-1], {client for entry in entries for client in entry.clients}
+        place: dict[str, Any] = {"run": run, "round": last.round}
+        if len(clients) == 1:
+            place |= {"ask": last.request, "client": min(clients)}
+        return self._add([json.loads(row) for row in lines(entries, run, contents=True)], place)
+
+    def resumed(self, round: int) -> None:
+        """Note that a run goes on after this round, or from the start (-1). Later rows stay, since they crossed.
+
+        Raises:
+            CheckpointError, OSError: see `append`.
+        """
+        if (self.folder / AUDIT).exists():
+            self._add([], {"resumed_after": round})
+
+    def _add(self, rows: list[dict[str, Any]], place: dict[str, Any]) -> str:
         with self._alone():
             self._prepare()
             key = _private_key(self.folder / PRIVATE_KEY)
             head = self._checked_head(key.public_key())
-            text, after = _chained(entries, run, head, key)
+            text, after = _chained(rows, place, head, key)
             path = self.folder / AUDIT
             try:
-                with path.open("ab") as file:
-                    file.write(text)
+                append_whole(path, text)
                 sync(path)
                 self._write_head(after, key)
             except OSError:
-                os.truncate(path, _head(self.folder).size)  # what the signed head says is what there is
+                os.truncate(path, head_of(self.folder).size)  # what the signed head says is what there is
                 raise
+        return after.hash
 
     def _prepare(self) -> bool:
         path = self.folder / PRIVATE_KEY
@@ -129,7 +155,7 @@ class AuditLog:
 
     def _checked_head(self, key: Ed25519PublicKey) -> Head:
         """The head; what was written after it, when an earlier write did not end, is removed: nothing of it left."""
-        head, path = _head(self.folder, key), self.folder / AUDIT
+        head, path = head_of(self.folder, key), self.folder / AUDIT
         path.touch()
         size = path.stat().st_size
         if size < head.size or (head.size and _last_hash(path, head.size) != head.hash):
@@ -147,106 +173,33 @@ class AuditLog:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Wait until no other process writes this log."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / LOCK).open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        """Wait until no other process writes this log. Files that are written meanwhile are for this user only."""
+        before = os.umask(0o077)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / LOCK).open("w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                yield
+        finally:
+            os.umask(before)
 
 
-@dataclass(frozen=True)
-class Verified:
-    """A log that is whole.
-
-    Attributes:
-        rows: crossings and refusals.
-        seals: signed lines.
-        first: time of the first line, or "" where there is none.
-        last: time of the last line.
-    """
-
-    rows: int
-    seals: int
-    first: str
-    last: str
-
-
-def verify(folder: Path, key: Path | None = None) -> Verified:
-    """Check every hash and signature of a log.
-
-    Args:
-        folder: of the node.
-        key: the device's public key (PEM), as it was handed over when the device was set up; by default the one in the
-            folder, which whoever replaced the whole log replaced too.
-
-    Raises:
-        DataError: a file is missing, or the log is damaged; the text names the first bad line.
-    """
-    path, public = folder / AUDIT, _public_key(key or folder / PUBLIC_KEY)
-    try:
-        head, text = _head(folder, public), path.read_bytes() if path.exists() else b""
-    except (OSError, CheckpointError) as error:
-        raise DataError(f"{error}") from None
-    rows, seals, times, previous = 0, 0, list[str](), START
-    sealed, number = True, 0
-    for number, line in enumerate(text[: head.size].splitlines(), 1):
-        row = _row(path, number, line)
-        if row.get("previous") != previous:
-            raise DataError(
-                f"{path} line {number} does not follow from line {number - 1}: one of them was changed, or lines "
-                "between them were added or removed"
-            )
-        previous, sealed = hashlib.sha256(line).hexdigest(), "seal" in row
-        if sealed and not _is_signed(line, public):
-            raise DataError(f"{path} line {number}: its signature is not one of the key {key or folder / PUBLIC_KEY}")
-        rows, seals = rows + (not sealed), seals + sealed
-        times.append(str(row.get("time", "")))
-    if (number, len(text[: head.size]), previous) != (head.lines, head.size, head.hash) or not sealed:
-        raise DataError(f"{path} ends after line {number}, but {HEAD} is signed for {head.lines} lines")
-    if len(text) > head.size:
-        raise DataError(
-            f"{path} line {number + 1} was never signed. If writing was interrupted, nothing of it left, and the "
-            "device removes it before it answers again"
-        )
-    return Verified(rows, seals, times[0] if times else "", times[-1] if times else "")
-
-
-def _chained(entries: Sequence[Entry], run: str, head: Head, key: Ed25519PrivateKey) -> tuple[bytes, Head]:
-    """The lines of a request with their seal, and the head after them."""
-    now, previous, text, count = datetime.now(UTC).isoformat(timespec="milliseconds"), head.hash, b"", 0
-    entry = entries[-1]
-    place = {"run": run, "round": entry.round, "ask": entry.request, "client": entry.clients[0]}
-    rows = [{"time": now} | json.loads(row) for row in lines(entries, run, contents=True)]
-    for row in [*rows, {"time": now} | place | {"seal": len(rows)}]:
-        line = json.dumps(row | {"previous": previous}, separators=(",", ":"))
+def _chained(
+    rows: list[dict[str, Any]], place: dict[str, Any], head: Head, key: Ed25519PrivateKey
+) -> tuple[bytes, Head]:
+    """The lines of a group with their seal, and the head after them."""
+    now, previous, written = {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}, head.hash, list[bytes]()
+    for row in [*rows, place | {"seal": len(rows)}]:
+        line = json.dumps(now | row | {"previous": previous}, separators=(",", ":"))
         if "seal" in row:
-            line = f'{line[:-1]}{_SIGNATURE}{key.sign(line.encode()).hex()}"}}'
+            line = f'{line[:-1]}{SIGNATURE}{key.sign(line.encode()).hex()}"}}'
         previous = hashlib.sha256(line.encode()).hexdigest()
-        text, count = text + line.encode() + b"\n", count + 1
-    return text, Head(head.lines + count, head.size + len(text), previous)
+        written.append(line.encode() + b"\n")
+    text = b"".join(written)
+    return text, Head(head.lines + len(written), head.size + len(text), previous)
 
 
-def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{path} line {number} cannot be read: {error}") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{path} line {number} is no row of a log")
-    return row
-
-
-def _is_signed(line: bytes, key: Ed25519PublicKey) -> bool:
-    """Whether a seal has the signature of its own text."""
-    text, _, signature = line.decode().rpartition(_SIGNATURE)
-    try:
-        key.verify(bytes.fromhex(signature.removesuffix('"}')), f"{text}}}".encode())
-    except (InvalidSignature, ValueError):
-        return False
-    return True
-
-
-def _head(folder: Path, key: Ed25519PublicKey | None = None) -> Head:
+def head_of(folder: Path, key: Ed25519PublicKey | None = None) -> Head:
     """The head on disk, its signature checked if a key is given.
 
     Raises:
@@ -254,12 +207,12 @@ def _head(folder: Path, key: Ed25519PublicKey | None = None) -> Head:
     """
     path = folder / HEAD
     try:
-        row = json.loads(path.read_text())
+        row = parse_json(path.read_text())
         head = Head(int(row["lines"]), int(row["bytes"]), str(row["hash"]))
         if key is not None:
             key.verify(bytes.fromhex(row["signature"]), head.signed_bytes())
     except InvalidSignature:
-        raise CheckpointError(f"{path} is damaged: its signature is not one of the device's key") from None
+        raise CheckpointError(f"{path} is damaged: its signature is not one of the log's own key") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged or missing: {error}") from None
     return head
@@ -281,14 +234,4 @@ def _private_key(path: Path) -> Ed25519PrivateKey:
         raise CheckpointError(f"{path} is damaged: {error}. Restore it from a copy") from None
     if not isinstance(key, Ed25519PrivateKey):
         raise CheckpointError(f"{path} holds no Ed25519 key. Restore it from a copy")
-    return key
-
-
-def _public_key(path: Path) -> Ed25519PublicKey:
-    try:
-        key = serialization.load_pem_public_key(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"public key {path}: {error}. Give the {PUBLIC_KEY} of the device: --key PUBLIC") from None
-    if not isinstance(key, Ed25519PublicKey):
-        raise DataError(f"public key {path} is no Ed25519 key. Give the {PUBLIC_KEY} of the device: --key PUBLIC")
     return key

@@ -28,7 +28,8 @@ class Entry:
         crossings: the parts of the message of one client.
         destination: `server`, `silo` or `client`.
         allowed: whether each part may cross.
-        contents: the SHA-256 of each part, empty for a part that was refused. Only on devices; otherwise ().
+        contents: the SHA-256 of each part, empty for a part that was refused; () where no audit log is kept.
+        seal: on the server, the hash of the seal under these rows in the device's audit log.
     """
 
     round: int
@@ -39,6 +40,7 @@ class Entry:
     destination: str
     allowed: tuple[bool, ...]
     contents: tuple[str, ...] = ()
+    seal: str = ""
 
     @property
     def bytes_each(self) -> int:
@@ -96,7 +98,7 @@ def lines(entries: Sequence[Entry], run: str, *, contents: bool = False) -> Iter
     Args:
         entries: in any order.
         run: the run's name.
-        contents: whether rows have the SHA-256 of what crossed.
+        contents: whether rows have the SHA-256 of what crossed, and the device's seal.
     """
     ordered: list[tuple[tuple[int, int, bool, int], str, list[str]]] = []
     for entry in entries:
@@ -126,4 +128,6 @@ def _tail(entry: Entry, crossing: Crossing, allowed: bool, sha256: str | None) -
         "destination": entry.destination,
         "verdict": "allowed" if allowed else "refused",
     }
-    return json.dumps(row if sha256 is None else row | {"sha256": sha256}, separators=(",", ":"))[1:]
+    if sha256 is not None:
+        row |= {"sha256": sha256} | ({"device_seal": entry.seal} if entry.seal else {})
+    return json.dumps(row, separators=(",", ":"))[1:]

@@ -1,5 +1,7 @@
 """Limits that the owner of a device sets and no recipe can loosen: the [limits] section of the policy file.
 
+A recipe may state limits too, in a section of the same name. They can only add to those of the device.
+
     [limits]
     min_rows = 50
     min_batch_size = 8
@@ -14,7 +16,7 @@ the recipe says: `LimitedClientData` sees the rows and the arguments of every `m
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
 import torch
@@ -73,13 +75,42 @@ class Limits:
 
     def breach(self, key: str, value: int) -> str:
         """Which limit a value breaks, and the line that would allow it; empty where it breaks none."""
-        limit: int | None = getattr(self, key)
-        if limit is None or (value >= limit if key.startswith("min") else value <= limit):
+        if not self._beyond(key, value):
             return ""
+        whose, where = ("recipe", "recipe") if self.is_of_the_recipe(key) else ("device", "device's policy file")
         return (
-            f"[limits] {key} = {limit} of the device, and {MEANINGS[key].format(value)}. It would be allowed if the "
-            f"device's policy file said: [limits] {key} = {value}"
+            f"[limits] {key} = {getattr(self, key)} of the {whose}, and {MEANINGS[key].format(value)}. "
+            f"It would be allowed if the {where} said: [limits] {key} = {value}"
         )
+
+    def _beyond(self, key: str, value: int) -> bool:
+        """Whether a value is below a minimum or above a maximum."""
+        limit: int | None = getattr(self, key)
+        return limit is not None and (value < limit if key.startswith("min") else value > limit)
+
+    def is_of_the_recipe(self, key: str) -> bool:
+        """Whether this limit is one that a recipe states."""
+        return False
+
+    def sentences(self) -> tuple[str, ...]:
+        """The limits that hold, as `min_rows = 50 (of the device)`."""
+        set_here = [
+            field.name for field in fields(Limits) if getattr(self, field.name) != getattr(NO_LIMITS, field.name)
+        ]
+        whose = {key: "recipe" if self.is_of_the_recipe(key) else "device" for key in set_here}
+        return tuple(f"{key} = {getattr(self, key)} (of the {whose[key]})" for key in set_here)
+
+    def stricter(self, recipe: "Limits") -> "Limits":
+        """These limits of a device, and those of a recipe where they are stricter."""
+        keys = [field.name for field in fields(Limits)]
+        mine = {key: getattr(self, key) for key in keys}
+        theirs = {key: getattr(recipe, key) for key in keys if getattr(recipe, key) != getattr(NO_LIMITS, key)}
+        added = {
+            key: value
+            for key, value in theirs.items()
+            if mine[key] is None or (value > mine[key] if key.startswith("min") else value < mine[key])
+        }
+        return _Joined(**mine | added, of_the_recipe=frozenset(added)) if added else self
 
     def foreseen(self, train: Train, rounds: int, rows: int | None) -> Iterator[str]:
         """The limits that a recipe would break, as far as its [train] section and its rounds tell.
@@ -108,6 +139,21 @@ class Limits:
         """
         if why := self.breach(key, value):
             raise EgressError(f"client {client} refused task {task}: {why}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Joined(Limits):
+    """Limits of a device and a recipe.
+
+    Attributes:
+        of_the_recipe: the limits that the recipe states.
+    """
+
+    of_the_recipe: frozenset[str] = frozenset()
+
+    def is_of_the_recipe(self, key: str) -> bool:
+        """See `Limits.is_of_the_recipe`."""
+        return key in self.of_the_recipe
 
 
 NO_LIMITS = Limits()

@@ -5,10 +5,14 @@ Reading a folder:
 - `run_folder`: the files of a run, read line by line; `run_schema`: the types of their content.
 - `history`: the rounds as columns of numbers; `participation`: which clients took part when.
 - `egress`: sums over the ledger; `senders`: what each client sent.
+- `reconciliation`: whether the audit logs of server and devices say the same.
 
 Several runs:
 
 - `compare`: groups of runs that differ only in seed and fold, with mean and spread.
+- `study_folder`: the runs of a study, with their names; `labels`: names for other groups, by what differs.
+- `significance`: paired tests, Holm's correction, ranks; `evidence`: these tests on a comparison.
+- `sheets`: a comparison as Markdown, LaTeX, CSV and JSON; `figures`: as SVG and PDF; `progressions`: scores over costs.
 - `folds`: scores over several folds, and the rounds to an accuracy; `curves`: the curves of groups.
 
 The page:
@@ -18,6 +22,20 @@ The page:
 """
 
 from polyfed.report.compare import Comparison, compare
+from polyfed.report.evidence import Evidence, evidence
+from polyfed.report.figures import write_figures
 from polyfed.report.page import REPORT, write_comparison, write_report
+from polyfed.report.reconciliation import Reconciliation, reconcile
 
-__all__ = ["REPORT", "Comparison", "compare", "write_comparison", "write_report"]
+__all__ = [
+    "REPORT",
+    "Comparison",
+    "Evidence",
+    "Reconciliation",
+    "compare",
+    "evidence",
+    "reconcile",
+    "write_comparison",
+    "write_figures",
+    "write_report",
+]

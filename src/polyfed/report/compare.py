@@ -3,28 +3,27 @@
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.evaluation.metrics import mean_and_spread
-from polyfed.report.folds import FOLD_KEYS, check_reach, fold_of, pooled_uars, rounds_to
+from polyfed.report.folds import check_reach, fold_of, pooled_uars, rounds_to
 from polyfed.report.formatting import MISSING, number_of
+from polyfed.report.labels import flat, labels_of, method_of, parts_of
 from polyfed.report.run_folder import Folder
 from polyfed.report.scores import TITLES, title_of, unit_of
+from polyfed.report.study_folder import NamedRun, runs_of
 
-IGNORED = ("seed", "versions", "checkpoint", "tracking")
-"""Parts of a resolved recipe in which runs of one group may differ, because they do not change the method."""
+if TYPE_CHECKING:
+    import pandas as pd
 
 AT_BEST = ("accuracy", "macro_f1", "mae", "recall1")
 """Scores of the global model that are shown for the round with the best validation."""
 
 POOLED, REACHED = "pooled.uar", "rounds_to_accuracy"
 """Cells that `polyfed.report.folds` computes, from several runs of a group or from the rounds of each."""
-
-MOST_DIFFERENCES = 4
-"""A label names at most this many differing options."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,10 @@ class Group:
         seeds: the seed of each run.
         folds: the fold of each run, as `fold_of` writes it; an empty string if the data has no folds.
         cells: column name -> cell.
+        method: the label without the data and the clients.
+        scenario: the data and the clients, in the words of the study or by what differs; empty if all groups have the
+            same.
+        metrics: the metrics that the study reports in this scenario; empty without a study.
     """
 
     label: str
@@ -93,6 +96,9 @@ class Group:
     seeds: tuple[int, ...]
     folds: tuple[str, ...]
     cells: dict[str, Cell]
+    method: str = ""
+    scenario: str = ""
+    metrics: tuple[str, ...] = ()
 
     @property
     def num_folds(self) -> int:
@@ -159,31 +165,62 @@ class Comparison:
             for group in self.groups
         ]
 
+    def frame(self) -> "pd.DataFrame":
+        """The rows as a data frame, with the columns `method` and `scenario`."""
+        import pandas as pd  # here: it takes half a second
+
+        names = ({"method": group.method, "scenario": group.scenario} for group in self.groups)
+        return pd.DataFrame([name | row for name, row in zip(names, self.rows(), strict=True)])
+
 
 def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Comparison:
     """Group finished runs, with mean and spread of their numbers.
 
     Args:
-        dirs: folders of runs; one that is named twice counts once. Folders without a finished run are left out with a
-            warning, unless all are.
+        dirs: folders of runs, or of studies, which stand for their reported runs; one that is named twice counts once.
+            Folders without a finished run are left out with a warning, unless all are.
         reach: also find the first round in which each run's accuracy is at least this share, above 0 and at most 1.
 
     Raises:
         RecipeError: no folder was given, or `reach` is not such a share.
         DataError: no folder holds a finished run, or a file is damaged.
     """
-    folders = _finished(dict.fromkeys(Path(d).resolve() for d in dirs))
+    named = runs_of(dirs)
+    folders = _finished(named)
     if reach is not None:
         check_reach(reach)
     if not folders:
         raise RecipeError("compare needs folders of runs: polyfed compare DIR DIR ...")
     bundles: dict[str, list[Folder]] = {}
     for folder in folders:
-        bundles.setdefault(repr(sorted(method_of(folder).items())), []).append(folder)
-    labels = labels_of([bundle[0] for bundle in bundles.values()])
-    groups = tuple(_group(label, bundle, reach) for label, bundle in zip(labels, bundles.values(), strict=True))
+        own = named[folder.path]
+        key = sorted(method_of(folder).items()) if own is None else (own.method, own.scenario)
+        bundles.setdefault(repr(key), []).append(folder)
+    names = _names([bundle[0] for bundle in bundles.values()], named)
+    groups = tuple(
+        replace(_group(label, bundle, reach), method=own.method, scenario=own.scenario, metrics=own.metrics)
+        for (label, own), bundle in zip(names, bundles.values(), strict=True)
+    )
     modalities = tuple(dict.fromkeys(m for f in folders for m in modalities_of(f)))
     return Comparison(groups, _columns(groups, modalities, reach), modalities)
+
+
+def _names(folders: Sequence[Folder], named: Mapping[Path, NamedRun | None]) -> list[tuple[str, NamedRun]]:
+    """The label of each group, and its method and scenario: in the words of a study, or by what differs."""
+    plain = [folder for folder in folders if named[folder.path] is None]
+    words = dict(
+        zip((folder.path for folder in plain), zip(labels_of(plain), parts_of(plain), strict=True), strict=True)
+    )
+    several = len({run.scenario for run in named.values() if run is not None}) > 1
+    found = []
+    for folder in folders:
+        own = named[folder.path]
+        if own is None:
+            label, (method, scenario) = words[folder.path]
+            found.append((label, NamedRun(folder.path, method, scenario)))
+        else:
+            found.append((f"{own.method} in {own.scenario}" if several else own.method, own))
+    return found
 
 
 def _finished(paths: Iterable[Path]) -> list[Folder]:
@@ -204,57 +241,10 @@ def _finished(paths: Iterable[Path]) -> list[Folder]:
     return found
 
 
-def method_of(folder: Folder) -> dict[str, Any]:
-    """The recipe without the parts that may differ within a group, flat under dotted names."""
-    method = flat({key: value for key, value in folder.recipe.items() if key not in IGNORED})
-    return {key: value for key, value in method.items() if key not in FOLD_KEYS}
-
-
 def modalities_of(folder: Folder) -> list[str]:
     """The run's modalities, in the order of its model."""
     blocks = folder.facts.get("egress") or folder.facts.get("blocks") or {}
     return [block for block in blocks if block not in ("shared", "labels")]
-
-
-def flat(table: dict[str, Any], head: str = "") -> dict[str, Any]:
-    """Nested tables under dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= flat(value, f"{head}{key}.") if isinstance(value, dict) else {f"{head}{key}": value}
-    return found
-
-
-def labels_of(folders: Sequence[Folder]) -> list[str]:
-    """A name for each group: its algorithm, and the options in which it differs from the others.
-
-    Options that only one algorithm has do not distinguish it from others and are left out.
-    """
-    methods = [method_of(folder) for folder in folders]
-    names = [str(method.get("algorithm.name", "?")) for method in methods]
-    common = [key for key in methods[0] if all(key in method for method in methods)]
-    differing = [key for key in common if any(m[key] != methods[0][key] for m in methods)]
-    labels = []
-    for name, method in zip(names, methods, strict=True):
-        twins = [other for other, n in zip(methods, names, strict=True) if n == name]
-        own = [k for k in method if k not in common and any(o.get(k) != method[k] for o in twins)]
-        keys = [key for key in differing if key != "algorithm.name"] + own
-        words = [f"{_short(key, method)}={_value(method[key])}" for key in keys[:MOST_DIFFERENCES]]
-        labels.append(" ".join([name, *words]))
-    return [
-        label if labels.count(label) == 1 else f"{label} ({folder.path.name})"
-        for label, folder in zip(labels, folders, strict=True)
-    ]
-
-
-def _short(key: str, method: Mapping[str, Any]) -> str:
-    """The last part of an option's name, with its section where the method has several options of that name."""
-    name = key.rpartition(".")[2]
-    alike = [other for other in method if other.rpartition(".")[2] == name]
-    return key if name in ("name", "kind", "seed") or len(alike) > 1 else name
-
-
-def _value(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _group(label: str, folders: list[Folder], reach: float | None) -> Group:

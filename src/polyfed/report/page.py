@@ -25,9 +25,13 @@ from polyfed.report import charts, client_charts, egress, history, senders
 from polyfed.report import formatting as words
 from polyfed.report.compare import Comparison, modalities_of
 from polyfed.report.curves import curves_of
+from polyfed.report.evidence import Evidence, evidence
 from polyfed.report.grids import class_scores, confusion, labels, modality_table
+from polyfed.report.progressions import price_charts
+from polyfed.report.reconciliation import Reconciliation, reconcile
 from polyfed.report.run_folder import Folder
 from polyfed.report.scores import title_of, unit_of
+from polyfed.report.sheets import scenarios_sheet, tests_of
 
 REPORT = "report.html"
 
@@ -38,13 +42,14 @@ WAYS = {"server": "To the server", "silo": "To the silo's edge", "client": "Down
 """Destination in the ledger -> heading on the page."""
 
 
-def write_report(dir: str | Path, baseline: str | Path | None = None) -> Path:
+def write_report(dir: str | Path, baseline: str | Path | None = None, device_logs: Sequence[Path] = ()) -> Path:
     """Write `report.html` into the folder of a run, whether it is finished or not.
 
     Args:
         dir: the folder of the run.
         baseline: the folder of another run on the same data, such as one of FedAvg or Local: the page shows the gain
             of each client over it.
+        device_logs: state folders of devices, whose audit logs are compared with the server's.
 
     Returns:
         The path of the page.
@@ -61,7 +66,7 @@ def write_report(dir: str | Path, baseline: str | Path | None = None) -> Path:
     grids = [grid for grid in (confusion(past, folder), labels(folder)) if grid is not None]
     crossed = egress.aggregate(folder, past.requests)
     groups = holdings(folder)
-    text = _render(
+    text = render(
         "run.html",
         folder=folder,
         past=past,
@@ -76,6 +81,7 @@ def write_report(dir: str | Path, baseline: str | Path | None = None) -> Path:
         traffic=[(matrices(sums, folder, modalities), sums is crossed.evaluation) for sums in sides_of(crossed)],
         apart=crossed.evaluation is not None,
         senders=senders.senders(crossed, folder),
+        logs=_reconciled(folder, device_logs),
         drawn={
             "charts": shown,
             "participation": past.participation.table(modalities),
@@ -83,7 +89,7 @@ def write_report(dir: str | Path, baseline: str | Path | None = None) -> Path:
             "grids": {grid.name: grid.table() for grid in grids},
         },
     )
-    return _write(folder.path / REPORT, text)
+    return write_page(folder.path / REPORT, text)
 
 
 def sections_of(
@@ -117,8 +123,13 @@ GENERATOR = b'<meta name="generator" content="polyfed">'
 """The tag in the head of every page that polyfed writes; only pages that have it are overwritten."""
 
 
-def write_comparison(comparison: Comparison, path: str | Path) -> Path:
-    """Write a comparison as a page: the tables, and curves with their range over runs.
+def write_comparison(comparison: Comparison, path: str | Path, proof: Evidence | None = None) -> Path:
+    """Write a comparison as a page: the tables, the tests, and curves with their range over runs.
+
+    Args:
+        comparison: the comparison.
+        path: the file to write.
+        proof: the tests; None: those of `evidence` without further choices.
 
     Returns:
         The path of the page.
@@ -127,10 +138,12 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
         DataError: a run's files are damaged.
         RecipeError: the page cannot be written.
     """
-    found = curves_of(comparison)
+    proof = proof or evidence(comparison)
+    found = [*curves_of(comparison), *price_charts(comparison)]
+    sheets = [sheet for sheet in (scenarios_sheet(comparison, proof), *tests_of(proof)) if sheet is not None]
     drawn = {"charts": [chart.table() for chart in found]}
-    text = _render("comparison.html", comparison=comparison, charts=list(enumerate(found)), drawn=drawn)
-    return _write(Path(path), text)
+    text = render("comparison.html", comparison=comparison, sheets=sheets, charts=list(enumerate(found)), drawn=drawn)
+    return write_page(Path(path), text)
 
 
 def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> list[tuple[str, str, str]]:
@@ -188,6 +201,16 @@ def holdings(folder: Folder) -> list[dict[str, Any]]:
     ]
 
 
+def _reconciled(folder: Folder, device_logs: Sequence[Path]) -> Reconciliation | None:
+    """What the audit logs say; None for a run that keeps none."""
+    if not (device_logs or folder.facts.get("audited")):
+        return None
+    try:
+        return reconcile(folder.path, device_logs)
+    except ImportError:  # a run that was copied to a machine without the extra
+        return Reconciliation((), ("the audit logs were not checked: pip install 'polyfed[flower]'",))
+
+
 def matrices(sums: egress.Egress, folder: Folder, modalities: Sequence[str]) -> list[dict[str, Any]]:
     """For each destination a table of blocks and kinds: bytes, refusals, and whether the policy allows it."""
     policy: dict[str, dict[str, list[str]]] = folder.facts.get("egress", {})
@@ -220,7 +243,8 @@ def _cell(sums: egress.Egress, place: egress.Place, allowed: bool, most: int) ->
     }
 
 
-def _render(template: str, **context: Any) -> str:
+def render(template: str, **context: Any) -> str:
+    """The text of a page, from a template of this room and its names; `drawn` is the data of its charts."""
     own = "\n".join(asset(name) for name in ("report.js", "export.js", "start.js"))
     scripts = [asset("uPlot.iife.min.js"), own]
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
@@ -264,7 +288,15 @@ def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _write(path: Path, text: str) -> Path:
+def write_page(path: Path, text: str) -> Path:
+    """Write a page, unless another file has its name.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        RecipeError: the file is no page of polyfed's, or it cannot be written.
+    """
     try:
         if path.is_file() and not _is_report(path):
             raise RecipeError(f"{path} exists and is no page of polyfed's. Choose another name, or move it away")

@@ -116,6 +116,17 @@ class Folder:
             raise damaged(path, error) from None
 
 
+def numbers_of(result: dict[str, Any]) -> dict[str, float | None]:
+    """The numbers of a result.json under dotted names, as `metrics.global.accuracy`, without texts."""
+    found: dict[str, float | None] = {}
+    for key, value in result.items():
+        if isinstance(value, dict):
+            found |= {f"{key}.{name}": number for name, number in numbers_of(value).items()}
+        elif value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            found[key] = value
+    return found
+
+
 def damaged(path: Path, why: object, line: int | None = None) -> DataError:
     """The error for a damaged file.
 

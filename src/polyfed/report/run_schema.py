@@ -96,6 +96,7 @@ class RunFacts(TypedDict, total=False):
     clients: list[ClientFacts]
     blocks: dict[str, Count]
     egress: dict[str, dict[str, list[str]]]
+    audited: bool
 
 
 @with_config(ANY_KEYS)
@@ -138,6 +139,8 @@ class RunResult(TypedDict, total=False):
     seconds_per_round: Number
     seconds_first_round: Number
     simulated_seconds: Number
+    logged: dict[str, Number | None]
+    concerns: list[str]
     state_sha256: str
 
 

@@ -46,6 +46,20 @@ NUMBERS = {
 """Metrics that are written as numbers; the others are shares, written in percent."""
 
 
+ERRORS = {"loss", "mae", "rmse"}
+"""Metrics of which small values are good."""
+
+
+def is_error(metric: str) -> bool:
+    """Whether small values of a metric are good, as of `global.loss`."""
+    return metric.rpartition(".")[2] in ERRORS
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric is written in percent, as `personal.mean` and `global.accuracy` are."""
+    return not is_error(metric) and metric.rpartition(".")[2] not in NUMBERS
+
+
 def title_of(metric: str) -> str:
     """The heading of a metric."""
     return TITLES.get(metric, metric.replace("_", " "))

@@ -5,6 +5,7 @@ answered, and `weigh` when replies are averaged. What a selector must remember f
 the method keeps in the server state; the selector itself is frozen.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,9 +25,11 @@ class Selector(ABC):
 
     Attributes:
         participation: size of the cohort: a fraction of all clients (0 < float <= 1), or a count (int >= 1).
+        overselect: so many clients more are chosen, as a share of the cohort; None for no more.
     """
 
     participation: float | int = 1.0
+    overselect: float | None = None
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -43,6 +46,18 @@ class Selector(ABC):
             )
 
     def size(self, fed: Federation) -> int:
+        """Cohort size with `overselect`: how many clients are asked, of those that have training rows.
+
+        Raises:
+            RecipeError: see `needed`.
+        """
+        return min(math.ceil(self.needed(fed) * (1 + (self.overselect or 0.0)) - 1e-9), len(fed.clients.eligible))
+
+    def enough(self, fed: Federation) -> int | None:
+        """How many replies close a request to the cohort; None where all are waited for."""
+        return None if self.overselect is None else self.needed(fed)
+
+    def needed(self, fed: Federation) -> int:
         """Cohort size: `max(1, round(participation * K))` of K clients, but not more than have training rows.
 
         Raises:

@@ -80,6 +80,72 @@ class Similarity:
         return replace(self, vectors=vectors, known=known, distance=distance)
 
 
+@dataclass(frozen=True)
+class BlockSimilarity:
+    """The vectors of clients that lack some blocks, kept block by block, and the distances between the clients.
+
+    The squared distance of two clients is the sum over the blocks of their squared distances there. In a block that
+    one of them lacks, it is the mean m of that block times s r + 1 - s. Here r says how far apart the two are in the
+    blocks that they share, relative to the means there, and s is the share of the shared blocks in all means. So a
+    client that lacks a block is neither nearer to the others nor further away for that reason (docs/decisions/0019).
+
+    Attributes:
+        blocks: the similarity of each block; a client is unknown in the blocks that it lacks.
+    """
+
+    blocks: dict[str, Similarity]
+
+    @classmethod
+    def empty(cls, num: int, sizes: Mapping[str, int], sketch: int = 0, key: int = 0) -> "BlockSimilarity":
+        """No vector is known yet.
+
+        Args:
+            num: number of clients.
+            sizes: entries of each block.
+            sketch: entries of all projected blocks together, each in proportion to its size; 0 keeps them as they are.
+            key: the key of the random projections.
+        """
+        total = max(sum(sizes.values()), 1)
+        places = {block: max(1, round(sketch * size / total)) if sketch else 0 for block, size in sizes.items()}
+        return cls({b: Similarity.empty(num, n, places[b], keys.key(key, b)) for b, n in sizes.items() if n})
+
+    def refreshed(self, fresh: Mapping[int, Mapping[str, Tensor]]) -> "BlockSimilarity":
+        """Replace the vectors of some clients, by block, and recompute their distances; see `Similarity.refreshed`."""
+        return BlockSimilarity(
+            {b: one.refreshed({c: own[b] for c, own in fresh.items() if b in own}) for b, one in self.blocks.items()}
+        )
+
+    @property
+    def known(self) -> Tensor:
+        """Whether a client has sent a vector of some block, bool (N,)."""
+        return torch.stack([one.known for one in self.blocks.values()]).any(0)
+
+    @property
+    def distance(self) -> Tensor:
+        """Distances (N, N) float32, symmetric, zero diagonal; +inf to and from clients of which nothing is known."""
+        size = len(self.known)
+        squared, expected = torch.zeros(size, size), torch.zeros(size, size)
+        total = torch.zeros(())
+        for one in self.blocks.values():
+            own = one.distance.square()
+            pairs = one.known & one.known.unsqueeze(1)
+            others = pairs & ~torch.eye(size, dtype=torch.bool)
+            mean = own[others].mean() if bool(others.any()) else own.new_zeros(())
+            squared += torch.where(pairs, own, 0.0)
+            expected += torch.where(pairs, mean, 0.0)
+            total = total + mean
+        share = expected / total.clamp(min=1e-30)
+        relative = torch.where(expected > 0, squared / expected.clamp(min=1e-30), 1.0)
+        squared += (total - expected).clamp(min=0.0) * (share * relative + 1 - share)
+        known = self.known
+        squared = squared.masked_fill(~(known & known.unsqueeze(1)), float("inf"))
+        return squared.sqrt().fill_diagonal_(0.0)
+
+
+AnySimilarity = Similarity | BlockSimilarity
+"""Clients with distances between them: they all have the same blocks, or some lack a block."""
+
+
 def sketched(vectors_NP: Tensor, size: int, key: int) -> Tensor:
     """Count sketch (N, size): adds every entry, with a random sign, to one random bucket (Charikar et al., 2002).
 

@@ -41,6 +41,7 @@ def contrastive(
     temperature: float,
     negatives: Negatives = "intra",
     normalise: bool = True,
+    classes_B: Tensor | None = None,
 ) -> Tensor:
     """Contrastive loss between the embeddings of a student and of a teacher: PartialFL, Eq. 1 and 2.
 
@@ -56,6 +57,7 @@ def contrastive(
         temperature: t.
         negatives: `intra`, `inter` or `both`.
         normalise: whether to scale all embeddings to length 1 first.
+        classes_B: class of every row (B,), to leave rows of its own class out of a row's negatives. None keeps them.
 
     Returns:
         The mean over the rows that count, a 0-dim tensor.
@@ -66,6 +68,8 @@ def contrastive(
     ok = torch.ones(u.shape[0], dtype=torch.bool, device=u.device) if ok_B is None else ok_B
     own = torch.eye(u.shape[0], dtype=torch.bool, device=u.device)
     left_out = own | ~ok.unsqueeze(0)
+    if classes_B is not None:
+        left_out = left_out | (classes_B.unsqueeze(0) == classes_B.unsqueeze(1))
     positive = (u * v).sum(-1) / temperature
     others = {"intra": [u], "inter": [v], "both": [u, v]}[negatives]
     scores = [(u @ other.mT / temperature).masked_fill(left_out, float("-inf")) for other in others]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.tree import SHARED, Tree
 
@@ -70,6 +71,13 @@ class Prototypes:
         there = self.active[y_B]
         log_p = self.log_probabilities(z_BD).gather(-1, y_B.unsqueeze(-1)).squeeze(-1)
         return torch.where(there, log_p, 0.0), there
+
+
+def random_like(prototypes: Prototypes, key: int) -> Prototypes:
+    """Random vectors in place of the prototypes, of the same lengths and for the same classes: a control."""
+    noise = keys.normal(key, tuple(prototypes.mean.shape), prototypes.mean.device)
+    length = prototypes.mean.norm(dim=-1, keepdim=True)
+    return Prototypes(torch.nn.functional.normalize(noise, dim=-1) * length, prototypes.active)
 
 
 def at_length(z: Mapping[str, Tensor], length: float) -> dict[str, Tensor]:

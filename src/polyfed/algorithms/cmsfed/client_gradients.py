@@ -4,7 +4,7 @@ A client adds them up while it trains (`GradientSums`). The server checks what a
 them from the trained parameters as the released code does (`deltas`), and updates the distances (`refreshed`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from polyfed.algorithms.cmsfed.local_scope import TrainingScope, encoder_names
 from polyfed.core import keys
 from polyfed.core.request import Accept
-from polyfed.core.tree import SHARED, Tree, like, nested, scaled, select, subtract, under, vector, zip_map
+from polyfed.core.tree import SHARED, Tree, block_of, like, nested, scaled, select, subtract, under, vector, zip_map
 from polyfed.federation.federation import Federation
-from polyfed.selection.submodular import Similarity
+from polyfed.selection.submodular import AnySimilarity, BlockSimilarity, Similarity
 from polyfed.training import ClientData, TrainingResult
 from polyfed.training.client_data import Direction, Loss, legs, summed
 from polyfed.training.optimisers import Train
@@ -46,7 +46,7 @@ class GradientSums:
         zeros = {CE: torch.zeros(()), PCE: torch.zeros(())}
         sums = nested(SUM, zeros) | nested(LAST, zeros)
         if self.exact:
-            g = self.scope.context.model.trainable(params) if self.scope.complete else {}
+            g = self.scope.context.model.trainable(params) if self.scope.whole else {}
             h = {name: params[name] for name in self.scope.helped_encoders(params)}
             sums |= nested("g", like(g)) | nested("h", like(h))
         return sums
@@ -63,8 +63,9 @@ class GradientSums:
             if not self.exact:
                 return grads, after
             step = summed(grads)
-            if self.scope.complete:  # a client of S_M: g of the cross-entropy, h of PCE alone
+            if self.scope.whole:
                 after |= nested("g", zip_map(torch.add, grads[CE], under("g", carry)))
+            # in S_M, h is the gradient of PCE alone; otherwise that of the whole loss
             h = grads.get(PCE, {}) if self.scope.complete else step
             after |= nested("h", zip_map(torch.add, {n: h[n] for n in helped if n in h}, under("h", carry)))
             return step, after
@@ -131,27 +132,33 @@ def mean_terms(fit: TrainingResult) -> tuple[Tensor, Tensor]:
 
 
 def whole_gradients(params: Tree, fed: Federation) -> Accept:
-    """Accepts reports whose gradients, if any, cover all parameters (g) and whole encoders (h)."""
-    all_names = fed.context.model.trainable(params).keys()
+    """Accepts reports whose gradients, if any, cover all of a client's parameters (g) and whole encoders (h)."""
+    blocks = {name: block_of(name) for name in fed.context.model.trainable(params)}
     encoders = {m: [*encoder_names(fed.context, params, m)] for m in fed.clients.modalities}
 
     def flaw(client: int, report: Any) -> str:
-        if report.gradient and report.gradient.keys() != all_names:
+        own = {*fed.clients.owned(client), SHARED}
+        if report.gradient and report.gradient.keys() != {name for name, block in blocks.items() if block in own}:
             return "sent a part of the gradient g"
         for m, names in encoders.items():
-            if (own := select(report.encoder_gradient, [m])) and [*own] != names:
+            if (part := select(report.encoder_gradient, [m])) and [*part] != names:
                 return f"sent a part of the gradient h of {m}"
         return ""
 
     return flaw
 
 
-def deltas(sent: Tree, trained: Tree, fed: Federation, divisor: float, *, first: bool) -> tuple[Tree, Tree]:
+def deltas(
+    sent: Tree, trained: Tree, owned: Sequence[str], fed: Federation, divisor: float, *, first: bool
+) -> tuple[Tree, Tree]:
     """g and h as in the released code: how far training moved the encoders. S_M gives g, the others give h.
+
+    A client that lacks a modality and trained all that it owns gives both.
 
     Args:
         sent: the model before training.
         trained: the blocks that the client trained.
+        owned: modalities of the client.
         fed: the federation.
         divisor: -1 for theta_in - theta_out, or minus learning rate times steps; with 0 the result is zero.
         first: whether this is the first pass, which gives both: nothing else compares the clients' encoders yet.
@@ -159,13 +166,13 @@ def deltas(sent: Tree, trained: Tree, fed: Federation, divisor: float, *, first:
     names = [n for m in fed.clients.modalities for n in encoder_names(fed.context, sent, m)]
     moved = subtract({n: trained[n] for n in names if n in trained}, sent)
     moved = scaled(moved, 1.0 / divisor if divisor else 0.0)
-    if len(moved) < len(names):
-        return {}, moved
-    return moved, moved if first else {}
+    if len(moved) == len(names):
+        return moved, moved if first else {}
+    return moved if {block_of(name) for name in moved} == {*owned} else {}, moved
 
 
 def refreshed(
-    d1: Similarity | None,
+    d1: AnySimilarity | None,
     d2: Mapping[str, Similarity],
     gradients: Mapping[int, tuple[Tree, Tree]],
     sent: Tree,
@@ -173,8 +180,10 @@ def refreshed(
     *,
     exact: bool,
     sketch: int,
-) -> tuple[Similarity, dict[str, Similarity]]:
+) -> tuple[AnySimilarity, dict[str, Similarity]]:
     """D_1, and D_2 by modality, with the rows and columns of some clients replaced ("no overheads").
+
+    If every client owns every modality, g is one vector. Otherwise D_1 is kept block by block (decision 19).
 
     Args:
         d1: vectors g and their distances so far; None before the first pass.
@@ -188,9 +197,21 @@ def refreshed(
     num, key = len(fed.clients), keys.key(fed.seed, "sketch")
     names = {m: encoder_names(fed.context, sent, m) for m in fed.clients.modalities}
     sizes = {m: sum(sent[n].numel() for n in own) for m, own in names.items()}
-    size = sum(v.numel() for v in fed.context.model.trainable(sent).values()) if exact else sum(sizes.values())
-    first = d1 or Similarity.empty(num, size, sketch, key)
+    blocks = {m: [*own] for m, own in names.items()}
+    if exact:
+        trainable = fed.context.model.trainable(sent)
+        blocks = {b: [n for n in trainable if block_of(n) == b] for b in (*names, SHARED)}
+    parts = {block: sum(sent[n].numel() for n in own) for block, own in blocks.items()}
+    complete = bool(fed.clients.holds[fed.clients.eligible].all())
     second = {m: d2.get(m) or Similarity.empty(num, own, sketch, key) for m, own in sizes.items()}
-    g = {client: vector(own) for client, (own, _) in gradients.items() if own}
     h = {m: {c: vector(own) for c, (_, parts) in gradients.items() if (own := select(parts, [m]))} for m in second}
-    return first.refreshed(g), {m: similarity.refreshed(h[m]) for m, similarity in second.items()}
+    after = {m: similarity.refreshed(h[m]) for m, similarity in second.items()}
+    g = {client: own for client, (own, _) in gradients.items() if own}
+    if complete:
+        first = d1 or Similarity.empty(num, sum(parts.values()), sketch, key)
+        assert isinstance(first, Similarity)
+        return first.refreshed({client: vector(own) for client, own in g.items()}), after
+    by_block = d1 or BlockSimilarity.empty(num, parts, sketch, key)
+    assert isinstance(by_block, BlockSimilarity)
+    pieces = {c: {b: vector(piece) for b in parts if (piece := select(own, [b]))} for c, own in g.items()}
+    return by_block.refreshed(pieces), after

@@ -11,34 +11,31 @@ With more than two modalities the weakest is compared with the strongest. A clie
 imbalance ratio and is never in S_M; if chosen, it trains its weakest modality alone. Page: docs/algorithms/cmsfed.md.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.averaging import Averaging, State, mean_loss
+from polyfed.algorithms.averaging import State, mean_loss
 from polyfed.algorithms.base import Broadcast
-from polyfed.algorithms.cmsfed import client_gradients, selection
+from polyfed.algorithms.cmsfed import aggregation, client_gradients, selection
 from polyfed.algorithms.cmsfed.client_gradients import CE, PCE, GradientSums, whole_gradients
 from polyfed.algorithms.cmsfed.imbalance import ImbalanceRatios, client_ratios, pce_weights
 from polyfed.algorithms.cmsfed.local_scope import TrainingScope
 from polyfed.algorithms.cmsfed.messages import Assignment, Report
+from polyfed.algorithms.cmsfed.options import CmsFedOptions
 from polyfed.algorithms.cmsfed.selection import Choice, SelectionProblem
 from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError
-from polyfed.core.schema import BELOW_ONE, NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, select
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies, joined
-from polyfed.objective import Classification, Objective
 from polyfed.privacy.policy import Policy
-from polyfed.selection import Uniform
-from polyfed.selection.submodular import Similarity, sample_size
+from polyfed.selection.submodular import AnySimilarity, Similarity, sample_size
 from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.client_data import steps_trained
 from polyfed.training.optimisers import Train
@@ -57,7 +54,7 @@ class CmsFedState(State):
         choice: which clients trained which modalities in this round.
     """
 
-    gradients: Similarity | None = None
+    gradients: AnySimilarity | None = None
     encoders: dict[str, Similarity] = field(default_factory=dict)
     prototypes: dict[str, Prototypes] = field(default_factory=dict)
     ratios: ImbalanceRatios = ImbalanceRatios()
@@ -65,63 +62,8 @@ class CmsFedState(State):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CmsFed(Averaging):
-    """CMSFed and its ablations. CMSFed-local is `prototypes = "local"`; FedAvg+PCE adds
-    `modality_selection = false` to it; DivFL+PCE also adds `[selection] name = "divfl"`.
-
-    Attributes:
-        dominance_threshold: chi; a client whose dominance ratio is above it trains the weak modality alone. The paper
-            uses 1.5 to 2.5; with inf the ratio makes no client train alone.
-        prototype_weight: alpha_p, the strength of PCE; the released code uses 1 by default and 2 in its AVE script.
-        beta_mode: how beta, the weight of PCE in a batch, is computed: `clip` is alpha_p * clip(ratio - 1, 0, 1) as in
-            the paper; `hard` is alpha_p where the ratio is above 1, else 0, as in the released code.
-        pce_target: the modality to which PCE is applied: `global_weak` is the weak one of the federation (Eq. 9),
-            `batch_weak` the weak one of the batch (released code).
-        gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11); `delta` compares how far training
-            moved the encoders (released code), so that no gradients are uploaded.
-        normalize_delta: divide deltas by learning rate and steps, so that clients of unequal size are comparable.
-        resolution: which of the two problems' best candidates join: both (`paper`, Eq. 13-14) or one (`authors`, the
-            released code).
-        greedy: `stochastic` examines max(b, N / 10) candidates in each pass, `full` examines all.
-        init_pass: whether the first gradients come from an `epoch` of training whose result is discarded, or from one
-            full-batch `step`.
-        prototypes: `global`, or `local`: each client uses its own prototypes, computed anew for every epoch.
-        prototype_momentum: momentum of the global prototypes; 0 in the paper.
-        modality_selection: if false, the selector draws the cohort, and all of its clients train all their modalities.
-        sketch: number of entries to which stored vectors are projected; 0 stores the exact vectors.
-        hysteresis: the share by which another modality's ratio must be larger to make it the weak one; 0 in the paper.
-        feature_norm: length to which features are scaled before distances to prototypes; 0 does not scale, as in the
-            paper. Without scaling, training can lower PCE by lengthening the features, until the classifier diverges:
-            docs/algorithms/cmsfed.md says when that ends a run.
-    """
-
-    dominance_threshold: float = 2.0
-    prototype_weight: Annotated[float, NOT_NEGATIVE] = 1.0
-    beta_mode: Literal["clip", "hard"] = "clip"
-    pce_target: Literal["global_weak", "batch_weak"] = "global_weak"
-    gradient_split: Literal["exact", "delta"] = "exact"
-    normalize_delta: bool = True
-    resolution: Literal["paper", "authors"] = "paper"
-    greedy: Literal["stochastic", "full"] = "stochastic"
-    init_pass: Literal["epoch", "step"] = "epoch"
-    prototypes: Literal["global", "local"] = "global"
-    prototype_momentum: Annotated[float, BELOW_ONE] = 0.0
-    modality_selection: bool = True
-    sketch: Annotated[int, NOT_NEGATIVE] = 0
-    hysteresis: Annotated[float, NOT_NEGATIVE] = 0.0
-    feature_norm: Annotated[float, NOT_NEGATIVE] = 0.0
-
-    objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
-    renamed: ClassVar[Mapping[str, str]] = {"chi": "dominance_threshold", "alpha_p": "prototype_weight"}
-
-    def __post_init__(self) -> None:
-        """Refuse options out of range, and a [selection] that has no effect because the method selects by itself."""
-        super().__post_init__()
-        if self.modality_selection and type(self.selector) is not Uniform:
-            raise RecipeError(
-                "cmsfed selects clients itself, so [selection] has no effect; remove it, or set "
-                "[algorithm] modality_selection = false (FedAvg+PCE, DivFL+PCE)"
-            )
+class CmsFed(CmsFedOptions):
+    """CMSFed and its ablations: the method. Its options are those of `CmsFedOptions`."""
 
     # the round
 
@@ -149,6 +91,9 @@ class CmsFed(Averaging):
         """The sets S_M and S_w of this round (Eq. 13-14), and the selector's memory."""
         ratios, size, num = state.ratios, self.selector.size(fed), len(fed.clients)
         weak = ratios.weak(state.choice.weak, self.hysteresis)
+        if weak and self.placebo == "random-modality":
+            own = keys.key(fed.seed, "placebo", fed.round)
+            weak = ratios.modalities[keys.choice(own, len(ratios.modalities), 1)[0]]
         if not (self.modality_selection and bool(ratios.complete.any())):
             cohort, memory = self.selector.choose(state.memory, state.params, fed)
             return selection.without_gradients(weak, cohort, ratios, fed.clients), memory
@@ -160,16 +105,25 @@ class CmsFed(Averaging):
             encoder=state.encoders.get(weak),
             ratios=ratios,
             weak=weak,
-            dominance_threshold=self.dominance_threshold,
+            dominance_threshold=self.threshold(ratios, weak),
             resolution=self.resolution,
             size=size,
             sample=num if self.greedy == "full" else sample_size(size, num),
+            at_random=self.placebo == "random-picks",
         )
         return problem.solve(fed.clients, keys.key(fed.seed, "greedy", fed.round)), state.memory
+
+    def threshold(self, ratios: ImbalanceRatios, weak: str) -> float:
+        """The dominance ratio above which a client trains the weak modality alone: chi, or a quantile."""
+        if self.ratio_rule == "quantile" and weak:
+            return ratios.quantile(weak, self.dominance_quantile)
+        return self.dominance_threshold
 
     def train_chosen(self, state: CmsFedState, fed: Federation) -> Replies:
         """Ask S_M and the clients that train alone; `min_replies` counts the replies of both requests together."""
         weak, known = state.choice.weak, state.prototypes if self.prototypes == "global" else {}
+        if self.placebo == "random-prototypes":
+            known = {m: prototypes.random_like(p, keys.key(fed.seed, "placebo", m)) for m, p in known.items()}
         sent = {m: p.sent for m, p in known.items()}
         accept = whole_gradients(state.params, fed)
         assignment = Assignment(state.params, sent, {weak: torch.ones(())} if weak else {})
@@ -182,6 +136,24 @@ class CmsFed(Averaging):
         replies = joined([together, alone])
         fed.require_quorum(replies, "train_all and train_alone")
         return replies
+
+    def merge(self, state: CmsFedState, replies: Replies, fed: Federation) -> CmsFedState:
+        """The mean per block (step 6), with the weights and the averaging of the classifier that the options choose."""
+        weights = self.selector.weigh(state.memory, self.weights(replies, fed))
+        mean = replies.mean("params", weights)
+        if self.client_weights == "clusters" and state.gradients is not None:
+            rows = self.represented_rows(fed)
+            weak = state.encoders.get(state.choice.weak)
+            mean = aggregation.mean_by_clusters(replies, state.choice, state.gradients, weak, rows, fed.clients)
+        if self.classifier_average == "cohort":
+            mean = aggregation.with_whole_classifier(mean, state.params, replies, weights, fed)
+        trainable = fed.context.model.trainable(state.params)
+        params, moments = self.server.apply(state.params, mean, state.moments, trainable)
+        return state.with_(params=params, moments=moments)
+
+    def represented_rows(self, fed: Federation) -> Mapping[int, float]:
+        """The weight of every client in the whole: its rows, or 1."""
+        return dict.fromkeys(fed.clients, 1.0) if self.aggregation == "uniform" else fed.clients.rows_of(fed.clients)
 
     def learned(self, state: CmsFedState, sent: Tree, replies: Replies, fed: Federation) -> CmsFedState:
         """Replace prototypes, ratios and vectors of the clients that answered; those of other clients stay."""
@@ -210,7 +182,8 @@ class CmsFed(Averaging):
             train, rows = self.first_pass() if first else self.train, int(fed.clients.num_rows[client])
             steps = steps_trained(rows, train, skip_single=fed.context.model.has_batchnorm)
             divisor = -self.train.lr_at(fed.round, fed.rounds) * steps
-        return client_gradients.deltas(sent, report.params, fed, divisor, first=first)
+        owned = fed.clients.owned(client)
+        return client_gradients.deltas(sent, report.params, owned, fed, divisor, first=first)
 
     # local training
 
@@ -318,3 +291,13 @@ class CmsFed(Averaging):
     def observe(self, state: CmsFedState) -> dict[str, float]:
         """The global ratio and each modality's share of the picks (Fig. 6), and the sizes of both sets."""
         return selection.logged(state.choice, state.ratios)
+
+    def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
+        """That no client was picked to train the weak modality alone."""
+        if not self.modality_selection or any(row["picked_weak"] for row in logged):
+            return []
+        return [
+            f"no client was picked to train the weak modality alone in {len(logged)} rounds, so that cmsfed has only "
+            "chosen clients and added the prototype term. To have some picked, set ratio_rule = 'quantile' or lower "
+            "dominance_threshold"
+        ]

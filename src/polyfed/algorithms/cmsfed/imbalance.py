@@ -87,6 +87,11 @@ class ImbalanceRatios:
         at = self.values[client].tolist()
         return float(at[self.modalities.index(weak)] / at[self.modalities.index(strong)])
 
+    def quantile(self, weak: str, share: float) -> float:
+        """The dominance ratio that this share of the clients with ratios does not exceed."""
+        known = (~self.values.isnan().any(1)).nonzero().flatten().tolist()
+        return float(torch.tensor([self.dominance(weak, k) for k in known], dtype=torch.float64).quantile(share))
+
     def weakest_of(self, owned: Sequence[str]) -> str:
         """The globally weakest of these modalities; the first of them as long as no ratio is known."""
         mean = self.mean()

@@ -35,8 +35,13 @@ class TrainingScope:
 
     @property
     def complete(self) -> bool:
-        """Whether the client trains all modalities of the model; only then it has a gradient g (Eq. 11)."""
+        """Whether the client trains all modalities of the model."""
         return self.modalities == self.context.model.modalities
+
+    @property
+    def whole(self) -> bool:
+        """Whether the client trains all modalities that it owns; only then it has a gradient g (Eq. 11)."""
+        return self.modalities == self.context.modalities
 
     def helped_encoders(self, params: Tree) -> list[str]:
         """Names of the parameters behind h: the encoders of the helped modalities."""

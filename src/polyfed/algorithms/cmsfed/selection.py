@@ -10,7 +10,7 @@ from typing import Literal
 from polyfed.algorithms.cmsfed.imbalance import ImbalanceRatios
 from polyfed.core import keys
 from polyfed.federation.client_registry import ClientRegistry
-from polyfed.selection.submodular import Cover, Similarity, sample
+from polyfed.selection.submodular import AnySimilarity, Cover, Similarity, sample
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ class Choice:
     weak: str = ""
     train_all: list[int] = field(default_factory=list)
     train_alone: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def train_weak(self) -> list[int]:
+        """S_w: clients that train the weak modality alone."""
+        return [client for client, trained in self.train_alone.items() if trained == self.weak]
 
     @property
     def picked(self) -> set[int]:
@@ -52,9 +57,10 @@ class SelectionProblem:
         resolution: what becomes of k1 and k2, `paper` or `authors`; see `CmsFed`.
         size: b, the number of clients to choose.
         sample: s, the number of candidates in a pass.
+        at_random: draw k1 and k2 among the candidates instead, as a control.
     """
 
-    gradients: Similarity
+    gradients: AnySimilarity
     encoder: Similarity | None
     ratios: ImbalanceRatios
     weak: str
@@ -62,6 +68,7 @@ class SelectionProblem:
     resolution: Literal["paper", "authors"]
     size: int
     sample: int
+    at_random: bool = False
 
     def solve(self, clients: ClientRegistry, key: int) -> Choice:
         """Select clients pass by pass; both problems name their best candidate before either client joins.
@@ -75,7 +82,8 @@ class SelectionProblem:
         choice, pool, passes = Choice(self.weak), list(clients.eligible), 0
         while pool and len(choice.picked) < self.size:
             candidates = sample(pool, self.sample, keys.key(key, passes))
-            k1, k2 = first.best(candidates), second.best(candidates) if second else None
+            k1 = self._best(first, candidates, keys.key(key, passes, "k1"))
+            k2 = self._best(second, candidates, keys.key(key, passes, "k2")) if second else None
             for client, alone in self._resolve(k1, k2, candidates):
                 if len(choice.picked) == self.size:
                     break
@@ -88,6 +96,13 @@ class SelectionProblem:
             passes += 1
         return choice
 
+    def _best(self, cover: Cover, candidates: Sequence[int], key: int) -> int | None:
+        """The candidate with the smallest cost, or a random one of those with a gradient."""
+        if not self.at_random:
+            return cover.best(candidates)
+        able = [client for client in candidates if bool(cover.known[client])]
+        return able[keys.choice(key, len(able), 1)[0]] if able else None
+
     def _resolve(self, k1: int | None, k2: int | None, candidates: Sequence[int]) -> Iterator[tuple[int, bool]]:
         """The clients that join in this pass, and whether each trains one modality alone (Eq. 13 for k1, 14 for k2)."""
         k2_alone = k2 is not None and (
@@ -99,13 +114,13 @@ class SelectionProblem:
             yield k2, k2_alone
         else:
             if k1 is not None:
-                yield k1, False
+                yield k1, not self._complete(k1)
             if k2 is not None and k2 != k1 and (self.resolution == "paper" or k1 is None):
                 yield k2, k2_alone
 
     def _absorb(self, client: int, alone: bool, first: Cover, second: Cover | None) -> None:
         """Add a client to the covers. In the released code each problem only knows its own clients."""
-        if not alone:
+        if not alone or not self._complete(client):  # a client that lacks a modality has a gradient of all that it owns
             first.add(client)
         if second is not None and (alone or self.resolution == "paper"):
             second.add(client)
@@ -127,7 +142,7 @@ def without_gradients(weak: str, cohort: Sequence[int], ratios: ImbalanceRatios,
     return Choice(weak, complete, {client: ratios.weakest_of(clients.owned(client)) for client in rest})
 
 
-def all_alike(similarity: Similarity) -> bool:
+def all_alike(similarity: AnySimilarity) -> bool:
     """Whether all known vectors are equal, so that every choice represents the clients equally well."""
     known = similarity.distance[similarity.distance.isfinite()]
     return len(similarity.distance) > 1 and not bool((known > 0).any())
@@ -137,8 +152,8 @@ def logged(choice: Choice, ratios: ImbalanceRatios) -> dict[str, float]:
     """Numbers of a round for the log.
 
     `imbalance_ratio` is the global ratio of the first modality over the second; with more than two modalities, of the
-    strongest over the weakest. `share_<modality>` is each modality's share of the picks; `picked_all` and
-    `picked_alone` are the sizes of both sets.
+    strongest over the weakest. `share_<modality>` is each modality's share of the picks; `picked_all` is
+    |S_M|, `picked_weak` |S_w|, and `picked_alone` the number of all clients that train one modality.
     """
     mean = ratios.mean()
     shares = {f"share_{m}": choice.share(m, len(ratios.modalities)) for m in ratios.modalities}
@@ -146,4 +161,5 @@ def logged(choice: Choice, ratios: ImbalanceRatios) -> dict[str, float]:
     if len(mean) > 2:
         ratio = {"imbalance_ratio": max(mean.values()) / min(mean.values())}
     picked = {"picked_all": float(len(choice.train_all)), "picked_alone": float(len(choice.train_alone))}
+    picked["picked_weak"] = float(len(choice.train_weak))
     return ratio | shares | picked

@@ -4,6 +4,7 @@ Open `vertical.py` first: it is the training inside silos, which both methods sh
 silos, `vfl.py` leaves every silo by itself and evaluates it. Two helper files know nothing of the methods:
 
 - `exchange.py`: the messages between devices, edges and server, and what an edge computes from them;
+- `options.py`: the options of both methods;
 - `alignment.py`: the devices of each silo, and the check that they hold the same samples.
 
 The pages are docs/algorithms/hfm.md and docs/algorithms/vfl.md. HFL, the horizontal control, is `algorithms/hfl.py`.

@@ -4,11 +4,12 @@ Shape letters: `B_m` rows of the edge's mini-batch, `E` embedding, `N_m` rows of
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from polyfed.core import keys
 from polyfed.core.messages import Message, carries, crossings, cut, message
 from polyfed.core.request import Accept
 from polyfed.core.schema import NOT_NEGATIVE
@@ -93,6 +94,15 @@ class Sent:
 def stale_embeddings(rows: Tensor, sent: Sequence[Sent]) -> Tree:
     """Embeddings by modality that were sent for exactly these rows. A modality left out counts as zero."""
     return {m: h for one in sent if torch.equal(one.rows, rows) for m, h in one.embeddings.items()}
+
+
+def shuffled_peers(exchange: Exchange, own: Sequence[str], key: int) -> Exchange:
+    """The exchange, in which the embeddings of all modalities but the device's own belong to other rows: a control."""
+    out = dict(exchange.embeddings)
+    for m, h in exchange.embeddings.items():
+        if m not in own:
+            out[m] = h[keys.permutation(keys.key(key, m), len(h)).to(h.device)]
+    return replace(exchange, embeddings=out)
 
 
 def whole_batch(asked: Mapping[int, Sample]) -> Accept:

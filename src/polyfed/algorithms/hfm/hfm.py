@@ -46,13 +46,14 @@ class Hfm(Vertical):
     """HFM: training inside silos, then averaging across them. All options are those of `Vertical`."""
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The device's encoders and, with the proximal term, the values of the last broadcast."""
-        encoders = super().local(context, key)
+        """The local state of `Vertical` and, with the proximal term, the values of the last broadcast."""
+        own = super().local(context, key)
         if not self.mu:
-            return encoders
+            return own
+        encoders = self._encoders(context, own)
         shapes = {name: value for name, value in context.model.template.items() if name in context.model.head()}
         head = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in shapes.items()}
-        return encoders | nested(ANCHOR, encoders | head)
+        return own | nested(ANCHOR, encoders | head)
 
     def anchors(self, local: Tree, got: Exchange) -> Tree:
         """The values of the last broadcast, encoders and head."""

@@ -16,13 +16,12 @@ ledger counts it. The vectorised engine stacks all devices of one modality, acro
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from polyfed.algorithms.averaging import State
-from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.hfm.alignment import check_aligned, devices_of_silos
 from polyfed.algorithms.hfm.exchange import (
     Copy,
@@ -37,14 +36,14 @@ from polyfed.algorithms.hfm.exchange import (
     bytes_down,
     bytes_up,
     mean_tree,
+    shuffled_peers,
     stale_embeddings,
     whole_batch,
 )
+from polyfed.algorithms.hfm.options import VerticalOptions
 from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError
 from polyfed.core.request import names_as_sent
-from polyfed.core.schema import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, squared_distance
 from polyfed.federation.context import ClientContext
@@ -55,6 +54,7 @@ from polyfed.objective import SUPERVISED, Objective
 from polyfed.privacy.policy import Policy
 from polyfed.training import ClientData, TrainingResult
 from polyfed.training.client_data import FOLD_BATCH
+from polyfed.training.kept import KeptTraining
 from polyfed.training.optimisers import Train
 
 
@@ -80,52 +80,26 @@ class SiloState(State):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vertical(Algorithm):
-    """The template of training inside silos, with the options of HFM and VFL.
+class Vertical(VerticalOptions):
+    """The template of training inside silos. Its options are those of `VerticalOptions`."""
 
-    Attributes:
-        local_rounds: Q, local rounds between two exchanges; 5 in the report.
-        exchanges: R, exchanges in a round; 2 in the report.
-        local_unit: `epoch`: a local round is a pass over B_m in mini-batches of `inner_batch`; `step`: one gradient
-            step on the whole of B_m, Eq. 1 to the letter.
-        head_update: `device_average`: devices train copies of the head, and the edge takes their mean; `server`
-            (C-VFL): devices keep the head frozen, and it is trained for Q local rounds on the stale embeddings. The
-            edge has no labels, so its first device does that.
-        batch_fraction: |B_m| = max(1, round(batch_fraction * N_m)); a tenth in the report.
-        resample: draw a new B_m at every exchange; otherwise one for the whole run.
-        eval_embeddings: compute the exchanged embeddings in evaluation mode (BatchNorm, dropout).
-        inner_batch: rows of a step with `local_unit = "epoch"`; replaces [train] batch_size.
-        mu: strength of the proximal term (Eq. 4) towards the received blocks; 0 leaves it out.
-    """
-
+    aligns_rows: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
     objectives_because: ClassVar[str] = "devices of a silo exchange embeddings to compute one common output"
-    local_rounds: Annotated[int, AT_LEAST_ONE] = 5
-    exchanges: Annotated[int, AT_LEAST_ONE] = 2
-    local_unit: Literal["epoch", "step"] = "epoch"
-    head_update: Literal["device_average", "server"] = "device_average"
-    batch_fraction: Annotated[float, FRACTION] = 0.1
-    resample: bool = True
-    eval_embeddings: bool = True
-    inner_batch: Annotated[int, AT_LEAST_ONE] = 64
-    mu: Annotated[float, NOT_NEGATIVE] = 0.0
-
-    renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds", "r": "exchanges"}
-
-    def __post_init__(self) -> None:
-        """Refuse options out of range, and [train] epochs and steps, which have no effect here."""
-        super().__post_init__()
-        if self.train.epochs != 1 or self.train.steps is not None:
-            raise RecipeError("[train] epochs and steps have no effect here: set [algorithm] local_rounds instead")
 
     @abstractmethod
     def anchors(self, local: Tree, got: Exchange) -> Tree:
         """The values towards which the proximal term pulls, by name."""
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The device's encoders, with their common initial values."""
+        """The device's encoders, with their common initial values, and with `keep_optimiser` its moments."""
         head = set(context.model.head())
-        return {name: value for name, value in context.initial.items() if name not in head}
+        encoders = {name: value for name, value in context.initial.items() if name not in head}
+        if not self.keep_optimiser:
+            return encoders
+        shapes = {name: value for name, value in context.model.template.items() if name in head}
+        zeros = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in shapes.items()}
+        return encoders | KeptTraining.fresh(context.model, encoders | zeros, self.train).state()
 
     def init(self, fed: Federation, params: Tree) -> SiloState:
         """Give every edge the initial head, and compare the sample ids of the devices of each silo.
@@ -193,6 +167,9 @@ class Vertical(Algorithm):
             embeddings = stale_embeddings(samples[silo].rows, [known[c] for c in members if c in known])
             exchange = Exchange(state.heads[silo], embeddings, samples[silo].rows)
             phi |= {client: exchange for client in members if client in answers}
+            if self.placebo == "shuffled":
+                key = keys.key(fed.seed, "placebo", silo, fed.round, number)
+                phi |= {c: shuffled_peers(exchange, fed.clients.owned(c), key) for c in members if c in answers}
         accept = None if self.head_update == "server" else names_as_sent("head", phi)
         copies = fed.ask(self.practise, sorted(phi), phi, turn=number, accept=accept)
         heads_from, moved = (
@@ -251,14 +228,15 @@ class Vertical(Algorithm):
         trained = {*encoders, *self._reached(context, got)}
         if self.head_update == "server":
             trained = set(encoders)
-        fit = self._fit(context, data, encoders | got.head, trained, local, got)
-        after = local | {name: fit.params[name] for name in encoders}
+        kept = KeptTraining.of(local).only(trained) if self.keep_optimiser else None
+        fit = self._fit(context, data, encoders | got.head, trained, local, got, kept=kept)
+        after = local | {name: fit.params[name] for name in encoders} | (kept.after(fit).state() if kept else {})
         moved = self._embeddings(context, data, after, got.rows)
         before = {modality: got.embeddings[modality] for modality in moved}
         zero = {modality: torch.zeros_like(value) for modality, value in before.items()}
         drift = squared_distance(moved, before) / squared_distance(before, zero).clamp(min=1e-12)
         copy = {name: fit.params[name] for name in got.head if self.head_update == "device_average"}
-        return Copy(copy, fit.loss, drift.sqrt()), after
+        return Copy(copy, kept.loss(fit) if kept else fit.loss, drift.sqrt()), after
 
     @task(scope="silo")
     def fit_head(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[Copy, Tree]:
@@ -281,6 +259,7 @@ class Vertical(Algorithm):
         got: Exchange,
         *,
         fresh: bool = True,
+        kept: KeptTraining | None = None,
     ) -> TrainingResult:
         # trainable parameters only: a pull on statistics of BatchNorm would only add a constant to the reported loss
         pulled = context.model.trainable(self.anchors(local, got))
@@ -295,7 +274,10 @@ class Vertical(Algorithm):
         train: Train = replace(self.train, steps=self.local_rounds, batch_size=0)
         if self.local_unit == "epoch":
             train = replace(self.train, epochs=self.local_rounds, batch_size=self.inner_batch)
-        return data.at(got.rows).minimise(loss, params, train=train, only=trained)
+        elif kept:  # an epoch of one batch is a step; `after` continues epochs only
+            train = replace(self.train, epochs=self.local_rounds, batch_size=0)
+        after = kept.earlier() if kept else None
+        return data.at(got.rows).minimise(loss, params, train=train, only=trained, after=after)
 
     def _embeddings(self, context: ClientContext, data: ClientData, local: Tree, rows: Tensor) -> Tree:
         """Embeddings (B_m, E) of the device's own modalities, zero in rows that lack one."""

@@ -1,17 +1,29 @@
 """Checks of the rows that clients handed over and of the embeddings that they send back, and what a round logs."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from polyfed.algorithms.partialfl.messages import Deposit
-from polyfed.core.tree import Tree
+from polyfed.core.tree import SHARED, Tree, nested
 from polyfed.federation.replies import Replies
+
+PRESENT = "present"
+"""Prefix of the masks beside the deposited rows: which of the rows the client has."""
 
 
 def usable_rows(given: Deposit, shapes: Mapping[str, tuple[int, ...]]) -> Tree:
-    """The deposited rows (n, ...) by modality, without those whose shape the model does not read."""
-    return {m: x.clone() for m, x in (given.vectors | given.samples).items() if tuple(x.shape[1:]) == shapes.get(m)}
+    """The deposited rows (n, ...) by modality, without those whose shape the model does not read.
+
+    Under `present.<modality>` they also say which rows the client has, if it lacks the modality for some.
+    """
+    rows = {m: x.clone() for m, x in (given.vectors | given.samples).items() if tuple(x.shape[1:]) == shapes.get(m)}
+    has = given.there.get(SHARED)
+    columns = sorted(given.vectors | given.samples)
+    if has is None or has.shape[1] != len(columns):
+        return rows
+    return rows | nested(PRESENT, {m: has[:, columns.index(m)].clone() for m in rows})
 
 
 def usable_embeddings(replies: Replies, deposits: Mapping[int, Tree], size: int) -> dict[int, Tree]:
@@ -27,9 +39,15 @@ def usable_embeddings(replies: Replies, deposits: Mapping[int, Tree], size: int)
 
 def logged(replies: Replies, server_losses: list[float]) -> dict[str, float]:
     """Numbers of a round for the log: means over the clients that have a shareable modality."""
-    parts = [part.message for part in replies.parts if part.message.student]  # type: ignore[attr-defined]
+    messages: list[Any] = [part.message for part in replies.parts]
+    parts = [message for message in messages if message.student]
     if not parts:
         return {}
-    names = {"local_loss": "loss_local", "alignment": "alignment"}
+    names = {"local_loss": "loss_local"}
+    aligned = [part for part in parts if part.params]
     means = {ours: float(torch.cat([getattr(p, name) for p in parts]).mean()) for name, ours in names.items()}
+    if aligned:
+        means["alignment"] = float(torch.cat([part.alignment for part in aligned]).mean())
+    if parts[0].probe:
+        means["teacher_accuracy"] = float(torch.cat([p.probe[SHARED] for p in parts]).mean())
     return means | {"loss_server": sum(server_losses) / max(len(server_losses), 1)}

@@ -14,7 +14,11 @@ class Call(Message):
 
 @message
 class Deposit(Message):
-    """A client's rows (n, ...) of its shareable modalities: vectors of an extractor, or the samples themselves."""
+    """A client's rows (n, ...) of its shareable modalities: vectors of an extractor, or the samples themselves.
+
+    If some rows lack a modality, `there` says under `shared` which rows have which: 1 or 0, (n, M), with a column for
+    each of the M modalities in alphabetical order.
+    """
 
     vectors: Tree = carries(
         "embeddings",
@@ -23,6 +27,7 @@ class Deposit(Message):
         tells="the rows as the data holds them: inputs = 'embeddings' says that they are embeddings",
     )
     samples: Tree = carries("raw", rows="num_rows", shape=("sample",))
+    there: Tree = carries("statistic", rows="num_rows", shape=(None,))
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
 
 
@@ -37,11 +42,15 @@ class Guided(Message):
 
 @message
 class GuidedUpdate(Message):
-    """The trained global model, the local model's embeddings z'_T (n, d) by modality, losses and alignment."""
+    """The trained global model, the local model's embeddings z'_T (n, d) by modality, losses and alignment.
+
+    `probe` has the teacher's accuracy under `shared`, if the options ask for it.
+    """
 
     params: Tree = carries("parameters")
     student: Tree = carries("embeddings", rows="num_rows", shape=(None,))
     loss: Tensor = carries("statistic")
     local_loss: Tensor = carries("statistic")
     alignment: Tensor = carries("statistic")
+    probe: Tree = carries("statistic")
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from polyfed.core import keys
 from polyfed.core.tree import keep_on_host
 
 PIECE = 16384
@@ -89,11 +90,13 @@ class Step:
         rate: eta-hat, times minus the sign of the gradient's estimate.
         oldest: the update uses no copies that were built before this round.
         divisors: divisor of each device's drift, (K,); None leaves the drift as it is.
+        normalised: whether inner products count relative to the lengths of drift and differences; see `learned`.
     """
 
     rate: float
     oldest: int = 0
     divisors: Tensor | None = None
+    normalised: bool = False
 
 
 def aggregate(logits: Tensor, members: Tensor, uploads: Tensor) -> Record:
@@ -115,6 +118,10 @@ def learned(
     Xi_kj += rate * xi_kj * <w_j - W_k, upload_k - W_k> with w, W, xi of the round in which k's copy was built. This
     takes one matrix product for each such round, and there are at most as many rounds as the largest age.
 
+    If `step.normalised`, the change is rate * (c_kj - mean over j of c_kj), where c_kj is the inner product divided by
+    the length of the drift and by that of the longest w_j - W_k. So it does not depend on the size of the block, the
+    learning rate or the number of devices, and no logit changes by more than 2 * rate.
+
     Args:
         logits: Xi before the update, (K, K).
         built: round of every device's newest copy, (K,).
@@ -132,27 +139,63 @@ def learned(
         mine = (built[members] == number).nonzero().flatten()
         rows = record.rows(members[mine])
         mix_GS = record.mix[rows]
-        dots_GS = _dots(uploads, mine, record, rows, num_trainable).to(logits)
+        dots, lengths = _dots(uploads, mine, record, rows, num_trainable)
+        dots_GS = dots.to(logits)
         # W is the mixture of the w, so <W, drift> needs no product of its own, and the changes of a row sum to zero
-        change = step.rate * mix_GS * (dots_GS - (mix_GS * dots_GS).sum(1, keepdim=True))
+        centred_GS = dots_GS - (mix_GS * dots_GS).sum(1, keepdim=True)
+        if step.normalised:
+            scale = lengths.to(logits).unsqueeze(1) * _longest(record, rows, num_trainable).to(logits).unsqueeze(1)
+            part_GS = torch.where(scale > 0, centred_GS / scale.clamp(min=1e-300), 0.0).clamp(-1, 1)
+            change = step.rate * (part_GS - part_GS.mean(1, keepdim=True))
+        else:
+            change = step.rate * mix_GS * centred_GS
         if step.divisors is not None:
             change = change / step.divisors[members[mine]].unsqueeze(1)
         after[members[mine].unsqueeze(1), record.members] += change
     return after
 
 
-def _dots(uploads: Tensor, mine: Tensor, record: Record, rows: Tensor, num_trainable: int) -> Tensor:
-    """Inner products (G, S) of the devices' drifts with the record's uploads, piece by piece.
+def _dots(uploads: Tensor, mine: Tensor, record: Record, rows: Tensor, num_trainable: int) -> tuple[Tensor, Tensor]:
+    """Inner products (G, S) of the devices' drifts with the record's uploads, and lengths (G,) of the drifts.
+
+    Both are summed piece by piece.
 
     Writing the drifts of a thousand devices to memory and reading them back would take longer than the products.
     """
     mine, rows = mine.to(uploads.device), rows.to(uploads.device)
-    dots = uploads.new_zeros(len(mine), len(record.members))
+    dots, squares = uploads.new_zeros(len(mine), len(record.members)), uploads.new_zeros(len(mine))
     for start in range(0, num_trainable, PIECE):
         piece = slice(start, min(start + PIECE, num_trainable))
         drift = uploads[:, piece].index_select(0, mine) - record.copies[:, piece].index_select(0, rows)
         dots.addmm_(drift, record.uploads[:, piece].T)
-    return dots
+        squares += drift.square().sum(1)
+    return dots, squares.sqrt()
+
+
+def _longest(record: Record, rows: Tensor, num_trainable: int) -> Tensor:
+    """For each device the length of the longest w_j - W_k in the record, (G,).
+
+    They follow from the inner products of the centred uploads, since W_k is a mixture of them.
+    """
+    size = len(record.members)
+    gram = torch.zeros(size, size, dtype=torch.float64)
+    for start in range(0, num_trainable, PIECE):
+        piece = record.uploads[:, start : min(start + PIECE, num_trainable)]
+        centred = piece - piece.mean(0)
+        gram += (centred @ centred.T).to(gram)
+    mix = record.mix[rows].to(gram)
+    cross = mix @ gram
+    squares = gram.diagonal() - 2 * cross + (cross * mix).sum(1, keepdim=True)
+    return squares.clamp(min=0).amax(1).sqrt()
+
+
+def shuffled(logits: Tensor, key: int) -> Tensor:
+    """The logits, with those of every row for other devices in random order: a control that keeps each device's own."""
+    after, size = logits.clone(), len(logits)
+    for k in range(size):
+        others = torch.tensor([j for j in range(size) if j != k], dtype=torch.int64)
+        after[k, others] = logits[k, others[keys.permutation(keys.fold_in(key, k), size - 1)]]
+    return after
 
 
 def own_coefficients(logits: Tensor, among: Tensor) -> Tensor:

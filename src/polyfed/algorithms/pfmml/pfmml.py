@@ -11,9 +11,9 @@ collects, mixes and learns (steps 2 to 6). Downloads come first because the pape
 docs/algorithms/pfmml.md.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,17 @@ from polyfed.algorithms.averaging import mean_loss
 from polyfed.algorithms.base import Algorithm, Broadcast
 from polyfed.algorithms.blocks import Blocks, Installed, Layout, Wanted, layouts, owners
 from polyfed.algorithms.local import Done, Start
-from polyfed.algorithms.pfmml.coefficients import BlockState, Step, aggregate, learned, own_coefficients, scheduled
+from polyfed.algorithms.pfmml.coefficients import (
+    BlockState,
+    Step,
+    aggregate,
+    learned,
+    own_coefficients,
+    scheduled,
+    shuffled,
+)
+from polyfed.algorithms.pfmml.deliveries import Deliveries
+from polyfed.core import keys
 from polyfed.core.request import Send
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
@@ -35,6 +45,9 @@ from polyfed.federation.network import TRAINING_PASSES, Timetable
 from polyfed.objective import Objective
 from polyfed.training import ClientData
 from polyfed.training.client_data import rows_trained, steps_trained
+
+MOVED = 0.005
+"""Change of the mean coefficient of devices for themselves, over a third of a run, that counts as learning."""
 
 TABLE_CLIENTS = 64
 """Matrices of more devices than this are not logged, because their heat map would not be readable."""
@@ -62,10 +75,10 @@ class PfmmlState:
         """Keep what is known about the devices on the CPU."""
         keep_on_host(self, "undelivered")
 
-    def due(self, block: str) -> Tensor:
-        """Devices whose newest copy has to be sent, bool (K,): it is of the last round, or was lost before."""
-        sent = self.blocks[block].sent
-        return sent | self.undelivered.get(block, torch.zeros_like(sent))
+    @property
+    def deliveries(self) -> Deliveries:
+        """The copies that are due."""
+        return Deliveries(self.blocks, self.undelivered)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,37 +87,43 @@ class Pfmml(Algorithm):
 
     Attributes:
         uploads: K-hat, devices that upload a block in a round: a share of all devices, or a count.
-        coefficient_lr: eta-hat, learning rate of the coefficients; 0.01 in the paper, 0 keeps mixtures uniform.
+        coefficient_lr: eta-hat, learning rate of the coefficients; 0 keeps mixtures uniform. Under `scale =
+            "normalised"` a logit changes by at most twice this rate in an update; the paper has 0.01 under `raw`.
         max_age: A_th, a block is uploaded after at most so many rounds; 10 in the paper, 0 never forces an upload.
         rule: score of a device: `ratio`, benefit per second, or `linear`, benefit - `price_per_second` * seconds
             (Table III).
         price_per_second: alpha, the price of a second under `linear`; the paper tries 1e-4, 1e-3, 1e-2.
         grad_sign: sign of a device's drift as an estimate of its gradient: -1, because a device moves against its
             gradient; 1 is the paper's literal text.
-        scale: `raw` takes the drift as it is, `per-step` divides it by learning rate and steps, `per-size` treats every
-            block as if it were as large as the largest one. Inner products grow with the size of a block, so that under
-            `raw` the coefficients of a small shared block hardly change (docs/results/pfmml.md).
+        scale: `normalised` divides inner products by the lengths of their vectors, so that one rate serves all blocks
+            and data sets. `raw` (the paper) takes the drift as it is, `per-step` divides it by learning rate and steps,
+            `per-size` treats every block as if it were as large as the largest one. Inner products grow with the size
+            of a block, so that under `raw` the coefficients of a small block hardly change (docs/results/pfmml.md).
         record: `last` learns from a device's newest copy, however old; `previous-round` only from copies of the last
             round.
         learn: update the coefficients `after` mixing, as in the paper, or `before`.
         softmax_over: the coefficients that enter the score are a softmax over `all` devices or the block's `owners`.
         waits_for: the server waits for the `scheduled` devices, or for `all`.
+        placebo: a control that keeps the cost: `uniform` learns coefficients and does not use them, `shuffled` mixes
+            with each device's coefficients for the other devices in random order. `none` is the method.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     uploads: float | int = 1 / 3
-    coefficient_lr: Annotated[float, NOT_NEGATIVE] = 0.01
+    coefficient_lr: Annotated[float, NOT_NEGATIVE] = 2.0
     max_age: Annotated[int, NOT_NEGATIVE] = 10
     rule: Literal["ratio", "linear"] = "ratio"
     price_per_second: Annotated[float, NOT_NEGATIVE] = 1e-4
     grad_sign: Literal[-1, 1] = -1
-    scale: Literal["raw", "per-step", "per-size"] = "raw"
+    scale: Literal["normalised", "raw", "per-step", "per-size"] = "normalised"
     record: Literal["last", "previous-round"] = "last"
     learn: Literal["after", "before"] = "after"
     softmax_over: Literal["all", "owners"] = "all"
     waits_for: Literal["scheduled", "all"] = "scheduled"
+    placebo: Literal["none", "uniform", "shuffled"] = "none"
 
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {"scale": "raw", "coefficient_lr": 0.01}}
     renamed: ClassVar[Mapping[str, str]] = {"alpha": "price_per_second"}
 
     def __post_init__(self) -> None:
@@ -122,11 +141,11 @@ class Pfmml(Algorithm):
 
     def round(self, state: PfmmlState, fed: Federation) -> PfmmlState:
         """Download, train, schedule, upload, mix, learn."""
-        downloads = self._downloads(state, fed)
-        installed = fed.ask(self.install, list(downloads), downloads, quorum=False)
-        unheard = torch.tensor([client in downloads and client not in installed for client in fed.clients])
-        trained = fed.ask(self.practise, list(fed.clients.eligible), Start())
         laid = layouts(fed, state.params)
+        downloads = state.deliveries.messages(laid)  # step 7 of the round before
+        installed = fed.ask(self.install, list(downloads), downloads, quorum=False)
+        lost = state.deliveries.lost(downloads, installed)
+        trained = fed.ask(self.practise, list(fed.clients.eligible), Start())
         asked = exchange.wanted(self._schedule(state, fed))
         uploads = fed.ask(self.upload, list(asked), asked, quorum=False, accept=exchange.as_wanted(asked, laid))
         step = self._step(fed)
@@ -136,9 +155,9 @@ class Pfmml(Algorithm):
             own = step
             if self.scale == "per-size":
                 own = replace(step, rate=step.rate * largest / max(layout.num_trainable, 1))
-            lost, now = state.due(block) & unheard, layout.gather(uploads)
-            blocks[block] = self._after(state.blocks[block], now, lost, layout, own, fed.round)
-            undelivered[block] = lost & ~blocks[block].sent  # a device that uploads gets a newer copy
+            now, key = layout.gather(uploads), keys.key(fed.seed, "placebo", fed.round, block)
+            blocks[block] = self._after(state.blocks[block], now, lost[block], layout, own, fed.round, key)
+            undelivered[block] = lost[block] & ~blocks[block].sent  # a device that uploads gets a newer copy
         return replace(
             state, blocks=blocks, undelivered=undelivered, waited_for=sorted(asked), train_loss=mean_loss(trained, fed)
         )
@@ -153,7 +172,7 @@ class Pfmml(Algorithm):
 
     def to_judge(self, state: PfmmlState, fed: Federation, clients: Sequence[int]) -> Send:
         """The copies that are due."""
-        arriving = self._downloads(state, fed, {*clients})
+        arriving = state.deliveries.messages(layouts(fed, state.params), {*clients})
         return {client: arriving.get(client, Broadcast({})) for client in clients}
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
@@ -173,6 +192,19 @@ class Pfmml(Algorithm):
             seen[f"uploads.{block}"] = float(entry.sent.sum())
             seen[f"oldest.{block}"] = float(entry.ages.max())
         return seen
+
+    def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
+        """The blocks whose coefficients have not moved."""
+        names = [name for name in logged[0] if name.startswith("own_coefficient.")]
+        still = [
+            name.removeprefix("own_coefficient.") for name in names if abs(logged[-1][name] - logged[0][name]) < MOVED
+        ]
+        if not still or not self.coefficient_lr or self.placebo == "uniform":
+            return []
+        return [
+            f"the coefficients of {', '.join(still)} have not moved in {len(logged)} rounds, so every device gets "
+            "nearly the plain mean there; raise coefficient_lr, or take scale = 'normalised'"
+        ]
 
     def observe_tables(self, state: PfmmlState) -> dict[str, list[list[float]]]:
         """Per block the coefficients (row softmax of Xi, Eq. 4); `uploads` says in a row per block who sent it."""
@@ -196,21 +228,6 @@ class Pfmml(Algorithm):
     def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Wanted) -> tuple[Blocks, Tree]:
         """Send the wanted blocks (step 3)."""
         return exchange.pick(local, got), local
-
-    def _downloads(
-        self, state: PfmmlState, fed: Federation, clients: Collection[int] | None = None
-    ) -> dict[int, Broadcast]:
-        """The copies that are due, by device; only those of `clients` if given."""
-        trees: dict[int, Tree] = {}
-        for block, layout in layouts(fed, state.params).items():
-            entry = state.blocks[block]
-            for client in state.due(block).nonzero().flatten().tolist():
-                if clients is not None and client not in clients:
-                    continue
-                copy = entry.copy_of(client)
-                assert copy is not None, "a copy is due that was never built"
-                trees.setdefault(client, {}).update(layout.tree(copy))
-        return {client: Broadcast(tree) for client, tree in trees.items()}
 
     def _schedule(self, state: PfmmlState, fed: Federation) -> dict[str, Tensor]:
         """Step 2, block after block: a later block waits in the queue for the earlier ones."""
@@ -241,7 +258,7 @@ class Pfmml(Algorithm):
         clients, model, links = fed.clients, fed.context.model, fed.clock.links
         down_bits = torch.zeros(len(clients)).double()
         for block, layout in layouts(fed, state.params).items():
-            down_bits += layout.num_bits * state.due(block)
+            down_bits += layout.num_bits * state.deliveries.due(block)
         flops = {block: model.flops(block) for block in (*clients.modalities, SHARED)}
         own_flops = clients.holds.double() @ torch.tensor([flops[m] for m in clients.modalities]).double()
         rows = [rows_trained(n, self.train, skip_single=model.has_batchnorm) for n in clients.num_rows.tolist()]
@@ -250,7 +267,14 @@ class Pfmml(Algorithm):
         return seconds
 
     def _after(
-        self, entry: BlockState, now: tuple[Tensor, Tensor], lost: Tensor, layout: Layout, step: Step, round: int
+        self,
+        entry: BlockState,
+        now: tuple[Tensor, Tensor],
+        lost: Tensor,
+        layout: Layout,
+        step: Step,
+        round: int,
+        key: int,
     ) -> BlockState:
         """Steps 4 to 6 for one block. Devices in `lost`, bool (K,), did not receive the copy that was due."""
         members, uploads = now
@@ -267,8 +291,12 @@ class Pfmml(Algorithm):
         if not len(members):
             return replace(entry, ages=ages, sent=sent)
         before = update(entry.logits) if self.learn == "before" else entry.logits
-        record = aggregate(before, members, uploads)
+        if self.placebo == "uniform":
+            before = entry.logits
+        record = aggregate(shuffled(before, key) if self.placebo == "shuffled" else before, members, uploads)
         logits = update(entry.logits) if self.learn == "after" else before
+        if self.placebo == "uniform":
+            logits = entry.logits
         built = torch.where(sent, round, entry.built)
         needed = set(torch.unique(built).tolist())
         records = {number: old for number, old in entry.records.items() if number in needed} | {round: record}
@@ -282,4 +310,4 @@ class Pfmml(Algorithm):
             steps = torch.tensor([steps_trained(n, self.train, skip_single=skip) for n in counts])
             divisors = (self.train.lr_at(fed.round, fed.rounds) * steps).clamp(min=1e-12).double()
         oldest = fed.round - 1 if self.record == "previous-round" else 1
-        return Step(-self.grad_sign * self.coefficient_lr, oldest, divisors)
+        return Step(-self.grad_sign * self.coefficient_lr, oldest, divisors, self.scale == "normalised")

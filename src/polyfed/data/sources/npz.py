@@ -90,6 +90,7 @@ class Npz(Source):
             num_classes=size,
             split=self._split(arrays, label),
             ids=self._ids(arrays, len(label)),
+            numbered=self._named(arrays, "ids") is None,
             class_names=names,
             present=self._presence(arrays),
             client=self._client(arrays),

@@ -1,4 +1,4 @@
-"""The Flower transport. Only this folder imports `flwr` (1.41, installed by the extra `polyfed[flower]`).
+"""The Flower transport. Only this folder imports `flwr` (1.41 or 1.42, installed by the extra `polyfed[flower]`).
 
 The same apps run on Flower's simulation runtime, on a SuperLink with SuperNodes, and on a grid that calls the ClientApp
 in this process. Flower's telemetry and update check, and Ray's usage statistics, are off unless the environment turns

@@ -14,6 +14,7 @@ from flwr.simulation import run_simulation
 
 from polyfed.core.signals import handling
 from polyfed.engines.flower.codec import packet_of, records
+from polyfed.engines.flower.flower_log import adopt_flower_log
 from polyfed.engines.flower.process import end_with_link, speak_last
 from polyfed.engines.flower.transport import GridTransport
 from polyfed.engines.protocol import FAILED
@@ -47,6 +48,7 @@ def server_app(main: Callable[["GridTransport", Mapping[str, Any]], None]) -> Se
     @app.main()
     def start(grid: Grid, context: Context) -> None:
         speak_last()
+        adopt_flower_log("server")
         end_with_link()
         main(GridTransport(grid), dict(context.run_config))
 

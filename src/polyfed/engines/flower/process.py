@@ -8,15 +8,20 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from threading import Thread
+from threading import Event, Thread
 
 from polyfed.core.errors import PolyfedError
+from polyfed.core.log_lines import logger_of
 
 LOOK_SECONDS, GRACE_SECONDS = 2.0, 10.0
 """Seconds between two checks that the SuperLink listens, and from the interrupt to the end (Flower takes 5)."""
 
 REFUSALS = 5
 """Connections refused in a row after which the SuperLink is gone."""
+
+
+LINK_LOST = Event()
+"""Set when this process ends because its SuperLink has ended."""
 
 
 class LastWord(logging.Filter):
@@ -62,7 +67,8 @@ def end_with_link() -> None:
         while os.getppid() == parent and refused < REFUSALS:
             time.sleep(LOOK_SECONDS)
             refused = refused + 1 if address is not None and _refuses(address) else 0
-        print("polyfed: the SuperLink is gone; this server ends", flush=True)  # noqa: T201  the app's log is its screen
+        logger_of("server", "stdout").error("the SuperLink is gone; this server ends")
+        LINK_LOST.set()
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(GRACE_SECONDS)
         os._exit(1)

@@ -8,7 +8,10 @@ and refuses every other path; the whole SuperLink listens on loopback.
 
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from base64 import b64decode
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -17,16 +20,27 @@ import uvicorn
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
-from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
+from flwr.common.constant import (
+    HEARTBEAT_DEFAULT_INTERVAL,
+    NOOP_ACCOUNT_NAME,
+    NOOP_FLWR_AID,
+    SYSTEM_TIME_TOLERANCE,
+    TIMESTAMP_HEADER,
+    TIMESTAMP_TOLERANCE,
+)
 from flwr.supercore import sql_mixin
-from flwr.supercore.http_logging import get_uvicorn_log_config
-from flwr.supercore.logger import console_handler
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+from flwr.supercore.date import now
+from flwr.supercore.primitives.asymmetric import bytes_to_public_key, public_key_to_bytes, verify_signature
 from flwr.superlink.cli.flower_superlink import SuperLinkLifespan, _parse_superlink_lifespan_config
 from flwr.superlink.main import create_app
 from flwr.superlink.routers.fleet.router import router as fleet
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 
 from polyfed.core.errors import RecipeError
+from polyfed.engines.flower.flower_log import adopt_flower_log, web_log_config
+from polyfed.engines.flower.link_facts import database_of_this_release, link_facts
 
 LOOPBACK = "127.0.0.1"
 
@@ -40,45 +54,138 @@ LOCK_SECONDS = 600
 """How long a write waits for the SuperLink's database. Flower's 5 seconds are too short while large models are written
 (inferred): the write then fails with "database is locked" and the run ends."""
 
-Scope = Mapping[str, Any]
+LARGEST_BODY, LARGEST_HEAD = 2**23, 2**15
+"""Bytes of a call's body and of its headers. Flower sends a message in pieces of 5 MiB (1.41)."""
+
+Scope = MutableMapping[str, Any]
 
 
 class FleetOnly:
-    """An ASGI application that passes on what SuperNodes call and answers 403 to everything else.
+    """An ASGI application that passes on what registered SuperNodes call, and refuses everything else.
+
+    The signature is checked before any of the body is read, and no body is read beyond `LARGEST_BODY`. Flower itself
+    reads the whole body first.
 
     Args:
         app: the SuperLink's application.
+        is_signed: whether the headers hold a fresh signature by a registered key.
     """
 
-    def __init__(self, app: Any) -> None:
-        self.app = app
+    def __init__(self, app: Any, is_signed: Callable[[Headers], bool]) -> None:
+        self.app, self.is_signed = app, is_signed
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Answer one request."""
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in PUBLIC:
-            await self.app(scope, receive, send)
-        elif scope["type"] == "http":
-            text = b"polyfed: this port is for SuperNodes only\n"
-            headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(text)).encode())]
-            await send({"type": "http.response.start", "status": 403, "headers": headers})
-            await send({"type": "http.response.body", "body": text})
+        if scope["type"] != "http":
+            return
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "0")
+        if scope["method"] != "POST" or scope["path"] not in PUBLIC:
+            await _refuse(send, 403, "this port is for SuperNodes only")
+        elif not await run_in_threadpool(self.is_signed, headers):
+            await _refuse(send, 401, "the call is not signed by a registered key, or the clocks differ")
+        elif not length.isdecimal() or int(length[:20]) > LARGEST_BODY or (body := await _body(receive)) is None:
+            await _refuse(send, 413, f"the body of a call has at most {LARGEST_BODY} bytes")
+        else:
+            await self.app(scope, _again(body, receive), send)
+
+
+async def _refuse(send: Any, status: int, why: str) -> None:
+    text = f"polyfed: {why}\n".encode()
+    headers = [
+        (b"content-type", b"text/plain"),
+        (b"content-length", str(len(text)).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text})
+
+
+async def _body(receive: Any) -> bytes | None:
+    """The body of a call; None if it is too large."""
+    body, more = bytearray(), True
+    while more:
+        event = await receive()
+        body += event.get("body", b"")
+        more = event.get("more_body", False) and event["type"] == "http.request"
+        if len(body) > LARGEST_BODY:
+            return None
+    return bytes(body)
+
+
+def _again(body: bytes, receive: Any) -> Any:
+    """Hand out a body that has been read, and then what else comes."""
+    left = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def handed() -> Any:
+        return left.pop() if left else await receive()
+
+    return handed
+
+
+def signed_by_known(state: Callable[[], Any]) -> Callable[[Headers], bool]:
+    """Make the check of `FleetOnly`; Flower repeats it, and compares the key with the body.
+
+    Args:
+        state: gives the SuperLink's state, which knows the registered keys.
+    """
+
+    def check(headers: Headers) -> bool:
+        try:
+            key = b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
+            signature = b64decode(headers[FLEET_HTTP_SIGNATURE_HEADER], validate=True)
+            stamp = headers[TIMESTAMP_HEADER]
+            age = (now() - datetime.fromisoformat(stamp)).total_seconds()
+            fresh = -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
+            if not fresh or state().get_node_id_by_public_key(key) is None:
+                return False
+            return bool(verify_signature(bytes_to_public_key(key), stamp.encode("ascii"), signature))
+        except (KeyError, ValueError, TypeError):  # missing, or not what it should be
+            return False
+
+    return check
+
+
+@dataclass(frozen=True)
+class Service:
+    """A web application beside the SuperLink, on a port of its own.
+
+    Attributes:
+        app: makes the application, given a function that asks the SuperLink for `polyfed.engines.flower.link_facts`.
+        host: address.
+        port: port.
+        tls: whether it uses the server's certificate.
+    """
+
+    app: Callable[[Callable[[], dict[str, Any]]], Any]
+    host: str
+    port: int
+    tls: bool
 
 
 class _Whole(uvicorn.Server):
-    """The server on loopback; the public one ends with it."""
+    """The server on loopback; the others end with it."""
 
-    def __init__(self, config: uvicorn.Config, public: uvicorn.Server) -> None:
+    def __init__(self, config: uvicorn.Config, others: Sequence[uvicorn.Server]) -> None:
         super().__init__(config)
-        self.public = public
+        self.others = others
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop taking connections, on both ports."""
-        self.public.should_exit = True
+        """Stop taking connections, on all ports."""
+        for other in self.others:
+            other.should_exit = True
         await super().shutdown(sockets)
 
 
 def run_superlink(
-    *, credentials: Path, keys: Iterable[Path], database: str, control_port: int, host: str, port: int
+    *,
+    credentials: Path,
+    keys: Iterable[Path],
+    database: str,
+    control_port: int,
+    host: str,
+    port: int,
+    services: Iterable[Service] = (),
 ) -> None:
     """Run a SuperLink until it is asked to end.
 
@@ -89,30 +196,43 @@ def run_superlink(
         control_port: port on loopback for `flwr` and for the processes of an app.
         host: address on which SuperNodes are served.
         port: port on which SuperNodes are served.
+        services: further web applications.
 
     Raises:
-        RecipeError: a key is not a public key of the kind that Flower takes.
+        RecipeError: a key is not a public key of the kind that Flower takes, or the database is of a newer release.
     """
+    adopt_flower_log("superlink")
     known = [_public_key(path) for path in keys]
+    Path(database).touch(mode=0o600)  # it holds the messages; SQLite gives the files beside it the same mode
+    Path(database).chmod(0o600)
     pragmas = vars(sql_mixin)
     pragmas["SQLITE_PRAGMAS"] = _patient(pragmas["SQLITE_PRAGMAS"])
     sys.argv = ["flower-superlink", *_words(credentials, database, control_port)]
     config = _parse_superlink_lifespan_config()
-    app = create_app(config, SuperLinkLifespan)
-    _register(app.state.linkstate_factory.state(), known)
-    common: dict[str, Any] = {
-        "log_config": get_uvicorn_log_config(console_handler.level),
-        "ssl_keyfile": config.ssl_keyfile,
-        "ssl_certfile": config.ssl_certfile,
-        "ws": "none",
-    }
+    with database_of_this_release(database):
+        app = create_app(config, SuperLinkLifespan)
+        state = app.state.linkstate_factory.state
+        _register(state(), known)
+    common: dict[str, Any] = {"log_config": web_log_config("superlink"), "ws": "none"}
+    tls: dict[str, Any] = {"ssl_keyfile": config.ssl_keyfile, "ssl_certfile": config.ssl_certfile}
     # bound before anything starts, so that a port that is taken ends the command
-    outer = uvicorn.Config(FleetOnly(app), host=host, port=port, lifespan="off", **common)
-    opened = outer.bind_socket()
-    public = uvicorn.Server(outer)
-    whole = _Whole(uvicorn.Config(app, host=LOOPBACK, port=control_port, **common), public)
-    Thread(target=public.run, kwargs={"sockets": [opened]}, daemon=True).start()
+    outer = [public_config(FleetOnly(app, signed_by_known(state)), host, port, **tls, **common)]
+    for service in services:
+        made, secured = service.app(lambda: link_facts(state())), tls if service.tls else {}
+        outer.append(uvicorn.Config(made, host=service.host, port=service.port, lifespan="off", **secured, **common))
+    opened = [(uvicorn.Server(one), one.bind_socket()) for one in outer]
+    whole = _Whole(
+        uvicorn.Config(app, host=LOOPBACK, port=control_port, **tls, **common), [server for server, _ in opened]
+    )
+    for server, bound in opened:
+        Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True).start()
     whole.run()
+
+
+def public_config(app: FleetOnly, host: str, port: int, **common: Any) -> uvicorn.Config:
+    """How the public port is served: headers are bounded too."""
+    heads: dict[str, Any] = {"http": "h11", "h11_max_incomplete_event_size": LARGEST_HEAD}
+    return uvicorn.Config(app, host=host, port=port, lifespan="off", **heads, **common)
 
 
 def _words(credentials: Path, database: str, control_port: int) -> Sequence[str]:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
@@ -13,7 +13,11 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from polyfed.engines.flower.codec import packet_of, records
-from polyfed.engines.protocol import ENROLLED, FAILED, REPLY, Patience, hello, one_line
+from polyfed.engines.flower.grid_calls import is_too_large, online, pull, push
+from polyfed.engines.flower.node_keys import device_of
+from polyfed.engines.flower.open_request import OpenRequest
+from polyfed.engines.flower.process import LINK_LOST
+from polyfed.engines.protocol import ENROLLED, FAILED, Patience, hello, one_line
 from polyfed.federation.wire_format import Packet
 
 FIRST_WAIT, LONGEST_WAIT = 0.02, 0.5
@@ -23,14 +27,14 @@ Flower's own grids pause 0.1 (simulation) and 3 (SuperLink)."""
 LOOK_EVERY = 1.0
 """Seconds between two looks for nodes that are new, back, or offline."""
 
-GRACE = 1.1
-"""A client that missed its deadline is waited for until this multiple of the time that the others took."""
-
 LONGEST_SKIP = 64
 """After its n-th missed deadline in a row, a client gets the full deadline again after 2**n requests, at most these."""
 
 TTL = 2.0
 """How long Flower keeps a message, as a multiple of the deadline, so that late replies arrive and can be counted."""
+
+LARGEST_ENROLMENT = 2**20
+"""Bytes of the largest answer to the question whether a node takes part."""
 
 FINAL = (
     ErrorCode.CLIENT_APP_RAISED_EXCEPTION,
@@ -42,54 +46,6 @@ FINAL = (
 
 
 @dataclass
-class _Round:
-    """One request to several clients while the server waits for their replies.
-
-    Attributes:
-        packets: by client.
-        patience: how long to wait.
-        waiting: client by id of the message that has not been answered.
-        answers: what the clients answered, or why there is no answer.
-        again: clients whose message was lost with their node, and Flower's reason.
-        away: since when a client's node has been offline.
-        settled: when every client that is waited for in full had answered.
-    """
-
-    packets: Mapping[int, Packet]
-    patience: Patience
-    started: float
-    waiting: dict[str, int] = field(default_factory=dict)
-    answers: dict[int, Packet | str] = field(default_factory=dict)
-    again: dict[int, str] = field(default_factory=dict)
-    away: dict[int, float] = field(default_factory=dict)
-    settled: float = math.inf
-
-    @property
-    def end(self) -> float:
-        """The deadline on the monotonic clock."""
-        return self.started + self.patience.seconds
-
-    @property
-    def grace(self) -> float:
-        """When clients that missed an earlier deadline have had their time; infinity while others are waited for."""
-        return self.started + GRACE * (self.settled - self.started)
-
-    @property
-    def replied(self) -> int:
-        """How many clients have replied; refusals and failures do not count."""
-        found = (answer for answer in self.answers.values() if isinstance(answer, Packet))
-        return sum(answer.header.get("verdict") == REPLY for answer in found)
-
-    def pending(self) -> list[int]:
-        """The clients that have not answered."""
-        return [client for client in self.packets if client not in self.answers]
-
-    def gone(self, client: int, now: float) -> bool:
-        """Whether the client's node has been offline for longer than it may be."""
-        return client in self.away and now - self.away[client] >= self.patience.away_seconds
-
-
-@dataclass
 class GridTransport:
     """A `Transport` over a Flower grid.
 
@@ -97,16 +53,17 @@ class GridTransport:
         grid: Flower's grid.
         stop: set it from another thread to end a wait with KeyboardInterrupt.
         node_of: the node from which each client enrolled.
-        greeting: the packet that asks a node to enrol.
-        vet: `vet(packet, node)` returns why an enrolment must be refused, and an empty text otherwise.
+        vet: `vet(packet, device)` returns why an enrolment must be refused, and an empty text otherwise. The device is
+            named by the fingerprint of its key.
+        limit: size in bytes of the largest reply that is fetched.
         discarded: by client, how many replies arrived after their request had been closed.
     """
 
     grid: Grid
     stop: Event = field(default_factory=Event)
     node_of: dict[int, int] = field(default_factory=dict)
-    greeting: Packet = field(default_factory=hello)
-    vet: Callable[[Packet, int], str] = lambda packet, node: ""
+    vet: Callable[[Packet, str], str] = lambda packet, device: ""
+    limit: int = 2**29
     discarded: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -115,6 +72,11 @@ class GridTransport:
         self._misses: Counter[int] = Counter()  # deadlines in a row that a client missed
         self._skip: Counter[int] = Counter()  # requests until a client that missed one gets the full deadline again
         self._overdue: dict[str, tuple[int, float]] = {}  # closed requests: client, and when Flower deletes the message
+
+    @property
+    def lost(self) -> bool:
+        """Whether the SuperLink is gone, and this process ends for that reason."""
+        return LINK_LOST.is_set()
 
     def enrol(
         self, wanted: int, seconds: float, heard: Callable[[Sequence[Packet]], None] = lambda answers: None
@@ -143,21 +105,27 @@ class GridTransport:
                 self._pause(started, end)
         return answers
 
-    def exchange(self, packets: dict[int, Packet], patience: Patience) -> dict[int, Packet | str]:
+    def exchange(
+        self,
+        packets: dict[int, Packet],
+        patience: Patience,
+        sent: Callable[[Collection[int]], None] = lambda clients: None,
+    ) -> dict[int, Packet | str]:
         """See `Transport.exchange`.
 
         A request that is lost with its node is sent again when the node is back; repeating a task gives the same reply
         (`polyfed.engines.protocol`). The wait ends when everybody has answered, when `patience.enough` clients have
         replied, or at the deadline. A client that missed its deadline is asked again, but for some requests it is
-        waited for only `GRACE` times as long as the others took. A client whose node is offline is waited for only
-        `patience.away_seconds`.
+        waited for only `open_request.GRACE` times as long as the others took. A client whose node is offline is waited
+        for only `patience.away_seconds`.
         """
         now = time.monotonic()
-        run = _Round(packets, patience, now)
+        run = OpenRequest(packets, patience, now)
         self._skip -= Counter(dict.fromkeys(packets, 1))
         absent = [client for client in packets if client not in self.node_of]
         run.answers |= dict.fromkeys(absent, "it has not enrolled, or was left out")
         run.waiting = self._push(packets, patience.seconds)
+        sent(list(run.waiting.values()))
         looked = now
         while not (why := self._closed(run)):
             came = self._pull(run)
@@ -168,7 +136,7 @@ class GridTransport:
                 self._pause(run.started, min(run.end, run.grace))
         return self._settled(run, why)
 
-    def _closed(self, run: _Round) -> str:
+    def _closed(self, run: OpenRequest) -> str:
         """Why the wait is over, in the words for those who have not answered; empty while it goes on."""
         now, pending, count = time.monotonic(), run.pending(), len(run.packets)
         if not pending:
@@ -187,7 +155,7 @@ class GridTransport:
             return ""
         return f"late: no answer to this request in {now - run.started:.3g} seconds, nor to an earlier one in time"
 
-    def _settled(self, run: _Round, why: str) -> dict[int, Packet | str]:
+    def _settled(self, run: OpenRequest, why: str) -> dict[int, Packet | str]:
         """The answers, with a reason for everybody who gave none; remembers who was late."""
         now = time.monotonic()
         kept_until = now + TTL * run.patience.seconds
@@ -204,13 +172,13 @@ class GridTransport:
                 self._skip[client] = min(2 ** self._misses[client], LONGEST_SKIP) + 1
         return {client: run.answers[client] for client in run.packets}
 
-    def _look(self, run: _Round) -> None:
+    def _look(self, run: OpenRequest) -> None:
         """Note which nodes are offline, and send lost requests again to those that are back."""
         left = run.end - time.monotonic()
         if run.again:
             run.waiting |= self._push(self._reachable(run.packets, run.again, run.patience.seconds), left)
-        now, online = time.monotonic(), set(self.grid.get_node_ids())
-        absent = [client for client in run.pending() if self.node_of.get(client) not in online]
+        now, there = time.monotonic(), set(online(self.grid))
+        absent = [client for client in run.pending() if self.node_of.get(client) not in there]
         run.away = {client: run.away.get(client, now) for client in absent}
 
     def _push(self, packets: Mapping[int, Packet], seconds: float) -> dict[str, int]:
@@ -220,15 +188,15 @@ class GridTransport:
             Message(records(packets[client]), self.node_of[client], "train", ttl=max(TTL * seconds, 1.0))
             for client in clients
         ]
-        sent = list(self.grid.push_messages(messages)) if messages else []
+        sent = push(self.grid, messages)
         return {identity: client for identity, client in zip(sent, clients, strict=True) if identity}
 
-    def _pull(self, run: _Round) -> bool:
+    def _pull(self, run: OpenRequest) -> bool:
         """Take in what came; every message is answered once, whatever the other side sends."""
         now = time.monotonic()
         self._overdue = {identity: entry for identity, entry in self._overdue.items() if entry[1] > now}
         wanted = [*run.waiting, *self._overdue]
-        came = list(self.grid.pull_messages(wanted)) if wanted else []
+        came = pull(self.grid, wanted, self.limit)
         for message in came:
             identity = message.metadata.reply_to_message_id
             late, _ = self._overdue.pop(identity, (None, 0.0))
@@ -236,6 +204,9 @@ class GridTransport:
                 self.discarded[late] += 1
             client = run.waiting.pop(identity, None)
             if client is None or client in run.answers:
+                continue
+            if message.has_error() and is_too_large(message.error.reason):
+                run.answers[client] = f"is too large: more than {self.limit} bytes"
                 continue
             if message.has_error() and message.error.code not in FINAL:
                 run.again[client] = f"Flower says: {one_line(message.error.reason)}"
@@ -252,29 +223,30 @@ class GridTransport:
         """The packets that can be sent again now; a client may have come back as another node."""
         self._greet(seconds)
         self._greeted()
-        online = set(self.grid.get_node_ids())
-        back = [client for client in again if self.node_of[client] in online]
+        there = set(online(self.grid))
+        back = [client for client in again if self.node_of[client] in there]
         for client in back:
             del again[client]
         return {client: packets[client] for client in back}
 
     def _greet(self, seconds: float) -> None:
         """Ask nodes that are new to enrol."""
-        new = [node for node in self.grid.get_node_ids() if node not in self._asked]
+        new = [node for node in online(self.grid) if node not in self._asked]
         self._asked.update(new)
-        messages = [Message(records(self.greeting), node, "query", ttl=max(seconds, 1.0)) for node in new]
-        if messages:
-            self._enrolling.update(i for i in self.grid.push_messages(messages) if i)
+        messages = [Message(records(hello()), node, "query", ttl=max(seconds, 1.0)) for node in new]
+        self._enrolling.update(identity for identity in push(self.grid, messages) if identity)
 
     def _greeted(self) -> list[Packet]:
         """The answers of nodes that were asked to enrol; an enrolment that must be refused becomes a failure."""
         answers = []
-        for message in self.grid.pull_messages(list(self._enrolling)) if self._enrolling else ():
+        for message in pull(self.grid, list(self._enrolling), LARGEST_ENROLMENT):
             self._enrolling.discard(message.metadata.reply_to_message_id)
             packet = _content(message)
             if packet.header.get("verdict") == ENROLLED:
                 node = message.metadata.src_node_id
-                if flaw := self.vet(packet, node) or self._place(packet.header.get("client"), node):
+                if flaw := self.vet(packet, device_of(self.grid, node)) or self._place(
+                    packet.header.get("client"), node
+                ):
                     packet = Packet({"verdict": FAILED, "reason": one_line(flaw)})
             answers.append(packet)
         return answers
@@ -283,7 +255,7 @@ class GridTransport:
         """Note the node of a client; returns a reason if another node that is online has its number."""
         if type(client) is not int or client < 0:
             return "it enrolled without a client number"
-        if self.node_of.get(client, node) != node and self.node_of[client] in set(self.grid.get_node_ids()):
+        if self.node_of.get(client, node) != node and self.node_of[client] in set(online(self.grid)):
             return f"client {client} enrolled twice: another node that is online has its number"
         self.node_of[client] = node
         return ""

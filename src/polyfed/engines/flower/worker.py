@@ -6,13 +6,15 @@ nothing of it is imported.
 """
 
 import io
+import json
+import math
 import os
 import signal
 import sys
 import time
-import tomllib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import httpx
@@ -33,14 +35,20 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from polyfed.core.errors import BadReply
+from polyfed.core.parsing import parse_toml
 from polyfed.engines.flower.apps import Handler, client_app
+from polyfed.engines.protocol import FAILED, REFUSED
+from polyfed.federation.wire_format import Packet
 
 PROJECT = "pyproject.toml"
 LONGEST_TEXT = 2**20
 """Most bytes of a text that is read from an app."""
 
-LOOK_SECONDS = 0.2
-"""Between looks for a task, and for the end of the SuperNode."""
+LOOK_SECONDS, BUSY_SECONDS = 0.2, 1.0
+"""Between looks for a task, when there is none and when one is being done."""
+
+GRACE_SECONDS = 10.0
+"""How long the process of a task may live on after the SuperNode has handed out the next task (inferred)."""
 
 _ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 
@@ -69,7 +77,7 @@ def read_app(fab: bytes, recipe: str) -> AppTexts:
     """
     try:
         with zipfile.ZipFile(io.BytesIO(fab)) as archive:
-            project = tomllib.loads(_text(archive, PROJECT))
+            project = parse_toml(_text(archive, PROJECT))
             client = project["tool"]["flwr"]["app"]["components"]["clientapp"]
             return AppTexts(str(client), _text(archive, recipe))
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, KeyError, TypeError, ValueError) as error:
@@ -84,86 +92,164 @@ def _text(archive: zipfile.ZipFile, name: str) -> str:
     return text.decode("utf-8")
 
 
-def work(address: str, secret: bytes, handler_for: Callable[[bytes], Handler], note: Callable[[str], None]) -> None:
+@dataclass(frozen=True)
+class Duties:
+    """What the process of a device does with a SuperNode's tasks.
+
+    Attributes:
+        handler_for: what answers, given the bytes of an app; raises `BadReply` to refuse the app.
+        note: writes a line to the device's log.
+        wait: waits for some seconds; what the process serves besides is served meanwhile.
+        done: is told of every task that has ended: `verdict`, and `bytes_up` of the reply's body. A task whose process
+            was killed tells nothing, which is an empty table.
+    """
+
+    handler_for: Callable[[bytes], Handler]
+    note: Callable[[str], None]
+    wait: Callable[[float], None] = time.sleep
+    done: Callable[[dict[str, Any]], None] = lambda facts: None
+
+
+def work(address: str, secret: bytes, duties: Duties) -> None:
     """Do the tasks of a SuperNode, each in a process of its own, until the SuperNode has ended.
 
-    A task's process is a copy of this one (`fork`), so that PyTorch is imported once and a crash ends one task only.
+    A task's process is a copy of this one (`fork`), so that PyTorch is imported once and a crash ends one task only. A
+    SuperNode hands out one task at a time.
 
     Args:
         address: where the SuperNode's interface for such processes listens, `host:port` on this machine.
         secret: what the SuperNode knows this process by.
-        handler_for: what answers, given the bytes of an app; raises `BadReply` to refuse the app.
-        note: writes a line to the device's log.
+        duties: what to do with the tasks.
     """
     parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the SuperNode is asked to end, and this process ends with it
     client = _client(address, SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={_ACQUIRE}), None)
-    request = AcquireTaskRequest(supported_task_types=list(TaskType))
+    tasks: list[_Task] = []
     while os.getppid() == parent:
-        try:
-            found = client.AcquireTask(request)
-        except httpx.TransportError:  # the SuperNode does not listen yet, or no more
-            found = None
-        if found is None or not (found.HasField("task") and found.token):
-            time.sleep(LOOK_SECONDS)
-            continue
-        child = os.fork()
-        if child == 0:
-            _perform_alone(address, found.token, found.task.type, handler_for, note, parent)
-        while os.getppid() == parent and os.waitpid(child, os.WNOHANG) == (0, 0):
-            time.sleep(LOOK_SECONDS / 10)
+        found = _acquired(client)
+        if found is not None:
+            for task in tasks:
+                task.end = min(task.end, time.monotonic() + GRACE_SECONDS)
+            reading, writing = os.pipe()
+            child = os.fork()
+            if child == 0:
+                _perform_alone(address, found.token, found.task.type, duties, parent, writing)
+            os.close(writing)
+            tasks.append(_Task(child, reading))
+        elif not tasks:
+            duties.wait(LOOK_SECONDS)
+        look = time.monotonic() + BUSY_SECONDS
+        while tasks and os.getppid() == parent and time.monotonic() < look:
+            duties.wait(LOOK_SECONDS / 10)
+            tasks = [task for task in tasks if not _ended(task, duties)]
 
 
-def _perform_alone(
-    address: str,
-    token: str,
-    kind: str,
-    handler_for: Callable[[bytes], Handler],
-    note: Callable[[str], None],
-    supernode: int,
-) -> None:
-    """Do one task and end this process, whatever happens."""
+@dataclass
+class _Task:
+    """The process of a task.
+
+    Attributes:
+        process: its number.
+        reading: where it tells what became of the task.
+        end: when it is killed. A SuperNode hands out a task when it has the reply to the one before, or has given up
+            on it, for example because the server died before the whole message was there. The process of a task that
+            was given up would wait for the rest of the message for ever.
+    """
+
+    process: int
+    reading: int
+    end: float = math.inf
+
+
+def _acquired(client: Any) -> Any:
+    """The next task of the SuperNode, or None."""
+    try:
+        found = client.AcquireTask(AcquireTaskRequest(supported_task_types=list(TaskType)))
+    except httpx.TransportError:  # the SuperNode does not listen yet, or no more
+        return None
+    return found if found.HasField("task") and found.token else None
+
+
+def _ended(task: _Task, duties: Duties) -> bool:
+    """Whether the process of a task has ended; kills it if it is overdue."""
+    if os.waitpid(task.process, os.WNOHANG) != (0, 0):
+        duties.done(_told(task.reading))
+        return True
+    if time.monotonic() > task.end:
+        duties.note("a task was given up: the SuperNode has gone on to the next one")
+        os.kill(task.process, signal.SIGKILL)
+        task.end = math.inf
+    return False
+
+
+def _told(reading: int) -> dict[str, Any]:
+    """What the process of a task has told; empty if it told nothing."""
+    os.set_blocking(reading, False)
+    with open(reading, "rb", buffering=0) as file:
+        facts: dict[str, Any] = json.loads(file.read() or b"{}")
+    return facts
+
+
+def _perform_alone(address: str, token: str, kind: str, duties: Duties, supernode: int, writing: int) -> None:
+    """Do one task, tell what became of it, and end this process, whatever happens."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         start_parent_process_monitor(supernode)
         retry = make_simple_http_retry_invoker()
-        perform(_client(address, RuntimeTokenHttpInterceptor(token), retry), kind, handler_for, note)
+        facts = perform(_client(address, RuntimeTokenHttpInterceptor(token), retry), kind, duties)
+        os.write(writing, json.dumps(facts).encode())
         code = 0
     except BaseException as error:  # what is raised here must not return to the loop of `work`
-        note(f"a task was cut off: {type(error).__name__}: {error}")
+        duties.note(f"a task was cut off: {type(error).__name__}: {error}")
     finally:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
 
 
-def perform(client: Any, kind: str, handler_for: Callable[[bytes], Handler], note: Callable[[str], None]) -> None:
+def perform(client: Any, kind: str, duties: Duties) -> dict[str, Any]:
     """Fetch a task's message, answer it, and hand the reply to the SuperNode.
 
     Args:
         client: the SuperNode's interface, for this task.
         kind: the kind of task; only a ClientApp's is done.
-        handler_for: see `work`.
-        note: see `work`.
+        duties: how to answer.
+
+    Returns:
+        what became of the task, see `Duties.done`.
     """
+    facts: dict[str, Any] = {"verdict": FAILED, "bytes_up": 0}
     heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
     heartbeat.start()
     message, context, run, fab = pull_task_input(client)
     try:
-        reply, failure = _answered(message, context, kind, lambda: handler_for(fab.content)), ""
+        reply, failure = _answered(message, context, kind, lambda: _noting(duties.handler_for(fab.content), facts)), ""
     except BadReply as refusal:
         failure = f"this device refused the app of run {run.run_id}, which {refusal}"
-        note(f"REFUSED: {failure}. Nothing of it was run")
+        duties.note(f"REFUSED: {failure}. Nothing of it was run")
+        facts["verdict"] = REFUSED
         reply = Message(Error(code=ErrorCode.INVALID_FAB, reason=failure), reply_to=message)
     except Exception as error:  # Flower tells the server what a ClientApp raised; here only of which type
         failure = f"a task ended with {type(error).__name__}; the device's own log says why"
-        note(f"{failure}: {error}")
+        duties.note(f"{failure}: {error}")
         reply = Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=failure), reply_to=message)
     push_message(client, reply, context)
     status = SubStatus.FAILED if failure else SubStatus.COMPLETED
     push_task_output(client=client, context=context, sub_status=status, details=failure)
     heartbeat.stop()
     client.close()
+    return facts
+
+
+def _noting(handler: Handler, facts: dict[str, Any]) -> Handler:
+    """The handler, which also writes down what became of a packet."""
+
+    def answer(packet: Packet, config: Mapping[str, Any]) -> Packet:
+        reply = handler(packet, config)
+        facts.update(verdict=str(reply.header.get("verdict")), bytes_up=len(reply.body))
+        return reply
+
+    return answer
 
 
 def _answered(message: Message, context: Any, kind: str, handler: Callable[[], Handler]) -> Message:

@@ -1,0 +1,71 @@
+"""How CMSFed averages: the gamma weights of Eq. 6, and classifier columns of modalities that some did not train."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from polyfed.algorithms.cmsfed.selection import Choice
+from polyfed.core.tree import Tree, select
+from polyfed.federation.client_registry import ClientRegistry
+from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies
+from polyfed.selection.submodular import AnySimilarity
+
+
+def represented(similarity: AnySimilarity, chosen: Sequence[int], rows: Mapping[int, float]) -> dict[int, float]:
+    """gamma: for each chosen client the rows of the clients whose nearest chosen client it is.
+
+    Args:
+        similarity: vectors and distances of all clients.
+        chosen: the chosen clients.
+        rows: rows, or another weight, of every client.
+    """
+    answered = [client for client in chosen if bool(similarity.known[client])]
+    gamma = dict.fromkeys(answered, 0.0)
+    if not answered:
+        return gamma
+    known = similarity.known.nonzero().flatten().tolist()
+    nearest = similarity.distance[known][:, answered].argmin(1).tolist()
+    for client, place in zip(known, nearest, strict=True):
+        gamma[answered[place]] += rows.get(client, 0.0)
+    return gamma
+
+
+def mean_by_clusters(
+    replies: Replies,
+    choice: Choice,
+    d1: AnySimilarity,
+    d2: AnySimilarity | None,
+    rows: Mapping[int, float],
+    clients: ClientRegistry,
+) -> Tree:
+    """The mean of the trained blocks with the weights gamma: in the weak block under D_2, elsewhere under D_1.
+
+    A client of S_w takes part in the shared block with its gamma under D_2.
+    """
+    whole = [c for c in replies if c in choice.train_all or not bool(clients.holds[c].all())]
+    under_1 = represented(d1, whole, rows)
+    under_2 = represented(d2, list(replies), rows) if d2 is not None else {}
+    nothing = dict.fromkeys(replies, 0.0)
+    mean = replies.mean("params", nothing | under_2 | under_1)
+    if choice.weak and under_2:
+        mean |= select(replies.mean("params", nothing | under_2), [choice.weak])
+    return mean
+
+
+def with_whole_classifier(
+    mean: Tree, sent: Tree, replies: Replies, weights: Mapping[int, float], fed: Federation
+) -> Tree:
+    """The mean, in which clients that did not train a modality count with the columns of the classifier they received.
+
+    So the whole of omega is averaged over the cohort, as in the paper.
+    """
+    total = sum(weights[client] for client in replies)
+    after = dict(mean)
+    for modality in fed.clients.modalities:
+        for name in fed.context.model.head_slice(modality):
+            senders = [c for part in replies.parts if name in part.message.params for c in part.clients]  # type: ignore[attr-defined]
+            if name in mean and total:
+                share = sum(weights[client] for client in senders) / total
+                after[name] = torch.lerp(sent[name], mean[name], share)
+    return after

@@ -1,0 +1,62 @@
+"""The options of HFM and VFL."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from polyfed.algorithms.base import Algorithm
+from polyfed.core.errors import RecipeError
+from polyfed.core.schema import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerticalOptions(Algorithm):
+    """The options of HFM and VFL.
+
+    Attributes:
+        local_rounds: Q, local rounds between two exchanges; 5 in the report.
+        exchanges: R, exchanges in a round; 2 in the report.
+        local_unit: `epoch`: a local round is a pass over B_m in mini-batches of `inner_batch`; `step`: one gradient
+            step on the whole of B_m, Eq. 1 to the letter.
+        head_update: `device_average`: devices train copies of the head, and the edge takes their mean; `server`
+            (C-VFL): devices keep the head frozen, and it is trained for Q local rounds on the stale embeddings. The
+            edge has no labels, so its first device does that.
+        batch_fraction: |B_m| = max(1, round(batch_fraction * N_m)); a tenth in the report.
+        resample: draw a new B_m at every exchange; otherwise one for the whole run.
+        eval_embeddings: compute the exchanged embeddings in evaluation mode (BatchNorm, dropout).
+        inner_batch: rows of a step with `local_unit = "epoch"`; replaces [train] batch_size.
+        mu: strength of the proximal term (Eq. 4) towards the received blocks; 0 leaves it out.
+        keep_optimiser: whether a device keeps the moments of its optimiser from one exchange to the next; otherwise
+            every exchange starts a fresh one. The report does not say. It needs `head_update = "device_average"`.
+        placebo: `shuffled` is a control that keeps the cost: each device receives the embeddings of the other devices
+            for other rows of the mini-batch, so that they say nothing about its samples. `none` is the method.
+    """
+
+    local_rounds: Annotated[int, AT_LEAST_ONE] = 5
+    exchanges: Annotated[int, AT_LEAST_ONE] = 2
+    local_unit: Literal["epoch", "step"] = "epoch"
+    head_update: Literal["device_average", "server"] = "device_average"
+    batch_fraction: Annotated[float, FRACTION] = 0.1
+    resample: bool = True
+    eval_embeddings: bool = True
+    inner_batch: Annotated[int, AT_LEAST_ONE] = 64
+    mu: Annotated[float, NOT_NEGATIVE] = 0.0
+    keep_optimiser: bool = False
+    placebo: Literal["none", "shuffled"] = "none"
+
+    renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds", "r": "exchanges"}
+
+    def __post_init__(self) -> None:
+        """Refuse options out of range, options that contradict each other, and [train] epochs and steps.
+
+        Raises:
+            RecipeError: the text says what to set instead.
+        """
+        super().__post_init__()
+        if self.train.epochs != 1 or self.train.steps is not None:
+            raise RecipeError("[train] epochs and steps have no effect here: set [algorithm] local_rounds instead")
+        if self.keep_optimiser and self.head_update == "server":
+            raise RecipeError(
+                "keep_optimiser needs devices that train the head as well: set [algorithm] head_update = "
+                "'device_average', or keep_optimiser = false"
+            )

@@ -1,0 +1,61 @@
+"""Which copies still have to reach their devices: those of the last round, and older ones that were lost on the way."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyfed.algorithms.base import Broadcast
+from polyfed.algorithms.blocks import Layout
+from polyfed.algorithms.pfmml.coefficients import BlockState
+from polyfed.core.tree import Tree
+
+
+@dataclass(frozen=True)
+class Deliveries:
+    """The copies that are due, block by block.
+
+    Attributes:
+        blocks: what the server knows of each block.
+        undelivered: by block, devices whose newest copy is older than the last round and has not arrived, bool (K,).
+    """
+
+    blocks: Mapping[str, BlockState]
+    undelivered: Mapping[str, Tensor]
+
+    def due(self, block: str) -> Tensor:
+        """Devices whose newest copy has to be sent, bool (K,): it is of the last round, or was lost before."""
+        sent = self.blocks[block].sent
+        return sent | self.undelivered.get(block, torch.zeros_like(sent))
+
+    def messages(self, laid: Mapping[str, Layout], clients: Collection[int] | None = None) -> dict[int, Broadcast]:
+        """The copies that are due, by device; only those of `clients` if given.
+
+        Args:
+            laid: the layout of each block.
+            clients: the devices.
+        """
+        trees: dict[int, Tree] = {}
+        for block, layout in laid.items():
+            for client in self.due(block).nonzero().flatten().tolist():
+                if clients is not None and client not in clients:
+                    continue
+                copy = self.blocks[block].copy_of(client)
+                assert copy is not None, "a copy is due that was never built"
+                trees.setdefault(client, {}).update(layout.tree(copy))
+        return {client: Broadcast(tree) for client, tree in trees.items()}
+
+    def lost(self, asked: Collection[int], installed: Collection[int]) -> dict[str, Tensor]:
+        """By block, devices that did not confirm the copy that was due, bool (K,).
+
+        Args:
+            asked: devices to which copies were sent.
+            installed: devices that confirmed theirs.
+        """
+        found = {}
+        for block in self.blocks:
+            due = self.due(block)
+            unheard = torch.tensor([client in asked and client not in installed for client in range(len(due))])
+            found[block] = due & unheard
+        return found

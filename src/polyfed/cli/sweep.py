@@ -1,0 +1,52 @@
+"""`polyfed sweep`: carry out a study, with a live table of its runs."""
+
+import shlex
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from polyfed.cli.application import AsJson, Interrupted, app
+from polyfed.cli.output import answer
+from polyfed.core.signals import handling, interrupt
+
+UNFINISHED = 4
+"""Exit code if a run failed or is left; the page says why."""
+
+
+@app.command("sweep")
+def sweep_study(
+    study: Annotated[Path, typer.Argument(metavar="STUDY.toml", help="The study.", show_default=False)],
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="The most runs at once. [default: the number of cores]"),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the study. [default: runs/NAME]")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Carry out a study: methods x scenarios x settings x seeds, several runs at once; started again, it goes on."""
+    from polyfed.cli.sweep_progress import SweepProgress, results_table
+    from polyfed.experiment.study import sweep
+    from polyfed.experiment.study.results import PAGE
+    from polyfed.experiment.study.study_file import load_study
+
+    folder = out or Path("runs") / load_study(study).name
+    progress = SweepProgress()
+    try:
+        with progress, handling(interrupt, signal.SIGTERM):
+            frame = sweep(study, folder, jobs=jobs, listeners=[progress])
+    except KeyboardInterrupt:
+        again = shlex.join(["polyfed", "sweep", str(study), "--out", str(folder)])
+        raise Interrupted(f"go on with: {again}") from None
+    assert progress.board is not None
+    more = f"all runs in {folder / PAGE}; tests and figures: polyfed compare {shlex.quote(str(folder))}"
+    answer(_rows(frame), results_table(progress.board), more, as_json=as_json)
+    if (not frame.empty and not (frame["state"] == "finished").all()) or progress.unfinished:
+        raise typer.Exit(UNFINISHED)
+
+
+def _rows(frame: Any) -> list[dict[str, Any]]:
+    """The rows of a frame as JSON can hold them; numbers that a run does not have are left out."""
+    rows: list[dict[str, Any]] = frame.to_dict("records")
+    return [{key: value for key, value in row.items() if value == value} for row in rows]

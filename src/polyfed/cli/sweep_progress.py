@@ -1,0 +1,142 @@
+"""The progress display of a sweep: a live table on a terminal, a line for each run that ends anywhere else."""
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from polyfed.cli.layout import plain_table, titled
+from polyfed.experiment.study.board import Board, Entry
+from polyfed.experiment.study.results import cell_text
+from polyfed.report.formatting import seconds_of
+
+MOST_LINES = 24
+"""The live table shows at most this many lines of results, since a terminal shows no more."""
+
+
+class SweepProgress:
+    """A listener for the events of a sweep. As a context manager it removes the table even if an error ends the sweep.
+
+    Args:
+        console: where to write; None selects standard error, because results go to standard output.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console = console or Console(stderr=True, highlight=False)
+        self.clock = clock
+        self.board: Board | None = None
+        self.live: Live | None = None
+        self.told: set[str] = set()
+        self.started = 0.0
+        self.before = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def __call__(self, event: str, board: Board) -> None:
+        """Show the state of the sweep."""
+        self.board = board
+        if event == "sweep-started":
+            self.started, self.before = self.clock(), self._ended()
+            self.told = {entry.name for entry in board.entries.values() if entry.ended}
+            self._say(f"{len(board.entries)} runs are known, {self.before} of them from an earlier sweep")
+            if self.console.is_terminal:
+                self.live = Live(self.panel(), console=self.console, transient=True, refresh_per_second=4)
+                self.live.start()
+        if self.live is not None:
+            self.live.update(self.panel())
+        for entry in board.entries.values():
+            if entry.ended and entry.name not in self.told:
+                self._tell(entry)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a cell has no reported runs, although it is not left out on purpose."""
+        board = self.board
+        return board is not None and any(not board.cells[number].skip for number in board.blocked)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The estimated time to the end of the runs that are known, in seconds; None before the first has ended."""
+        assert self.board is not None
+        done = self._ended() - self.before
+        if not done:
+            return None
+        return (self.clock() - self.started) / done * (len(self.board.entries) - self._ended())
+
+    def panel(self) -> Group:
+        """The live display: counts and a bar, the runs that go on, and the results so far."""
+        board = self.board
+        assert board is not None
+        bar = Table.grid(padding=(0, 2))
+        left = self.seconds_left
+        bar.add_row(
+            f"{self._ended()}/{len(board.entries)} runs",
+            ProgressBar(total=max(len(board.entries), 1), completed=self._ended(), width=30),
+            f"{board.count('failed')} failed" if board.count("failed") else "",
+            "" if left is None else f"{seconds_of(left)} left",
+        )
+        parts: list[RenderableType] = [bar]
+        for entry in board.entries.values():
+            if entry.state == "running":
+                use = "search" if entry.tuning else f"seed {entry.seed}"
+                place = f"round {entry.round}/{entry.rounds}" if entry.rounds else "starts"
+                parts.append(Text(f"  {entry.cell.label} in {entry.cell.scenario}, {use}: {place}"))
+        reasons = {e.why for e in board.entries.values() if e.state == "left" and "memory" in e.why}
+        parts += [Text(f"  waiting: {why}") for why in sorted(reasons)]
+        return Group(*parts, results_table(board, MOST_LINES))
+
+    def _ended(self) -> int:
+        assert self.board is not None
+        return self.board.count("finished") + self.board.count("failed")
+
+    def _tell(self, entry: Entry) -> None:
+        """Print a line about a run that ended, if it failed or if there is no live table."""
+        self.told.add(entry.name)
+        use = "search" if entry.tuning else "reported"
+        name = f"{entry.cell.label} in {entry.cell.scenario}, {use} seed {entry.seed}"
+        if entry.state == "failed":
+            self._say(f"failed: {name}: {entry.why}")
+        elif self.live is None:
+            assert self.board is not None
+            self._say(f"{self._ended()}/{len(self.board.entries)} runs, finished: {name}")
+
+    def _say(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+
+def results_table(board: Board, most: int | None = None) -> Group:
+    """Methods and scenarios with mean and deviation of the finished runs; at most so many lines."""
+    scenarios = list(dict.fromkeys(cell.scenario for cell in board.cells))
+    labels = list(dict.fromkeys(cell.label for cell in board.cells))
+    table = plain_table("method", *scenarios)
+    texts = {(cell.label, cell.scenario): _text(board, number) for number, cell in enumerate(board.cells)}
+    for label in labels[:most]:
+        table.add_row(Text(label), *(texts.get((label, scenario), "") for scenario in scenarios))
+    metrics = dict.fromkeys(" or ".join(found) for found in board.metrics.values())
+    title = f"{', '.join(metrics)}, last round, mean ± sample standard deviation; shares in percent"
+    rest = [] if most is None or len(labels) <= most else [Text(f"and {len(labels) - most} more lines")]
+    return Group(titled(title, table), *rest)
+
+
+def _text(board: Board, number: int) -> str:
+    """A cell of the table: its numbers, or what it waits for."""
+    if board.cells[number].skip:
+        return "left out"
+    entries = board.reported.get(number)
+    if entries is None:
+        return "search" if number in board.trials and number in board.blocked else "-"
+    return cell_text(board, number) or f"0 of {len(entries)}"

@@ -1,0 +1,89 @@
+"""Log lines with a time and a level, as text or as JSON. No text in a record can look like a line of its own.
+
+This file imports the standard library only. A device's SuperNode loads it by its path, because importing the package
+would bring PyTorch into a process that does not need it (`polyfed.engines.flower.supernode_process`).
+"""
+
+import json
+import logging
+import os
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+LOG_FORMAT = "POLYFED_LOG_FORMAT"
+"""Environment variable that selects the format: `text`, which is the default, or `json`."""
+
+CONTINUED = "    | "
+"""What the lines of a traceback begin with, so that they cannot be taken for log lines. As text only."""
+
+
+class LogLines(logging.Formatter):
+    """Formats a record as one line: `2026-11-22T08:31:02.123Z INFO polyfed: text`, or a JSON object.
+
+    A JSON object has `time` (UTC, ISO 8601), `level`, `role`, `text`, a `trace` if there is one, and the facts of the
+    record. A record takes `extra={"trace": text, "facts": {...}}`.
+
+    Args:
+        role: who writes: `server`, `device` or `superlink`.
+    """
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self.role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record; as text, followed by the indented lines of its traceback."""
+        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        trace = getattr(record, "trace", "") or (self.formatException(record.exc_info) if record.exc_info else "")
+        source = record.name.partition(".")[0]
+        text = record.getMessage().strip()
+        if os.environ.get(LOG_FORMAT) == "json":
+            facts: dict[str, Any] = getattr(record, "facts", {})
+            head = {"time": moment, "level": record.levelname.lower(), "source": source, "role": self.role}
+            return json.dumps(facts | head | {"text": text} | ({"trace": trace} if trace else {}), default=str)
+        lines = [f"{moment} {record.levelname} {source}: {escaped(text)}"]
+        return "\n".join(lines + [CONTINUED + escaped(line) for line in trace.splitlines()])
+
+
+class _Screen(logging.Handler):
+    """Writes to what `sys.stdout` or `sys.stderr` is at that moment; Flower replaces both while an app runs."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record and flush, since the process may be killed."""
+        print(self.format(record), file=getattr(sys, self.stream), flush=True)
+
+
+def says_something(record: logging.LogRecord) -> bool:
+    """Whether a record has any text; a filter, since Flower logs empty lines."""
+    return bool(record.getMessage().strip())
+
+
+def logger_of(role: str, stream: str) -> logging.Logger:
+    """The logger of a server or of a device.
+
+    Args:
+        role: see `LogLines`.
+        stream: `stdout` or `stderr`.
+    """
+    logger = logging.getLogger(f"polyfed.{role}")
+    if not logger.handlers:
+        handler = _Screen(stream)
+        handler.setFormatter(LogLines(role))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    return logger
+
+
+def escaped(text: str) -> str:
+    r"""Text on one line: characters that are not printable become escapes, so that they cannot forge a line.
+
+    >>> escaped("late\n2026-11-22T08:31:02.123Z INFO polyfed: round 2")
+    'late\\n2026-11-22T08:31:02.123Z INFO polyfed: round 2'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,134 @@
+"""What a server tells about its run while it runs: lines of its log, and a file for `polyfed status` and the metrics.
+
+Both listen to the events of the run. The file holds counts, times and reasons, and nothing about labels: no class, no
+accuracy and no loss.
+"""
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.files import replace_text
+from polyfed.core.log_lines import logger_of
+
+STATUS_FILE = "POLYFED_STATUS_FILE"
+"""Environment variable that says where a server writes its status; `polyfed superlink` sets it."""
+
+LOGGER = logger_of("server", "stdout")  # the app's log is its screen
+
+LOGGED = ("client-missing", "late-reply")
+"""Events whose facts are written out; the others have sentences of their own."""
+
+SCORES = ("accuracy", "mae", "recall1", "loss")
+"""Scores of the global model that a round's line shows, where they are measured."""
+
+KEPT_REASONS = 20
+"""Clients whose newest reason for a missing reply is kept in the status."""
+
+
+def log_run(event: str, **facts: Any) -> None:
+    """Write an event as a line of the app's log, which `flwr log` shows; a listener of events."""
+    level = logging.INFO
+    if event == "round-finished":
+        row = facts["row"]
+        evaluated = row.get("metrics", {}).get("global", {})
+        shown = "".join(f", {name} {evaluated[name]:.4f}" for name in SCORES if name in evaluated)
+        text = f"round {row['round']}: {len(row['cohort'])} asked, {row['bytes_up']} bytes up{shown}"
+        facts = {"round": row["round"], "asked": len(row["cohort"]), "bytes_up": row["bytes_up"]}
+    elif event == "note":
+        text, facts = facts["text"], {}
+        level = logging.WARNING if text.startswith("WARNING") else level
+    elif event in LOGGED:
+        level = logging.WARNING
+        text = f"{event}: " + ", ".join(f"{name} {value}" for name, value in facts.items())
+    else:
+        return
+    LOGGER.log(level, "%s", text, extra={"facts": {"event": event} | facts})
+
+
+class RunStatus:
+    """Writes what the run is doing to a file after every event; a listener of events.
+
+    Args:
+        path: the file. It is replaced as a whole, so a reader never sees half of it.
+        run: the run folder.
+    """
+
+    def __init__(self, path: Path, run: Path) -> None:
+        self.path, self.complained = path, False
+        self.facts: dict[str, Any] = {
+            "run": str(run.absolute()),
+            "state": "enrolling",
+            "round": 0,
+            "rounds": 0,
+            "enrolled": 0,
+            "wanted": 0,
+            "cohort": 0,
+            "round_seconds": 0.0,
+            "bytes_up": 0,
+            "bytes_down": 0,
+            "missing_replies": 0,
+            "late_replies": 0,
+            "reasons": {},
+            "error": "",
+        }
+        self._write()
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        """Note an event; events that change nothing here are ignored."""
+        handler = getattr(self, f"_on_{event.replace('-', '_')}", None)
+        if handler is not None:
+            handler(**facts)
+            self._write()
+
+    def failed(self, error: str) -> None:
+        """Note what ended the run."""
+        self.facts |= {"state": "failed", "error": error}
+        self._write()
+
+    def _on_enrolling(self, enrolled: int, wanted: int) -> None:
+        self.facts |= {"enrolled": enrolled, "wanted": wanted}
+
+    def _on_run_started(self, **facts: Any) -> None:
+        self.facts |= {"state": "running", "rounds": facts["rounds"], "round": facts["first_round"] - 1}
+
+    def _on_round_finished(self, row: dict[str, Any]) -> None:
+        self.facts |= {"round": row["round"], "cohort": len(row["cohort"])}
+        self.facts["round_seconds"] = sum(row["seconds"].values())
+        for name in ("bytes_up", "bytes_down"):
+            self.facts[name] += row[name]
+
+    def _on_client_missing(self, round: int, task: str, client: int, reason: str) -> None:
+        self.facts["missing_replies"] += 1
+        reasons: dict[str, Any] = self.facts["reasons"]
+        reasons.pop(str(client), None)
+        reasons[str(client)] = {"round": round, "task": task, "reason": reason}
+        for old in [*reasons][:-KEPT_REASONS]:
+            del reasons[old]
+
+    def _on_late_reply(self, discarded: int, **_: Any) -> None:
+        self.facts["late_replies"] += discarded
+
+    def _on_run_stopped(self, reason: str, **_: Any) -> None:
+        self.failed(reason)
+
+    def _on_run_finished(self, **_: Any) -> None:
+        self.facts["state"] = "finished"
+
+    def _write(self) -> None:
+        try:
+            replace_text(self.path, json.dumps(self.facts | {"updated": time.time()}))
+        except OSError as error:  # the run does not depend on this file
+            if not self.complained:
+                LOGGER.warning("the status cannot be written: %s", error)
+            self.complained = True
+
+
+def listeners_of(run: Path) -> tuple[list[Any], RunStatus | None]:
+    """The listeners of a server's run, and the status among them; None where no status is wanted."""
+    where = os.environ.get(STATUS_FILE)
+    status = RunStatus(Path(where), run) if where else None
+    return [log_run] if status is None else [log_run, status], status

@@ -1,0 +1,51 @@
+"""What a SuperLink's database tells: counts, numbers and statuses of its SuperNodes and runs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from alembic.util.exc import CommandError
+from flwr.supercore.constant import NodeStatus
+
+from polyfed.core.errors import RecipeError
+
+LATEST = 10
+"""How many runs are listed, the latest first."""
+
+
+def link_facts(state: Any) -> dict[str, Any]:
+    """The SuperNodes and the latest runs.
+
+    Args:
+        state: the SuperLink's state.
+
+    Returns:
+        `nodes`: how many are `registered` and how many are `online`; `runs`: `id` and `status` of each.
+    """
+    nodes = [node for node in state.get_node_info() if node.status != NodeStatus.UNREGISTERED]
+    online = sum(node.status == NodeStatus.ONLINE for node in nodes)
+    runs = state.get_run_info(order_by="pending_at", ascending=False, limit=LATEST)
+    told = [
+        {"id": str(run.run_id), "status": ":".join(filter(None, (run.status.status, run.status.sub_status)))}
+        for run in runs
+    ]
+    return {"nodes": {"registered": len(nodes), "online": online}, "runs": told}
+
+
+@contextmanager
+def database_of_this_release(path: str) -> Iterator[None]:
+    """Enclose the first use of a SuperLink's database. Flower brings an older database up to date by itself.
+
+    Args:
+        path: the file.
+
+    Raises:
+        RecipeError: a newer release of Flower has written it.
+    """
+    try:
+        yield
+    except CommandError as error:
+        raise RecipeError(
+            f"{path} was written by another release of Flower ({error}). Move it elsewhere and start again: the "
+            "devices' keys are registered anew, and `flwr run` goes on from the run's last checkpoint"
+        ) from None

@@ -1,0 +1,56 @@
+"""Do the clients of a run, and their over-selection, fit the rest of the recipe?"""
+
+from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.averaging import Averaging
+from polyfed.core.errors import RecipeError
+from polyfed.core.registry import name_of
+from polyfed.data import Population
+from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.section_checks import refuse_breaches
+from polyfed.privacy.limits import NO_LIMITS
+
+
+def refuse_clients(recipe: Recipe, population: Population) -> None:
+    """Refuse a recipe whose clients, or whose over-selection, do not fit the rest of it.
+
+    Raises:
+        RecipeError: see `refuse_small_clients` and `refuse_overselect`.
+    """
+    refuse_small_clients(recipe, population)
+    refuse_overselect(recipe)
+
+
+def refuse_small_clients(recipe: Recipe, population: Population) -> None:
+    """Refuse clients whose rows break the recipe's own [limits]; clients without rows train nothing.
+
+    Raises:
+        RecipeError: the text names the smallest client, the limit and the value.
+    """
+    sizes = population.train.sizes
+    if recipe.limits == NO_LIMITS or not bool((sizes > 0).any()):
+        return
+    least = int(sizes[sizes > 0].min())
+    client = int((sizes == least).nonzero()[0])
+    refuse_breaches(recipe.limits, recipe.algorithm.train, recipe.rounds, least, f"client {client}: ")
+
+
+def refuse_overselect(recipe: Recipe) -> None:
+    """Refuse over-selection where it would have no effect, or another one than it says.
+
+    Raises:
+        RecipeError: the algorithm does not ask its cohort in the one request of `Averaging`; or no time passes in which
+            a client could be slow.
+    """
+    if recipe.clients.overselect is None:
+        return
+    where = f"[clients] overselect = {recipe.clients.overselect:g}"
+    if getattr(type(recipe.algorithm), "round", None) is not Averaging.round:
+        raise RecipeError(
+            f"{where}: algorithm '{name_of(recipe.algorithm, ALGORITHMS)}' needs the replies of all clients that it "
+            "asks, or asks them one after the other. Remove it, or take an algorithm that averages, such as fedavg"
+        )
+    if recipe.network is None and recipe.engine.name != "flower":
+        raise RecipeError(
+            f"{where}: no client is slower than another where no time passes. Add a section [network], take "
+            "[engine] name = 'flower', or remove it"
+        )

@@ -1,0 +1,163 @@
+"""The state of a sweep: which runs it has, which of them ran, failed or are left, and why."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from polyfed.core.files import RESULT, replace_text
+from polyfed.core.parsing import parse_json
+from polyfed.evaluation.metrics import mean_and_spread
+from polyfed.experiment.study.plan import Cell
+from polyfed.report.run_schema import RUN_RESULT, parse_as
+
+State = Literal["left", "running", "finished", "failed"]
+
+DIVERGED = 4
+"""The exit code of a run whose training diverged or whose clients gave no usable reply: the setting is at fault."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """A run of a sweep.
+
+    Attributes:
+        name: The name of its folder.
+        recipe: The table of its recipe.
+        cell: The first cell that asked for it.
+        seed: Its seed.
+        chosen: The values of the searched keys.
+        tuning: Whether it serves the search.
+        state: Whether it ran.
+        why: Why it failed or is left; empty otherwise.
+        code: The exit code of a failed run.
+        round: The last round that is done.
+        rounds: The number of rounds.
+        kept: Whether an earlier sweep finished it.
+        tries: How often its process was killed since its last finished round.
+        remarks: The warnings of the run.
+        result: The content of result.json; empty if it is not finished.
+    """
+
+    name: str
+    recipe: Mapping[str, Any]
+    cell: Cell
+    seed: int
+    chosen: Mapping[str, Any]
+    tuning: bool
+    state: State = "left"
+    why: str = ""
+    code: int = 0
+    round: int = 0
+    rounds: int = 0
+    kept: bool = False
+    tries: int = 0
+    remarks: list[str] = field(default_factory=list)
+    result: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run failed because of its setting, so that it would fail again."""
+        return self.state == "failed" and self.code == DIVERGED
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is finished or has failed."""
+        return self.state in ("finished", "failed")
+
+    def score(self, metrics: Sequence[str]) -> float | None:
+        """The first of these metrics that the run has."""
+        found = self.result.get("metrics", {})
+        for metric in metrics:
+            group, _, name = metric.partition(".")
+            if (value := found.get(group, {}).get(name)) is not None:
+                return float(value)
+        return None
+
+
+@dataclass
+class Board:
+    """All runs of a sweep.
+
+    Attributes:
+        folder: The folder of the study.
+        cells: The cells, in the order of the study.
+        metrics: Scenario -> its metrics.
+        entries: Name -> run, in the order in which they were asked for.
+        reported: Number of a cell -> its reported runs, once they are known.
+        trials: Number of a cell -> the settings that its search tried, with their scores.
+        blocked: Number of a cell -> why its reported runs are not known yet, or never will be.
+    """
+
+    folder: Path
+    cells: list[Cell]
+    metrics: Mapping[str, Sequence[str]]
+    entries: dict[str, Entry] = field(default_factory=dict)
+    reported: dict[int, list[Entry]] = field(default_factory=dict)
+    trials: dict[int, list[tuple[Mapping[str, Any], float | None]]] = field(default_factory=dict)
+    blocked: dict[int, str] = field(default_factory=dict)
+
+    def count(self, state: State, *, tuning: bool | None = None) -> int:
+        """The number of runs in this state; with `tuning`, only those that serve the search or those that do not."""
+        return sum(e.state == state and tuning in (None, e.tuning) for e in self.entries.values())
+
+    def path(self, entry: Entry) -> Path:
+        """The folder of a run."""
+        return self.folder / "runs" / entry.name
+
+    def look(self, entry: Entry) -> bool:
+        """Whether the run ended in an earlier sweep; then its state and result are read.
+
+        Only `result.json` says that a run is finished; a run writes it last, and whole or not at all.
+        """
+        result = self.path(entry) / RESULT
+        if result.is_file():
+            try:
+                entry.result = parse_as(RUN_RESULT, result.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                return False
+            entry.state, entry.why = "finished", ""
+            entry.round = entry.rounds = int(entry.result.get("rounds", 0))
+            return True
+        failure = self._failure(entry)
+        if failure.is_file():
+            try:
+                facts = parse_json(failure.read_text(encoding="utf-8"))
+                entry.state, entry.code, entry.why = "failed", int(facts["code"]), str(facts["why"])
+            except (OSError, ValueError, KeyError, TypeError):
+                return False
+            return True
+        return False
+
+    def note_failure(self, entry: Entry, code: int, why: str) -> None:
+        """Note that a run failed; a setting that diverges is noted on disk, because it would diverge again."""
+        entry.state, entry.code, entry.why = "failed", code, why
+        if entry.diverged:
+            self._failure(entry).parent.mkdir(exist_ok=True)
+            replace_text(self._failure(entry), json.dumps({"code": code, "why": why}))
+
+    def scores(self, number: int) -> list[float]:
+        """The scores of a cell's finished reported runs."""
+        metrics = self.metrics[self.cells[number].scenario]
+        found = (entry.score(metrics) for entry in self.reported.get(number, []) if entry.state == "finished")
+        return [score for score in found if score is not None]
+
+    def summary(self, number: int) -> tuple[float, float, int] | None:
+        """Mean, sample standard deviation and number of a cell's scores; None without any."""
+        scores = self.scores(number)
+        return (*mean_and_spread(scores), len(scores)) if scores else None
+
+    def problems(self) -> Iterator[tuple[str, list[str]]]:
+        """Each reason for which runs failed or are left, with these runs."""
+        found: dict[str, list[str]] = {}
+        for entry in self.entries.values():
+            if entry.why and entry.state != "finished":
+                found.setdefault(entry.why, []).append(entry.name)
+        for number, why in self.blocked.items():
+            cell = self.cells[number]
+            found.setdefault(why, []).append(f"{cell.label} in {cell.scenario}")
+        yield from found.items()
+
+    def _failure(self, entry: Entry) -> Path:
+        return self.folder / "failures" / f"{entry.name}.json"

@@ -1,0 +1,49 @@
+"""How many runs fit on this machine at once: its cores and its free memory, within the limits of a container."""
+
+import math
+import os
+from pathlib import Path
+
+import psutil
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Where Linux tells a container its limits."""
+
+
+def cores() -> int:
+    """The number of cores that this process may use, at least 1."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _text(CGROUP / "cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit():
+        own = min(own, math.ceil(int(quota) / int(period)))
+    return max(own, 1)
+
+
+def free_memory() -> int:
+    """The memory, in bytes, that this machine or container can still give."""
+    free = int(psutil.virtual_memory().available)
+    limit, used = _text(CGROUP / "memory.max"), _text(CGROUP / "memory.current")
+    if limit.isdigit() and used.isdigit():
+        free = min(free, int(limit) - int(used) + _reclaimable())
+    return max(free, 0)
+
+
+def memory_of(process: int) -> int:
+    """The memory, in bytes, that a process holds; 0 if the process has ended."""
+    try:
+        return int(psutil.Process(process).memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def _reclaimable() -> int:
+    """Bytes of cached files, which count as used and are given up when memory is short."""
+    lines = (line.split() for line in _text(CGROUP / "memory.stat").splitlines())
+    return sum(int(words[1]) for words in lines if len(words) == 2 and words[0] == "inactive_file")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

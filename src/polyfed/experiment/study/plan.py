@@ -1,0 +1,217 @@
+"""From a study to its runs: the recipes of all cells, and the names under which their results are kept."""
+
+import copy
+import hashlib
+import itertools
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyfed.algorithms import ALGORITHMS
+from polyfed.core.errors import PolyfedError, RecipeError, did_you_mean
+from polyfed.data.columns import VALIDATION
+from polyfed.data.stacking import stacked
+from polyfed.experiment.loop import versions
+from polyfed.experiment.recipe import Recipe, parse_recipe, read_table
+from polyfed.experiment.study.ranges import at, combinations, put, remove
+from polyfed.experiment.study.study_file import refuse
+from polyfed.experiment.study.study_schema import NAMES, Study
+
+WITHOUT_EFFECT = ("checkpoint", "tracking", "versions")
+"""Sections of a recipe that do not change a result."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A line of the table of results in one scenario: a method, with one combination of the grid.
+
+    Attributes:
+        method: The name of the method.
+        scenario: The name of the scenario.
+        values: The combination of the grid: key -> value.
+        table: The recipe, without seed and without searched keys.
+        space: The keys to search, with their lists or ranges.
+        skip: Why the cell is left out; empty if it is not.
+    """
+
+    method: str
+    scenario: str
+    values: Mapping[str, Any]
+    table: Mapping[str, Any]
+    space: Mapping[str, Any]
+    skip: str = ""
+
+    @property
+    def label(self) -> str:
+        """The method and the combination of the grid, as the tables name them."""
+        return " ".join([self.method, *(f"{short(key)}={value_text(value)}" for key, value in self.values.items())])
+
+    def recipe(self, seed: int, chosen: Mapping[str, Any], *, tuning: bool) -> dict[str, Any]:
+        """The table of a run's recipe.
+
+        Args:
+            seed: the seed of the run.
+            chosen: the values of the searched keys.
+            tuning: whether the run serves the search: then it measures on validation rows in place of test rows.
+        """
+        table = copy.deepcopy(dict(self.table))
+        for key, value in chosen.items():
+            put(table, key, value)
+        if tuning:
+            put(table, "clients.measure_on", "validation")
+        return table | {"seed": seed}
+
+
+@dataclass
+class Planner:
+    """Makes the recipes of a study's runs, and names them by their content.
+
+    Attributes:
+        study: The study.
+        fingerprints: The section [data] of a recipe -> the fingerprint of the data, so that each data set is read once.
+    """
+
+    study: Study
+    fingerprints: dict[str, tuple[str, bool]] = field(default_factory=dict)
+
+    def cells(self) -> list[Cell]:
+        """All cells, scenario by scenario.
+
+        Raises:
+            RecipeError: with all problems of all recipes.
+            DataError: a data set cannot be read.
+        """
+        problems: dict[str, list[str]] = {}
+        found = []
+        for scenario, method in itertools.product(self.study.scenarios, self.study.methods):
+            for values in combinations(self.study.grid | self.study.methods[method].grid):
+                try:
+                    cell = self._cell(method, scenario, values)
+                    if not cell.skip:
+                        self._check(cell)
+                    found.append(cell)
+                except RecipeError as error:
+                    words = " ".join(f"{key} = {value_text(value)}" for key, value in values.items())
+                    where = f"method '{method}' in scenario '{scenario}'" + (f" with {words}" if words else "")
+                    problems.setdefault(str(error), []).append(where)
+        refuse([f"{_all(where)}: {error}" for error, where in problems.items()])
+        return found
+
+    def name(self, table: Mapping[str, Any]) -> str:
+        """The name of a run's folder: what it is in short, and a hash of recipe, data and versions.
+
+        Equal content has an equal name, so a result is found again whatever the study calls it.
+        """
+        recipe = quiet(table)
+        content = {key: value for key, value in recipe.table().items() if key not in WITHOUT_EFFECT}
+        used = {name: version for name, version in versions().items() if name != "python"}
+        text = json.dumps([content, self.fingerprint(recipe)[0], used], sort_keys=True, default=str)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        words = f"{at(content, 'algorithm.name')}-{at(content, 'data.name')}-s{recipe.seed}"
+        return f"{re.sub(r'[^0-9A-Za-z_.-]', '_', words)}-{digest}"
+
+    def fingerprint(self, recipe: Recipe) -> tuple[str, bool]:
+        """The fingerprint of a recipe's data, and whether the data itself has validation rows."""
+        section = json.dumps(recipe.table()["data"], sort_keys=True, default=str)
+        if section not in self.fingerprints:
+            columns = stacked(recipe.data.load(), recipe.stack)
+            self.fingerprints[section] = columns.fingerprint(), len(columns.rows(VALIDATION)) > 0
+        return self.fingerprints[section]
+
+    def _cell(self, method: str, scenario: str, values: Mapping[str, Any]) -> Cell:
+        study, chosen = self.study, self.study.methods[method]
+        source = study.scenarios[scenario]
+        path = source.recipe or study.recipe
+        assert path is not None
+        table = read_table(study.folder / path)
+        if method in ALGORITHMS:
+            table["algorithm"] = {"name": method}
+        elif not {"algorithm", "algorithm.name"} & set(chosen.set):
+            hint = did_you_mean(method, ALGORITHMS)
+            raise RecipeError(f"'{method}' is no algorithm; {hint}. Or name one: set.algorithm.name = \"...\"")
+        for part in (study, source, chosen):
+            edit(table, part.set, part.unset)
+        for key, value in values.items():
+            put(table, key, value)
+        skip = ""
+        for rule in study.when:
+            if _holds(rule.match, table, {"method": method, "scenario": scenario}):
+                edit(table, rule.set, rule.unset)
+                skip = skip or rule.skip
+        if at(table, "engine.threads") is None:
+            put(table, "engine.threads", 1)
+        keys = chosen.search if study.search is None else study.search.keys | chosen.search
+        return Cell(method, scenario, values, table, keys, skip)
+
+    def _check(self, cell: Cell) -> None:
+        """Refuse a cell whose recipe is wrong, with the first and the last value of each searched key."""
+        for last in (False, True):
+            chosen = {key: _end(entry, last) for key, entry in cell.space.items()}
+            recipe = quiet(cell.recipe(self.study.reported_seeds[0], chosen, tuning=False))
+        if recipe.engine.name == "flower":
+            raise RecipeError(
+                "[engine] name = 'flower' starts processes of its own, which a study does not. Use 'vectorised' or "
+                "'sequential'"
+            )
+        if cell.space and recipe.clients.validation == 0.0 and not self.fingerprint(recipe)[1]:
+            raise RecipeError(
+                "the search needs validation rows: set clients.validation, as in clients.validation = 0.1"
+            )
+
+
+def edit(table: dict[str, Any], changes: Mapping[str, Any], removed: list[str]) -> None:
+    """Remove keys from a recipe's table and set others; the table is changed in place."""
+    for key in removed:
+        remove(table, key)
+    for key, value in changes.items():
+        put(table, key, value)
+
+
+def quiet(table: Mapping[str, Any]) -> Recipe:
+    """The recipe of a table, without its warnings, which the run itself gives.
+
+    Raises:
+        RecipeError: the recipe is wrong.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return parse_recipe(table)
+        except RecipeError:
+            raise
+        except PolyfedError as error:
+            raise RecipeError(str(error)) from None
+
+
+def short(key: str) -> str:
+    """The last part of a dotted key."""
+    return key.rpartition(".")[2]
+
+
+def value_text(value: Any) -> str:
+    """A value of a key in words."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _holds(match: Mapping[str, Any], table: Mapping[str, Any], names: Mapping[str, str]) -> bool:
+    """Whether all entries of a condition hold; a list holds if one of its values does."""
+    for key, wanted in match.items():
+        value = names[key] if key in NAMES else at(table, key)
+        if value not in (wanted if isinstance(wanted, list) else [wanted]):
+            return False
+    return True
+
+
+def _end(entry: Any, last: bool) -> Any:
+    """The first or the last value of a list or a range."""
+    if isinstance(entry, Mapping):
+        return entry["high" if last else "low"]
+    return entry[-1 if last else 0]
+
+
+def _all(places: list[str]) -> str:
+    """The first place of a problem, and how many others have it."""
+    return places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"

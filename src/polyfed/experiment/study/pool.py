@@ -1,0 +1,169 @@
+"""Processes that carry out runs at once: as many as cores and memory allow, each with one thread."""
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from polyfed.experiment.study import machine
+
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+"""Several runs at once use the cores better than several threads of one run, which wait for each other."""
+
+
+@dataclass
+class Worker:
+    """A process that carries out one run at a time.
+
+    Attributes:
+        process: The process.
+        job: The name of the run that it carries out; empty if it has none.
+        memory: The most memory, in bytes, that it has told.
+        log: The file with what it printed to standard error.
+        listener: The thread that reads what it tells.
+    """
+
+    process: "subprocess.Popen[str]"
+    log: Path
+    job: str = ""
+    memory: int = 0
+    listener: threading.Thread | None = None
+
+
+@dataclass
+class Message:
+    """What a worker told about a run: the event `round` or `done`, with its facts."""
+
+    job: str
+    event: str
+    facts: dict[str, Any]
+
+
+@dataclass
+class Pool:
+    """The processes of a sweep. As a context manager it ends them all.
+
+    Attributes:
+        folder: The folder of the study; the logs of the processes go to `logs` in it.
+        jobs: The most runs at once.
+        need: The memory, in bytes, that a run is expected to need: the most that any process has told so far. Before
+            the first run it is what this process holds, which has loaded the same libraries and data.
+    """
+
+    folder: Path
+    jobs: int
+    need: int = field(default_factory=lambda: machine.memory_of(os.getpid()))
+    workers: list[Worker] = field(default_factory=list)
+    _messages: "queue.Queue[tuple[Worker, dict[str, Any] | None]]" = field(default_factory=queue.Queue)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self.workers:
+            worker.process.kill()
+        for worker in self.workers:
+            _close(worker)
+
+    @property
+    def running(self) -> int:
+        """The number of runs that are carried out now."""
+        return sum(bool(worker.job) for worker in self.workers)
+
+    def refusal(self) -> str:
+        """Why no further run can be started now; empty if one can."""
+        if self.running >= self.jobs:
+            return f"{self.jobs} runs at once are carried out"
+        idle = [worker for worker in self.workers if not worker.job]
+        free = machine.free_memory() + sum(machine.memory_of(worker.process.pid) for worker in idle[:1])
+        if self.running and free < self.need:
+            return f"a run needs about {self.need / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+        return ""
+
+    def start(self, job: str, recipe: Mapping[str, Any], folder: Path) -> None:
+        """Start a run in an idle process, or in a new one."""
+        worker = next((w for w in self.workers if not w.job), None) or self._new()
+        worker.job = job
+        assert worker.process.stdin is not None
+        with contextlib.suppress(OSError):  # it was killed while it was idle; its end is read as that of its run
+            worker.process.stdin.write(json.dumps({"recipe": recipe, "folder": str(folder)}, default=str) + "\n")
+            worker.process.stdin.flush()
+
+    def message(self, seconds: float) -> Message | None:
+        """The next message of a worker; None if none comes within so many seconds.
+
+        A process that ends in the middle of a run tells the event `killed`, with `why`.
+        """
+        try:
+            worker, facts = self._messages.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        job = worker.job
+        if facts is None:
+            self.workers.remove(worker)
+            _close(worker)
+            return Message(job, "killed", {"why": _end_of(worker)}) if job else None
+        worker.memory = max(worker.memory, facts.pop("memory", 0))
+        self.need = max(self.need, worker.memory)
+        event = facts.pop("event")
+        if event == "done":
+            worker.job = ""
+        return Message(job, event, facts) if job else None
+
+    def _new(self) -> Worker:
+        number = next(n for n in range(1, self.jobs + 2) if all(w.log.stem != f"worker-{n}" for w in self.workers))
+        log = self.folder / "logs" / f"worker-{number}.log"
+        log.parent.mkdir(exist_ok=True)
+        with log.open("a", encoding="utf-8") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "polyfed.experiment.study.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                encoding="utf-8",
+                env=os.environ | ONE_THREAD,
+                start_new_session=True,  # Ctrl-C goes to this process alone, which then ends the others
+            )
+        worker = Worker(process, log)
+        self.workers.append(worker)
+        assert process.stdout is not None
+        worker.listener = threading.Thread(target=self._listen, args=(worker, process.stdout), daemon=True)
+        worker.listener.start()
+        return worker
+
+    def _listen(self, worker: Worker, lines: IO[str]) -> None:
+        with lines:
+            for line in lines:
+                if line.endswith("\n"):
+                    self._messages.put((worker, json.loads(line)))
+        self._messages.put((worker, None))
+
+
+def _close(worker: Worker) -> None:
+    """Wait for the end of a process, and close what led to it."""
+    worker.process.wait()
+    if worker.listener is not None:
+        worker.listener.join()
+    if worker.process.stdin is not None:
+        with contextlib.suppress(OSError):  # words that the process no longer read
+            worker.process.stdin.close()
+
+
+def _end_of(worker: Worker) -> str:
+    """Why a process ended in the middle of a run."""
+    code = worker.process.wait()
+    if code == -9:
+        return "its process was killed by signal 9; the system does so when memory is short"
+    last = worker.log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+    return f"its process ended with code {code}: {last or 'no message'} ({worker.log})"

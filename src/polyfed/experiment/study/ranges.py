@@ -1,0 +1,148 @@
+"""The values of a key in a study: a list, or a range. Keys of recipes as dotted paths."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+
+from polyfed.core.errors import RecipeError
+from polyfed.core.schema import AT_LEAST_TWO, POSITIVE, check_ranges, checked
+
+WHOLE = ("kind", "name")
+"""A table with one of these keys names a class, whose options differ from those of another class."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Numbers from `low` to `high`, both included; whole numbers if both are.
+
+    Attributes:
+        low: The smallest number.
+        high: The largest number.
+        step: The distance of neighbours.
+        count: How many numbers, evenly spaced.
+        scale: With "log", neighbours have the same ratio, and a search draws their logarithm evenly.
+    """
+
+    low: float | int
+    high: float | int
+    step: Annotated[float | int | None, POSITIVE] = None
+    count: Annotated[int | None, AT_LEAST_TWO] = None
+    scale: Literal["linear", "log"] = "linear"
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that hold no number, and words that contradict each other."""
+        check_ranges("a range:", self)
+        if not self.low < self.high:
+            raise RecipeError(f"low = {self.low} must be below high = {self.high}")
+        if self.scale == "log" and self.low <= 0:
+            raise RecipeError(f"low = {self.low} must be above 0 with scale = 'log'")
+        if self.scale == "log" and self.step is not None:
+            raise RecipeError("step has no meaning with scale = 'log'; give count")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the range holds whole numbers."""
+        return isinstance(self.low, int) and isinstance(self.high, int) and not isinstance(self.step, float)
+
+    def values(self) -> list[float] | list[int]:
+        """The numbers of the range, ascending.
+
+        Raises:
+            RecipeError: neither `step` nor `count` says which numbers, and they are not whole.
+        """
+        if self.step is not None and self.count is not None:
+            raise RecipeError("give step or count, not both")
+        if self.count is not None:
+            spaced = np.geomspace if self.scale == "log" else np.linspace
+            found = [float(f"{value:.6g}") for value in spaced(self.low, self.high, self.count)]
+            return list(dict.fromkeys(round(v) for v in found)) if self.is_whole else found
+        if self.step is None and not (self.is_whole and self.scale == "linear"):
+            raise RecipeError("give count, the number of values")
+        step = 1 if self.step is None else self.step
+        number = math.floor((self.high - self.low) / step + 1e-9) + 1
+        if self.is_whole:
+            return [int(self.low + place * step) for place in range(number)]
+        return [float(f"{self.low + place * step:.12g}") for place in range(number)]
+
+
+def entry_of(entry: Any) -> list[Any] | Range:
+    """A list as it is, or the range that a table describes.
+
+    Raises:
+        RecipeError: it is neither, or the list is empty or has a value twice.
+    """
+    if isinstance(entry, Mapping):
+        return Range(**checked("a range", Range, entry))
+    if not isinstance(entry, list) or not entry:
+        raise RecipeError(f"{entry!r} must be a list of values, or a range such as {{ low = 1, high = 5 }}")
+    if len({repr(value) for value in entry}) < len(entry):
+        raise RecipeError(f"{entry!r} has a value twice")
+    return list(entry)
+
+
+def values_of(entry: Any) -> list[Any]:
+    """The values of a list or a range; see `entry_of` for errors."""
+    found = entry_of(entry)
+    return list(found.values()) if isinstance(found, Range) else found
+
+
+def combinations(keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every combination of the values of these keys; the last key changes fastest."""
+    for values in itertools.product(*(values_of(entry) for entry in keys.values())):
+        yield dict(zip(keys, values, strict=True))
+
+
+def grid_size(keys: Mapping[str, Any]) -> int:
+    """The number of combinations of the values of these keys."""
+    return math.prod(len(values_of(entry)) for entry in keys.values())
+
+
+def flat_keys(table: Mapping[str, Any], stop: Sequence[str] = WHOLE, head: str = "") -> dict[str, Any]:
+    """Nested tables under dotted keys. A table that is empty, or that has a key of `stop`, is a value.
+
+    >>> flat_keys({"train": {"lr": 0.1}, "algorithm": {"name": "fedavg"}})
+    {'train.lr': 0.1, 'algorithm': {'name': 'fedavg'}}
+    """
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value and not any(word in value for word in stop):
+            found |= flat_keys(value, stop, f"{head}{key}.")
+        else:
+            found[f"{head}{key}"] = value
+    return found
+
+
+def put(table: dict[str, Any], key: str, value: Any) -> None:
+    """Write a value at a dotted key of a recipe's table, which is changed in place.
+
+    Raises:
+        RecipeError: a part of the key is a value, not a table.
+    """
+    *above, last = key.split(".")
+    for name in above:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise RecipeError(f"{key}: '{name}' is a value, not a table")
+    table[last] = value
+
+
+def remove(table: dict[str, Any], key: str) -> None:
+    """Remove a dotted key of a recipe's table, if it is there; the table is changed in place."""
+    *above, last = key.split(".")
+    for name in above:
+        table = table.get(name, {})
+        if not isinstance(table, dict):
+            return
+    table.pop(last, None)
+
+
+def at(table: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key of a recipe's table, or None."""
+    found: Any = table
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found

@@ -1,0 +1,174 @@
+"""The files of a study's folder: what ran, failed and is left (`index.html`, `study.json`), and all numbers."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyfed.core.errors import RecipeError
+from polyfed.core.files import STUDY, replace_text
+from polyfed.experiment.study.board import Board, Entry
+from polyfed.experiment.study.plan import short, value_text
+from polyfed.experiment.study.study_schema import Study
+from polyfed.report.page import render, write_page
+from polyfed.report.run_folder import numbers_of
+from polyfed.report.scores import is_share
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PAGE, NUMBERS = "index.html", "results.csv"
+
+
+def claim(folder: Path) -> None:
+    """Create the folder of a study, unless it holds one.
+
+    Raises:
+        RecipeError: it holds other files, or cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        others = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
+    except OSError as error:
+        raise RecipeError(f"--out {folder}: {error.strerror or error}. Choose a folder that can be written") from None
+    if others and STUDY not in others:
+        raise RecipeError(f"--out {folder} is not empty and holds no study ({others[0]}, ...). Choose another folder")
+    if not others:
+        replace_text(folder / STUDY, json.dumps({"runs": []}))
+
+
+def write(board: Board, study: Study) -> None:
+    """Write the files; each is replaced as a whole."""
+    content = {
+        "name": study.name,
+        "title": study.title,
+        "metrics": {name: list(metrics) for name, metrics in board.metrics.items()},
+        "runs": [_run(board, entry, number) for number, entry in _reported(board)]
+        + [_run(board, entry, None) for entry in board.entries.values() if entry.tuning],
+    }
+    replace_text(board.folder / STUDY, json.dumps(content, indent=1, default=str))
+    write_page(board.folder / PAGE, page_text(board, study))
+    replace_text(board.folder / NUMBERS, frame(board).to_csv(index=False))
+
+
+def frame(board: Board) -> "pd.DataFrame":
+    """One row for each reported run; see `polyfed.sweep`."""
+    import pandas as pd  # here: it takes half a second
+
+    rows = []
+    for number, entry in _reported(board):
+        cell = board.cells[number]
+        rows.append(
+            {"method": cell.label, "scenario": cell.scenario, "seed": entry.seed}
+            | dict(cell.values)
+            | dict(entry.chosen)
+            | {"state": entry.state, "why": entry.why, "folder": str(board.path(entry))}
+            | numbers_of(entry.result)
+        )
+    return pd.DataFrame(rows)
+
+
+def page_text(board: Board, study: Study) -> str:
+    """The page of a study: results, settings that were chosen, and what ran, failed and is left."""
+    scenarios = list(study.scenarios)
+    labels = list(dict.fromkeys(cell.label for cell in board.cells))
+    places = {(cell.label, cell.scenario): number for number, cell in enumerate(board.cells)}
+    rows = [(label, [_cell(board, places.get((label, name))) for name in scenarios]) for label in labels]
+    return render(
+        "study.html",
+        study=study,
+        metrics={name: " or ".join(board.metrics[name]) for name in scenarios},
+        scenarios=scenarios,
+        rows=rows,
+        counts={state: board.count(state) for state in ("finished", "running", "failed", "left")},
+        choices=list(_choices(board)),
+        problems=list(board.problems()),
+        remarks=_remarks(board),
+        runs=[_line(board, entry) for entry in board.entries.values()],
+        drawn={"charts": []},
+    )
+
+
+def settings_text(values: Mapping[str, Any]) -> str:
+    """Values of keys in words, as `lr = 0.1, mu = 0.01`."""
+    return ", ".join(f"{short(key)} = {value_text(value)}" for key, value in values.items())
+
+
+def cell_text(board: Board, number: int) -> str:
+    """Mean and sample standard deviation of a cell's scores, with the number of runs if some are missing."""
+    found, reported = board.summary(number), board.reported.get(number, [])
+    if found is None:
+        return ""
+    mean, spread, count = found
+    factor, digits = (100, 1) if is_share(board.metrics[board.cells[number].scenario][0]) else (1, 3)
+    words = [f"{factor * value:.{digits}f}" for value in ((mean, spread) if count > 1 else (mean,))]
+    return " ± ".join(words) + (f" (n={count} of {len(reported)})" if count < len(reported) else "")
+
+
+def _reported(board: Board) -> Iterator[tuple[int, Entry]]:
+    """The number of each cell with each of its reported runs."""
+    for number, entries in sorted(board.reported.items()):
+        for entry in entries:
+            yield number, entry
+
+
+def _run(board: Board, entry: Entry, number: int | None) -> dict[str, Any]:
+    """A run as `study.json` has it."""
+    cell = entry.cell if number is None else board.cells[number]
+    return {
+        "folder": f"runs/{entry.name}",
+        "method": cell.label,
+        "scenario": cell.scenario,
+        "seed": entry.seed,
+        "tuning": entry.tuning,
+        "state": entry.state,
+        "why": entry.why,
+        "values": dict(cell.values),
+        "chosen": dict(entry.chosen),
+    }
+
+
+def _cell(board: Board, number: int | None) -> str:
+    return "" if number is None else cell_text(board, number) or board.blocked.get(number, "left")
+
+
+def _choices(board: Board) -> Iterator[dict[str, Any]]:
+    """For each search: how many trials it made, what it chose, and all that it tried."""
+    for number, trials in sorted(board.trials.items()):
+        cell, reported = board.cells[number], board.reported.get(number, [])
+        yield {
+            "cell": f"{cell.label} in {cell.scenario}",
+            "trials": len(trials),
+            "chosen": settings_text(reported[0].chosen) if reported else board.blocked.get(number, ""),
+            "tried": [
+                (settings_text(values), "diverged" if score is None else f"{score:.4f}") for values, score in trials
+            ],
+        }
+
+
+def _remarks(board: Board) -> list[tuple[str, int]]:
+    """The warnings of runs, with the number of runs that gave each."""
+    found: dict[str, int] = {}
+    for entry in board.entries.values():
+        for remark in entry.remarks:
+            found[remark] = found.get(remark, 0) + 1
+    return list(found.items())
+
+
+def _line(board: Board, entry: Entry) -> dict[str, Any]:
+    """A run as the page lists it."""
+    report = board.path(entry) / "report.html"
+    score = entry.score(board.metrics[entry.cell.scenario])
+    return {
+        "name": entry.name,
+        "report": os.path.relpath(report, board.folder) if entry.state == "finished" else "",
+        "method": entry.cell.label,
+        "scenario": entry.cell.scenario,
+        "seed": entry.seed,
+        "use": "search" if entry.tuning else "reported",
+        "chosen": settings_text(entry.chosen),
+        "state": f"round {entry.round} of {entry.rounds}" if entry.state == "running" else entry.state,
+        "why": entry.why,
+        "score": "" if score is None else f"{score:.4f}",
+    }

@@ -1,0 +1,206 @@
+"""`polyfed.sweep`: carry out a study, several runs at once; what an earlier sweep finished is not run again."""
+
+import math
+import time
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyfed.core.errors import RecipeError
+from polyfed.experiment.events import Emitter, Listener
+from polyfed.experiment.lock import alone_in
+from polyfed.experiment.study import machine, results
+from polyfed.experiment.study.board import Board, Entry
+from polyfed.experiment.study.plan import Cell, Planner
+from polyfed.experiment.study.pool import Message, Pool
+from polyfed.experiment.study.search import Searcher
+from polyfed.experiment.study.study_file import load_study
+from polyfed.report.scores import is_error
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+KILLS = 6
+"""A run whose process was killed so often, without a finished round in between, has failed: memory may be too short for
+it even alone. Fewer would blame the run for kills from outside: five of them may all hit one run."""
+
+PATIENCE = 0.5
+"""Seconds between two looks at the free memory."""
+
+PAGE_EVERY = 5.0
+"""Seconds between two versions of the page while runs go on."""
+
+Needs = Generator[list[Entry], None, None]
+"""What a cell needs next: runs, of which all must have ended before it goes on."""
+
+
+def sweep(
+    study: str | Path | Mapping[str, Any],
+    out: str | Path | None = None,
+    *,
+    jobs: int | None = None,
+    listeners: Sequence[Listener] = (),
+) -> "pd.DataFrame":
+    """Carry out a study: every method in every scenario, with every combination of the grid, on every seed.
+
+    Args:
+        study: the path of a study's TOML file, or its table.
+        out: the folder of the study; default: `runs/NAME`. A sweep that was stopped goes on in it.
+        jobs: the most runs at once; default: the number of cores. Fewer run while memory is short.
+        listeners: called with every event, as `listener(event, board=...)`; see docs/sweep.md.
+
+    Returns:
+        One row for each reported run, finished or not: method, scenario, the values of grid and search, seed, state,
+        why, folder, and the numbers of result.json under dotted names.
+
+    Raises:
+        PolyfedError: one of `polyfed.core.errors`; its text names all problems of the study.
+    """
+    loaded = load_study(study)
+    if jobs is not None and jobs < 1:
+        raise RecipeError(f"--jobs {jobs}: must be 1 or more")
+    planner = Planner(loaded)
+    cells = planner.cells()
+    folder = Path(out) if out is not None else Path("runs") / loaded.name
+    results.claim(folder)
+    board = Board(folder, cells, {name: loaded.metrics_of(name) for name in loaded.scenarios})
+    with alone_in(folder, "another sweep is writing this study", "Wait for it, or choose another folder"):
+        try:
+            with Pool(folder, jobs or machine.cores()) as pool:
+                _Sweep(planner, board, pool, Emitter(listeners)).carry_out()
+        finally:  # after Ctrl-C too: the page says what is left
+            results.write(board, loaded)
+    return results.frame(board)
+
+
+class _Sweep:
+    """One sweep: asks the cells what they need, and gives it to the pool."""
+
+    def __init__(self, planner: Planner, board: Board, pool: Pool, emit: Emitter) -> None:
+        self.planner, self.board, self.pool, self.emit = planner, board, pool, emit
+        self.waiting: list[Entry] = []
+        self.cells: dict[int, tuple[Needs, list[Entry]]] = {}
+
+    def carry_out(self) -> None:
+        """Carry out all runs of the study."""
+        for number, cell in enumerate(self.board.cells):
+            if cell.skip:
+                self.board.blocked[number] = f"left out: {cell.skip}"
+            else:
+                self._advance(number, self._needs(number, cell), [])
+        self.emit("sweep-started", board=self.board)
+        written = -math.inf
+        while self.waiting or self.pool.running:
+            self._start()
+            message = self.pool.message(PATIENCE)
+            if message is not None:
+                self._hear(message)
+            self.emit("sweep-progress", board=self.board)
+            if time.monotonic() > written + PAGE_EVERY:
+                results.write(self.board, self.planner.study)
+                written = time.monotonic()
+        self.emit("sweep-finished", board=self.board)
+
+    def _needs(self, number: int, cell: Cell) -> Needs:
+        """The runs that a cell needs, batch by batch: those of its search, then the reported ones."""
+        board, study, chosen = self.board, self.planner.study, {}
+        if cell.space:
+            board.blocked[number] = "its settings are not chosen yet"
+            best = yield from self._search(number, cell)
+            if best is None:
+                return
+            chosen = dict(best)
+            del board.blocked[number]
+        board.reported[number] = [self._entry(cell, seed, chosen) for seed in study.reported_seeds]
+        yield board.reported[number]
+
+    def _search(self, number: int, cell: Cell) -> Generator[list[Entry], None, Mapping[str, Any] | None]:
+        """Try settings on validation rows and choose the best; None if none can be chosen."""
+        board, study = self.board, self.planner.study
+        assert study.search is not None
+        metrics = board.metrics[cell.scenario]
+        searcher = Searcher(study.search, cell.space, is_error(metrics[0]))
+        board.trials[number] = searcher.trials
+        while asked := searcher.ask():
+            batch = [[self._entry(cell, s, values, tuning=True) for s in study.tuning_seeds] for values in asked]
+            yield [entry for entries in batch for entry in entries]
+            broken = [e for entries in batch for e in entries if e.state == "failed" and not e.diverged]
+            if broken:
+                board.blocked[number] = f"its search stopped, because the run {broken[0].name} failed"
+                return None
+            scores = [[entry.score(metrics) for entry in entries] for entries in batch]
+            if any(e.state == "finished" and e.score(metrics) is None for entries in batch for e in entries):
+                board.blocked[number] = f"its search stopped, because its runs have no metric {' or '.join(metrics)}"
+                return None
+            searcher.tell(asked, [_mean(found) for found in scores])
+        if searcher.best is None:
+            board.blocked[number] = (
+                f"training diverged with each of the {len(searcher.trials)} settings that were tried"
+            )
+        return searcher.best
+
+    def _entry(self, cell: Cell, seed: int, chosen: Mapping[str, Any], *, tuning: bool = False) -> Entry:
+        """The run with this content; the same one if another cell has asked for it."""
+        table = cell.recipe(seed, chosen, tuning=tuning)
+        name = self.planner.name(table)
+        if name not in self.board.entries:
+            entry = self.board.entries[name] = Entry(name, table, cell, seed, chosen, tuning)
+            entry.kept = self.board.look(entry)
+        return self.board.entries[name]
+
+    def _advance(self, number: int, needs: Needs, last: list[Entry]) -> None:
+        """Let a cell go on as long as all that it needs has ended, and queue what has not."""
+        while all(entry.ended for entry in last):
+            try:
+                last = next(needs)
+            except StopIteration:
+                self.cells.pop(number, None)
+                return
+        self.cells[number] = (needs, last)
+        self.waiting += [entry for entry in last if entry.state == "left" and entry not in self.waiting]
+        # what a search waits for comes first, then seed by seed, so that a table of few seeds is complete early
+        order = {seed: place for place, seed in enumerate(self.planner.study.reported_seeds)}
+        self.waiting.sort(key=lambda entry: (not entry.tuning, order.get(entry.seed, 0)))
+
+    def _start(self) -> None:
+        """Start runs while there is room for them."""
+        while self.waiting:
+            refusal = self.pool.refusal()
+            for entry in self.waiting:
+                entry.why = refusal
+            if refusal:
+                return
+            entry = self.waiting.pop(0)
+            entry.state = "running"
+            self.pool.start(entry.name, entry.recipe, self.board.path(entry).absolute())
+
+    def _hear(self, message: Message) -> None:
+        """Book what a process told about its run."""
+        entry, facts = self.board.entries[message.job], message.facts
+        if message.event == "round":
+            if facts["round"] > entry.round:
+                entry.tries = 0
+            entry.round, entry.rounds = facts["round"], facts.get("rounds", entry.rounds)
+            return
+        if message.event == "killed":
+            entry.tries += 1
+            if entry.tries < KILLS:
+                entry.state = "left"
+                self.waiting.append(entry)
+                return
+            self.board.note_failure(entry, 1, f"{facts['why']}; {KILLS} times in a row")
+        elif facts["code"]:
+            self.board.note_failure(entry, facts["code"], facts["why"])
+        else:
+            finished = self.board.look(entry)
+            assert finished, f"{entry.name} ended without a result"
+            entry.remarks = facts["remarks"]
+        for number, (needs, last) in list(self.cells.items()):
+            if entry in last:
+                self._advance(number, needs, last)
+
+
+def _mean(scores: Sequence[float | None]) -> float | None:
+    """The mean over the seeds of a trial; None if training diverged with one of them."""
+    found = [score for score in scores if score is not None]
+    return sum(found) / len(found) if len(found) == len(scores) else None

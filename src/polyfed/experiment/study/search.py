@@ -1,0 +1,115 @@
+"""The choice of settings by Optuna: the same number of trials for every cell, scored on validation rows.
+
+A search holds nothing on disk. Its proposals depend on the seed of the sampler and on the scores told so far, so a
+sweep that was killed asks the same questions again and finds their answers among the runs that are finished.
+"""
+
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyfed.core.errors import RecipeError
+from polyfed.experiment.study.ranges import Range, combinations, entry_of, grid_size
+from polyfed.experiment.study.study_schema import Search
+
+try:
+    import optuna
+except ImportError:  # only a study with a search needs it
+    optuna = None  # type: ignore[assignment]
+
+Values = Mapping[str, Any]
+
+
+@dataclass
+class Searcher:
+    """The search of one cell.
+
+    Attributes:
+        search: The section [search].
+        space: The searched keys with their lists or ranges.
+        lowest: Whether the smallest score is the best.
+        trials: The settings that were tried, with their scores; None for a setting whose training diverged.
+    """
+
+    search: Search
+    space: Mapping[str, Any]
+    lowest: bool
+    trials: list[tuple[Values, float | None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Start Optuna's study; a grid needs none.
+
+        Raises:
+            RecipeError: Optuna is not installed.
+        """
+        self._spaces = {key: entry_of(entry) for key, entry in self.space.items()}
+        self._asked: list[Any] = []
+        self._study: Any = None
+        if self.search.sampler == "grid":
+            return
+        if optuna is None:
+            raise RecipeError("[search] needs Optuna: pip install 'polyfed[study]'")
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            self._study = optuna.create_study(
+                direction="minimize" if self.lowest else "maximize", sampler=self._sampler()
+            )
+
+    @property
+    def budget(self) -> int:
+        """The number of trials; fewer than the study allows if a grid has fewer settings."""
+        return min(self.search.trials, grid_size(self.space)) if self._study is None else self.search.trials
+
+    @property
+    def best(self) -> Values | None:
+        """The setting with the best score, the first of equal ones; None if all diverged."""
+        scored = [(values, score) for values, score in self.trials if score is not None]
+        if not scored:
+            return None
+        chosen = (min if self.lowest else max)(scored, key=lambda trial: trial[1])
+        return chosen[0]
+
+    def ask(self) -> list[Values]:
+        """The settings of the next batch; empty when the budget is spent."""
+        done = len(self.trials)
+        number = min(self.search.batch, self.budget - done)
+        if self._study is None:
+            return list(itertools.islice(combinations(self.space), done, done + number))
+        self._asked = [self._study.ask() for _ in range(number)]
+        return [{key: _suggested(trial, key, space) for key, space in self._spaces.items()} for trial in self._asked]
+
+    def tell(self, asked: Sequence[Values], scores: Sequence[float | None]) -> None:
+        """Tell the scores of the batch that was asked last, in its order."""
+        self.trials += zip(asked, scores, strict=True)
+        for trial, score in zip(self._asked, scores, strict=False):  # a grid has no trials of Optuna
+            if score is None:
+                self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            else:
+                self._study.tell(trial, score)
+
+    def _sampler(self) -> Any:
+        samplers, seed = optuna.samplers, self.search.sampler_seed
+        if self.search.sampler == "tpe":
+            # without constant_liar, the trials of one batch, which have no scores yet, would lie close together
+            return samplers.TPESampler(seed=seed, constant_liar=True)
+        return {"random": samplers.RandomSampler, "qmc": samplers.QMCSampler}[self.search.sampler](seed=seed)
+
+
+def _listed(space: list[Any] | Range) -> list[Any]:
+    return list(space.values()) if isinstance(space, Range) else space
+
+
+def _suggested(trial: Any, key: str, space: list[Any] | Range) -> Any:
+    """The value that a trial proposes for a key; floats are rounded to four digits, which a table can print."""
+    if isinstance(space, list) or space.count is not None:
+        options = _listed(space)
+        if all(isinstance(option, bool | int | float | str) for option in options):
+            return trial.suggest_categorical(key, options)
+        return options[trial.suggest_categorical(key, list(range(len(options))))]
+    log = space.scale == "log"
+    if space.is_whole:
+        return trial.suggest_int(key, space.low, space.high, step=int(space.step or 1), log=log)
+    return float(f"{trial.suggest_float(key, space.low, space.high, step=space.step, log=log):.4g}")

@@ -1,0 +1,205 @@
+"""Reads a study from its file. All problems of a file are told at once."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.parsing import parse_toml
+from polyfed.core.schema import checked
+from polyfed.experiment.study.ranges import WHOLE, Range, entry_of, flat_keys, grid_size, values_of
+from polyfed.experiment.study.study_schema import NAMES, Method, Scenario, Search, Study, When
+
+GROUPS = ("global", "personal", "unimodal", "global_by_client")
+"""Groups of metrics in result.json that a study may report."""
+
+SECTIONS = ("methods", "scenarios", "when", "search")
+"""Keys of a study that hold sections."""
+
+RANGE = ("low", "high")
+"""A table with one of these keys is a range."""
+
+
+def load_study(given: str | Path | Mapping[str, Any]) -> Study:
+    """Read a study from a file, or from the table of one.
+
+    Raises:
+        RecipeError: with all problems of the file.
+    """
+    if isinstance(given, Mapping):
+        return parse_study(given)
+    path = Path(given)
+    try:
+        table = parse_toml(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise RecipeError(f"study {path}: {error.strerror or error}. Give the path of a TOML file") from None
+    except ValueError as error:
+        raise RecipeError(f"study {path} is not valid TOML: {error}") from None
+    try:
+        return parse_study(table, path.stem, path.parent)
+    except RecipeError as error:
+        raise RecipeError(f"study {path}: {error}") from None
+
+
+def parse_study(table: Mapping[str, Any], name: str = "study", folder: Path = Path()) -> Study:
+    """Build a study from the table of its file.
+
+    Args:
+        table: the sections, as `tomllib` reads them.
+        name: the name of its folder.
+        folder: where paths to recipes start.
+
+    Raises:
+        RecipeError: with all problems of the table.
+    """
+    problems: list[str] = []
+    known = [f.name for f in fields(Study) if f.name not in ("name", "folder")]
+    problems += [f"no key or section '{key}'; {did_you_mean(key, known)}" for key in table if key not in known]
+    top = {key: value for key, value in table.items() if key in known and key not in SECTIONS}
+    parts: dict[str, Any] = {
+        "methods": _named("methods", Method, table.get("methods", {}), problems),
+        "scenarios": _named("scenarios", Scenario, table.get("scenarios", {}), problems),
+        "when": [
+            rule for entry in table.get("when", []) if (rule := _section("[[when]]", When, entry, problems)) is not None
+        ],
+    }
+    if "search" in table:
+        parts["search"] = _section("[search]", Search, table["search"], problems)
+    if not parts["methods"] and not problems:
+        problems.append("[methods.NAME] is missing: a study needs at least one method, as in [methods.fedavg]")
+    study = _section("", Study, top, problems, parts | {"name": name, "folder": folder})
+    if study is not None:
+        study = _with_scenario(study)
+        for check in (_check_seeds, _check_values, _check_metrics, _check_recipes, _check_matches):
+            check(study, problems)
+    refuse(problems)
+    assert study is not None
+    return study
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise all problems at once, if there are any."""
+    unique = list(dict.fromkeys(problems))
+    if len(unique) == 1:
+        raise RecipeError(unique[0])
+    if unique:
+        raise RecipeError("\n".join([f"{len(unique)} problems:", *(f"  {problem}" for problem in unique)]))
+
+
+def tried(problems: list[str], where: str, make: Callable[[], Any]) -> Any:
+    """What `make` returns, or None after adding its RecipeError to the problems."""
+    try:
+        return make()
+    except RecipeError as error:
+        problems.append(f"{where} {error}".strip())
+        return None
+
+
+def _section(
+    where: str, cls: type, table: Any, problems: list[str], given: Mapping[str, Any] | None = None
+) -> Any | None:
+    """Build a dataclass from its table, or add what is wrong with each key to the problems and return None."""
+    given = dict(given or {})
+    if not isinstance(table, Mapping):
+        problems.append(f"{where} must be a table, with its keys below it")
+        return None
+    before, values = len(problems), dict[str, Any]()
+    for key, value in table.items():
+        found = tried(problems, "", partial(checked, where, cls, {key: value}, frozenset(given)))
+        values |= found or {}
+    for f in fields(cls):
+        needed = f.default is MISSING and f.default_factory is MISSING
+        if needed and f.name not in table and f.name not in given:
+            problems.append(f"{where} {f.name} is missing".strip())
+    if len(problems) > before or any(value is None for value in given.values()):
+        return None
+    for key in ("set", "grid", "search", "keys", "match"):
+        if isinstance(values.get(key), Mapping):
+            values[key] = flat_keys(values[key], RANGE if key in ("grid", "search", "keys") else WHOLE)
+    return tried(problems, where, lambda: cls(**values, **given))
+
+
+def _named(section: str, cls: type, table: Any, problems: list[str]) -> dict[str, Any]:
+    """Build a dataclass for each name of a section."""
+    if not isinstance(table, Mapping):
+        problems.append(f"'{section}' holds sections: write [{section}.NAME] and the keys below it")
+        return {}
+    built = {name: _section(f"[{section}.{name}]", cls, entry, problems) for name, entry in table.items()}
+    return {name: part for name, part in built.items() if part is not None}
+
+
+def _with_scenario(study: Study) -> Study:
+    """The same study; without scenarios, its recipe becomes the only one."""
+    if study.scenarios:
+        return study
+    name = Path(study.recipe).stem if study.recipe else "recipe"
+    return replace(study, scenarios={name: Scenario()})
+
+
+def _check_seeds(study: Study, problems: list[str]) -> None:
+    reported = tried(problems, "seeds", lambda: values_of(study.seeds)) or []
+    if study.search is None:
+        return
+    tuning = tried(problems, "[search] seeds", lambda: values_of(study.tuning_seeds)) or []
+    if shared := sorted(set(reported) & set(tuning)):
+        problems.append(f"[search] seeds: {shared} are reported seeds too. Choose settings on other seeds")
+
+
+def _check_values(study: Study, problems: list[str]) -> None:
+    places = {"[grid]": study.grid}
+    for name, method in study.methods.items():
+        places |= {f"[methods.{name}] grid": method.grid, f"[methods.{name}] search": method.search}
+        if method.search and study.search is None:
+            problems.append(f"[methods.{name}] search needs a section [search] with trials and seeds, the budget")
+    if study.search is not None:
+        places["[search] keys"] = study.search.keys
+    for where, keys in places.items():
+        searched = where.endswith(("search", "keys"))
+        for key, entry in keys.items():
+            found = tried(problems, f"{where} {key}:", partial(entry_of, entry))
+            if isinstance(found, Range) and (not searched or _sampler(study) == "grid"):
+                tried(problems, f"{where} {key}:", found.values)
+    if study.search is not None and _sampler(study) == "grid" and not problems:
+        for name, method in study.methods.items():
+            size = grid_size(study.search.keys | method.search)
+            if size > study.search.trials:
+                problems.append(
+                    f"[search] trials = {study.search.trials}: the grid of '{name}' has {size} settings. Give as many "
+                    "trials, or another sampler"
+                )
+
+
+def _sampler(study: Study) -> str:
+    return "" if study.search is None else study.search.sampler
+
+
+def _check_metrics(study: Study, problems: list[str]) -> None:
+    for name in study.scenarios:
+        for metric in study.metrics_of(name):
+            group, _, word = metric.partition(".")
+            if group not in GROUPS or not word:
+                hint = did_you_mean(group, GROUPS)
+                problems.append(f"metric = '{metric}': write GROUP.NAME, as in 'global.accuracy'; {hint}")
+
+
+def _check_recipes(study: Study, problems: list[str]) -> None:
+    for name, scenario in study.scenarios.items():
+        recipe = scenario.recipe or study.recipe
+        if recipe is None:
+            problems.append(f"[scenarios.{name}] recipe is missing, and the study has none for all scenarios")
+        elif not (study.folder / recipe).is_file():
+            problems.append(f"[scenarios.{name}] recipe: {study.folder / recipe} does not exist")
+
+
+def _check_matches(study: Study, problems: list[str]) -> None:
+    known = {"method": study.methods, "scenario": study.scenarios}
+    for number, rule in enumerate(study.when, 1):
+        for word in NAMES:
+            wanted = rule.match.get(word, [])
+            for name in wanted if isinstance(wanted, list) else [wanted]:
+                if name not in known[word]:
+                    problems.append(f"[[when]] {number}: no {word} '{name}'; {did_you_mean(str(name), known[word])}")
+        if not (rule.set or rule.unset or rule.skip):
+            problems.append(f"[[when]] {number} changes nothing: give set, unset or skip")

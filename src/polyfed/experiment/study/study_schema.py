@@ -1,0 +1,142 @@
+"""The dataclasses of a study: each section of the file is one of them, and their fields are its keys."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, check_ranges
+from polyfed.experiment.study.ranges import values_of
+
+NAMES = ("method", "scenario")
+"""Words of `match` that are no keys of a recipe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What the methods are compared on: data, clients and rounds.
+
+    Attributes:
+        recipe: The recipe that every run of this scenario starts from; a path from the study's file. Default: the
+            study's `recipe`.
+        metric: What is measured; default: the study's `metric`.
+        set: Keys of the recipe and their values.
+        unset: Keys or sections that are removed from the recipe.
+    """
+
+    recipe: str | None = None
+    metric: str | list[str] | None = None
+    set: dict[str, Any] = field(default_factory=dict)
+    unset: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One line of the table of results.
+
+    Attributes:
+        set: Keys of the recipe and their values. Without `algorithm.name`, the name of the method is that of the
+            algorithm.
+        unset: Keys or sections that are removed from the recipe.
+        grid: Keys and their lists or ranges; every combination is a line of the table.
+        search: Keys and their lists or ranges; the search chooses a value on validation rows.
+    """
+
+    set: dict[str, Any] = field(default_factory=dict)
+    unset: list[str] = field(default_factory=list)
+    grid: dict[str, Any] = field(default_factory=dict)
+    search: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class When:
+    """A condition: where everything in `match` holds, keys are changed, or the runs are left out.
+
+    Attributes:
+        match: `method`, `scenario` or keys of the recipe, each with a value or a list of values.
+        set: Keys of the recipe and their values.
+        unset: Keys or sections that are removed from the recipe.
+        skip: Why these runs are left out; empty: they are not.
+    """
+
+    match: dict[str, Any]
+    set: dict[str, Any] = field(default_factory=dict)
+    unset: list[str] = field(default_factory=list)
+    skip: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """How settings are chosen: the same number of trials for every method, on validation rows, on seeds of its own.
+
+    Attributes:
+        trials: Settings that are tried for each method in each scenario.
+        seeds: The seeds of each trial; none of them may be a reported seed.
+        keys: Keys that are searched for every method, with their lists or ranges.
+        sampler: Optuna's sampler: "tpe", "random", "qmc" or "grid". "grid" needs lists, or ranges with `count` or
+            `step`.
+        sampler_seed: The seed of the sampler.
+        batch: Trials that the sampler proposes before it sees their scores. They can run at once. The result depends
+            on this number, and not on the number of processes.
+    """
+
+    trials: Annotated[int, AT_LEAST_ONE]
+    seeds: list[int] | dict[str, Any]
+    keys: dict[str, Any] = field(default_factory=dict)
+    sampler: Literal["tpe", "random", "qmc", "grid"] = "tpe"
+    sampler_seed: Annotated[int, NOT_NEGATIVE] = 0
+    batch: Annotated[int, AT_LEAST_ONE] = 4
+
+    def __post_init__(self) -> None:
+        """Check types and ranges of the options."""
+        check_ranges("[search]", self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A study: every method in every scenario, with every combination of the grid, on every seed.
+
+    Attributes:
+        title: What the study asks, for its page.
+        recipe: The recipe that every run starts from; a path from the study's file. A scenario may have its own.
+        seeds: The reported seeds: a list or a range.
+        metric: The metric of result.json that is reported, at the last round; of a list, the first that a run has.
+        set: Keys of the recipe and their values, for every run.
+        unset: Keys or sections that are removed from every recipe.
+        grid: Keys and their lists or ranges, for every method; every combination is a line of the table.
+        methods: Name -> method.
+        scenarios: Name -> scenario; without any, `recipe` alone is the scenario.
+        when: Conditions, which are applied in order.
+        search: How settings are chosen; None: no method has keys to search.
+        name: The name of the study's folder: that of its file.
+        folder: Where paths to recipes start.
+    """
+
+    title: str = ""
+    recipe: str | None = None
+    seeds: list[int] | dict[str, Any]
+    metric: str | list[str] = "global.accuracy"
+    set: dict[str, Any] = field(default_factory=dict)
+    unset: list[str] = field(default_factory=list)
+    grid: dict[str, Any] = field(default_factory=dict)
+    methods: Mapping[str, Method]
+    scenarios: Mapping[str, Scenario] = field(default_factory=dict)
+    when: Sequence[When] = ()
+    search: Search | None = None
+    name: str = "study"
+    folder: Path = Path()
+
+    @property
+    def reported_seeds(self) -> list[int]:
+        """The seeds whose runs are reported."""
+        return values_of(self.seeds)
+
+    @property
+    def tuning_seeds(self) -> list[int]:
+        """The seeds of the search; empty without a search."""
+        return [] if self.search is None else values_of(self.search.seeds)
+
+    def metrics_of(self, scenario: str) -> list[str]:
+        """The metrics of a scenario, of which the first counts that a run has."""
+        metric = self.scenarios[scenario].metric or self.metric
+        return [metric] if isinstance(metric, str) else list(metric)

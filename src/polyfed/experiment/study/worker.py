@@ -1,0 +1,107 @@
+"""A process that carries out runs, one after another: `python -m polyfed.experiment.study.worker`.
+
+It reads jobs as lines of JSON from standard input and writes what happens as lines of JSON to standard output. It ends
+when its input is closed. So it ends too when the process that started it was killed, whatever killed it.
+"""
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from polyfed.core.errors import PolyfedError, PolyfedWarning
+from polyfed.experiment.events import Emitter
+from polyfed.experiment.lock import alone_in
+from polyfed.experiment.loop import execute
+from polyfed.experiment.recipe import parse_recipe
+from polyfed.experiment.records import Records
+from polyfed.experiment.study.machine import memory_of
+
+LEAVE = 30.0
+"""Seconds to wait for a process that still writes to the folder of a run."""
+
+REFUSED = 1
+"""The exit code that stands for an exception that is not polyfed's."""
+
+
+def serve(jobs: TextIO, answers: TextIO) -> None:
+    """Carry out the jobs that come in, until the input is closed."""
+    waiting: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def read() -> None:
+        for line in jobs:
+            waiting.put(json.loads(line))
+        os._exit(0)  # at once, in the middle of a round too: a run on disk can be resumed at any moment
+
+    def tell(**message: Any) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        carry_out(waiting.get(), tell)
+
+
+def carry_out(job: Mapping[str, Any], tell: Any) -> None:
+    """Carry out one job and tell its rounds and its outcome.
+
+    Args:
+        job: `recipe`, the table of a recipe, and `folder`, the folder of the run.
+        tell: is called with the facts of each message.
+    """
+    started = time.perf_counter()
+
+    def listen(event: str, **facts: Any) -> None:
+        if event == "run-started":
+            tell(event="round", round=facts["first_round"] - 1, rounds=facts["rounds"], memory=memory_of(os.getpid()))
+        elif event == "round-finished":
+            tell(event="round", round=facts["row"]["round"], memory=memory_of(os.getpid()))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", PolyfedWarning)
+        outcome: dict[str, Any]
+        try:
+            _wait_for(Path(job["folder"]))
+            records = Records(Path(job["folder"]), resume=True)
+            with records.alone():
+                execute(parse_recipe(job["recipe"]), records, Emitter([listen]))
+            outcome = {"code": 0, "why": ""}
+        except PolyfedError as error:
+            outcome = {"code": error.exit_code, "why": f"{type(error).__name__}: {error}"}
+        except Exception as error:  # a mistake in somebody's own encoder, or in polyfed, ends one run and no other
+            outcome = {"code": REFUSED, "why": f"{type(error).__name__}: {error}"}
+    tell(
+        event="done",
+        **outcome,
+        seconds=time.perf_counter() - started,
+        remarks=list(dict.fromkeys(str(w.message) for w in caught)),
+    )
+
+
+def _wait_for(folder: Path) -> None:
+    """Create the folder of a run, and wait until the process of a sweep that was just killed has left it.
+
+    Raises:
+        RecipeError: the other process does not end.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with alone_in(folder, "another process is writing this run", "End it, and start the sweep again", LEAVE):
+        pass
+
+
+def main() -> None:
+    """Serve on standard input and output; what anything else prints goes to standard error."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""What a comparison proves: paired differences to a baseline, and mean ranks over scenarios or seeds."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.report.compare import Comparison, Group
+from polyfed.report.labels import flat
+from polyfed.report.scores import is_error, is_share
+from polyfed.report.significance import MeanRanks, Test, holm, mean_ranks, paired
+
+DEFAULTS = ("global.accuracy", "personal.mean")
+"""The metric that is tested unless the user or a study names one: the first that every run has."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A method minus the baseline in one scenario, over the runs of the same seed and fold.
+
+    Attributes:
+        scenario: the scenario.
+        method: the method.
+        baseline: the baseline.
+        n: the number of pairs.
+        mean: the mean difference.
+        low: lower end of the 95 % interval of the mean.
+        high: its upper end.
+        p: two-sided p-value.
+        p_holm: the same after Holm's correction over all differences of the comparison.
+    """
+
+    scenario: str
+    method: str
+    baseline: str
+    n: int
+    mean: float
+    low: float | None
+    high: float | None
+    p: float | None
+    p_holm: float | None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The tests of a comparison.
+
+    Attributes:
+        metric: what was tested; of several words, the first that a scenario's runs have.
+        test: "t" or "wilcoxon".
+        differences: one for each scenario and each method other than the baseline.
+        methods: the methods that are ranked.
+        ranks: their mean ranks; None if there are fewer than three methods or two blocks.
+        blocks: what the ranks are averaged over, "scenarios" or "seeds".
+        scores: (scenario, method) -> (seed, fold) -> score.
+    """
+
+    metric: str
+    test: Test
+    differences: tuple[Difference, ...]
+    methods: tuple[str, ...]
+    ranks: MeanRanks | None
+    blocks: str
+    scores: Mapping[tuple[str, str], Mapping[tuple[int, str], float]]
+
+    @property
+    def lowest(self) -> bool:
+        """Whether small values of the metric are good."""
+        return is_error(self.metric)
+
+    @property
+    def share(self) -> bool:
+        """Whether the metric is written in percent."""
+        return is_share(self.metric)
+
+    def table(self) -> dict[str, Any]:
+        """The tests as JSON can hold them."""
+        ranks = None
+        if self.ranks is not None:
+            ranks = asdict(self.ranks) | {
+                "ranks": dict(zip(self.methods, self.ranks.ranks, strict=True)),
+                "over": self.blocks,
+                "not_different": [[self.methods[place] for place in clique] for clique in self.ranks.cliques],
+            }
+        differences = [asdict(difference) for difference in self.differences]
+        return {"metric": self.metric, "test": self.test, "differences": differences, "mean_ranks": ranks}
+
+
+def evidence(
+    comparison: Comparison, metric: str | None = None, baseline: str | None = None, test: Test = "t"
+) -> Evidence:
+    """Test the differences of a comparison.
+
+    Args:
+        comparison: the comparison.
+        metric: a metric of result.json, as `global.uar`; None: that of the study, otherwise the first of `DEFAULTS`
+            that all runs have.
+        baseline: the method that the others are compared with; None: the first.
+        test: the paired test, "t" or "wilcoxon".
+
+    Raises:
+        RecipeError: no run has the metric, or there is no such method.
+    """
+    metrics = metrics_of(comparison, metric)
+    methods = list(dict.fromkeys(group.method for group in comparison.groups))
+    if baseline is None:
+        baseline = methods[0]
+    elif baseline not in methods:
+        raise RecipeError(f"--baseline '{baseline}' is not a method of these runs; {did_you_mean(baseline, methods)}")
+    by_place = {
+        (group.scenario, group.method): scores_of(group, wanted)
+        for group, wanted in zip(comparison.groups, metrics, strict=True)
+    }
+    scenarios = list(dict.fromkeys(group.scenario for group in comparison.groups))
+    found = [
+        (scenario, method, paired(differences, test))
+        for scenario in scenarios
+        for method in methods
+        if method != baseline
+        and (differences := _differences(by_place.get((scenario, method)), by_place.get((scenario, baseline))))
+    ]
+    corrected = holm([result.p for _, _, result in found])
+    rows = tuple(
+        Difference(scenario, method, baseline, **vars(result), p_holm=p)
+        for (scenario, method, result), p in zip(found, corrected, strict=True)
+    )
+    words = list(dict.fromkeys(word for wanted in metrics for word in wanted))
+    ranked, ranks, blocks = _ranks(by_place, methods, scenarios, lowest=is_error(words[0]))
+    return Evidence(" or ".join(words), test, rows, ranked, ranks, blocks, by_place)
+
+
+def scores_of(group: Group, metrics: Sequence[str]) -> dict[tuple[int, str], float]:
+    """(seed, fold) -> the first of these metrics that the run has; the mean if a seed occurs several times."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for folder, seed, fold in zip(group.folders, group.seeds, group.folds, strict=True):
+        numbers = flat(folder.result.get("metrics", {}))
+        value = next((numbers[metric] for metric in metrics if numbers.get(metric) is not None), None)
+        if value is not None:
+            found.setdefault((seed, fold), []).append(float(value))
+    return {run: statistics.fmean(values) for run, values in found.items()}
+
+
+def metrics_of(comparison: Comparison, metric: str | None = None) -> list[tuple[str, ...]]:
+    """For each group, the metrics of which the first counts that a run has.
+
+    Raises:
+        RecipeError: no run has the metric.
+    """
+    known = [set(flat(folder.result.get("metrics", {}))) for group in comparison.groups for folder in group.folders]
+    if metric is not None:
+        metric = metric.removeprefix("metrics.")
+        if not any(metric in names for names in known):
+            raise RecipeError(f"--metric '{metric}': no run has it; {did_you_mean(metric, set().union(*known))}")
+        return [(metric,)] * len(comparison.groups)
+    default = next((word for word in DEFAULTS if all(word in names for names in known)), DEFAULTS[0])
+    return [group.metrics or (default,) for group in comparison.groups]
+
+
+def _differences(own: dict[tuple[int, str], float] | None, other: dict[tuple[int, str], float] | None) -> list[float]:
+    """The differences of the runs that both methods have."""
+    return [] if own is None or other is None else [own[run] - other[run] for run in own if run in other]
+
+
+def _ranks(
+    by_place: dict[tuple[str, str], dict[tuple[int, str], float]],
+    methods: Sequence[str],
+    scenarios: Sequence[str],
+    *,
+    lowest: bool,
+) -> tuple[tuple[str, ...], MeanRanks | None, str]:
+    """Mean ranks of the methods that have a score in every block.
+
+    Several scenarios are the blocks, with the mean over seeds as score, because seeds of one scenario are no
+    independent data sets. In a single scenario the seeds are the blocks.
+    """
+    if len(scenarios) > 1:
+        blocks = "scenarios"
+        columns = {
+            m: {s: statistics.fmean(found.values()) for s in scenarios if (found := by_place.get((s, m)))}
+            for m in methods
+        }
+        wanted: set[Any] = set(scenarios)
+    else:
+        blocks = "seeds"
+        columns = {m: dict(by_place.get((scenarios[0], m), {})) for m in methods}  # type: ignore[arg-type]
+        wanted = set().union(*columns.values())
+    ranked = tuple(method for method in methods if set(columns[method]) == wanted)
+    if len(ranked) < 3 or len(wanted) < 2:
+        return ranked, None, blocks
+    order = sorted(wanted)
+    rows = [[columns[method][block] for method in ranked] for block in order]
+    return ranked, mean_ranks(rows, lowest=lowest), blocks

@@ -1,0 +1,90 @@
+"""Names for groups of runs: the algorithm, and the options in which a group differs from others."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from polyfed.report.folds import FOLD_KEYS
+from polyfed.report.run_folder import Folder
+
+IGNORED = ("seed", "versions", "checkpoint", "tracking")
+"""Parts of a resolved recipe in which runs of one group may differ, because they do not change the method."""
+
+SCENARIO = ("data.", "clients.", "rounds")
+"""The keys of a recipe that are the same for all methods of one scenario begin with these words."""
+
+MOST_DIFFERENCES = 4
+"""A label names at most this many differing options."""
+
+
+def method_of(folder: Folder) -> dict[str, Any]:
+    """The recipe without the parts that may differ within a group, flat under dotted names."""
+    method = flat({key: value for key, value in folder.recipe.items() if key not in IGNORED})
+    return {key: value for key, value in method.items() if key not in FOLD_KEYS}
+
+
+def parts_of(folders: Sequence[Folder]) -> list[tuple[str, str]]:
+    """The method and the scenario of each group; the scenario is empty if all groups have the same."""
+    tables = [method_of(folder) for folder in folders]
+    scenarios = [{k: v for k, v in table.items() if k.startswith(SCENARIO)} for table in tables]
+    methods = [{k: v for k, v in table.items() if not k.startswith(SCENARIO)} for table in tables]
+    if all(scenario == scenarios[0] for scenario in scenarios):
+        return [(label, "") for label in labels_of(folders)]
+    return list(zip(_distinct(methods, "algorithm.name"), _distinct(scenarios, "data.name"), strict=True))
+
+
+def _distinct(tables: Sequence[Mapping[str, Any]], head: str) -> list[str]:
+    """A label for each table; equal tables have equal labels."""
+    unique = {repr(sorted(table.items())): table for table in tables}
+    labels = dict(zip(unique, _labels(list(unique.values()), head), strict=True))
+    taken = list(labels.values())
+    labels = {
+        key: label if taken.count(label) == 1 else f"{label} ({number})"
+        for number, (key, label) in enumerate(labels.items(), 1)
+    }
+    return [labels[repr(sorted(table.items()))] for table in tables]
+
+
+def flat(table: dict[str, Any], head: str = "") -> dict[str, Any]:
+    """Nested tables under dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= flat(value, f"{head}{key}.") if isinstance(value, dict) else {f"{head}{key}": value}
+    return found
+
+
+def labels_of(folders: Sequence[Folder]) -> list[str]:
+    """A name for each group: its algorithm, and the options in which it differs from the others.
+
+    Options that only one algorithm has do not distinguish it from others and are left out.
+    """
+    labels = _labels([method_of(folder) for folder in folders], "algorithm.name") if folders else []
+    return [
+        label if labels.count(label) == 1 else f"{label} ({folder.path.name})"
+        for label, folder in zip(labels, folders, strict=True)
+    ]
+
+
+def _labels(methods: Sequence[Mapping[str, Any]], head: str) -> list[str]:
+    """The value of the key `head` of each table, and the options in which it differs from the other tables."""
+    names = [str(method.get(head, "?")) for method in methods]
+    common = [key for key in methods[0] if all(key in method for method in methods)]
+    differing = [key for key in common if any(m[key] != methods[0][key] for m in methods)]
+    labels = []
+    for name, method in zip(names, methods, strict=True):
+        twins = [other for other, n in zip(methods, names, strict=True) if n == name]
+        own = [k for k in method if k not in common and any(o.get(k) != method[k] for o in twins)]
+        keys = [key for key in differing if key != head] + own
+        words = [f"{_short(key, method)}={_value(method[key])}" for key in keys[:MOST_DIFFERENCES]]
+        labels.append(" ".join([name, *words]))
+    return labels
+
+
+def _short(key: str, method: Mapping[str, Any]) -> str:
+    """The last part of an option's name, with its section where the method has several options of that name."""
+    name = key.rpartition(".")[2]
+    alike = [other for other in method if other.rpartition(".")[2] == name]
+    return key if name in ("name", "kind", "seed") or len(alike) > 1 else name
+
+
+def _value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,219 @@
+"""Do the audit logs of a run's server and of its devices say the same? Every difference is a finding.
+
+The logs may differ in ways that nothing is wrong with, and these are counted, not found fault with:
+
+- A request that was sent again stands twice in a log, with the same content.
+- A request whose reply never came may stand in the server's log only.
+- A reply that came too late, or that the server dropped, stands in the device's log only; the server's `rounds.jsonl`
+  names the client as missing in this round.
+- What a device refused stands in its own log only, since nothing of it left.
+"""
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.errors import DataError
+from polyfed.core.files import AUDIT
+from polyfed.core.parsing import parse_json
+from polyfed.report.run_folder import Folder
+
+WHAT = ("message", "field", "kind", "block", "destination", "dtype", "shape", "bytes", "sha256")
+"""Keys of a row that say what crossed; the other keys say when and between whom."""
+
+Place = tuple[int, int]
+"""(round, number of the request in the round)"""
+
+Row = tuple[Place, tuple[str, ...]]
+"""A place, and the values of `WHAT`."""
+
+
+@dataclass(frozen=True)
+class Reconciliation:
+    """What a comparison of logs found.
+
+    Attributes:
+        remarks: what was read and compared, and differences that nothing is wrong with; sentences.
+        findings: what must not be: a broken chain, a missing row, a row too many; sentences.
+    """
+
+    remarks: tuple[str, ...]
+    findings: tuple[str, ...]
+
+
+@dataclass
+class _Client:
+    """The rows of one client in one log.
+
+    Attributes:
+        up: how often each row that left the client stands there.
+        down: how often each row that the client received stands there.
+    """
+
+    up: Counter[Row] = field(default_factory=Counter)
+    down: Counter[Row] = field(default_factory=Counter)
+
+    @property
+    def answered(self) -> set[Place]:
+        """The requests with a reply."""
+        return {place for place, _ in self.up}
+
+
+def reconcile(run: str | Path, devices: Sequence[Path] = ()) -> Reconciliation:
+    """Check the audit log of a run, compare it with the run's ledger, and with the logs of devices.
+
+    Args:
+        run: the folder of the run.
+        devices: state folders of devices, or copies of their audit logs with the public key and the head.
+
+    Raises:
+        DataError: the folder holds no run.
+        ImportError: the extra `polyfed[flower]` is not installed.
+    """
+    folder = Folder(Path(run))
+    remarks: list[str] = []
+    findings: list[str] = []
+    if not (folder.path / AUDIT).exists():
+        findings.append(f"{folder.path} holds no {AUDIT}: the run was a simulation, or the server's log was removed")
+        return Reconciliation((), tuple(findings))
+    _verified(folder.path, remarks, findings)
+    rows = [row for row, _ in _rows(folder.path)]
+    findings += _ledger_differences(folder, rows)
+    name = str(folder.facts.get("run"))
+    server, seals = _by_client(rows, name), _seals(rows)
+    excused = {(int(row["round"]), int(client)) for row in folder.rounds() for client in row.get("missing", ())}
+    seen: set[int] = set()
+    for place in devices:
+        if not _verified(place, remarks, findings):
+            continue
+        own = list(_rows(place))
+        clients = _by_client([row for row, _ in own], name)
+        seen |= clients.keys()
+        if not clients:
+            findings.append(f"{place / AUDIT} has no row of the run {name}")
+        hashes = {hash for _, hash in own}
+        for client, there in sorted(clients.items()):
+            _compare(client, server.get(client, _Client()), there, excused, remarks, findings)
+            lost = [seal for seal in seals[client] if seal not in hashes]
+            if lost:
+                findings.append(
+                    f"client {client}: {len(lost)} of {len(seals[client])} seals that its replies carried are not in "
+                    f"{place / AUDIT}. The log was written anew after the replies had left"
+                )
+    if devices and (absent := sorted(server.keys() - seen)):
+        remarks.append(f"no log was given of clients {', '.join(map(str, absent))}")
+    return Reconciliation(tuple(remarks), tuple(findings))
+
+
+def _verified(place: Path, remarks: list[str], findings: list[str]) -> bool:
+    """Check the chain of a log; whether there is a log to compare."""
+    from polyfed.privacy.audit_check import verify  # needs the extra polyfed[flower]
+
+    try:
+        found = verify(place)
+        remarks.append(f"{place / AUDIT} is whole: {found.rows:,} rows, {found.seals:,} signatures")
+    except DataError as error:
+        findings.append(str(error))
+    return (place / AUDIT).exists()
+
+
+def _rows(place: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """The lines of a log that can be read, with their hashes; `_verified` reports the others."""
+    with (place / AUDIT).open("rb") as file:
+        for line in file:
+            text = line.removesuffix(b"\n")
+            try:
+                row = parse_json(text)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row, hashlib.sha256(text).hexdigest()
+
+
+def _by_client(rows: Sequence[Mapping[str, Any]], run: str) -> dict[int, _Client]:
+    """What crossed in a run, by client; lines that say something else are left out."""
+    found: dict[int, _Client] = defaultdict(_Client)
+    for row in rows:
+        if row.get("verdict") != "allowed" or row.get("run") != run:
+            continue
+        try:
+            client, place = int(row["client"]), (int(row["round"]), int(row["ask"]))
+        except (KeyError, ValueError, TypeError):
+            continue
+        way = found[client].down if row.get("destination") == "client" else found[client].up
+        way[place, tuple(str(row.get(key)) for key in WHAT)] += 1
+    return dict(found)
+
+
+def _seals(rows: Sequence[Mapping[str, Any]]) -> dict[int, list[str]]:
+    """The seals that replies carried, by client."""
+    found: dict[int, dict[str, None]] = defaultdict(dict)
+    for row in rows:
+        if isinstance(row.get("device_seal"), str) and type(row.get("client")) is int:
+            found[row["client"]][row["device_seal"]] = None
+    return defaultdict(list, {client: list(seals) for client, seals in found.items()})
+
+
+def _compare(
+    client: int,
+    server: _Client,
+    device: _Client,
+    excused: set[tuple[int, int]],
+    remarks: list[str],
+    findings: list[str],
+) -> None:
+    """Compare the rows of one client in both logs."""
+    sent = [row for row in server.down if row not in device.down]
+    lacking = [row for row in server.up if row not in device.up]
+    lacking += [row for row in sent if row[0] in server.answered]
+    surplus = [row for row in device.down if row not in server.down]
+    surplus += [row for row in device.up if row not in server.up]
+    dropped = [row for row in surplus if (row[0][0], client) in excused and row in device.up]
+    surplus = [row for row in surplus if row not in dropped]
+    unanswered = {row[0] for row in sent if row[0] not in server.answered}
+    remarks.append(f"client {client}: {len(server.up) + len(server.down) - len(lacking):,} rows agree")
+    if unanswered:
+        remarks.append(f"client {client}: {len(unanswered)} requests were sent and never arrived there")
+    if dropped:
+        remarks.append(f"client {client}: {len(dropped)} rows left in replies that the server says it left out")
+    if lacking:
+        findings.append(f"client {client}: its log lacks {len(lacking)} rows of the server's: {_shown(lacking)}")
+    if surplus:
+        findings.append(
+            f"client {client}: the server's log lacks {len(surplus)} rows of the device's: {_shown(surplus)}. A server "
+            "that was killed in this round and did not go on also leaves such rows"
+        )
+
+
+def _shown(rows: Sequence[Row]) -> str:
+    """The first row, in words."""
+    (round, ask), what = min(rows)
+    row = dict(zip(WHAT, what, strict=True))
+    place = f"round {round}, request {ask}"
+    return f"the first is {row['message']}.{row['field']} of {row['block']} to the {row['destination']} in {place}"
+
+
+def _ledger_differences(folder: Folder, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Compare the run's ledger with those rows of its audit log that count."""
+    kept: list[Mapping[str, Any]] = []
+    for row in rows:
+        if type(back := row.get("resumed_after")) is int:
+            kept = [old for old in kept if type(old.get("round")) is int and old["round"] <= back]
+        elif "verdict" in row:
+            kept.append(row)
+    logged, booked = Counter(map(_plain, kept)), Counter[str]()
+    for _, line in folder.egress_lines():
+        booked[_plain(parse_json(line))] += 1
+    for more, fewer, words in ((logged, booked, "lacks"), (booked, logged, "has")):
+        if difference := (more - fewer).total():
+            tail = "of the audit log" if words == "lacks" else "that the audit log lacks"
+            yield f"{folder.path}/egress.jsonl {words} {difference} rows {tail}: it was changed, or cut off"
+
+
+def _plain(row: Mapping[str, Any]) -> str:
+    """A row as the ledger has it."""
+    extra = ("time", "sha256", "device_seal", "previous")
+    return repr(sorted((key, value) for key, value in row.items() if key not in extra))

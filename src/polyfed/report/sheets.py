@@ -1,0 +1,235 @@
+"""A comparison as tables of text: for the terminal, Markdown and LaTeX; and its numbers as CSV and JSON."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyfed.evaluation.metrics import mean_and_spread
+from polyfed.report.compare import Cell, Column, Comparison
+from polyfed.report.evidence import Difference, Evidence
+from polyfed.report.formatting import MISSING, number_of
+
+MEANING = "mean ± sample standard deviation over n runs, last round"
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of text.
+
+    Attributes:
+        name: a short name, for LaTeX's label.
+        title: what the table shows; its caption.
+        headings: the heading of each column; the first column holds names.
+        rows: the cells of each row.
+        best: (row, column) of the cells that hold the best value of their column.
+    """
+
+    name: str
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    best: frozenset[tuple[int, int]] = field(default_factory=frozenset)
+
+
+def sheets_of(comparison: Comparison, proof: Evidence) -> list[Sheet]:
+    """All tables of a comparison: scores by scenario, quality, cost, differences and ranks."""
+    wanted = [
+        scenarios_sheet(comparison, proof),
+        columns_sheet(comparison, "quality", "Quality", [c for c in comparison.columns if c.is_quality]),
+        columns_sheet(comparison, "cost", "Cost", [c for c in comparison.columns if not c.is_quality]),
+        *tests_of(proof),
+    ]
+    return [sheet for sheet in wanted if sheet is not None and sheet.rows]
+
+
+def tests_of(proof: Evidence) -> list[Sheet]:
+    """The tables of the tests: differences and ranks, those that exist."""
+    return [sheet for sheet in (differences_sheet(proof), ranks_sheet(proof)) if sheet is not None]
+
+
+def scenarios_sheet(comparison: Comparison, proof: Evidence) -> Sheet | None:
+    """Methods by scenarios, with the tested metric and the mean rank; None for a single scenario."""
+    scenarios = list(dict.fromkeys(group.scenario for group in comparison.groups))
+    if len(scenarios) < 2:
+        return None
+    methods = list(dict.fromkeys(group.method for group in comparison.groups))
+    cells = {
+        (method, scenario): Cell(*mean_and_spread(list(found.values())), len(found), len(found))
+        for (scenario, method), found in proof.scores.items()
+        if found
+    }
+    unit = _unit(proof)
+    ranks = {} if proof.ranks is None else dict(zip(proof.methods, proof.ranks.ranks, strict=True))
+    rows = [
+        [method, *(_text(cells.get((method, scenario)), unit) for scenario in scenarios), _rank(ranks.get(method))]
+        for method in methods
+    ]
+    best = set()
+    for place, scenario in enumerate(scenarios, 1):
+        means = {row: cell.mean for row, method in enumerate(methods) if (cell := cells.get((method, scenario)))}
+        if means:
+            top = min(means.values()) if proof.lowest else max(means.values())
+            best |= {(row, place) for row, mean in means.items() if mean == top}
+    title = f"{_metric(proof)} by scenario: {MEANING}"
+    return Sheet("scenarios", title, ["method", *scenarios, "mean rank"], rows, frozenset(best))
+
+
+def columns_sheet(comparison: Comparison, name: str, title: str, columns: Sequence[Column]) -> Sheet:
+    """Groups by columns, as the terminal and the page show them."""
+    rows = [
+        [group.name, str(len(group.folders)), *(comparison.cell(group, column) for column in columns)]
+        for group in comparison.groups
+    ]
+    best = set()
+    for scenario in dict.fromkeys(group.scenario for group in comparison.groups):
+        rivals = [(row, group) for row, group in enumerate(comparison.groups) if group.scenario == scenario]
+        for place, column in enumerate(columns, 2):
+            means = {row: cell.mean for row, g in rivals if (cell := g.cells.get(column.name))}
+            if column.is_quality and len(means) > 1:
+                best |= {(row, place) for row, mean in means.items() if mean == max(means.values())}
+    return Sheet(name, f"{title}: {MEANING}", ["method", "n", *(c.heading for c in columns)], rows, frozenset(best))
+
+
+def differences_sheet(proof: Evidence) -> Sheet | None:
+    """Paired differences to the baseline; None if no two runs share seed and fold."""
+    if not proof.differences:
+        return None
+    test = "Student's t" if proof.test == "t" else "Wilcoxon's signed-rank test"
+    several = len({row.scenario for row in proof.differences}) > 1
+    title = (
+        f"{_metric(proof)} minus that of {proof.differences[0].baseline}, paired by seed: mean with its 95 % interval; "
+        f"p by {test}, then after Holm's correction over {sum(d.p is not None for d in proof.differences)} tests"
+    )
+    headings = ["method", *(["scenario"] if several else []), "n", "difference", "95 % interval", "p", "p (Holm)"]
+    rows = [[d.method, *([d.scenario] if several else []), *_difference(d, _unit(proof))] for d in proof.differences]
+    return Sheet("differences", title, headings, rows)
+
+
+def ranks_sheet(proof: Evidence) -> Sheet | None:
+    """Mean ranks; None if they are not defined."""
+    if proof.ranks is None:
+        return None
+    ranks = proof.ranks
+    title = (
+        f"Mean ranks over {ranks.blocks} {proof.blocks} by {_metric(proof)}, rank 1 is the best; Friedman's test "
+        f"{_equation(ranks.p)}; Nemenyi's critical difference at 5 % is {ranks.critical:.2f}"
+    )
+    order = sorted(range(len(proof.methods)), key=lambda place: ranks.ranks[place])
+    rows = []
+    for place in order:
+        alike = {m for clique in ranks.cliques if place in clique for m in clique} - {place}
+        names = [proof.methods[m] for m in order if m in alike]
+        rows.append([proof.methods[place], _rank(ranks.ranks[place]), ", ".join(names) or "none"])
+    return Sheet("ranks", title, ["method", "mean rank", "not different from"], rows)
+
+
+def markdown(sheets: Sequence[Sheet]) -> str:
+    """The tables in Markdown; the best cells are bold."""
+    parts = []
+    for sheet in sheets:
+        lines = [f"{sheet.title}.", "", _row(sheet.headings), "|---|" + "---:|" * (len(sheet.headings) - 1)]
+        for place, row in enumerate(sheet.rows):
+            cells = (cell.replace("|", "\\|") for cell in row)
+            lines.append(_row([f"**{c}**" if (place, n) in sheet.best else c for n, c in enumerate(cells)]))
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def latex(sheets: Sequence[Sheet]) -> str:
+    """The tables in LaTeX with the package booktabs; the best cells are bold."""
+    parts = ["% needs \\usepackage{booktabs}"]
+    for sheet in sheets:
+        head = " & ".join(_escaped(heading) for heading in sheet.headings)
+        lines = [
+            "\\begin{table}",
+            "\\centering",
+            f"\\caption{{{_escaped(sheet.title)}.}}",
+            f"\\label{{tab:{sheet.name}}}",
+            f"\\begin{{tabular}}{{l{'r' * (len(sheet.headings) - 1)}}}",
+            "\\toprule",
+            f"{head} \\\\",
+            "\\midrule",
+        ]
+        for place, row in enumerate(sheet.rows):
+            cells = (_escaped(cell) for cell in row)
+            marked = [f"\\textbf{{{c}}}" if (place, n) in sheet.best else c for n, c in enumerate(cells)]
+            lines.append(" & ".join(marked) + " \\\\")
+        parts.append("\n".join([*lines, "\\bottomrule", "\\end{tabular}", "\\end{table}"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def csv(comparison: Comparison, proof: Evidence) -> str:
+    """One line for each group, with all numbers at full precision and the tests of the group."""
+    import pandas as pd  # here: it takes half a second
+
+    tests = {(d.scenario, d.method): d for d in proof.differences}
+    rows = []
+    for row, group in zip(comparison.rows(), comparison.groups, strict=True):
+        found = tests.get((group.scenario, group.method))
+        words = {"method": group.method, "scenario": group.scenario}
+        row = {key: " ".join(map(str, value)) if isinstance(value, list) else value for key, value in row.items()}
+        extra = {} if found is None else _test_columns(found)
+        rows.append({"label": row.pop("label")} | words | row | extra)
+    return str(pd.DataFrame(rows).to_csv(index=False))
+
+
+def content(comparison: Comparison, proof: Evidence) -> dict[str, Any]:
+    """Everything as JSON can hold it: groups, tests, warnings."""
+    groups = [
+        row | {"method": group.method, "scenario": group.scenario}
+        for row, group in zip(comparison.rows(), comparison.groups, strict=True)
+    ]
+    return {"groups": groups, "tests": proof.table(), "warnings": list(comparison.warnings)}
+
+
+def _text(cell: Cell | None, unit: str) -> str:
+    return MISSING if cell is None else cell.text(unit)
+
+
+def _unit(proof: Evidence) -> str:
+    return "share" if proof.share else "number"
+
+
+def _metric(proof: Evidence) -> str:
+    return f"{proof.metric} (%)" if proof.share else proof.metric
+
+
+def _rank(rank: float | None) -> str:
+    return MISSING if rank is None else f"{rank:.2f}"
+
+
+def _difference(row: Difference, unit: str) -> list[str]:
+    def signed(value: float) -> str:
+        return f"{100 * value:+.1f}" if unit == "share" else f"{value:+.4g}"
+
+    inside = MISSING if row.low is None or row.high is None else f"{signed(row.low)} to {signed(row.high)}"
+    return [number_of(row.n, "number"), signed(row.mean), inside, _p(row.p), _p(row.p_holm)]
+
+
+def _p(value: float | None) -> str:
+    if value is None:
+        return MISSING
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _equation(p: float) -> str:
+    return f"p {_p(p)}" if p < 0.001 else f"p = {_p(p)}"
+
+
+def _test_columns(row: Difference) -> dict[str, Any]:
+    names = {"mean": "difference", "low": "difference.low", "high": "difference.high", "n": "pairs"}
+    kept = ("n", "mean", "low", "high", "p", "p_holm", "baseline")
+    return {names.get(key, key): getattr(row, key) for key in kept}
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _escaped(text: str) -> str:
+    """Text with the characters that LaTeX would read as commands written out."""
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    special |= {character: f"\\{character}" for character in "&%$#_{}"}
+    special |= {"±": r"$\pm$", "–": "--", "<": "$<$", ">": "$>$", "|": r"$\vert$", "×": r"$\times$"}
+    return re.sub(r"[\\~^&%$#_{}±–<>|×]", lambda found: special[found.group()], text)

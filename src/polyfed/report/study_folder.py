@@ -1,0 +1,82 @@
+"""The runs of a comparison: folders of runs, and folders of studies, which name their runs themselves."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, with_config
+from typing_extensions import TypedDict
+
+from polyfed.core.errors import DataError
+from polyfed.core.files import STUDY
+from polyfed.report.run_folder import damaged
+from polyfed.report.run_schema import ANY_KEYS, parse_as
+
+
+@with_config(ANY_KEYS)
+class StudyRun(TypedDict):
+    """A run in `study.json`."""
+
+    folder: str
+    method: str
+    scenario: str
+    tuning: bool
+    state: str
+
+
+@with_config(ANY_KEYS)
+class StudyFacts(TypedDict, total=False):
+    """The content of `study.json`."""
+
+    metrics: dict[str, list[str]]
+    runs: list[StudyRun]
+
+
+STUDY_FACTS: TypeAdapter[StudyFacts] = TypeAdapter(StudyFacts)
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """A run with the names that a study gives it.
+
+    Attributes:
+        folder: the folder of the run.
+        method: the method, with the values of the grid.
+        scenario: the data and the clients.
+        metrics: the metrics that the study reports in this scenario.
+    """
+
+    folder: Path
+    method: str
+    scenario: str
+    metrics: tuple[str, ...] = ()
+
+
+def runs_of(dirs: Iterable[str | Path]) -> dict[Path, NamedRun | None]:
+    """The folders of runs that are named, each once; None for a run that no study names.
+
+    Raises:
+        DataError: the folder of a study is damaged, or none of its runs is finished.
+    """
+    found: dict[Path, NamedRun | None] = {}
+    for path in (Path(d).resolve() for d in dirs):
+        if (path / STUDY).is_file():
+            found |= {run.folder: run for run in _reported(path)}
+        else:
+            found.setdefault(path, None)
+    return found
+
+
+def _reported(path: Path) -> list[NamedRun]:
+    try:
+        facts = parse_as(STUDY_FACTS, (path / STUDY).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise damaged(path / STUDY, error) from None
+    runs = [run for run in facts.get("runs", []) if run["state"] == "finished" and not run["tuning"]]
+    if not runs:
+        raise DataError(f"{path} holds a study without a finished run. Go on with it: polyfed sweep STUDY.toml")
+    metrics = facts.get("metrics", {})
+    return [
+        NamedRun((path / r["folder"]).resolve(), r["method"], r["scenario"], tuple(metrics.get(r["scenario"], [])))
+        for r in runs
+    ]

@@ -1,0 +1,76 @@
+"""`KeptTraining`: a training that a client puts away after a task and continues in a later one."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyfed.core.tree import Tree, nested, under
+from polyfed.model import Model
+from polyfed.training.client_data import TrainingResult
+from polyfed.training.optimisers import Moments, Train
+
+MOMENT, STEPS = "moment", "steps"
+"""Names in a client's local state: the prefix of the optimiser's moments, and the number of steps."""
+
+
+@dataclass(frozen=True)
+class KeptTraining:
+    """The parameters of a training, the moments of its optimiser and the number of its steps.
+
+    Attributes:
+        params: the parameters, by name.
+        moments: the optimiser's moments.
+        steps: optimiser steps so far, a 0-dim int64 tensor.
+    """
+
+    params: Tree
+    moments: Moments
+    steps: Tensor
+
+    @classmethod
+    def fresh(cls, model: Model, params: Tree, train: Train) -> "KeptTraining":
+        """A training of these parameters that has not begun."""
+        return cls(params, train.moments(model.trainable(params)), torch.zeros((), dtype=torch.int64))
+
+    @classmethod
+    def of(cls, local: Tree) -> "KeptTraining":
+        """The training in a local state that `tree` made."""
+        moments: Moments = {}
+        for name, value in under(MOMENT, local).items():
+            kind, _, of = name.partition("/")
+            moments.setdefault(kind, {})[of] = value
+        params = {name: value for name, value in local.items() if name != STEPS and not name.startswith(f"{MOMENT}.")}
+        return cls(params, moments, local[STEPS])
+
+    def tree(self) -> Tree:
+        """A client's local state that holds this training."""
+        return self.params | self.state()
+
+    def state(self) -> Tree:
+        """The moments and the number of steps, for a local state that holds the parameters itself."""
+        flat = {f"{kind}/{name}": value for kind, tree in self.moments.items() for name, value in tree.items()}
+        return nested(MOMENT, flat) | {STEPS: self.steps}
+
+    def only(self, names: Collection[str]) -> "KeptTraining":
+        """The same training of some of its parameters."""
+        moments = {kind: {n: v for n, v in tree.items() if n in names} for kind, tree in self.moments.items()}
+        return KeptTraining({n: v for n, v in self.params.items() if n in names}, moments, self.steps)
+
+    def earlier(self) -> TrainingResult:
+        """This training for `ClientData.minimise(..., after=)`."""
+        return TrainingResult({}, torch.zeros((), device=self.steps.device), self.steps, moments=self.moments)
+
+    def after(self, fit: TrainingResult) -> "KeptTraining":
+        """The training once `fit` has continued it; parameters and moments that `fit` lacks stay as they are."""
+        params = {name: fit.params.get(name, value) for name, value in self.params.items()}
+        moments = {
+            kind: {name: fit.moments.get(kind, {}).get(name, value) for name, value in tree.items()}
+            for kind, tree in self.moments.items()
+        }
+        return KeptTraining(params, moments, fit.num_steps)
+
+    def loss(self, fit: TrainingResult) -> Tensor:
+        """Mean loss of the steps that `fit` added, a 0-dim tensor; its own mean counts the earlier steps as 0."""
+        return fit.loss * fit.num_steps / (fit.num_steps - self.steps).clamp(min=1)

@@ -1,0 +1,240 @@
+"""Calls, messages and replies that are too large: each is refused before it is held in memory."""
+
+import asyncio
+import json
+import socket
+import time
+from base64 import b64encode
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+
+import uvicorn
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.supercore.date import now
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, pull_objects
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
+from starlette.datastructures import Headers
+
+from engines.devices import RECIPE, Devices
+from polyfed.core.errors import RecipeError
+from polyfed.engines.flower import DirectGrid, GridTransport, client_app
+from polyfed.engines.flower.grid_calls import FEW_PIECES, SLACK, TOO_LARGE, at_most, is_too_large
+from polyfed.engines.flower.public_port import (
+    LARGEST_BODY,
+    LARGEST_HEAD,
+    PUBLIC,
+    FleetOnly,
+    public_config,
+    signed_by_known,
+)
+from polyfed.engines.protocol import Patience
+from polyfed.federation.wire_format import Packet
+
+PATH = "/v1/fleet/push-object"
+assert PATH in PUBLIC
+
+
+class Call:
+    """A call at the public port whose body comes in pieces of 64 KiB; counts what was read of it."""
+
+    def __init__(self, size: int, headers: Mapping[str, str], signed: bool) -> None:
+        self.left, self.read, self.passed, self.status = size, 0, b"", 0
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "method": "POST", "path": PATH, "headers": pairs}
+        asyncio.run(FleetOnly(self._whole, lambda headers: signed)(scope, self._receive, self._send))
+
+    async def _whole(self, scope: Any, receive: Any, send: Any) -> None:
+        event = await receive()
+        assert not event["more_body"]
+        self.passed = event["body"]
+        await send({"type": "http.response.start", "status": 200})
+
+    async def _receive(self) -> dict[str, Any]:
+        size = min(2**16, self.left)
+        self.left, self.read = self.left - size, self.read + size
+        return {"type": "http.request", "body": b"x" * size, "more_body": self.left > 0}
+
+    async def _send(self, event: dict[str, Any]) -> None:
+        self.status = self.status or event.get("status", 0)
+
+
+def test_nothing_is_read_of_a_call_that_no_registered_key_has_signed() -> None:
+    call = Call(2**30, {"content-length": str(2**30)}, signed=False)
+    assert (call.status, call.read) == (401, 0)
+
+
+def test_nothing_is_read_of_a_body_that_says_that_it_is_too_large() -> None:
+    for length in (str(LARGEST_BODY + 1), "9" * 5000, "-1", "x", ""):
+        call = Call(2**30, {"content-length": length}, signed=True)
+        assert (call.status, call.read) == (413, 0), length
+
+
+def test_a_body_without_a_length_is_read_up_to_the_limit_only() -> None:
+    call = Call(2**30, {"transfer-encoding": "chunked"}, signed=True)
+    assert call.status == 413
+    assert call.read <= LARGEST_BODY + 2**16
+
+
+def test_a_body_within_the_limit_is_passed_on_whole() -> None:
+    for size in (0, 1, 5 * 2**20 + 1000, LARGEST_BODY):
+        call = Call(size, {}, signed=True)
+        assert call.status == 200
+        assert call.passed == b"x" * size
+
+
+def headers_of(key: ec.EllipticCurvePrivateKey, known: bytes, **changes: str) -> Headers:
+    stamp = changes.pop("stamp", now().isoformat())
+    values = {
+        "flwr-public-key": b64encode(known).decode(),
+        "flwr-signature": b64encode(sign_message(key, stamp.encode("ascii"))).decode(),
+        "flwr-timestamp": stamp,
+    }
+    return Headers({name: value for name, value in (values | changes).items() if value})
+
+
+def test_a_signature_must_be_fresh_and_by_the_key_that_is_registered() -> None:
+    key, other = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    known, stranger = (public_key_to_bytes(k.public_key()) for k in (key, other))
+    state = SimpleNamespace(get_node_id_by_public_key=lambda found: 7 if found == known else None)
+    check = signed_by_known(lambda: state)
+    assert check(headers_of(key, known))
+    assert not check(headers_of(other, known)), "signed with another key"
+    assert not check(headers_of(other, stranger)), "a key that is not registered"
+    assert not check(headers_of(key, known, stamp=(now() - timedelta(hours=1)).isoformat()))
+    assert not check(headers_of(key, known, stamp=(now() + timedelta(hours=1)).isoformat()))
+    for name in ("flwr-public-key", "flwr-signature", "flwr-timestamp"):
+        for value in ("", "?", "x" * 5000):
+            assert not check(headers_of(key, known, **{name: value}))
+    assert not check(Headers({}))
+
+
+@contextmanager
+def served() -> Iterator[int]:
+    """A public port without TLS."""
+    server = uvicorn.Server(
+        public_config(FleetOnly(None, lambda headers: False), "127.0.0.1", 0, ws="none", log_level="error")
+    )
+    opened = server.config.bind_socket()
+    thread = Thread(target=server.run, kwargs={"sockets": [opened]}, daemon=True)
+    thread.start()
+    try:
+        yield opened.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        opened.close()
+
+
+def test_headers_are_bounded_and_a_stranger_is_answered_before_the_body() -> None:
+    with served() as port:
+        end = time.monotonic() + 10
+        while True:
+            try:
+                caller = socket.create_connection(("127.0.0.1", port), timeout=10)
+                break
+            except ConnectionRefusedError:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+        with caller:
+            caller.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {2**40}\r\n\r\n".encode())
+            assert caller.recv(100).startswith(b"HTTP/1.1 401")
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as caller:
+            caller.sendall(f"POST {PATH} HTTP/1.1\r\nX: ".encode() + b"x" * 4 * LARGEST_HEAD)
+            assert caller.recv(100).startswith(b"HTTP/1.1 400")
+
+
+LIMIT = 2**22
+
+
+def fetched(sizes: list[int]) -> int:
+    """Fetch objects of these sizes; how many bytes came before it failed, or all of them."""
+    contents = {str(number): b"x" * size for number, size in enumerate(sizes)}
+    came: list[int] = []
+
+    def fetch(identity: str) -> bytes:
+        came.append(len(contents[identity]))
+        return contents[identity]
+
+    module = SimpleNamespace(pull_objects=pull_objects)
+    enough = sum(sizes) <= LIMIT and len(sizes) <= FEW_PIECES
+    with at_most(module, LIMIT), nullcontext() if enough else pytest.raises(ObjectPullError) as failed:
+        assert module.pull_objects(object_ids=list(contents), pull_object_fn=fetch) == contents
+    assert failed is None or is_too_large(str(failed.value))
+    assert module.pull_objects is pull_objects
+    return sum(came)
+
+
+def test_of_a_message_that_is_too_large_at_most_the_limit_is_fetched() -> None:
+    piece = 2**20
+    assert fetched([piece] * 4) == 4 * piece
+    for many in (60, 64):
+        assert LIMIT + SLACK < fetched([piece] * many) <= LIMIT + SLACK + 3 * piece
+    assert fetched([1] * (FEW_PIECES + 5)) == 0, "so many pieces are not asked for at all"
+
+
+LARGE = RECIPE.replace("hidden = [8]", "hidden = [600, 600]").replace("rounds = 2", "rounds = 1")
+
+
+def test_a_run_whose_replies_are_too_large_is_refused_before_its_first_round(tmp_path: Path, capsys: Any) -> None:
+    devices = Devices(tmp_path, LARGE)
+    recipe = devices.app / "recipe.toml"
+    recipe.write_text(recipe.read_text() + "message_megabytes = 2\n")
+    with pytest.raises(RecipeError, match=r"a reply of task 'update' takes [\d,]+ bytes, and .* = 2 allows 2,097,152"):
+        devices.serve(tmp_path / "run")
+    told = json.loads((tmp_path / "run" / "error.json").read_text())
+    assert (told["error"], told["exit_code"]) == ("RecipeError", 2)
+    assert "Write message_megabytes = " in told["text"]
+    assert "exit code 2" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "egress.jsonl").exists(), "nothing was asked"
+
+
+def test_a_message_of_the_server_that_is_too_large_is_not_sent(tmp_path: Path, monkeypatch: Any) -> None:
+    devices = Devices(tmp_path, LARGE)
+    recipe = devices.app / "recipe.toml"
+    recipe.write_text(recipe.read_text() + "message_megabytes = 2\n")
+    monkeypatch.setattr("polyfed.experiment.check.refuse_large", lambda assembly: None)
+    with pytest.raises(RecipeError, match=r"the message of task 'update' to client 0 takes [\d,]+ bytes"):
+        devices.serve(tmp_path / "run")
+    assert not (tmp_path / "nodes" / "0" / "polyfed-state" / "audit.jsonl").exists()
+
+
+class Oversized(DirectGrid):
+    """A grid on which every reply is too large."""
+
+    pushed = 0
+    asked: Message
+
+    def push_messages(self, messages: Any) -> Any:
+        several = list(messages)
+        self.pushed += len(several)
+        return super().push_messages(several)
+
+    def pull_messages(self, message_ids: Any) -> list[Message]:
+        found = []
+        for reply in super().pull_messages(message_ids):
+            failed = Error(code=ErrorCode.MESSAGE_UNAVAILABLE, reason=str(ObjectPullError("7", TOO_LARGE)))
+            failure = Message(failed, reply_to=self.asked)
+            failure.metadata.__dict__["_reply_to_message_id"] = reply.metadata.reply_to_message_id
+            found.append(failure)
+        return found
+
+
+def test_a_client_whose_reply_is_too_large_is_left_out_at_once_and_not_asked_again() -> None:
+    grid = Oversized(client_app(lambda packet, config: Packet({"verdict": "reply"})), 1)
+    grid.asked = Message(RecordDict(), 1, "train")
+    transport = GridTransport(grid, limit=LIMIT)
+    transport.node_of = {0: 1}
+    answers = transport.exchange({0: Packet({})}, Patience(20.0, 1))
+    assert answers == {0: f"is too large: more than {LIMIT} bytes"}
+    assert grid.pushed == 1

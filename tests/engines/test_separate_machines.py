@@ -1,0 +1,205 @@
+"""The commands of docs/deploy.md as they stand, on three machines: network namespaces with a folder each. Slow.
+
+The server is reached by its name, over a bridge. Nothing but the files that the page names is carried between folders.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+
+from engines.federations import PATIENCE, rows, until
+from polyfed.deploy.processes import groups_of, lives, signal_group
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "deploy.md"
+SERVER, DEVICES = "server", ("device 0", "device 1")
+ADDRESSES = {SERVER: "10.117.0.1", "device 0": "10.117.0.2", "device 1": "10.117.0.3"}
+FIFTEEN_MINUTES = 900.0
+
+
+class Block(NamedTuple):
+    """A block of the page: whose it is, what is done with it, its text."""
+
+    machines: tuple[str, ...]
+    what: str
+    text: str
+
+
+def blocks() -> list[Block]:
+    """The blocks of the step-by-step section, each of which begins with a line that says where it belongs."""
+    section = PAGE.read_text().partition("### Several machines, step by step")[2].partition("\n### ")[0]
+    groups = {"every machine": (SERVER, *DEVICES), "every device": DEVICES}
+    found = []
+    for text in re.findall(r"^```\w*\n(.*?)^```$", section, re.MULTILINE | re.DOTALL):
+        head, _, rest = text.partition("\n")
+        where, _, what = head.removeprefix("# ").partition(": ")
+        found.append(Block(groups.get(where, (where,)), what, rest))
+    return found
+
+
+class Machines:
+    """Network namespaces on one bridge, with a folder each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mark = f"pf{os.getpid() % 100_000}"
+        self.folders = {name: folder / name.replace(" ", "-") for name in ADDRESSES}
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.log = folder / "log"
+
+    def space(self, name: str) -> str:
+        return f"{self.mark}-{name.replace(' ', '')}"
+
+    def up(self) -> None:
+        bridge = self.space(SERVER)
+        for name, address in ADDRESSES.items():
+            space, inner = self.space(name), "eth0"
+            ip("netns", "add", space)
+            ip("-n", space, "link", "set", "lo", "up")
+            hosts = Path("/etc/netns") / space
+            hosts.mkdir(parents=True)
+            (hosts / "hosts").write_text(f"127.0.0.1 localhost\n{ADDRESSES[SERVER]} server.example.org\n")
+            (hosts / "resolv.conf").write_text("")
+            self.folders[name].mkdir()
+            if name == SERVER:
+                ip("-n", space, "link", "add", "bridge", "type", "bridge")
+                ip("-n", space, "addr", "add", f"{address}/24", "dev", "bridge")
+                ip("-n", space, "link", "set", "bridge", "up")
+                continue
+            port = f"p{name[-1]}"
+            ip("-n", bridge, "link", "add", port, "type", "veth", "peer", "name", inner, "netns", space)
+            ip("-n", bridge, "link", "set", port, "master", "bridge", "up")
+            ip("-n", space, "addr", "add", f"{address}/24", "dev", inner)
+            ip("-n", space, "link", "set", inner, "up")
+
+    def down(self) -> None:
+        groups = {group for process in self.processes for group in groups_of(process.pid)}
+        for how in (signal.SIGTERM, signal.SIGKILL):
+            for group in groups:
+                signal_group(group, how)
+            end = time.monotonic() + 5.0
+            while time.monotonic() < end and any(lives(group) for group in groups):
+                [process.poll() for process in self.processes]
+                time.sleep(0.1)
+        for name in reversed(ADDRESSES):
+            subprocess.run(["ip", "netns", "del", self.space(name)], capture_output=True, check=False)
+            shutil.rmtree(Path("/etc/netns") / self.space(name), ignore_errors=True)
+
+    def start(self, machine: str, text: str) -> "subprocess.Popen[bytes]":
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+        environment = dict(os.environ) | quiet | {"PATH": path, "OMP_NUM_THREADS": "1"}
+        environment.pop("FLWR_HOME", None)
+        words = ["ip", "netns", "exec", self.space(machine), "bash", "-ec", text]
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                words, cwd=self.folders[machine], env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        self.processes.append(process)
+        return process
+
+    def told(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    made = Machines(tmp_path)
+    try:
+        made.up()
+    except (OSError, subprocess.CalledProcessError) as error:
+        made.down()
+        pytest.skip(f"no network namespaces can be made here: {getattr(error, 'stderr', error)}")
+    yield made
+    made.down()
+
+
+def carry(machines: Machines) -> None:
+    """Step 6, which is done by people."""
+    credentials = machines.folders[SERVER] / "my-app-credentials"
+    for name in DEVICES:
+        public = machines.folders[name] / "node.key.pub"
+        shutil.copy(public, credentials / f"{name.replace(' ', '-')}.pub")
+        shutil.copy(credentials / "ca.pem", machines.folders[name])
+
+
+def follow(machines: Machines) -> None:
+    """Do what the page says, in its order."""
+    for block in blocks():
+        for machine in block.machines:
+            if block.what == "install":
+                continue
+            if block.what == "keeps running":
+                machines.start(machine, block.text)
+            elif block.what:
+                (machines.folders[machine] / block.what).write_text(block.text)
+            else:
+                code = machines.start(machine, block.text).wait(PATIENCE)
+                assert code == 0, f"{machine}: {block.text}{machines.told()[-3000:]}"
+        if "ssh-keygen" in block.text:
+            carry(machines)
+        if "polyfed superlink" in block.text:
+            until(lambda: "Uvicorn running" in machines.told(), "the SuperLink", 120)
+
+
+def test_a_new_user_follows_the_page_on_three_machines(machines: Machines) -> None:
+    started = time.monotonic()
+    follow(machines)
+    seconds = time.monotonic() - started
+    run = machines.folders[SERVER] / "my-app" / "run"
+    assert (run / "result.json").exists(), machines.told()[-3000:]
+    result: dict[str, Any] = json.loads((run / "result.json").read_text())
+    assert (result["rounds"], result["clients"]) == (3, 2)
+    assert result["metrics"]["global"]["accuracy"] > 0.5
+    for client, name in enumerate(DEVICES):
+        (ledger,) = (machines.folders[name] / "polyfed-state").glob(f"*/client-{client}/egress.jsonl")
+        sent = [row for row in rows(ledger) if row["destination"] == "server"]
+        assert {row["kind"] for row in sent} == {"parameters", "statistic"}
+    print(f"from the page alone: {seconds:.0f} seconds")
+    assert seconds < FIFTEEN_MINUTES
+
+
+def test_from_another_machine_only_the_public_port_answers(machines: Machines) -> None:
+    """Ports that docs/operations.md says are on loopback are closed to the network."""
+    setup = """
+        import sys
+        from pathlib import Path
+        from polyfed.deploy.credentials import write_credentials
+        write_credentials("c", 1, ["server.example.org"])
+    """
+    assert machines.start(SERVER, f"python -c '{textwrap.dedent(setup)}'").wait(120) == 0
+    machines.start(SERVER, "polyfed superlink c --metrics-port 9095 --status-port 9096")
+    until(lambda: machines.told().count("Uvicorn running") == 4, "all ports", 120)
+    probe = """
+        import socket
+        for port in (9092, 9093, 9095, 9096):
+            with socket.socket() as line:
+                line.settimeout(5)
+                print("PORT", port, line.connect_ex(("server.example.org", port)) == 0)
+    """
+    assert machines.start("device 0", f"python -c '{textwrap.dedent(probe)}'").wait(120) == 0
+    found = dict(re.findall(r"^PORT (\d+) (\w+)$", machines.told(), re.MULTILINE))
+    assert found == {"9092": "True", "9093": "False", "9095": "False", "9096": "True"}
+    shutil.copy(machines.folders[SERVER] / "c" / "ca.pem", machines.folders["device 0"])
+    shutil.copy(machines.folders[SERVER] / "c" / "status.token", machines.folders["device 0"])
+    ask = "polyfed status server.example.org:9096 --root-certificates ca.pem --token status.token"
+    assert machines.start("device 0", ask).wait(120) == 0
+    assert "0 of 1 devices online" in machines.told()

@@ -1,0 +1,71 @@
+"""The process that does a SuperNode's tasks: what it tells of them, and that no task keeps it from the next one."""
+
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+
+from polyfed.engines.flower import worker
+from polyfed.engines.flower.worker import Duties, work
+
+
+class Enough(Exception):
+    """Ends the loop, which otherwise ends with the SuperNode."""
+
+
+class Tasks:
+    """A SuperNode that hands out tasks, and what a process does with each."""
+
+    def __init__(self, *kinds: str) -> None:
+        self.kinds = list(kinds)
+        self.done: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+
+    def AcquireTask(self, request: Any) -> Any:
+        if not self.kinds:
+            return SimpleNamespace(HasField=lambda name: False, token="")
+        return SimpleNamespace(HasField=lambda name: True, token="t", task=SimpleNamespace(type=self.kinds.pop(0)))
+
+    def perform(self, client: Any, kind: str, duties: Duties) -> dict[str, Any]:
+        if kind == "waits for ever":
+            time.sleep(600)
+        if kind == "crashes":
+            os._exit(9)
+        return {"verdict": kind, "bytes_up": 3}
+
+    def play(self, monkeypatch: pytest.MonkeyPatch, ended: int) -> None:
+        """Work until so many tasks have ended."""
+        monkeypatch.setattr(worker, "_client", lambda *_: self)
+        monkeypatch.setattr(worker, "perform", self.perform)
+        monkeypatch.setattr(worker.signal, "signal", lambda *_: None)  # these tests can be interrupted
+        monkeypatch.setattr(worker, "start_parent_process_monitor", lambda pid: None)
+
+        def done(facts: dict[str, Any]) -> None:
+            self.done.append(facts)
+            if len(self.done) == ended:
+                raise Enough
+
+        with pytest.raises(Enough):
+            work("127.0.0.1:1", b"", Duties(lambda fab: lambda packet, config: packet, self.notes.append, done=done))
+
+
+def test_what_became_of_each_task_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = Tasks("reply", "refused", "crashes")
+    tasks.play(monkeypatch, 3)
+    assert tasks.done == [{"verdict": "reply", "bytes_up": 3}, {"verdict": "refused", "bytes_up": 3}, {}]
+
+
+def test_a_task_whose_message_never_comes_does_not_keep_a_device_from_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A SuperLink that is killed while a device fetches a message leaves such a task."""
+    monkeypatch.setattr(worker, "BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(worker, "GRACE_SECONDS", 0.2)
+    tasks = Tasks("waits for ever", "reply")
+    tasks.play(monkeypatch, 2)
+    assert tasks.done == [{"verdict": "reply", "bytes_up": 3}, {}]
+    assert tasks.notes == ["a task was given up: the SuperNode has gone on to the next one"]

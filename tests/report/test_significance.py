@@ -1,0 +1,140 @@
+"""The tests of a comparison agree with SciPy, with published tables, and with plain sums."""
+
+import math
+
+import numpy as np
+import pytest
+from sample import write_run
+from scipy import stats
+
+from polyfed.core.errors import RecipeError
+from polyfed.report import compare, evidence
+from polyfed.report.significance import critical_difference, holm, mean_ranks, paired
+
+
+@pytest.mark.parametrize("n", [2, 5, 12])
+def test_paired_differences_agree_with_scipy(n):
+    draw = np.random.default_rng(n)
+    a, b = draw.normal(0.6, 0.1, n), draw.normal(0.5, 0.1, n)
+    found = paired(list(a - b))
+    known = stats.ttest_rel(a, b)
+    interval = known.confidence_interval(0.95)
+    assert found.mean == pytest.approx((a - b).mean())
+    assert found.p == pytest.approx(known.pvalue)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    assert paired(list(a - b), "wilcoxon").p == pytest.approx(stats.wilcoxon(a, b).pvalue)
+
+
+def test_five_pairs_of_one_sign_have_the_known_p_value_of_wilcoxon():
+    assert paired([0.1, 0.2, 0.3, 0.4, 0.5], "wilcoxon").p == pytest.approx(2 / 2**5)
+
+
+def test_samples_that_prove_nothing_have_no_p_value():
+    assert paired([0.1]).p is None
+    assert paired([0.1, 0.1]).p is None
+    assert paired([0.0, 0.0]).p == 1.0
+
+
+def test_holm_agrees_with_the_definition():
+    p_values = [0.01, 0.04, 0.03, 0.005, 0.5]
+    order = np.argsort(p_values)
+    steps = [(len(p_values) - rank) * p_values[place] for rank, place in enumerate(order)]
+    known = dict(zip(order.tolist(), np.minimum(np.maximum.accumulate(steps), 1.0).tolist(), strict=True))
+    assert holm(p_values) == pytest.approx([known[place] for place in range(5)])
+    assert holm([None, 0.4, 0.9]) == [None, 0.8, 0.9]
+    assert holm([]) == []
+
+
+@pytest.mark.parametrize(("methods", "quantile"), [(3, 2.343), (5, 2.728), (10, 3.164)])
+def test_critical_differences_are_those_of_demsars_table(methods, quantile):
+    """Demsar 2006, Table 5(a), alpha = 0.05."""
+    assert critical_difference(methods, 14) == pytest.approx(
+        quantile * math.sqrt(methods * (methods + 1) / 84), rel=5e-4
+    )
+
+
+def test_mean_ranks_and_friedmans_test_agree_with_scipy():
+    scores = np.random.default_rng(1).normal(0.5, 0.1, (8, 4))
+    scores[:, 2] += 0.3
+    found = mean_ranks(scores.tolist())
+    assert found.ranks == pytest.approx(stats.rankdata(-scores, axis=1).mean(axis=0))
+    assert found.p == pytest.approx(stats.friedmanchisquare(*scores.T).pvalue)
+    assert found.ranks.index(min(found.ranks)) == 2
+    assert mean_ranks(scores.tolist(), lowest=True).ranks == pytest.approx([5 - rank for rank in found.ranks])
+
+
+def test_cliques_are_the_largest_sets_without_a_difference():
+    found = mean_ranks([[0.9, 0.5, 0.5, 0.1]] * 40)
+    assert found.ranks == (1.0, 2.5, 2.5, 4.0)
+    assert found.cliques == ((1, 2),)
+    everybody = mean_ranks([[0.9, 0.5, 0.1], [0.1, 0.5, 0.9]])
+    assert sorted(everybody.cliques[0]) == [0, 1, 2]
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Three methods on four seeds."""
+    return [
+        write_run(tmp_path / f"{name}-{seed}", seed=seed, algorithm=name, mu=mu, rounds=12)
+        for name, mu in (("fedavg", 0.1), ("fedprox", 0.2), ("moon", 0.3))
+        for seed in (1, 2, 3, 4)
+    ]
+
+
+def test_differences_are_paired_by_seed(runs):
+    comparison = compare([*runs[:4], *runs[4:7]])  # the second method lacks seed 4
+    (row,) = evidence(comparison).differences
+    scores = {(f.recipe["algorithm"]["name"], f.recipe["seed"]): f for g in comparison.groups for f in g.folders}
+    known = [
+        scores["fedprox", seed].result["metrics"]["global"]["accuracy"]
+        - scores["fedavg", seed].result["metrics"]["global"]["accuracy"]
+        for seed in (1, 2, 3)
+    ]
+    assert (row.n, row.mean) == (3, pytest.approx(np.mean(known)))
+
+
+def test_the_baseline_the_metric_and_the_test_are_chosen(runs):
+    comparison = compare(runs)
+    names = [group.method for group in comparison.groups]
+    proof = evidence(comparison, "global.uar", names[2], "wilcoxon")
+    assert {row.baseline for row in proof.differences} == {names[2]}
+    assert [row.method for row in proof.differences] == names[:2]
+    assert proof.metric == "global.uar"
+    assert proof.ranks.blocks == 4
+    with pytest.raises(RecipeError, match=r"'global\.urar': no run has it; did you mean 'global\.uar'"):
+        evidence(comparison, "global.urar")
+    with pytest.raises(RecipeError, match="is not a method of these runs; did you mean"):
+        evidence(comparison, baseline=names[0][:-1])
+
+
+def test_a_small_loss_is_a_good_rank(runs):
+    by_loss = evidence(compare(runs), "global.loss").ranks.ranks
+    by_hand = np.mean(
+        [
+            stats.rankdata(
+                [[r.result["metrics"]["global"]["loss"] for r in g.folders][s] for g in compare(runs).groups]
+            )
+            for s in range(4)
+        ],
+        axis=0,
+    )
+    assert by_loss == pytest.approx(by_hand)
+
+
+def test_scenarios_are_ranked_over_and_tested_apart(tmp_path):
+    folders = []
+    for seed in (1, 2):
+        for algorithm in ("fedavg", "fedprox", "moon"):
+            for clients in (10, 20):
+                folder = tmp_path / f"{algorithm}-{clients}-{seed}"
+                folders.append(write_run(folder, seed=seed, algorithm=algorithm, clients=clients, rounds=5))
+    proof = evidence(compare(folders))
+    assert proof.blocks == "scenarios"
+    assert proof.ranks.blocks == 2
+    assert proof.methods == ("fedavg", "fedprox", "moon")
+    assert [(row.scenario, row.method) for row in proof.differences] == [
+        ("made-up num=10", "fedprox"),
+        ("made-up num=10", "moon"),
+        ("made-up num=20", "fedprox"),
+        ("made-up num=20", "moon"),
+    ]

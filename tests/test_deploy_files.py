@@ -1,0 +1,196 @@
+"""The image, the compose file and the systemd units in deploy/ keep what docs/operations.md promises of them."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from polyfed.cli import app
+from polyfed.deploy.device import node_from
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPLOY = ROOT / "deploy"
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+SERVICES = ("server", "device")
+
+HARDENED = {
+    "NoNewPrivileges": "yes",
+    "ProtectSystem": "strict",
+    "ProtectHome": "yes",
+    "PrivateTmp": "yes",
+    "PrivateDevices": "yes",
+    "ProtectControlGroups": "yes",
+    "ProtectKernelLogs": "yes",
+    "ProtectKernelModules": "yes",
+    "ProtectKernelTunables": "yes",
+    "RestrictNamespaces": "yes",
+    "RestrictSUIDSGID": "yes",
+    "LockPersonality": "yes",
+    "CapabilityBoundingSet": "",
+    "SystemCallArchitectures": "native",
+    "SystemCallFilter": "@system-service",
+    "StateDirectory": "polyfed",
+    "StateDirectoryMode": "0700",
+    "UMask": "0077",
+    "User": "polyfed",
+    "Restart": "always",
+    "KillMode": "mixed",
+}
+"""Settings that both units have."""
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The instructions of the Dockerfile, with lines that go on joined."""
+    text = re.sub(r"^\s*#.*\n", "", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [
+        (word, " ".join(rest.split())) for word, _, rest in (line.partition(" ") for line in text.splitlines() if line)
+    ]
+
+
+def last_stage() -> list[tuple[str, str]]:
+    found = instructions()
+    return found[max(number for number, (word, _) in enumerate(found) if word == "FROM") :]
+
+
+def options_of(command: str) -> set[str]:
+    """The options of a verb of polyfed."""
+    verb = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    return {name for parameter in verb.params for name in parameter.opts}
+
+
+def check_command(words: list[str]) -> dict[str, str]:
+    """A command line of polyfed has options that exist; return their values."""
+    given = re.findall(r"^(--[\w-]+)", "\n".join(words), re.MULTILINE)
+    assert set(given) <= options_of(words[0]), f"{words[0]} lacks {set(given) - options_of(words[0])}"
+    joined = [word for part in words[1:] for word in (part.split("=", 1) if part.startswith("--") else [part])]
+    return {joined[n]: joined[n + 1] for n, word in enumerate(joined[:-1]) if word.startswith("--")}
+
+
+def test_the_image_runs_as_a_user_without_rights() -> None:
+    stage = dict(last_stage())
+    assert stage["USER"] == "10001:10001"
+    assert stage["ENTRYPOINT"] == '["polyfed"]'
+    assert stage["VOLUME"] == "/var/lib/polyfed"
+    assert not [text for word, text in last_stage() if word == "RUN" and "pip" in text], "nothing is installed here"
+    assert {"FLWR_TELEMETRY_ENABLED=0", "FLWR_DISABLE_UPDATE_CHECK=1"} <= set(stage["ENV"].split())
+
+
+def test_the_image_has_the_pytorch_of_the_constraints_for_cpus() -> None:
+    (pinned,) = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    (install,) = [text for word, text in instructions() if word == "RUN" and "pip install" in text]
+    assert set(re.findall(r"torch==([\w.+]+)", install)) == {f"{pinned}+cpu"}
+    assert "--index-url https://download.pytorch.org/whl/cpu torch==" in install
+    assert "--constraint pinned.txt '.[flower]'" in install, "everything else is pinned too"
+
+
+def test_the_image_holds_nothing_of_the_checkout_but_the_package() -> None:
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line.startswith("!")}
+    assert (ROOT / ".dockerignore").read_text().startswith("*\n")
+    copied = [text.split()[:-1] for word, text in instructions() if word == "COPY" and "--from" not in text]
+    assert {name for names in copied for name in names} == allowed
+    assert all((ROOT / name).exists() for name in allowed)
+    assert all(":" in text.split()[0] for word, text in instructions() if word == "FROM"), "no image without a version"
+
+
+def compose() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yml").read_text())
+    return loaded
+
+
+def replaced(text: str) -> str:
+    """A value with the defaults of its variables."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_container_has_no_rights_and_cannot_write_its_files(name: str) -> None:
+    service = compose()["services"][name]
+    assert service["user"] == "10001:10001"
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not {"privileged", "cap_add", "devices", "network_mode", "pid", "ipc"} & set(service)
+    assert service["restart"] == "unless-stopped"
+    writable = [volume.split(":") for volume in map(replaced, service["volumes"]) if not volume.endswith(":ro")]
+    assert writable == [[name, "/var/lib/polyfed"]]
+    assert not [volume for volume in service["volumes"] if "docker.sock" in volume]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_container_starts_a_command_that_exists(name: str) -> None:
+    service = compose()["services"][name]
+    given = check_command([replaced(word) for word in service["command"]])
+    assert f"127.0.0.1:{given['--metrics-port']}/health" in service["healthcheck"]["test"][-1]
+    if name == "device":
+        assert node_from(given["--node-config"]).folder == Path("/var/lib/polyfed/state")
+
+
+def test_the_server_publishes_its_two_public_ports_and_a_device_none() -> None:
+    services = compose()["services"]
+    assert services["server"]["ports"] == ["9092:9092", "9096:9096"]
+    assert "ports" not in services["device"]
+
+
+def unit(path: Path) -> ConfigParser:
+    parser = ConfigParser(interpolation=None, strict=True)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(path.read_text())
+    return parser
+
+
+def test_there_is_a_unit_for_the_server_and_one_for_a_device() -> None:
+    assert [path.stem for path in UNITS] == ["polyfed-superlink", "polyfed-supernode"]
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_unit_is_hardened(path: Path) -> None:
+    service = dict(unit(path)["Service"])
+    assert {name: service.get(name) for name in HARDENED} == HARDENED
+    assert unit(path)["Install"]["WantedBy"] == "multi-user.target"
+    words = shlex.split(service["ExecStart"])
+    assert words[0] == "/opt/polyfed/bin/polyfed"
+    assert check_command(words[1:])["--metrics-port"] == "9095"
+    if "supernode" in path.stem:
+        assert service["LoadCredential"] == "node.key:/etc/polyfed/node.key"
+        assert "--key %d/node.key" in service["ExecStart"]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_systemd_takes_the_unit(path: Path, tmp_path: Path) -> None:
+    """The program is replaced by one that exists on this machine."""
+    copy = tmp_path / path.name
+    copy.write_text(path.read_text().replace("/opt/polyfed/bin/polyfed", str(Path(sys.executable).resolve())))
+    done = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    words = ["systemd-analyze", "security", "--offline=true", "--threshold=25", str(copy)]
+    assert subprocess.run(words, capture_output=True, check=False).returncode == 0, "exposure above 2.5"
+
+
+def daemon() -> bool:
+    """Whether images can be built here."""
+    if shutil.which("docker") is None:
+        return False
+    return subprocess.run(["docker", "info"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not daemon(), reason="no Docker daemon is here")
+def test_the_image_builds_and_runs() -> None:
+    tag = f"polyfed-test:{os.getpid()}"
+    words = ["docker", "build", "--quiet", "--file", str(DEPLOY / "Dockerfile"), "--tag", tag, str(ROOT)]
+    subprocess.run(words, check=True)
+    hardened = ["--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--tmpfs=/tmp"]
+    run = ["docker", "run", "--rm", *hardened, tag, "superlink", "--help"]
+    assert "--status-port" in subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    subprocess.run(["docker", "image", "rm", tag], check=True)
