@@ -2,7 +2,7 @@
 
     python benchmarks/robustness.py --seeds 1 2 3 --out runs/robustness
 
-Each run has a folder of its own, and a run that has finished is not run again. With `--seconds` the script stops in time.
+Each run has a folder of its own, and a run that has finished is not run again. `--seconds` ends the script in time.
 """
 
 import argparse

@@ -16,6 +16,7 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, PolyfedError, RecipeError
 from polyfed.data.columns import Column, Columns
+from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.check import check
 from polyfed.experiment.recipe import parse_recipe
 from polyfed.objective import Classification, MultiLabel, Objective, Ordinal, Regression, Retrieval, guessed
@@ -285,7 +286,7 @@ def test_targets_in_another_unit_give_the_same_model() -> None:
 
 
 def test_the_best_round_has_the_smallest_validation_error() -> None:
-    made = made_recipe("regression", evaluation=polyfed.experiment.recipe.Evaluation(every=1))
+    made = made_recipe("regression", evaluation=Evaluation(every=1))
     done = polyfed.run(replace(made, clients=replace(made.clients, validation=0.2)))
     errors = [row["metrics"]["validation"]["mae"] for row in done.rounds]
     assert done.result["best"]["round"] == 1 + int(np.argmin(errors))

@@ -18,27 +18,32 @@ The table lists the hooks in the order in which they are called. `Algorithm` (`b
 
 A method whose `outgoing` or `reply` returns another message class names that class in `sends` or `replies`. The
 template reads the field `params` of the message sent, and the fields `params`, `loss` and `num_rows` of the replies.
+
+Private blocks (`private`) stay at the client: its local state holds them, the hooks see the complete model, and neither
+message has them (`private.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
+from polyfed.algorithms import private
 from polyfed.algorithms.base import Algorithm, Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Send
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
-from polyfed.core.tree import Tree
-from polyfed.evaluation.scores import ClassMeans
+from polyfed.core.tree import Tree, nested
+from polyfed.evaluation.scores import ClassMeans, Measured
 from polyfed.federation.aggregation import aggregate
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
+from polyfed.model import Model
 from polyfed.objective import Objective
 from polyfed.selection import Selector, Uniform
 from polyfed.training import ClientData, TrainingResult, prototypes
@@ -53,6 +58,11 @@ class Update(Message):
     params: Tree = carries("parameters")
     loss: Tensor = carries("statistic")
     num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+
+
+@message
+class Tuned(Message):
+    """Confirms that the client has fine-tuned its own model. Has no fields."""
 
 
 @dataclass(frozen=True)
@@ -87,24 +97,61 @@ class Averaging(Algorithm):
             `uniform` is the same weight for every client.
         selector: which clients take part; the [selection] section.
         server: what the server does with the mean; the [server] section.
+        private: blocks that every client keeps and never sends: `shared`, a modality, `head` (everything after the
+            encoders) or `encoders`. Clients then have models of their own; see docs/algorithms/private-blocks.md.
+        private_epochs: epochs in which a client trains its private blocks alone, before its local training of the
+            other blocks alone, as in FedRep; 0 trains all blocks together, as in FedPer.
+        fine_tune: epochs in which every client trains a copy of its whole model after the last round, before the last
+            personal evaluation; 0 leaves it out.
     """
 
     aggregation: Literal["weighted", "uniform"] = "weighted"
     selector: Selector = Uniform()
     server: ServerOptimiser = ServerOptimiser()
+    private: tuple[str, ...] = ()
+    private_epochs: Annotated[int, NOT_NEGATIVE] = 0
+    fine_tune: Annotated[int, NOT_NEGATIVE] = 0
 
     sends: ClassVar[type[Message]] = Broadcast
     replies: ClassVar[type[Message]] = Update
     sends_class_means: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            RecipeError: an option is out of range, or private blocks or fine-tuning do not go together with another.
+        """
+        super().__post_init__()
+        private.check(self, Averaging)
+
     def will_ask(self, task: str, *, tested: bool) -> bool:
-        """Clients are asked for class means only under `[evaluate] unimodal = "prototype"`."""
+        """Clients are asked for class means only under `[evaluate] unimodal = "prototype"`; to tune only if wanted."""
+        if task == Averaging.tune.__name__:
+            return self.fine_tune > 0
         wanted = task != Averaging.class_means.__name__ or self.evaluation.unimodal == "prototype"
         return wanted and super().will_ask(task, tested=tested)
 
+    def check_model(self, model: Model) -> None:
+        """Check that the model has the private blocks, and others beside them."""
+        super().check_model(model)
+        if self.private:
+            private.refuse_all_private(self.private, model)
+
+    def private_names(self, model: Model) -> frozenset[str]:
+        """The parameters and buffers of the private blocks."""
+        return private.names_of(self.private, model) if self.private else frozenset()
+
+    def first_local(self, context: ClientContext, key: int) -> Tree:
+        """What `local` returns, and the client's private parameters."""
+        own = self.local(context, key)
+        return own | private.kept_at_first(context, self.private_names(context.model)) if self.private else own
+
     def init(self, fed: Federation, params: Tree) -> Any:
         """The first state: initial parameters, fresh moments of the server optimiser, the selector's first memory."""
+        kept = self.private_names(fed.context.model)
+        params = {name: value for name, value in params.items() if name not in kept}
         return State(params, self.server.moments(fed.context.model.trainable(params)), self.selector.start(params))
 
     def round(self, state: Any, fed: Federation) -> Any:
@@ -198,17 +245,68 @@ class Averaging(Algorithm):
 
     @task()
     def update(self, context: ClientContext, data: ClientData, local: Tree, got: Message) -> tuple[Message, Tree]:
-        """Train the received model on the client's rows."""
+        """Train the received model, with the client's private blocks, on the client's rows."""
+        kept, own = private.parted(local)
+        whole = private.completed(got, kept)
+        fit = self._minimised(context, data, whole, own, kept)
+        reply, after = self.reply(context, data, fit, whole, own)
+        if not kept:
+            return reply, after
+        after = after | nested(private.PRIVATE, {name: fit.params[name] for name in kept})
+        return private.public(reply, kept.keys()), after
+
+    def _minimised(self, context: ClientContext, data: ClientData, got: Any, local: Tree, kept: Tree) -> TrainingResult:
+        """Local training; with `private_epochs`, first of the private parameters and then of the others."""
+
+        def loss(w: Tree, batch: Batch) -> Any:
+            return self.loss(context, w, batch, got, local)
+
+        start, only = got.params, None
+        if kept and self.private_epochs:
+            train = private.epochs_of(self.train, self.private_epochs)
+            start = data.minimise(loss, start, train=train, only=kept.keys(), stream=private.PRIVATE_STREAM).params
+            only = start.keys() - kept.keys()
         directed = self.direction(context, data, got, local)
         direction, carry = directed if directed is not None else (None, None)
+        return data.minimise(loss, start, train=self.train, direction=direction, carry=carry, only=only)
+
+    @task()
+    def tune(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Tuned, Tree]:
+        """Fine-tune a copy of the client's model and keep the copy; `loss` is that of the template."""
+        whole = private.completed(got, private.parted(local)[0])
         fit = data.minimise(
-            lambda w, batch: self.loss(context, w, batch, got, local),
-            got.params,  # type: ignore[attr-defined]
-            train=self.train,
-            direction=direction,
-            carry=carry,
+            lambda w, batch: Averaging.loss(self, context, w, batch, whole, {}),
+            whole.params,
+            train=private.epochs_of(self.train, self.fine_tune),
+            stream=private.TUNE_STREAM,
         )
-        return self.reply(context, data, fit, got, local)
+        return Tuned(), local | nested(private.TUNED, fit.params)
+
+    def evaluate(self, state: Any, fed: Federation) -> Measured:
+        """Evaluate as `Algorithm.evaluate` does. After the last round, clients first fine-tune if wanted."""
+        if self.fine_tune and fed.round == fed.rounds:
+            fed.ask(self.tune, list(fed.clients.eligible), Broadcast(state.params))
+        return super().evaluate(state, fed)
+
+    @property
+    def own_models(self) -> Literal["none", "server", "clients"]:
+        """With private blocks or fine-tuning, every client keeps a model of its own."""
+        overridden = type(self).own_params is not Averaging.own_params
+        return "clients" if self.private or self.fine_tune or overridden else "none"
+
+    def global_params(self, state: Any) -> Tree | None:
+        """The global model; None with private blocks, because the server then has only a part of one."""
+        if self.fine_tune and not self.private:
+            return state.params  # type: ignore[no-any-return]
+        return super().global_params(state)
+
+    def to_judge(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
+        """The averaged blocks, where a client completes them with its private ones."""
+        return Broadcast(state.params) if self.private or self.fine_tune else super().to_judge(state, fed, clients)
+
+    def own_params(self, got: Any, local: Tree) -> Tree:
+        """The received model with the client's private blocks, or the fine-tuned one."""
+        return private.personal(got.params, local)
 
 
 def mean_loss(replies: Replies, fed: Federation) -> float:

@@ -10,7 +10,8 @@ The table lists the hooks in the order in which they are called; all but `init` 
 | hook | called on | when | returns |
 |---|---|---|---|
 | `model_spec` | server | before the model is built | the model to build, and the modalities that it reads |
-| `will_ask`, `will_send` | both | in `polyfed check`, and in the egress gate for every reply | what replies can hold |
+| `check_model` | server | once the model is built | nothing; it refuses a model that the method cannot train |
+| `will_ask`, `will_send`, `private_names` | both | in `polyfed check`, and in the gate | what can leave |
 | `init` | server | once, as round 0 | the first state |
 | `local` | client | before the client's first task | its first local state |
 | `round` | server | every round; it asks clients with `fed.ask` | the next state |
@@ -37,6 +38,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from polyfed.algorithms.model_hooks import ModelHooks
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Accept, Send
@@ -75,7 +77,7 @@ class Broadcast(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm(TrainedModels):
+class Algorithm(ModelHooks, TrainedModels):
     """Base class of every method: its fields are the hyper-parameters, its methods are the server and client halves.
 
     The module's docstring lists the hooks in the order in which they are called.
@@ -158,6 +160,10 @@ class Algorithm(TrainedModels):
             policy: what may leave the clients.
         """
         return spec, modalities
+
+    def first_local(self, context: ClientContext, key: int) -> Tree:
+        """A client's local state before its first task: what `local` returns, and what a template keeps there."""
+        return self.local(context, key)
 
     def local(self, context: ClientContext, key: int) -> Tree:
         """A client's local state before its first task. It never leaves the client.

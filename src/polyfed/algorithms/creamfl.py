@@ -135,6 +135,7 @@ class CreamFL(Algorithm):
     server_epochs: Annotated[int, NOT_NEGATIVE] = 1
     selector: Selector = Uniform()
 
+    needs_embeddings: ClassVar[bool] = True
     handles_missing_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

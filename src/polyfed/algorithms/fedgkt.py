@@ -126,6 +126,7 @@ class FedGKT(Algorithm):
     server_embedding: Annotated[int, AT_LEAST_ONE] = 128
     selector: Selector = Uniform()
 
+    needs_embeddings: ClassVar[bool] = True
     handles_missing_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

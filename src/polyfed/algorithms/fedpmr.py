@@ -59,6 +59,8 @@ class FedPmr(Averaging):
     per_epochs: Annotated[int, NOT_NEGATIVE] = 10
     feature_norm: Annotated[float, NOT_NEGATIVE] = 0.0
 
+    needs_embeddings: ClassVar[bool] = True
+
     @task()
     def update(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Update, Tree]:  # type: ignore[override]
         """Train epoch by epoch, each with prototypes under the model that it starts from."""

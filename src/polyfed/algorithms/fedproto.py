@@ -118,6 +118,7 @@ class FedProto(Averaging):
     feature_norm: Annotated[float, NOT_NEGATIVE] = 0.0
     predict_by: Literal["logits", "prototype"] = "prototype"
 
+    needs_embeddings: ClassVar[bool] = True
     sends: ClassVar[type[Message]] = Shared
     replies: ClassVar[type[Message]] = Learned
 

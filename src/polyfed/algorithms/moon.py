@@ -15,7 +15,7 @@ What crosses: as under FedAvg; the previous model stays on the client. Page: doc
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.base import Broadcast
 from polyfed.core import keys
 from polyfed.core.batch import Batch
+from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.core.tree import Tree, like, nested, under
@@ -55,6 +56,21 @@ class Moon(Averaging):
     temperature: Annotated[float, POSITIVE] = 0.5
     projection: Annotated[int, NOT_NEGATIVE] = 256
     per_modality: bool = False
+
+    needs_embeddings: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            RecipeError: private blocks beside a projection head, which belongs to no single client.
+        """
+        super().__post_init__()
+        if self.private and self.projection and not self.per_modality:
+            raise RecipeError(
+                "[algorithm] private: moon's projection head is averaged, and a private block would hold a part of it. "
+                "Set projection = 0 or per_modality = true"
+            )
 
     def init(self, fed: Federation, params: Tree) -> Any:
         """The first state, as under FedAvg; the parameters of the projection head are added to the model's."""

@@ -81,11 +81,12 @@ class Scaffold(Averaging):
     def init(self, fed: Federation, params: Tree) -> ScaffoldState:
         """The first state, with c = 0."""
         state = super().init(fed, params)
-        return ScaffoldState(**vars(state), control=like(fed.context.model.trainable(params)))
+        return ScaffoldState(**vars(state), control=like(fed.context.model.trainable(state.params)))
 
     def local(self, context: ClientContext, key: int) -> Tree:
         """The client's first control variate, c_k = 0."""
-        return like(context.model.trainable(context.initial))
+        kept = self.private_names(context.model)
+        return like({n: v for n, v in context.model.trainable(context.initial).items() if n not in kept})
 
     def outgoing(self, state: ScaffoldState, cohort: list[int], fed: Federation) -> Controlled:
         """Every client receives x and c."""
@@ -97,7 +98,8 @@ class Scaffold(Averaging):
         """Replace each gradient g by g - c_k + c."""
 
         def corrected(grads: Tree, w: Tree, aux: Any, carry: Tree) -> tuple[Tree, Tree]:
-            return {name: g - local[name] + got.control[name] for name, g in grads.items()}, carry
+            moved = {name: g - local[name] + got.control[name] for name, g in grads.items() if name in local}
+            return {**grads, **moved}, carry  # private parameters have no control variate
 
         return corrected, {}
 

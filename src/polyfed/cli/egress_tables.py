@@ -118,6 +118,9 @@ def remarks(check: Check) -> Iterator[Text]:
         "Bytes are from the dry run of a first round on a few rows of a few clients; of several tasks, the largest.",
         "dim",
     )
+    if check.private:
+        kept = ", ".join(f"{block} ({bytes_of(size)})" for block, size in check.private.items())
+        yield Text(f"private, so kept at every client and never sent: {kept}")
     revealed = {f"{row.message}.{row.field}": row.tells for row in check.planned if row.tells}
     yield from (Text(f"{field} tells {what}", "yellow") for field, what in revealed.items())
     yield from (Text(reason, "yellow") for reason in check.why)

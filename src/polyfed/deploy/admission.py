@@ -138,7 +138,7 @@ class Admission:
         own = _own_rows(recipe, emit)
         highest = max(FEW_CLIENTS, SPREAD * wanted) - 1
         for told in known:
-            strange = [name for name in told.modalities if name not in recipe.model.encoders]
+            strange = [name for name in told.modalities if name not in recipe.model.modalities]
             if strange:
                 out[told.client] = f"[model.encoders] has no modality {strange[0]!r:.80}"
             elif told.client > highest:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import tomli_w
+from torch import nn
 
 from polyfed.core.errors import DataError, PolyfedError, RecipeError
 from polyfed.data import Columns, Population, stacked
@@ -19,7 +20,7 @@ from polyfed.experiment.assembly import assemble, model_of, population_of
 from polyfed.experiment.check import refuse_large
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.task_choice import task_of
-from polyfed.model import Custom
+from polyfed.model import Custom, own
 from polyfed.privacy.policy import Policy
 
 APP, RECIPE, NODES = "polyfed_app.py", "recipe.toml", "nodes"
@@ -84,6 +85,8 @@ def _refuse_another(folder: Path, name: str) -> None:
 def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
     """Find faults here that would end the run on the server: an encoder that cannot be imported, a model that cannot be
     built, a reply that is too large."""
+    for name, path in recipe.model.classes().items():
+        own.found(f"[model] {name}", path, nn.Module)
     for encoder in recipe.model.encoders.values():
         if isinstance(encoder, Custom):
             encoder.encoder_class()

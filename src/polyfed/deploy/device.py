@@ -112,7 +112,7 @@ def policy_on(node: NodeConfig, recipe: Recipe, modalities: tuple[str, ...]) -> 
         return Policy().for_client(node.held).stricter(told)
     table = _policy_table(node)
     # one file may serve all sites, so it may have rows for modalities that this device lacks
-    rows = {**dict.fromkeys(recipe.model.encoders), **dict.fromkeys(modalities), **dict.fromkeys(node.held)}
+    rows = {**dict.fromkeys(recipe.model.modalities), **dict.fromkeys(modalities), **dict.fromkeys(node.held)}
     own = Policy.parse(table.get("egress", {}), rows, f"policy {node.policy}: [egress]")
     return own.for_client(node.held).stricter(told)
 
@@ -190,6 +190,7 @@ def used_on(recipe: Recipe) -> Allowance:
     named = [name_of(algorithm, ALGORITHMS)]
     named += [name_of(part, SELECTORS) for _, part in parts(algorithm) if isinstance(part, Selector)]
     named += [encoder.kind for encoder in encoders]
+    named += recipe.model.classes().values()
     imports = [name for name in named if ":" in name]
     models = [encoder.path for encoder in encoders if isinstance(encoder, HuggingFace)]
     return Allowance(imports=tuple(dict.fromkeys(imports)), models=tuple(dict.fromkeys(models)))
@@ -237,8 +238,8 @@ def check_held(node: NodeConfig, recipe: Recipe) -> None:
         DataError: the text suggests the nearest name.
     """
     for name in node.held:
-        if name not in recipe.model.encoders:
-            hint = did_you_mean(name, recipe.model.encoders)
+        if name not in recipe.model.modalities:
+            hint = did_you_mean(name, recipe.model.modalities)
             raise DataError(f"{WHERE} modalities: the recipe has no '{name}'; {hint}")
 
 

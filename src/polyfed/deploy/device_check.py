@@ -81,7 +81,7 @@ def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()
 
 def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     if not node.data:
-        node = replace(node, modalities=",".join(recipe.model.encoders))
+        node = replace(node, modalities=",".join(recipe.model.modalities))
     policy = policy_on(node, recipe, node.held)
     check_held(node, recipe)
     population = population_on(node, recipe, None) if node.data else None
@@ -109,9 +109,10 @@ def _planned(recipe: Recipe, node: NodeConfig, policy: Policy, population: Popul
 
     Sizes are those of a federation that has only the modalities of this device.
     """
-    encoders, everyone = {name: recipe.model.encoders[name] for name in node.held}, tuple(recipe.model.encoders)
-    told = Policy.parse(recipe.egress, {**recipe.model.encoders, **recipe.egress})  # the device builds its model by it
-    mine = replace(recipe, model=replace(recipe.model, encoders=encoders), egress=told.table(node.held), network=None)
+    everyone = recipe.model.modalities
+    # the device builds its model by it
+    told = Policy.parse(recipe.egress, {**dict.fromkeys(everyone), **recipe.egress})
+    mine = replace(recipe, model=recipe.model.reading(node.held), egress=told.table(node.held), network=None)
     if population is None and recipe.data == ELSEWHERE:
         return []
     try:

@@ -24,7 +24,7 @@ from polyfed.federation.network import Clock
 from polyfed.federation.replies import Answer
 from polyfed.model import Model
 from polyfed.objective import CLASSES, Objective
-from polyfed.privacy.announcement import Announcement, Asking, Holder
+from polyfed.privacy.announcement import Announcement, Asking, Holder, PrivateNames
 from polyfed.privacy.gate import EgressGate
 from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.limits import NO_LIMITS, LimitGuard, Limits
@@ -42,16 +42,13 @@ class Method(Asking, Protocol):
     @property
     def train(self) -> Train:
         """The [train] section: how clients train."""
-        ...
 
     @property
     def handles_missing_rows(self) -> bool:
         """Whether the algorithm handles rows that lack a modality which other rows of the same client have."""
-        ...
 
-    def local(self, context: ClientContext, key: int) -> Tree:
+    def first_local(self, context: ClientContext, key: int) -> Tree:
         """Make a client's first local state; `key` seeds its random numbers."""
-        ...
 
 
 class Engine(ABC):
@@ -60,7 +57,7 @@ class Engine(ABC):
     Args:
         population: the data, and which client holds which rows and modalities.
         model: the model.
-        algorithm: the algorithm whose tasks the clients run and whose `local` makes a client's first local state.
+        algorithm: the algorithm whose tasks the clients run and whose `first_local` makes a client's first local state.
         initial: the model's initial parameters, drawn from the run's seed.
         policy: the egress policy, which says what may leave a client.
         ledger: records every message between server and clients.
@@ -183,8 +180,8 @@ class Engine(ABC):
         if modalities not in self._announcements:
             holder = Holder(modalities, tuple(self.model.shapes), self.model.modalities)
             tested = bool(self.registry.tested)
-            policy = self.policy.for_client(modalities)
-            self._announcements[modalities] = Announcement(self.algorithm, self.answers, holder, policy, tested)
+            parts = self.policy.for_client(modalities), tested, PrivateNames.of(self.algorithm, self.model)
+            self._announcements[modalities] = Announcement(self.algorithm, self.answers, holder, *parts)
         return self._announcements[modalities]
 
     def alone(self, request: Request, client: int, send: Send, missing: dict[int, str]) -> Message | None:
@@ -265,7 +262,7 @@ def registry_of(population: Population) -> ClientRegistry:
 
 def first_local(algorithm: Method, context: ClientContext, seed: int, client: int, device: torch.device | str) -> Tree:
     """Make a client's first local state, on the device; an evaluation client's is empty."""
-    made = algorithm.local(context, keys.key(seed, "local", client)) if client >= 0 else {}
+    made = algorithm.first_local(context, keys.key(seed, "local", client)) if client >= 0 else {}
     return {name: value.to(device) for name, value in made.items()}
 
 

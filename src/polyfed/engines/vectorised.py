@@ -38,6 +38,10 @@ CONVOLVES = "2-d convolutions fill a CPU as they are, stacked they take up to tw
 """Reason in the event if image models run one client at a time on a CPU (measured in docs/performance.md)."""
 
 
+RECOMPUTES = "gradient checkpointing computes layers again in the backward pass, which vmap cannot"
+"""Reason in the event if a model with gradient checkpointing runs one client at a time."""
+
+
 class Vectorised(InProcess):
     """Runs stacks of similar clients; the other arguments are those of `Engine`.
 
@@ -56,7 +60,7 @@ class Vectorised(InProcess):
 
     def units(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[Unit]:
         """Yield stacks of similar clients, and single clients where stacking is not possible or gains nothing."""
-        loop_because = request.loop_because
+        loop_because = request.loop_because or (RECOMPUTES if self.model.recomputes else "")
         if not loop_because and not self.stack and self.device.type == "cpu" and self.model.convolves:
             loop_because = CONVOLVES
         if loop_because:

@@ -125,11 +125,7 @@ def assemble(
     policy = Policy.parse(recipe.egress, columns.modalities)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model = model_of(recipe, shapes, columns.num_classes, policy)
-    if recipe.algorithm.evaluation.unimodal == "head" and not model.linear_head:
-        raise RecipeError(
-            "[evaluate] unimodal = 'head' splits the logits into a term for each modality, which only linear fusion "
-            "allows (concat or sum without a head). Allowed here: 'auto', 'zero', 'prototype'"
-        )
+    check_model(recipe, model)
     initial = initial_of(recipe, model)
     ledger = Ledger(run)
     clock = clock_of(recipe, population.num_clients, ledger)
@@ -161,6 +157,20 @@ def assemble(
         attack=recipe.attack,
     )
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed)
+
+
+def check_model(recipe: Recipe, model: Model) -> None:
+    """Refuse a model that the algorithm cannot use, or whose logits `unimodal = "head"` cannot split by modality.
+
+    Raises:
+        RecipeError: with what is allowed.
+    """
+    recipe.algorithm.check_model(model)
+    if recipe.algorithm.evaluation.unimodal == "head" and not model.linear_head:
+        raise RecipeError(
+            "[evaluate] unimodal = 'head' splits the logits into a term for each modality, which only linear fusion "
+            "allows (concat or sum without a head). Allowed here: 'auto', 'zero', 'prototype'"
+        )
 
 
 def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
@@ -256,6 +266,13 @@ def block_sizes(assembly: Assembly) -> dict[str, int]:
     """The size of each block of the model in bytes, without frozen parameters."""
     names = (*assembly.model.modalities, SHARED)
     return {block: size_bytes(select(assembly.initial, [block])) for block in names}
+
+
+def private_sizes(assembly: Assembly) -> dict[str, int]:
+    """The size in bytes of the part of each block that every client keeps; without blocks that are sent whole."""
+    kept = assembly.algorithm.private_names(assembly.model)
+    private = {name: value for name, value in assembly.initial.items() if name in kept}
+    return {block: size_bytes(select(private, [block])) for block in blocks(private)}
 
 
 def frozen_facts(model: Model) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL
 from polyfed.core.registry import name_of
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED
-from polyfed.experiment.assembly import Assembly, assemble, block_sizes, facts_of
+from polyfed.experiment.assembly import Assembly, assemble, block_sizes, facts_of, private_sizes
 from polyfed.experiment.dry_run import Place, Size, run_dry
 from polyfed.experiment.recipe import Recipe, recipe_of
 from polyfed.federation.replies import Answer
@@ -72,6 +72,7 @@ class Check:
         why: why `shared` may not send something that no row of its own forbids.
         fixes: lines of a policy that would allow what it forbids.
         not_in_ledger: what a simulation gives the server about clients' rows without a message.
+        private: block -> bytes of its parameters that every client keeps, whatever the policy allows.
     """
 
     recipe: Recipe
@@ -81,6 +82,7 @@ class Check:
     why: tuple[str, ...] = ()
     fixes: tuple[str, ...] = ()
     not_in_ledger: tuple[str, ...] = ()
+    private: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def refused(self) -> tuple[Planned, ...]:
@@ -112,6 +114,7 @@ def check(recipe: Recipe | str | Path) -> Check:
         why=tuple(_why(refused, assembly.policy)),
         fixes=tuple(fixes_of(refused, assembly.policy)),
         not_in_ledger=tuple(_not_in_ledger(recipe, assembly)),
+        private=private_sizes(assembly),
     )
 
 

@@ -12,6 +12,7 @@ from polyfed.core.tree import Tree
 from polyfed.evaluation.predictions import predict
 from polyfed.evaluation.scores import Predictor
 from polyfed.model import Model, ModelSpec
+from polyfed.model.plain import PlainModule
 from polyfed.objective import Objective
 
 
@@ -98,6 +99,25 @@ class Models:
         return predict(
             self.model, self.task, w, x, reads=self.clients[client], present=present, predictor=self.predictor
         )
+
+    def module(self, client: int | None = None) -> PlainModule:
+        """The global model, or that of a client, as an ordinary `torch.nn.Module` from samples to logits.
+
+        Args:
+            client: whose model; see `predict`.
+
+        Raises:
+            RecipeError: there is no such model, or it predicts by more than its logits.
+        """
+        if client is None:
+            return PlainModule(self.model, self.params, self.model.modalities)
+        if type(self.predictor) is not Predictor:
+            raise RecipeError(
+                f"a client's model of {self.algorithm} predicts by {type(self.predictor).__name__}, not by its logits "
+                "alone: use predict(x, client=...)"
+            )
+        read = [m for m in self.model.modalities if m in self.clients.get(client, ())]
+        return PlainModule(self.model, self.of(client), read)
 
     def of(self, client: int) -> Tree:
         """The parameters that a client predicts with.

@@ -251,7 +251,8 @@ def as_table(part: Any) -> dict[str, Any]:
 
 def model_table(spec: ModelSpec) -> dict[str, Any]:
     """The section [model] that describes this specification."""
-    return as_table(spec) | {"encoders": {name: _toml(entry_of(entry)) for name, entry in spec.encoders.items()}}
+    encoders = {name: _toml(entry_of(entry)) for name, entry in spec.encoders.items()}
+    return as_table(spec) | spec.classes() | {"encoders": encoders}
 
 
 def _toml(value: Any) -> Any:

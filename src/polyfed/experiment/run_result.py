@@ -133,8 +133,12 @@ class Run:
             )
         return logits
 
-    def export(self, folder: str | Path) -> Path:
+    def export(self, folder: str | Path, *, onnx: bool = False) -> Path:
         """Write the global model and the clients' own models to a new folder, for `polyfed.load_model`.
+
+        Args:
+            folder: the folder.
+            onnx: whether to write each model as an ONNX file as well; needs the extra `onnx`.
 
         Returns:
             The folder's absolute path.
@@ -142,9 +146,10 @@ class Run:
         Raises:
             RecipeError: the folder is not empty, the clients keep their models elsewhere, or an encoder has options
                 that JSON cannot hold.
+            ModelError: a model cannot be written as ONNX.
             DataError: the folder cannot be written.
         """
-        return save(self.models, folder)
+        return save(self.models, folder, onnx=onnx)
 
     @cached_property
     def _participants(self) -> set[int]:

@@ -17,19 +17,21 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from polyfed.algorithms import PREDICTORS
 from polyfed.core.errors import DataError, NotAllowed, RecipeError
 from polyfed.core.files import sync
 from polyfed.core.parsing import parse_json
 from polyfed.core.registry import Allowance, find, name_of, only
-from polyfed.core.tree import SHARED, Tree, select
+from polyfed.core.tree import SHARED, Tree, digest, select
 from polyfed.evaluation.scores import Predictor
 from polyfed.experiment.checkpoint import sha256_of
 from polyfed.experiment.models import Models
 from polyfed.experiment.recipe import as_table, build
 from polyfed.model import Model, ModelSpec, build_model
 from polyfed.model.encoders import entry_of
+from polyfed.model.plain import write_onnx
 from polyfed.objective import OBJECTIVES, Classification, Objective
 
 FORMAT = 1
@@ -38,14 +40,20 @@ FORMAT = 1
 DESCRIPTION, GLOBAL = "model.json", "global.safetensors"
 
 
-def save(models: Models, folder: str | Path) -> Path:
+def save(models: Models, folder: str | Path, *, onnx: bool = False) -> Path:
     """Write models to a folder that is new or empty; a reader finds all of them or none.
+
+    Args:
+        models: the models.
+        folder: the folder.
+        onnx: whether to write each model as an ONNX file as well.
 
     Returns:
         The folder's absolute path.
 
     Raises:
         RecipeError: the folder is not empty, the models are not here, or an encoder has options that JSON cannot hold.
+        ModelError: a model cannot be written as ONNX.
         DataError: the folder cannot be written.
     """
     if models.shared is None:
@@ -61,6 +69,9 @@ def save(models: Models, folder: str | Path) -> Path:
         sums = {name: _write_tree(tree, draft / name) for name, tree in trees.items()}
         for client in models.clients if models.own and not models.elsewhere else ():
             sums[_file_of(client)] = _write_tree(models.tree_of(client), draft / _file_of(client))
+        for name in sums if onnx else ():
+            who = None if name == GLOBAL else int(name.removeprefix("client-").partition(".")[0])
+            write_onnx(models.module(who), (draft / name).with_suffix(".onnx"))
         (draft / DESCRIPTION).write_text(json.dumps(description | {"sha256": sums}, indent=1), encoding="utf-8")
         for path in (draft / DESCRIPTION, draft):
             sync(path)
@@ -92,7 +103,14 @@ def _description(models: Models) -> dict[str, Any]:
     held: dict[tuple[str, ...], list[int]] = {}
     for client, modalities in models.clients.items():
         held.setdefault(modalities, []).append(client)
-    spec = as_table(models.spec) | {"encoders": {name: entry_of(entry) for name, entry in models.spec.encoders.items()}}
+    own, encoders = models.spec.classes(), {name: entry_of(entry) for name, entry in models.spec.encoders.items()}
+    options = {name: dict(getattr(models.spec, name)) for name in ("fusion_options", "module_options")}
+    spec = as_table(models.spec) | own | options | {"encoders": encoders}
+    if isinstance(models.spec.module, nn.Module):
+        raise RecipeError(
+            f"the model is a {own['module']} that was made before the run, and model.json cannot say how. Give [model] "
+            "module the class, with module_options"
+        )
     try:
         build("[model]", ModelSpec, json.loads(json.dumps(spec)))
     except (TypeError, RecipeError) as error:
@@ -108,6 +126,8 @@ def _description(models: Models) -> dict[str, Any]:
         "shapes": models.model.shapes,
         "reads": models.model.modalities,
         "classes": models.model.num_classes,
+        "key": models.model.key,
+        "frozen": digest(models.model.frozen) if models.model.frozen else "",
         "class_names": models.class_names,
         "task": {"name": name_of(models.task, OBJECTIVES)} | as_table(models.task),
         "clients": [{"modalities": modalities, "clients": clients} for modalities, clients in held.items()],
@@ -162,6 +182,7 @@ def _check_allowed(folder: Path, said: Mapping[str, Any], allowance: Allowance) 
     encoders = list(said["model"]["encoders"].values())
     classes = [str(encoder["kind"]) for encoder in encoders]
     classes += [str(said["predictor"]["name"]), str(said.get("task", {}).get("name", ""))]
+    classes += [str(said["model"].get(name, "")) for name in ("fusion", "module")]
     for path in classes:
         if ":" in path and not allowance.has_import(path):
             raise NotAllowed(
@@ -181,9 +202,14 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
     shapes = {name: tuple(shape) for name, shape in said["shapes"].items()}
     spec = build("[model]", ModelSpec, said["model"])
     try:
-        model = build_model(spec, shapes, said["classes"], said["reads"])
+        model = build_model(spec, shapes, said["classes"], said["reads"], said.get("key", 0))
     except (RuntimeError, OverflowError) as error:  # PyTorch refuses sizes that are negative or too large
         raise ValueError(f"its model cannot be built: {error}") from error
+    if said.get("frozen") and digest(model.frozen) != said["frozen"]:
+        raise DataError(
+            f"{folder / DESCRIPTION}: the frozen parameters are others than those of the run. Restore the pretrained "
+            "model that the run read, or the code of your own module"
+        )
     # a version without other tasks wrote no task
     task = dict(said.get("task", {"name": Classification.NAME}))
     how, names, sums, own = dict(said["predictor"]), said["class_names"], dict(said["sha256"]), said["own_models"]

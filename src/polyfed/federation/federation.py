@@ -128,13 +128,11 @@ class Federation:
             EgressError: a client's policy refused to release its reply.
             RecipeError: `clients` holds something that is not the number of a client.
             TooFewReplies: fewer clients than the quorum gave a usable reply.
-            Diverged: no client replied with finite numbers; or the message to all clients, which is usually the merged
-                model, holds NaN or infinity.
+            Diverged: no client replied with finite numbers; or the message to all clients is not finite.
         """
-        if enough is not None:
-            enough = max(enough, min(self.min_replies, len(clients)))
-        name = path_of(task, self.owner)
-        request = Request(task, name, self.round, self.rounds, self.asked, self.seed, turn, enough)
+        enough = None if enough is None else max(enough, min(self.min_replies, len(clients)))
+        place = (self.round, self.rounds, self.asked, self.seed)
+        request = Request(task, path_of(task, self.owner), *place, turn, enough)
         self.asked += 1
         for client in clients:
             if type(client) is not int or not (client in self.evaluation_clients or 0 <= client < len(self.clients)):

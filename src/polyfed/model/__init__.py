@@ -8,10 +8,16 @@
   pre-trained ones.
 - `encoders.py`: the encoders that a recipe can name, and encoders of the user's own.
 - `fusion.py`: the fusions that a recipe can name.
+- `own.py`: fusions and whole modules of the user's own.
+- `whole.py`: a whole module as the model.
+- `names.py`: the names in a model's Tree.
 - `adopt.py`: replaces layers of a PyTorch module that depend on the batch.
 - `layers.py`: their replacements: BatchNorm, dropout, GRU and attention.
 - `binding.py`: runs modules on the tensors of a Tree.
+- `plain.py`: a trained model as an ordinary module, and as ONNX.
 - `making.py`: makes modules from a random key, and counts their operations.
+- `lora.py`: LoRA for pre-trained encoders, by the `peft` library.
+- `recompute.py`: gradient checkpointing.
 - `pretrained.py`: loads models with the `transformers` library.
 - `checks.py`: checks of the values in `[model]`.
 """
@@ -19,7 +25,7 @@
 from polyfed.model.build import build_model
 from polyfed.model.encoder_spec import EncoderSpec, Mlp
 from polyfed.model.encoders import ENCODERS, Custom, encoder_spec
-from polyfed.model.fusion import FUSIONS
+from polyfed.model.fusion import FUSIONS, Fusion
 from polyfed.model.hugging_face import HuggingFace
 from polyfed.model.image_encoders import Cnn4, ResNet18
 from polyfed.model.model import Model
@@ -33,6 +39,7 @@ __all__ = [
     "ConvGru",
     "Custom",
     "EncoderSpec",
+    "Fusion",
     "HuggingFace",
     "Mlp",
     "Model",

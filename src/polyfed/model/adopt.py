@@ -1,6 +1,6 @@
 """Prepares an ordinary PyTorch module for federated training by replacing layers that depend on the batch.
 
-Batch normalisation, dropout, GRU and attention of `torch.nn` are replaced by those of `layers.py`, with the same
+Batch normalisation, dropout, GRU, LSTM and attention of `torch.nn` are replaced by those of `layers.py`, with the same
 parameters and the same results. Layers that cannot run under `torch.func.vmap`, or that draw from a global random
 generator, are refused, and the error says what to use instead.
 """
@@ -12,14 +12,14 @@ from torch.nn.parameter import is_lazy
 
 from polyfed.core import keys
 from polyfed.core.errors import ModelError
-from polyfed.model.layers import GRU, Attention, BatchNorm, Dropout, Rows
+from polyfed.model.layers import GRU, LSTM, Attention, BatchNorm, Dropout, Rows
+from polyfed.model.recompute import Recompute
 
 _CHANNEL_DROPOUT = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 _REFUSED: dict[type[nn.Module], str] = {
     nn.SyncBatchNorm: "use nn.BatchNorm2d: clients share no statistics while they train",
-    nn.LSTM: "use nn.GRU, or write the cell out: the fused kernel takes no weights per client",
-    nn.RNN: "use nn.GRU, or write the cell out: the fused kernel takes no weights per client",
+    nn.RNN: "use nn.GRU or nn.LSTM, or write the cell out: the fused kernel takes no weights per client",
     nn.AlphaDropout: "use nn.Dropout: its mask follows the batch key",
     nn.FeatureAlphaDropout: "use nn.Dropout1d/2d/3d: their masks follow the batch key",
     nn.RReLU: "use nn.LeakyReLU: random slopes would differ between engines",
@@ -44,6 +44,8 @@ def adopt(module: nn.Module, rows: Rows, path: str) -> nn.Module:
     if ours is not None:
         return ours
     _refuse(module, path)
+    if isinstance(recompute := module.__dict__.get("forward"), Recompute):
+        recompute.rows = rows
     if isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = 0  # 1 and 2 select a fused kernel in evaluation mode, which vmap cannot batch
     for name, child in module.named_children():
@@ -58,6 +60,8 @@ def _swapped(module: nn.Module, rows: Rows, path: str) -> nn.Module | None:
         return _dropout(module, rows, path)
     if isinstance(module, nn.GRU):
         return _gru(module, path)
+    if isinstance(module, nn.LSTM):
+        return _lstm(module, path)
     if isinstance(module, nn.MultiheadAttention):
         return _attention(module, path)
     return None
@@ -82,6 +86,13 @@ def _gru(module: nn.GRU, path: str) -> nn.Module:
     _need(module.batch_first, path, "batch_first=False", "set batch_first=True: dimension 0 must be the rows")
     _need(module.bias, path, "bias=False", "leave it at True")
     return GRU(module)
+
+
+def _lstm(module: nn.LSTM, path: str) -> nn.Module:
+    _need(module.batch_first, path, "batch_first=False", "set batch_first=True: dimension 0 must be the rows")
+    _need(module.dropout == 0.0, path, "dropout between layers", "use several nn.LSTM with nn.Dropout between them")
+    _need(module.proj_size == 0, path, f"proj_size={module.proj_size}", "put an nn.Linear behind the layer")
+    return LSTM(module)
 
 
 def _attention(module: nn.MultiheadAttention, path: str) -> nn.Module:

@@ -6,7 +6,7 @@ once at the cost of one dictionary write per tensor, and needs no root module, w
 modality.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,15 @@ _Holder = dict[str, Any]  # a module's own dictionary of parameters or buffers
 _Place = tuple[_Holder, str]
 
 
+Naming = Callable[[str], str]
+"""The name in the Tree of a tensor, from the path `block.path` of the tensor in its module."""
+
+
+def as_it_is(path: str) -> str:
+    """The naming of a model that is made of a module for each block: the path itself."""
+    return path
+
+
 class Slots:
     """The places of the parameters and float buffers of some blocks.
 
@@ -27,7 +36,8 @@ class Slots:
     saved with the module, are not floating point, or belong to a module that its encoder keeps in evaluation mode.
 
     Args:
-        blocks: the module of each block; names in the Tree are `block.path`.
+        blocks: the module of each block; paths are `block.path`.
+        naming: the names in the Tree, from these paths.
 
     Attributes:
         parameters: names of the parameters.
@@ -38,7 +48,8 @@ class Slots:
         ModelError: a frozen parameter shares its memory with a parameter that trains.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+    def __init__(self, blocks: Mapping[str, nn.Module], naming: Naming = as_it_is) -> None:
+        self._naming = naming
         self._modules = tuple(blocks.values())
         self._places: dict[str, list[_Place]] = {}
         self._frozen: dict[str, _Place] = {}
@@ -70,7 +81,7 @@ class Slots:
 
     def _named(self, tensor: Tensor, name: str) -> str:
         """The name of a tensor. A tensor that two modules share has one name and two places."""
-        return self._names.setdefault(id(tensor), name)
+        return self._names.setdefault(id(tensor), self._naming(name))
 
     def _refuse_shared(self) -> None:
         """Refuse a frozen parameter that shares its memory with one that trains.

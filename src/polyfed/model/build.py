@@ -5,13 +5,15 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 
 from polyfed.core.errors import ModelError, did_you_mean
-from polyfed.core.tree import SHARED, block_of
+from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.model.adopt import adopt
 from polyfed.model.encoder_spec import EncoderSpec, Shape
 from polyfed.model.fusion import FUSIONS, Attention, Concat, Fusion, Gated, Sum
 from polyfed.model.layers import Rows
 from polyfed.model.model import Block, Model
+from polyfed.model.own import called, described, fusion_class
 from polyfed.model.spec import ModelSpec
+from polyfed.model.whole import build_whole
 
 _RESERVED = (SHARED, "labels")  # the block of no single modality, and a row of the policy
 
@@ -32,6 +34,9 @@ def build_model(
         ModelError: a modality has no encoder, or an encoder no modality; or an encoder cannot read the samples, returns
             the wrong shape, or has a layer that is not supported.
     """
+    if spec.module is not None:
+        _check_identifiers(inputs)
+        return build_whole(spec, inputs, num_classes, only, key)
     _check_names(spec, inputs)
     rows = Rows()
     shapes = {name: tuple(shape) for name, shape in inputs.items()}
@@ -44,7 +49,7 @@ def build_model(
     return model
 
 
-def _check_names(spec: ModelSpec, inputs: Mapping[str, Shape]) -> None:
+def _check_identifiers(inputs: Mapping[str, Shape]) -> None:
     if not inputs:
         raise ModelError("The data has no modality; a model needs at least one.")
     for name in inputs:
@@ -53,6 +58,11 @@ def _check_names(spec: ModelSpec, inputs: Mapping[str, Shape]) -> None:
                 f"{name!r} cannot be the name of a modality: use letters a to z, digits and _, "
                 f"no digit first, and none of {', '.join(_RESERVED)}."
             )
+
+
+def _check_names(spec: ModelSpec, inputs: Mapping[str, Shape]) -> None:
+    _check_identifiers(inputs)
+    for name in inputs:
         if name not in spec.encoders:
             raise ModelError(
                 f"[model.encoders] has no entry for the modality {name!r}; write e.g. {name} = "
@@ -65,14 +75,15 @@ def _check_names(spec: ModelSpec, inputs: Mapping[str, Shape]) -> None:
 
 def _block_factory(name: str, shape: Shape, spec: ModelSpec, width: int, rows: Rows) -> Callable[[], Block]:
     encoder: EncoderSpec = spec.encoders[name]
-    fusion = FUSIONS[spec.fusion]
+    fusion = fusion_class(spec.fusion)
 
     def make() -> Block:
         try:
             net = adopt(encoder.build(shape, spec.embedding, fusion.sequential), rows, f"{name}.encoder")
         except ModelError as error:
             raise ModelError(f"[model.encoders] {name} ({encoder.kind}): {error}") from error
-        return Block(net, fusion.part(spec.embedding, width))
+        part = fusion.part(spec.embedding, width)
+        return Block(net, None if part is None else adopt(part, rows, f"{name}.fusion"))
 
     return make
 
@@ -86,8 +97,12 @@ def _shared_factory(spec: ModelSpec, num_classes: int, first: str, rows: Rows) -
         "attention": lambda: Attention(*common, hidden=spec.attention_hidden, heads=spec.attention_heads),
     }
 
+    def own() -> Fusion:
+        cls = fusion_class(spec.fusion)
+        return called(f"[model] fusion {spec.fusion}", cls, common, spec.fusion_options)  # type: ignore[no-any-return]
+
     def make() -> Fusion:
-        fusion = makers[spec.fusion]()
+        fusion = makers.get(spec.fusion, own)()
         adopt(fusion, rows, SHARED)
         return fusion
 
@@ -112,9 +127,30 @@ def _check_outputs(model: Model, spec: ModelSpec) -> None:
             )
         if not model.sequential and tuple(z.shape) != (2, spec.embedding):
             raise ModelError(f"{where} gives {tuple(z.shape)} for two rows; it must give (2, {spec.embedding}).")
+    if spec.fusion not in FUSIONS:
+        _check_fusion(model, w, f"[model] fusion {described(spec.fusion)}")
     for name, value in trained.items():
         if not value.requires_grad:
             raise ModelError(
                 f"[model.encoders] {block_of(name)}: forward() freezes {name}. Freeze it in the constructor, "
                 "because polyfed decides before the first round what trains and what crosses."
+            )
+
+
+def _check_fusion(model: Model, w: Tree, where: str) -> None:
+    """Run a fusion of the user's own on two rows, with all modalities and with each one alone."""
+    for read in dict.fromkeys([model.modalities, *((m,) for m in model.modalities)]):
+        batch = model.zero_batch(2, read)
+        try:
+            with torch.no_grad():
+                logits = model.fuse(w, model.features(w, batch), batch)
+        except Exception as error:
+            why = str(error) or "joint() is missing"
+            raise ModelError(
+                f"{where} fails on two rows of {', '.join(read)}: {type(error).__name__}: {why}."
+            ) from error
+        if tuple(logits.shape) != (2, model.num_classes):
+            raise ModelError(
+                f"{where} gives {tuple(logits.shape)} for two rows; it must give (2, {model.num_classes}), a number "
+                "for each class or target."
             )

@@ -1,5 +1,6 @@
 """The encoder `hf`: a pre-trained model of the `transformers` library, from a folder or the hub's local cache."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -8,58 +9,88 @@ from torch import Tensor, nn
 
 from polyfed.core.errors import ModelError
 from polyfed.core.registry import check_model
-from polyfed.model import pretrained
+from polyfed.model import lora, pretrained
 from polyfed.model.encoder_spec import EncoderSpec, Shape
 from polyfed.model.layers import BatchNorm, Dropout
+from polyfed.model.recompute import recompute_layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(EncoderSpec):
     """A pre-trained backbone, whose pooled output a linear map turns into the embedding.
 
-    Reads token ids (T,), which the data kind "tokens" gives, or images (3, H, W). The pooled output is the mean of the
-    last hidden layer over real tokens for text; for images, the backbone's own pooled output, or the mean over patches
-    if it has none. Nothing is downloaded. Dropout of the backbone's attention weights is off; its other dropout layers
-    are active in training, unless the backbone is frozen.
+    Reads token ids (T,), which the data kind "tokens" gives, images (3, H, W), or log-mel spectra (F, T) as Whisper's
+    encoder does. The pooled output is the mean of the last hidden layer over real tokens for text, and over all time
+    steps for sound; for images, the backbone's own pooled output, or the mean over patches if it has none. Of a model
+    with two towers, such as CLIP, it takes the tower that reads the samples; of Whisper it takes the encoder. Nothing
+    is downloaded. Dropout of the backbone's attention weights is off; its other dropout layers are active in training,
+    unless the backbone is frozen.
 
     Attributes:
         path: folder of a saved model, or its name in the hub's local cache.
         frozen: whether the backbone keeps its weights. It is then in no Tree, so that it neither trains nor crosses,
             and only the linear map trains.
+        lora: trains small matrices beside layers of the frozen backbone, a table with the fields of
+            `polyfed.model.lora.Lora`; only these matrices and the linear map train and cross. Needs the extra `lora`.
+        checkpointing: whether the backbone's layers compute their activations again in the backward pass, to save
+            memory (gradient checkpointing). The engine `vectorised` then runs one client after another.
     """
 
     kind: Literal["hf"] = "hf"
     path: str
     frozen: bool = True
+    lora: Mapping[str, Any] | None = None
+    checkpointing: bool = False
 
     def __post_init__(self) -> None:
         """Check on a device that the model may be read.
 
         Raises:
             NotAllowed: the owner of this device has not allowed the model.
+            ModelError: the table `lora` is wrong, or stands beside frozen = false.
         """
         check_model(self.path)
+        if self.lora is not None:
+            lora.read(self.lora)
+            if not self.frozen:
+                raise ModelError("lora trains beside a frozen backbone: remove frozen = false, or lora.")
 
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
         """Make the module; see `EncoderSpec.build`. With `sequence`, text has one embedding for each token."""
-        is_text = len(shape) == 1
-        if not is_text and not (len(shape) == 3 and shape[0] == 3):
-            raise ModelError(f"it reads token ids (T,) or images (3, H, W); the samples have shape {shape}.")
-        if sequence and not is_text:
+        kind = _KINDS.get(len(shape))
+        if kind is None or (kind is _Picture and shape[0] != 3):
+            raise ModelError(
+                f"it reads token ids (T,), log-mel spectra (F, T) or images (3, H, W); the samples have shape {shape}."
+            )
+        if sequence and kind is _Picture:
             raise ModelError("attention fusion needs a sequence, and it gives one vector an image.")
-        backbone: Any = pretrained.backbone(self.path)
-        if is_text:
+        backbone = _tower(pretrained.backbone(self.path), kind)
+        if hasattr(backbone, "pooler") and kind is _Text:
             backbone.pooler = None  # unused, but it would train and cross
-        if self.frozen:
-            backbone.requires_grad_(False)
-        reader = _Text(backbone, shape[0], sequence) if is_text else _Picture(backbone)
         try:
             with torch.no_grad():
+                reader = kind(backbone, shape, sequence)
                 width = reader(torch.zeros(1, *shape)).shape[-1]
+        except ModelError:
+            raise
         except Exception as error:  # backbones raise any exception for inputs that they cannot read
-            what = "token ids" if is_text else "images"
-            raise ModelError(f"{type(backbone).__name__} cannot read {what} of shape {shape}: {error}.") from error
+            raise ModelError(
+                f"{type(backbone).__name__} cannot read {kind.reads} of shape {shape}: {error}."
+            ) from error
+        if self.frozen:
+            backbone.requires_grad_(False)
+        if self.lora is not None:
+            lora.adapt(backbone, lora.read(self.lora))
+        if self.checkpointing:
+            recompute_layers(backbone)
         return nn.Sequential(reader, nn.Linear(width, embedding))
+
+
+def _tower(backbone: Any, kind: "type[_Reader]") -> Any:
+    """The part of a backbone that reads samples of this kind; the backbone itself if it has one part."""
+    if hasattr(backbone, "vision_model") and hasattr(backbone, "text_model"):
+        return backbone.vision_model if kind is _Picture else backbone.text_model
+    return backbone.get_encoder() if kind is _Sound else backbone
 
 
 class _Reader(nn.Module):
@@ -68,7 +99,12 @@ class _Reader(nn.Module):
     Where the backbone trains, the layers that `adopt` has replaced follow the mode of the batch.
     """
 
+    reads = ""
     backbone: nn.Module
+
+    def __init__(self, backbone: nn.Module, shape: Shape, sequence: bool) -> None:
+        super().__init__()
+        self.backbone, self.sequence = backbone, sequence
 
     def train(self, mode: bool = True) -> Self:
         super().train(False)
@@ -80,21 +116,47 @@ class _Reader(nn.Module):
 
 
 class _Text(_Reader):
-    def __init__(self, backbone: nn.Module, tokens: int, sequence: bool) -> None:
-        super().__init__()
-        config: Any = backbone.config
-        limit = getattr(config, "max_position_embeddings", None) or tokens
-        if tokens > limit:
-            raise ModelError(f"the backbone reads {limit} tokens, the samples have {tokens}; cut them.")
-        self.backbone, self.sequence = backbone, sequence
-        self.padding = getattr(config, "pad_token_id", None) or 0
+    reads = "token ids"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __init__(self, backbone: nn.Module, shape: Shape, sequence: bool) -> None:
+        super().__init__(backbone, shape, sequence)
+        config: Any = backbone.config
+        limit = getattr(config, "max_position_embeddings", None) or shape[0]
+        if shape[0] > limit:
+            raise ModelError(f"the backbone reads {limit} tokens, the samples have {shape[0]}; cut them.")
+        self.padding = getattr(config, "pad_token_id", None) or 0
+        self.causal = self._is_causal(torch.arange(shape[0]) % config.vocab_size)
+
+    def _is_causal(self, ids: Tensor) -> bool:
+        """Whether a token sees only the tokens before it, found by comparison with the library's own mask.
+
+        Raises:
+            ModelError: the library's mask is neither.
+        """
+        x = torch.where(ids == self.padding, self.padding + 1, ids)[None].to(torch.float32)
+        call: Any = self.backbone
+        own = call(input_ids=x.long(), attention_mask=torch.ones_like(x).long()).last_hidden_state
+        for causal in (False, True):
+            self.causal = causal
+            if torch.allclose(self._states(x)[0], own, atol=1e-4, rtol=1e-3):  # sums in another order
+                return causal
+        raise ModelError(
+            f"{type(self.backbone).__name__} masks its tokens in a way that cannot be written as one mask."
+        )
+
+    def _states(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The last hidden layer (B, T, H), and which tokens are real (B, T)."""
         ids = x.to(torch.int64)
         real = ids != self.padding
         # an additive mask: the library would branch on the values of a boolean one, which vmap cannot
         bias = torch.zeros_like(x).masked_fill(~real, torch.finfo(x.dtype).min)[:, None, None, :]
-        states: Tensor = self.backbone(input_ids=ids, attention_mask=bias).last_hidden_state
+        if self.causal:
+            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+            bias = bias.expand(-1, -1, x.shape[1], -1).masked_fill(later, torch.finfo(x.dtype).min)
+        return self.backbone(input_ids=ids, attention_mask=bias).last_hidden_state, real
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, real = self._states(x)
         if self.sequence:
             return states
         weight = real.to(states.dtype).unsqueeze(-1)
@@ -102,9 +164,7 @@ class _Text(_Reader):
 
 
 class _Picture(_Reader):
-    def __init__(self, backbone: nn.Module) -> None:
-        super().__init__()
-        self.backbone = backbone
+    reads = "images"
 
     def forward(self, x: Tensor) -> Tensor:
         output = self.backbone(pixel_values=x)
@@ -113,3 +173,15 @@ class _Picture(_Reader):
             states = output.last_hidden_state
             pooled = states.mean((2, 3)) if states.dim() == 4 else states.mean(1)
         return pooled.flatten(1)  # type: ignore[no-any-return]
+
+
+class _Sound(_Reader):
+    reads = "log-mel spectra"
+
+    def forward(self, x: Tensor) -> Tensor:
+        states: Tensor = self.backbone(input_features=x).last_hidden_state
+        return states if self.sequence else states.mean(1)
+
+
+_KINDS: dict[int, type[_Reader]] = {1: _Text, 2: _Sound, 3: _Picture}
+"""The reader of samples with this number of dimensions."""

@@ -1,4 +1,4 @@
-"""Replacements for layers of PyTorch: BatchNorm and dropout that follow the batch, and GRU and attention for `vmap`.
+"""Replacements for layers of PyTorch: BatchNorm and dropout follow the batch, GRU, LSTM and attention run in `vmap`.
 
 In PyTorch, the mode (training or evaluation) belongs to the module, padding counts as data, and dropout draws from a
 global generator. Here the batch decides all three. Every BatchNorm and dropout layer of a model holds the same `Rows`
@@ -23,19 +23,22 @@ class Rows:
     Attributes:
         key: dropout key; None in evaluation mode.
         ok: False for rows that must not enter batch statistics, bool (B,); None when all rows count.
+        draws: how many masks each dropout layer has drawn in this call, by stream.
+        bound: whether the parameters of the call are only bound to the modules until it ends.
     """
 
     def __init__(self) -> None:
         self.key: Tensor | int | None = None
         self.ok: Tensor | None = None
-        self._draws: dict[int, int] = {}
+        self.draws: dict[int, int] = {}
+        self.bound = True
 
     def see(self, batch: Batch, present: Tensor | None = None) -> None:
         """Set the current batch; rows that lack the modality (`present`, bool (B,)) do not count either."""
         both = batch.ok is not None and present is not None
         self.key = batch.key
         self.ok = batch.ok & present if both else (batch.ok if present is None else present)  # type: ignore[operator]
-        self._draws = {}
+        self.draws = {}
 
     def clear(self) -> None:
         """Return to evaluation mode; called in the `finally` of the call that called `see`."""
@@ -44,8 +47,8 @@ class Rows:
     def dropout_key(self, stream: int) -> Tensor | int:
         """Key of the next mask of a layer; a layer that is applied twice in one call draws two masks."""
         assert self.key is not None
-        draw = self._draws.get(stream, 0)
-        self._draws[stream] = draw + 1
+        draw = self.draws.get(stream, 0)
+        self.draws[stream] = draw + 1
         return keys.fold_in(keys.fold_in(self.key, stream), draw)
 
 
@@ -155,7 +158,7 @@ class GRU(nn.Module):
         """From (B, T, F) to all hidden states (B, T, H) and the last one (1, B, H)."""
         size = self.weight_hh_l0.shape[1]
         steps = nn.functional.linear(x, self.weight_ih_l0, self.bias_ih_l0).unbind(1)
-        h = x.new_zeros(x.shape[0], size)
+        h = steps[0].new_zeros(x.shape[0], size)  # of the same type as the steps, which autocast may have lowered
         states = []
         for step in steps:
             hidden = nn.functional.linear(h, self.weight_hh_l0, self.bias_hh_l0)
@@ -165,6 +168,52 @@ class GRU(nn.Module):
             h = torch.lerp(new, h, update)
             states.append(h)
         return torch.stack(states, 1), h.unsqueeze(0)
+
+
+class LSTM(nn.Module):
+    """Long short-term memory (Hochreiter and Schmidhuber 1997) over (B, T, F), with an initial state of zero.
+
+    It has the same parameters, names and results as `torch.nn.LSTM(batch_first=True)`, with any number of layers, in
+    one or both directions. It is written out for the same reason as `GRU`.
+    """
+
+    def __init__(self, like: nn.LSTM) -> None:
+        super().__init__()
+        self.size, self.layers = like.hidden_size, like.num_layers
+        self.directions = ("", "_reverse") if like.bidirectional else ("",)
+        for name, parameter in like.named_parameters():
+            self.register_parameter(name, parameter)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """From (B, T, F) to the hidden states of the last layer (B, T, D * H) and the final states.
+
+        The final hidden and cell states are (L * D, B, H) each, for L layers and D directions.
+        """
+        hidden, cells = [], []
+        for layer in range(self.layers):
+            parts = [self._pass(x, f"_l{layer}{direction}") for direction in self.directions]
+            x = torch.cat([states for states, _, _ in parts], -1)
+            hidden += [h for _, h, _ in parts]
+            cells += [c for _, _, c in parts]
+        return x, (torch.stack(hidden), torch.stack(cells))
+
+    def _pass(self, x: Tensor, suffix: str) -> tuple[Tensor, Tensor, Tensor]:
+        """One layer in one direction: all hidden states (B, T, H), and the final hidden and cell state (B, H)."""
+        ih, hh, bias_ih, bias_hh = (
+            getattr(self, name + suffix, None) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        )
+        assert ih is not None
+        assert hh is not None
+        steps = list(nn.functional.linear(x, ih, bias_ih).unbind(1))
+        backwards = suffix.endswith("_reverse")
+        h = c = x.new_zeros(x.shape[0], self.size)
+        states = []
+        for step in reversed(steps) if backwards else steps:
+            enter, forget, new, leave = (step + nn.functional.linear(h, hh, bias_hh)).chunk(4, -1)
+            c = torch.sigmoid(forget) * c + torch.sigmoid(enter) * torch.tanh(new)
+            h = torch.sigmoid(leave) * torch.tanh(c)
+            states.append(h)
+        return torch.stack(states[::-1] if backwards else states, 1), h, c
 
 
 class Attention(nn.MultiheadAttention):

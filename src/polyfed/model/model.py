@@ -5,7 +5,7 @@ Shape letters: `B` rows, `E` width of the embedding, `T` time steps, `C` classes
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.model.binding import Slots
+from polyfed.model.binding import Naming, Slots, as_it_is
 from polyfed.model.fusion import Fusion, masked
 from polyfed.model.layers import BatchNorm, Rows
 from polyfed.model.making import flops_of, leaf, made
+from polyfed.model.names import Named
+from polyfed.model.recompute import Recompute
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -29,7 +31,7 @@ class Block(nn.Module):
         self.encoder, self.fusion = encoder, fusion
 
 
-class Model:
+class Model(Named):
     """Encoders and a fusion as a function of a Tree and a batch; made by `build_model`.
 
     Names in the Tree are `<modality>.encoder...`, `<modality>.fusion...` and `shared...`. The batch decides whether the
@@ -44,14 +46,18 @@ class Model:
         shapes: sample shape of each modality; may include modalities that the model does not read.
         num_classes: C.
         key: random key of the initial values of frozen parameters; give the same key to `init`.
+        naming: changes the names that tensors have in the Tree, and with them their blocks.
 
     Attributes:
         modalities: the modalities that the model reads, in order.
         num_classes, num_outputs: C, the width of the output; the second name is for tasks without classes.
         shapes: sample shape of each modality.
+        key: random key of the initial values of frozen parameters.
         has_batchnorm: whether a layer uses batch statistics, so that a training batch needs at least two rows.
         convolves: whether a layer is a convolution over two or more dimensions.
+        recomputes: whether a layer computes its activations again in the backward pass, which `vmap` cannot.
         sequential: whether embeddings are sequences (B, T, E) rather than vectors (B, E).
+        has_embeddings: whether the model has an embedding of each modality; if not, `features` are the samples.
     """
 
     def __init__(
@@ -62,66 +68,34 @@ class Model:
         shapes: Mapping[str, tuple[int, ...]],
         num_classes: int,
         key: int,
+        naming: Naming = as_it_is,
     ) -> None:
         self.modalities = tuple(factories)
         self.num_classes, self.num_outputs, self.shapes = num_classes, num_classes, dict(shapes)
+        self.key = key
         self._factories: dict[str, Callable[[], nn.Module]] = {**factories, SHARED: shared}
         blocks = {name: made(make, key, name) for name, make in factories.items()}
         self._fusion = made(shared, key, SHARED)
         self._modules: dict[str, nn.Module] = {**blocks, SHARED: self._fusion}
         # looked up once, because reading attributes of an nn.Module is slow in the inner loop
-        self._encoders = {name: block.encoder for name, block in blocks.items()}
+        self._encoders: dict[str, Callable[[Tensor], Tensor]] = {name: b.encoder for name, b in blocks.items()}
         self._parts = {name: block.fusion for name, block in blocks.items()}
         self._rows = rows
-        self._slots = Slots(self._modules)
+        self._naming, self._slots = naming, Slots(self._modules, naming)
         names = list(reversed(self._slots.names))
         self._first = {kind: {block_of(n): n for n in names if f".{kind}." in n} for kind in ("encoder", "fusion")}
         self._live: Tree | None = None
+        self._lower = False
         self._flops: dict[str, int] = {}
         self._encoded: dict[str, tuple[int, ...]] = {}
         layers = [layer for module in self._modules.values() for layer in module.modules()]
         self.has_batchnorm = any(isinstance(layer, BatchNorm) and layer.training for layer in layers)
         self.convolves = any(isinstance(layer, nn.Conv2d | nn.Conv3d) for layer in layers)
+        self.recomputes = any(isinstance(layer.__dict__.get("forward"), Recompute) for layer in layers)
         self.sequential = self._fusion.sequential
+        self.has_embeddings = True
 
-    # names and sizes
-
-    @property
-    def template(self) -> Tree:
-        """A Tree of all names, with shapes and types but without values (device `meta`)."""
-        return {name: torch.empty_like(self._slots.own(name), device="meta") for name in self._slots.names}
-
-    def names(self, modalities: Iterable[str]) -> tuple[str, ...]:
-        """Names in the blocks of these modalities and in the shared block, in model order."""
-        wanted = {*modalities, SHARED}
-        return tuple(name for name in self._slots.names if block_of(name) in wanted)
-
-    def head_slice(self, modality: str) -> tuple[str, ...]:
-        """Names of the modality's part of the first fusion layer; none under `sum` and `attention`."""
-        return tuple(name for name in self._slots.names if name.startswith(f"{modality}.fusion."))
-
-    def head(self, modalities: Iterable[str] | None = None) -> tuple[str, ...]:
-        """Names of everything after the encoders, with the parts of these modalities (default: all)."""
-        parts = {n for m in (self.modalities if modalities is None else modalities) for n in self.head_slice(m)}
-        return tuple(name for name in self._slots.names if name in parts or block_of(name) == SHARED)
-
-    def is_buffer(self, name: str) -> bool:
-        """Whether a name is a buffer, such as a BatchNorm statistic, and not a parameter."""
-        return name in self._slots.buffers
-
-    def trainable(self, w: Mapping[str, Tensor]) -> Tree:
-        """The parameters in a Tree, without its buffers."""
-        return {name: value for name, value in w.items() if name not in self._slots.buffers}
-
-    def num_parameters(self, modalities: Iterable[str] | None = None) -> int:
-        """Number of trainable parameters of a client with these modalities (default: all)."""
-        names = self.names(self.modalities if modalities is None else modalities)
-        return sum(self._slots.own(name).numel() for name in names if not self.is_buffer(name))
-
-    @property
-    def frozen(self) -> Tree:
-        """The frozen parameters (`requires_grad=False`), which are constants and in no other Tree."""
-        return self._slots.frozen
+    # sizes
 
     def flops(self, block: str) -> int:
         """Number of floating-point operations of a block in the forward pass of one sample, two per multiply-add.
@@ -173,7 +147,7 @@ class Model:
 
     def init_block(self, block: str, key: int) -> Tree:
         """The initial values of one block; they depend only on the key and the block."""
-        slots = Slots({block: made(self._factories[block], key, block)})
+        slots = Slots({block: made(self._factories[block], key, block)}, self._naming)
         return {name: slots.own(name).detach() for name in slots.names}
 
     @contextmanager
@@ -196,6 +170,22 @@ class Model:
             self._live = None
             for value in tree.values():
                 value.grad = None
+
+    @contextmanager
+    def computing(self, precision: str) -> Iterator[None]:
+        """Inside the `with` block, encoders and fusion compute in this precision; their results are float32.
+
+        Args:
+            precision: `float32`, or `bf16` for bfloat16 by autocast.
+        """
+        before, self._lower = self._lower, precision != "float32"
+        try:
+            yield
+        finally:
+            self._lower = before
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._slots.device.type, torch.bfloat16) if self._lower else _NOTHING
 
     # calls
 
@@ -275,6 +265,7 @@ class Model:
     # inside
 
     def _using(self, w: Mapping[str, Tensor], batch: Batch) -> AbstractContextManager[None]:
+        self._rows.bound = w is not self._live
         if w is self._live:
             return _NOTHING
         # the Tree is empty if the whole encoder is frozen; the labels then tell the device
@@ -290,13 +281,14 @@ class Model:
     def _features(self, batch: Batch) -> dict[str, Tensor]:
         z = {}
         try:
-            for name, encoder in self._encoders.items():
-                if name in batch.x:
-                    self._rows.see(batch, batch.present.get(name))
-                    z[name] = encoder(batch.x[name])
+            with self._autocast():
+                for name, encoder in self._encoders.items():
+                    if name in batch.x:
+                        self._rows.see(batch, batch.present.get(name))
+                        z[name] = encoder(batch.x[name])
         finally:
             self._rows.clear()
-        return z
+        return {name: value.float() for name, value in z.items()} if self._lower else z
 
     def _fuse(self, features: Mapping[str, Tensor], batch: Batch) -> Tensor:
         return self._over(lambda z: self._fusion(self._parts, z, batch.present), features, batch)
@@ -309,7 +301,9 @@ class Model:
         assert z, "nothing to fuse: the batch has none of the model's modalities"
         self._rows.see(batch)
         try:
-            return call(z)
+            with self._autocast():
+                value = call(z)
+            return value.float() if self._lower else value
         finally:
             self._rows.clear()
 

@@ -2,11 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
+from torch import nn
+
+from polyfed.core.errors import ModelError
+from polyfed.model import own
 from polyfed.model.checks import one_of, probability, sizes, whole
 from polyfed.model.encoders import encoder_spec
-from polyfed.model.fusion import FUSIONS
+from polyfed.model.fusion import FUSIONS, Fusion
 
 MODEL_WIDTHS = ("embedding", "head", "attention_hidden")
 """Fields of the section that `widened` scales."""
@@ -20,25 +24,45 @@ class ModelSpec:
     """What model to build: one encoder for each modality, and how their embeddings become logits.
 
     Attributes:
-        fusion: `concat`, `sum`, `gated` or `attention`; see `polyfed.model.fusion`.
+        fusion: `concat`, `sum`, `gated` or `attention`; see `polyfed.model.fusion`. Or a class of your own that extends
+            `polyfed.model.Fusion`, as `package.module:Class`; in Python also the class itself.
         embedding: width of every encoder's output.
         head: sizes of the hidden layers between the fusion and the logits, each followed by ReLU.
         dropout: dropout probability after each hidden layer of the head (0.1 in FedMultimodal).
         attention_hidden: width of the scoring network of `attention` (512 in FedMultimodal).
         attention_heads: number of weighted sums of `attention` (6 in FedMultimodal).
         encoders: for each modality, a table with `kind` and its options, or an `EncoderSpec`.
+        fusion_options: further arguments of the constructor of a fusion of your own.
+        module: a whole `torch.nn.Module` in place of encoders and fusion, as `package.module:Class`; in Python also the
+            class itself, or a module that has been made. See docs/models.md.
+        module_options: further arguments of the constructor of `module`.
+        blocks: for each modality, the first parts of the names of the parameters of `module` that only it needs.
     """
 
-    fusion: Literal["concat", "sum", "gated", "attention"] = "concat"
+    fusion: str = "concat"
     embedding: int = 64
     head: tuple[int, ...] = ()
     dropout: float = 0.0
     attention_hidden: int = 512
     attention_heads: int = 6
     encoders: Mapping[str, Any] = field(default_factory=dict)
+    fusion_options: Mapping[str, Any] = field(default_factory=dict)
+    module: Any = None
+    module_options: Mapping[str, Any] = field(default_factory=dict)
+    blocks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("[model] fusion", self.fusion, FUSIONS)
+        if isinstance(self.fusion, str) and ":" not in self.fusion:
+            one_of("[model] fusion", self.fusion, FUSIONS)
+            if self.fusion_options:
+                raise ModelError(
+                    f"[model] fusion_options are for a fusion of your own, and fusion = '{self.fusion}' is not: "
+                    "remove them."
+                )
+        else:
+            fusion = own.read("[model] fusion", self.fusion, Fusion, f"one of {', '.join(FUSIONS)}, or ")
+            object.__setattr__(self, "fusion", fusion)
+        self._check_module()
         for name in ("embedding", "attention_hidden", "attention_heads"):
             whole(f"[model] {name}", getattr(self, name))
         probability("[model] dropout", self.dropout)
@@ -46,10 +70,60 @@ class ModelSpec:
         specs = {name: encoder_spec(f"[model.encoders] {name}", entry) for name, entry in self.encoders.items()}
         object.__setattr__(self, "encoders", specs)
 
+    def _check_module(self) -> None:
+        """Check what belongs to a whole module.
+
+        Raises:
+            ModelError: there are encoders beside it, or its options without it.
+        """
+        if self.module is None:
+            for name in ("module_options", "blocks"):
+                if getattr(self, name):
+                    raise ModelError(f"[model] {name} belongs to a whole module, and there is none: set module.")
+            return
+        object.__setattr__(self, "module", own.read("[model] module", self.module, nn.Module, ""))
+        if self.encoders:
+            raise ModelError("[model] module replaces encoders and fusion: remove [model.encoders], or module.")
+        if isinstance(self.module, nn.Module) and self.module_options:
+            raise ModelError(
+                "[model] module_options are for a class; module is a module that has been made: remove them."
+            )
+        blocks = {m: (prefix,) if isinstance(prefix, str) else tuple(prefix) for m, prefix in self.blocks.items()}
+        object.__setattr__(self, "blocks", blocks)
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """The modalities that the section names."""
+        return tuple(self.encoders if self.module is None else self.blocks)
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Options without effect, each with the setting that makes it so."""
+        if self.module is None:
+            return {}
+        return dict.fromkeys(
+            ("fusion", "embedding", "head", "dropout", "attention_hidden", "attention_heads"), "module"
+        )
+
+    def classes(self) -> dict[str, str]:
+        """The options that name a class of the user's own, as `package.module:Class`."""
+        named = {"fusion": self.fusion, "module": self.module}
+        return {
+            name: own.described(value) for name, value in named.items() if value is not None and value not in FUSIONS
+        }
+
+    def reading(self, modalities: Iterable[str]) -> "ModelSpec":
+        """The same model for these modalities only."""
+        if self.module is None:
+            return replace(self, encoders={name: self.encoders[name] for name in modalities})
+        return replace(self, blocks={name: self.blocks[name] for name in modalities})
+
     def widened(self, factor: float) -> "ModelSpec":
         """The same model with its embedding, hidden sizes and channels multiplied by `factor`, at least 1 each."""
         if factor == 1:
             return self
+        if self.module is not None:
+            raise ModelError("A whole module has the sizes that it has: it cannot be widened. Use encoders.")
         encoders = {name: _widened(spec, factor, ENCODER_WIDTHS) for name, spec in self.encoders.items()}
         wide: ModelSpec = _widened(self, factor, MODEL_WIDTHS)
         return replace(wide, encoders=encoders)

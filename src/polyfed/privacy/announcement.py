@@ -11,8 +11,9 @@ from functools import cached_property
 from typing import Protocol
 
 from polyfed.core.errors import RecipeError, did_you_mean
-from polyfed.core.messages import LABELS, MODALITIES, OF_THE_MODEL, READ, Crossing, Declared, Message
-from polyfed.core.tree import SHARED
+from polyfed.core.messages import LABELS, MODALITIES, OF_THE_MODEL, READ, Crossing, Declared, Message, tensors
+from polyfed.core.tree import SHARED, block_of
+from polyfed.model import Model
 from polyfed.privacy.policy import Policy, refusal
 
 
@@ -24,6 +25,29 @@ class Asking(Protocol):
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Whether a field of a task's reply can hold anything of a block."""
+
+    def private_names(self, model: Model) -> frozenset[str]:
+        """The parameters and buffers of the model that clients keep."""
+
+
+@dataclass(frozen=True)
+class PrivateNames:
+    """The parameters and buffers of the model that clients keep.
+
+    Attributes:
+        names: their names.
+        blocks: the blocks that are private as a whole.
+    """
+
+    names: frozenset[str] = frozenset()
+    blocks: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, method: Asking, model: Model) -> "PrivateNames":
+        """The private names of a method, and the blocks of the model that hold no others."""
+        names = method.private_names(model)
+        rest = {block_of(name) for name in model.names(model.modalities) if name not in names}
+        return cls(names, frozenset(map(block_of, names)) - rest)
 
 
 @dataclass(frozen=True)
@@ -93,6 +117,7 @@ class Announcement:
         holder: the modalities of the client and of the federation.
         policy: the policy of the client.
         tested: whether any client has test rows of its own.
+        private: what the client keeps, whatever its policy allows.
     """
 
     algorithm: Asking
@@ -100,6 +125,7 @@ class Announcement:
     holder: Holder
     policy: Policy
     tested: bool
+    private: PrivateNames = PrivateNames()
 
     @cached_property
     def rows(self) -> dict[tuple[str, str, str], Announced]:
@@ -113,7 +139,8 @@ class Announcement:
             for field, said in reply.declared.items():
                 self._check_owner(f"{reply.__name__}.{field}", said)
                 for block in self.holder.blocks(said):
-                    if self._will_leave(task, field, block):
+                    kept = said.kind in OF_THE_MODEL and block in self.private.blocks
+                    if not kept and self._will_leave(task, field, block):
                         found[task, field, block] = self._row(task, reply, field, block, destination)
         return found
 
@@ -145,6 +172,16 @@ class Announcement:
             f"(a subclass is another one). Return {declared.__name__}, or declare what is returned: in the task's "
             "annotation, or in `replies` of the class where the annotation is Message"
         )
+
+    def private_refusal(self, reply: Message, client: int) -> str:
+        """Why a reply may not leave because it holds private parameters; empty if it holds none."""
+        for field, name, _ in tensors(reply) if self.private.names else ():
+            if reply.kinds[field] in OF_THE_MODEL and name in self.private.names:
+                return (
+                    f"client {client} refused to send {type(reply).__name__}.{field}: it holds '{name}', which "
+                    f"[algorithm] private keeps at the client. Remove the block from private, or do not send it"
+                )
+        return ""
 
     def announces(self, task: str, part: Crossing) -> bool:
         """Whether the list has this part of a reply, allowed or not."""

@@ -64,8 +64,9 @@ class EgressGate:
         return reply
 
     def _refuse_another(self, request: Request, reply: Message, stacked: bool) -> None:
-        """Refuse a reply whose type is not the one that the task declares."""
-        if why := self.announcement.answer_refusal(request.name, type(reply), request.scope, self.clients[0]):
+        """Refuse a reply whose type is not the one that the task declares, or that holds private parameters."""
+        why = self.announcement.answer_refusal(request.name, type(reply), request.scope, self.clients[0])
+        if why := why or self.announcement.private_refusal(reply, self.clients[0]):
             parts = crossings(reply, stacked=stacked)
             self._book(request, reply, parts, request.scope, (False,) * len(parts), self.clients)
             raise EgressError(why)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
+from polyfed.core.errors import RecipeError
 from polyfed.core.tree import Tree, add, block_of
 from polyfed.model import Model
 from polyfed.training.optimisers import Moments, Train
@@ -93,8 +94,14 @@ class Job:
     on: Batch | None = None
 
     def __post_init__(self) -> None:
-        """Check that a training that continues another one counts in epochs."""
+        """Check that a training that continues another one counts in epochs.
+
+        Raises:
+            RecipeError: gradient accumulation with a loss that returns its terms.
+        """
         assert self.after is None or self.train.steps is None, "after= continues epochs; train.steps must be None"
+        if self.split and self.train.accumulate > 1:
+            raise RecipeError("[train] accumulate: this method needs the gradient of each term. Set accumulate = 1")
 
     def trained(self, model: Model) -> list[str]:
         """Names of the parameters to train: all trainable ones, or those of them that `only` names."""

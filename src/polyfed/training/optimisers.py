@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.schema import BELOW_HALF, BELOW_ONE, NOT_NEGATIVE, POSITIVE, check_ranges
+from polyfed.core.schema import (
+    AT_LEAST_ONE,
+    BELOW_HALF,
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    check_ranges,
+)
 from polyfed.core.tree import Tree, like
 
 Moments = dict[str, Tree]
@@ -50,6 +57,10 @@ class Train:
         beta2: decay of Adam's second moment.
         eps: number added to the root of Adam's second moment.
         clip_norm: gradients with a larger 2-norm are scaled down to it; 0 switches clipping off.
+        precision: `float32`; or `bf16`: encoders and fusion compute in bfloat16 while they train (autocast), and the
+            parameters, the loss, the gradients and every evaluation stay in float32.
+        accumulate: number of parts in which the gradient of a batch is computed, one after another, to save memory. The
+            result is that of the whole batch up to rounding where a row's loss depends on the row alone.
     """
 
     epochs: Annotated[int, NOT_NEGATIVE] = 1
@@ -67,6 +78,8 @@ class Train:
     beta2: Annotated[float, BELOW_ONE] = 0.999
     eps: Annotated[float, POSITIVE] = 1e-8
     clip_norm: Annotated[float, NOT_NEGATIVE] = 0.0
+    precision: Literal["float32", "bf16"] = "float32"
+    accumulate: Annotated[int, AT_LEAST_ONE] = 1
 
     def __post_init__(self) -> None:
         """Check types and ranges, and that options fit together.
@@ -77,6 +90,12 @@ class Train:
         check_ranges("[train]", self)
         if self.nesterov and not self.momentum:
             raise RecipeError("[train] nesterov = true needs momentum > 0")
+        if self.accumulate > max(self.batch_size, 1):
+            why = "0 stands for all rows, and clients differ in their number" if not self.batch_size else "is smaller"
+            raise RecipeError(
+                f"[train] accumulate = {self.accumulate}, but batch_size = {self.batch_size} {why}: set a batch_size "
+                f"of at least {self.accumulate}"
+            )
         if self.lr_schedule != "constant" and self.lr_end is None:
             raise RecipeError(f"[train] lr_schedule = '{self.lr_schedule}' needs lr_end")
 

@@ -13,6 +13,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.tree import Tree, clone, like
 from polyfed.data import Columns
 from polyfed.model import Model
+from polyfed.training.accumulation import added, parts_of, refuse_aux
 from polyfed.training.client_data import (
     DROPOUT,
     FOLD_BATCH,
@@ -85,22 +86,18 @@ class SingleClientData(ClientData):
         values: list[Tensor] = []
         count, epochs = (0, 0) if after is None else (int(after.num_steps), after.num_epochs)
         # the Tree is empty when the whole encoder is frozen
-        with model.live(job.params) if job.params else nullcontext(Tree()) as w:
+        lent = model.live(job.params) if job.params else nullcontext(Tree())
+        with lent as w, model.computing(train.precision):
             leaves = {name: w[name] for name in names}
             moments = train.moments(leaves)
             if after is not None:
                 moments = {kind: clone(tree) for kind, tree in after.moments.items()}
             for batch in self._batches(train, model, job.stream, epochs, count) if job.on is None else [job.on]:
                 try:
-                    value, aux = split_loss(job.loss(w, batch))
+                    grads, value, aux = _step_gradient(job, w, leaves, batch)
                 except Exception as error:
                     error.add_note(f"in step {count + 1} of local training, on {len(batch.rows)} rows")
                     raise
-                grads: Any
-                if job.split:
-                    grads, value = _term_gradients(value, leaves), torch.stack(list(value.values())).sum()
-                else:
-                    grads = _collected(value, leaves) if job.only is None else _gradient(value, leaves)
                 count += 1
                 with torch.no_grad():
                     if direction is not None:
@@ -182,6 +179,28 @@ class SingleClientData(ClientData):
             present={m: columns.present[m].index_select(0, where) for m in self.modalities if m in columns.present},
             key=key,
         )
+
+
+def _step_gradient(job: Job, w: Tree, leaves: Tree, batch: Batch) -> tuple[Any, Tensor, Any]:
+    """The gradient of the loss of a batch, or of each of its terms, the loss itself, and its aux."""
+    if job.train.accumulate > 1:
+        return *_accumulated(job, w, leaves, batch), {}
+    value, aux = split_loss(job.loss(w, batch))
+    if job.split:
+        return _term_gradients(value, leaves), torch.stack(list(value.values())).sum(), aux
+    return _collected(value, leaves) if job.only is None else _gradient(value, leaves), value, aux
+
+
+def _accumulated(job: Job, w: Tree, leaves: Tree, batch: Batch) -> tuple[Tree, Tensor]:
+    """The gradient and the loss of a batch, part by part."""
+    grads, total = None, torch.zeros((), device=batch.y.device)
+    for part, share in parts_of(batch, job.train):
+        value, aux = split_loss(job.loss(w, part))
+        refuse_aux(aux)
+        found = _collected(value, leaves) if job.only is None else _gradient(value, leaves)
+        grads, total = added(grads, found, share), total + value.detach() * share
+    assert grads is not None
+    return grads, total
 
 
 def _collected(value: Tensor, leaves: Tree) -> Tree:

@@ -24,6 +24,7 @@ from polyfed.core.tree import Tree
 from polyfed.data import Columns
 from polyfed.model import Model
 from polyfed.training import step_replay as replay
+from polyfed.training.accumulation import added, parts_of, refuse_aux
 from polyfed.training.client_data import (
     DROPOUT,
     FOLD_BATCH,
@@ -127,11 +128,12 @@ class StackedClientData(ClientData):
         state = (w, moments, dict(job.carry or {}))
         schedule = self._schedule(job, model)
         step = _step_of(job, model, names, train.lr_at(self.round, self.rounds), schedule.batch)
-        if job.on is None:
-            state, values = replay.run(step, state, schedule.columns, schedule.kinds, source=self._source(job))
-        else:
-            state, value = step(WHOLE, state, schedule.columns)
-            values = value.reshape(1)
+        with model.computing(train.precision):
+            if job.on is None:
+                state, values = replay.run(step, state, schedule.columns, schedule.kinds, source=self._source(job))
+            else:
+                state, value = step(WHOLE, state, schedule.columns)
+                values = value.reshape(1)
         w, moments, kept = state
         earlier = torch.zeros((), device=self.lane.device) if after is None else after.loss * after.num_steps
         mean = torch.cat([earlier.reshape(1), values]).sum() / schedule.count.clamp(min=1)
@@ -161,7 +163,7 @@ class StackedClientData(ClientData):
 
     def _source(self, job: Job) -> tuple[Any, ...] | None:
         """What decides, besides a step's kind, which operations the step performs; None forbids replaying steps."""
-        if not self.replays:
+        if not self.replays or job.train.precision != "float32":  # a trace does not hold what autocast decided
             return None
         code = (getattr(part, "__code__", type(part)) for part in (job.loss, job.direction))
         return (*code, len(self.keys), self.modalities)
@@ -229,6 +231,8 @@ def _step_of(
     The state is (params, moments, carry). A client that has no steps left keeps its state.
     """
     gradient, train, direction = _gradient_of(job.loss, model, job.split), job.train, job.direction
+    if train.accumulate > 1:
+        gradient = _accumulating(gradient, train)
 
     def step(kind: Kind, state: Any, own: Sequence[Tensor]) -> tuple[Any, Tensor]:
         (full, everybody), (*drawn, alive, number) = kind, own
@@ -263,6 +267,20 @@ def _gradient_of(loss: Loss, model: Model, split: bool) -> Callable[..., Any]:
         return value, (value, aux, {n: v for n, v in rest.items() if model.is_buffer(n)})
 
     return _split_grad(scalar) if split else grad(scalar, has_aux=True)
+
+
+def _accumulating(gradient: Callable[..., Any], train: Train) -> Callable[..., Any]:
+    """The same function, computed part by part of the batch."""
+
+    def whole(trained: Tree, rest: Tree, batch: Batch) -> tuple[Tree, tuple[Any, Any, Tree]]:
+        grads, total, buffers = None, torch.zeros((), device=batch.y.device), Tree()
+        for part, share in parts_of(batch, train):
+            found, (value, aux, buffers) = gradient(trained, {**rest, **buffers}, part)
+            refuse_aux(aux)
+            grads, total = added(grads, found, share), total + value * share
+        return grads or {}, (total, {}, buffers)
+
+    return whole
 
 
 def _split_grad(terms: Callable[..., Any]) -> Callable[..., Any]:

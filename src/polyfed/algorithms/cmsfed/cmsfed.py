@@ -13,7 +13,7 @@ imbalance ratio and is never in S_M; if chosen, it trains its weakest modality a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -64,6 +64,8 @@ class CmsFedState(State):
 @dataclass(frozen=True, kw_only=True)
 class CmsFed(CmsFedOptions):
     """CMSFed and its ablations: the method. Its options are those of `CmsFedOptions`."""
+
+    needs_embeddings: ClassVar[bool] = True
 
     # the round
 

@@ -83,6 +83,8 @@ class SiloState(State):
 class Vertical(VerticalOptions):
     """The template of training inside silos. Its options are those of `VerticalOptions`."""
 
+    needs_embeddings: ClassVar[bool] = True
+
     aligns_rows: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
     objectives_because: ClassVar[str] = "devices of a silo exchange embeddings to compute one common output"

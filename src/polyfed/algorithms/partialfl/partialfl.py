@@ -71,6 +71,7 @@ class PartialState(State):
 class PartialFL(PartialOptions):
     """PartialFL: the method. Its options are those of `PartialOptions`."""
 
+    needs_embeddings: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
     objectives_because: ClassVar[str] = "a device trains one output of its local model besides the global model"
     sends: ClassVar[type[Message]] = Guided

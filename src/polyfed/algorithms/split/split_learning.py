@@ -12,6 +12,7 @@ round. Page: docs/algorithms/split-learning.md.
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from polyfed.algorithms.averaging import State
 from polyfed.algorithms.base import Algorithm
@@ -66,6 +67,8 @@ class SplitLearning(Algorithm):
     """
 
     selector: Selector = Uniform()
+    needs_embeddings: ClassVar[bool] = True
+
     u_shaped: bool = False
     cut: Cut = field(init=False, repr=False)
 

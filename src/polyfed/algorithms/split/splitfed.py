@@ -10,7 +10,7 @@ What crosses: as in split learning. Page: docs/algorithms/splitfed.md.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.split.cut import COMMON, Cut, ServerHalf, server_halves, will_send
@@ -37,6 +37,8 @@ class SplitFed(Algorithm):
     version: Literal[1, 2] = 1
     aggregation: Literal["weighted", "uniform"] = "weighted"
     selector: Selector = Uniform()
+    needs_embeddings: ClassVar[bool] = True
+
     u_shaped: bool = False
     cut: Cut = field(init=False, repr=False)
 

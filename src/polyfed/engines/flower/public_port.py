@@ -219,7 +219,7 @@ def run_superlink(
     outer = [public_config(FleetOnly(app, signed_by_known(state)), host, port, **tls, **common)]
     for service in services:
         made, secured = service.app(lambda: link_facts(state())), tls if service.tls else {}
-        outer.append(uvicorn.Config(made, host=service.host, port=service.port, lifespan="off", **secured, **common))
+        outer.append(public_config(made, service.host, service.port, **secured, **common))
     opened = [(uvicorn.Server(one), one.bind_socket()) for one in outer]
     whole = _Whole(
         uvicorn.Config(app, host=LOOPBACK, port=control_port, **tls, **common), [server for server, _ in opened]
@@ -229,8 +229,8 @@ def run_superlink(
     whole.run()
 
 
-def public_config(app: FleetOnly, host: str, port: int, **common: Any) -> uvicorn.Config:
-    """How the public port is served: headers are bounded too."""
+def public_config(app: Any, host: str, port: int, **common: Any) -> uvicorn.Config:
+    """How a port for other machines is served: headers are bounded too."""
     heads: dict[str, Any] = {"http": "h11", "h11_max_incomplete_event_size": LARGEST_HEAD}
     return uvicorn.Config(app, host=host, port=port, lifespan="off", **heads, **common)
 

@@ -1,0 +1,22 @@
+"""`ModelHooks`: what a method says about the model that it trains. `Algorithm` extends it."""
+
+from typing import ClassVar
+
+from polyfed.model import Model
+from polyfed.model.whole import require_embeddings
+
+
+class ModelHooks:
+    """The hooks `check_model` and `private_names`."""
+
+    needs_embeddings: ClassVar[bool] = False
+    """Whether the method works with embeddings of single modalities, which a whole module may not have."""
+
+    def check_model(self, model: Model) -> None:
+        """Raise a RecipeError for a model that the method cannot train, such as one without embeddings."""
+        if self.needs_embeddings:
+            require_embeddings(model, type(self).__name__)
+
+    def private_names(self, model: Model) -> frozenset[str]:
+        """The parameters and buffers that clients keep: the egress gate refuses a reply that holds one of them."""
+        return frozenset()

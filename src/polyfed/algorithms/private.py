@@ -1,0 +1,140 @@
+"""Private blocks: parts of the model that every client of an averaging method keeps to itself.
+
+`Averaging` uses these functions. A client's private parameters live in its local state, so they never cross, a
+checkpoint holds them, and on a device they stay in the device's own store.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.messages import OF_THE_MODEL, Message, map_fields
+from polyfed.core.tree import SHARED, Tree, block_of, nested, under
+from polyfed.federation.context import ClientContext
+from polyfed.model import Model
+from polyfed.selection import must_be_uniform
+from polyfed.training.optimisers import Train
+
+HEAD, ENCODERS = "head", "encoders"
+"""Words of the option `private` beside the names of blocks: everything after the encoders, and all encoders."""
+
+PRIVATE, TUNED = "@private", "@tuned"
+"""Prefixes in a client's local state: its private parameters, and its model after fine-tuning. No modality can have
+such a name."""
+
+PRIVATE_STREAM, TUNE_STREAM = 1001, 1002
+"""Random streams of the batches on which private parameters train alone, and of fine-tuning."""
+
+
+_TEMPLATE = ("model_spec", "round", "update", "to_judge", "own_params", "global_params")
+"""Hooks of `Averaging` that complete a model by its private blocks; a method that replaces one cannot have them."""
+
+
+def check(method: Any, template: type) -> None:
+    """Check the options `private`, `private_epochs` and `fine_tune` of a method.
+
+    Args:
+        method: the method.
+        template: `Averaging`.
+
+    Raises:
+        RecipeError: the method cannot keep private blocks, or another option does not go together with them.
+    """
+    if method.private_epochs and not method.private:
+        raise RecipeError("[algorithm] private_epochs trains private blocks, and there are none: set private")
+    if not (method.private or method.fine_tune):
+        return
+    kind = type(method)
+    if replaced := [name for name in _TEMPLATE if getattr(kind, name) is not getattr(template, name)]:
+        raise RecipeError(
+            f"[algorithm] private and fine_tune: {kind.__name__} replaces {replaced[0]} of the averaging template, "
+            "which keeps the private blocks. Allowed with methods that do not, such as fedavg and fedprox"
+        )
+    if method.private:
+        must_be_uniform(method.selector, "a model with private blocks")
+    if method.private and method.evaluation.unimodal == "prototype":
+        raise RecipeError(
+            "[evaluate] unimodal = 'prototype' scores a global model, and with private blocks there is none. "
+            "Allowed here: 'auto', 'head', 'zero'"
+        )
+
+
+def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
+    """The names of parameters and buffers that the words of the option `private` stand for.
+
+    Args:
+        words: `shared`, modalities, `head` or `encoders`. A modality that has one of these two names is meant itself.
+        model: the model.
+
+    Raises:
+        RecipeError: a word names nothing in the model.
+    """
+    head, found = frozenset(model.head()), set[str]()
+    everything = model.names(model.modalities)
+    groups = {HEAD: head, ENCODERS: frozenset(everything) - head}
+    groups |= {block: frozenset(n for n in everything if block_of(n) == block) for block in (*model.modalities, SHARED)}
+    for word in words:
+        if word not in groups:
+            raise RecipeError(
+                f"[algorithm] private = '{word}': the model has no such block; {did_you_mean(word, groups)}"
+            )
+        if not groups[word]:
+            raise RecipeError(
+                f"[algorithm] private = '{word}': this block has no parameters that train, so there is nothing to "
+                "keep. Remove the word"
+            )
+        found |= groups[word]
+    return frozenset(found)
+
+
+def refuse_all_private(words: Iterable[str], model: Model) -> None:
+    """Refuse private blocks that leave nothing to average.
+
+    Raises:
+        RecipeError: every parameter is private.
+    """
+    if not set(model.names(model.modalities)) - names_of(words, model):
+        raise RecipeError(
+            f"[algorithm] private = {list(words)}: every block is private, so nothing would be averaged. Leave one "
+            "out, or use the algorithm 'local'"
+        )
+
+
+def kept_at_first(context: ClientContext, names: Collection[str]) -> Tree:
+    """The entries of a first local state that hold a client's private parameters: the common initial ones."""
+    return nested(PRIVATE, {name: value for name, value in context.initial.items() if name in names})
+
+
+def parted(local: Tree) -> tuple[Tree, Tree]:
+    """Split a local state into the client's private parameters and what the method itself keeps."""
+    prefixes = (f"{PRIVATE}.", f"{TUNED}.")
+    if not any(name.startswith(prefixes) for name in local):
+        return {}, local
+    return under(PRIVATE, local), {name: value for name, value in local.items() if not name.startswith(prefixes)}
+
+
+def completed(got: Any, private: Tree) -> Any:
+    """The message that a client received, with the client's private parameters in its field `params`."""
+    return replace(got, params=got.params | private) if private else got
+
+
+def public(reply: Message, names: Collection[str]) -> Any:
+    """A reply without private parameters, in all of its trees that are named like the model."""
+
+    def without(field: str, value: Any) -> Any:
+        if reply.kinds[field] not in OF_THE_MODEL:
+            return value
+        return {name: tensor for name, tensor in value.items() if name not in names}
+
+    return map_fields(reply, without)
+
+
+def personal(received: Mapping[str, Any], local: Tree) -> Tree:
+    """A client's own model: the fine-tuned one if there is one, else the received one with the private parameters."""
+    return under(TUNED, local) or {**received, **under(PRIVATE, local)}
+
+
+def epochs_of(train: Train, epochs: int) -> Train:
+    """The same local training with another number of epochs."""
+    return replace(train, epochs=epochs, steps=None)

@@ -1,0 +1,84 @@
+"""LoRA for pre-trained backbones, by the `peft` library: small trained matrices beside frozen layers.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022: a frozen weight W becomes
+W + (alpha / r) B A, and only A (r, inputs) and B (outputs, r) train. Frozen parameters are in no Tree, so only A and B
+cross.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from polyfed.core.errors import ModelError, did_you_mean
+from polyfed.model.checks import known_fields, probability, whole
+
+_CARRIES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
+"""Layers beside which `peft` can put matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """The option `lora` of the encoder `hf`.
+
+    Attributes:
+        target_modules: the last parts of the names of the layers to adapt, such as `query`; all layers of such a name.
+        r: rank of the matrices; 8 is the default of `peft`.
+        alpha: the product of the matrices is scaled by alpha / r; 8 is the default of `peft`.
+        dropout: dropout probability of the input of A.
+    """
+
+    target_modules: tuple[str, ...]
+    r: int = 8
+    alpha: float = 8.0
+    dropout: float = 0.0
+
+
+def read(table: Mapping[str, Any]) -> Lora:
+    """Read the option.
+
+    Raises:
+        ModelError: a key is unknown, or a value is out of range.
+    """
+    if not isinstance(table, Mapping):
+        raise ModelError(f"lora = {table!r}: give a table, e.g. {{ r = 4, target_modules = ['query', 'value'] }}.")
+    known_fields("lora", table, Lora)
+    targets = table.get("target_modules")
+    if not (isinstance(targets, list | tuple) and targets and all(isinstance(name, str) for name in targets)):
+        raise ModelError(f"lora.target_modules = {targets!r}: give the names of layers, e.g. ['query', 'value'].")
+    found = Lora(**{**table, "target_modules": tuple(targets)})
+    whole("lora.r", found.r)
+    probability("lora.dropout", found.dropout)
+    if isinstance(found.alpha, bool) or not isinstance(found.alpha, int | float) or not found.alpha > 0:
+        raise ModelError(f"lora.alpha = {found.alpha!r}: give a number above 0.")
+    return found
+
+
+def adapt(backbone: nn.Module, lora: Lora) -> None:
+    """Freeze a backbone and put trained matrices beside its layers.
+
+    Raises:
+        ModelError: a layer is not there, or `peft` is not installed.
+    """
+    layers = [name for name, layer in backbone.named_modules() if isinstance(layer, _CARRIES)]
+    last = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+    for target in lora.target_modules:
+        if not any(name == target or name.endswith(f".{target}") for name in layers):
+            raise ModelError(
+                f"lora.target_modules = '{target}': {type(backbone).__name__} has no such layer to adapt; "
+                f"{did_you_mean(target, last)}."
+            )
+    try:
+        peft = import_module("peft")
+    except ImportError as error:
+        raise ModelError(f"lora needs the package 'peft' ({error}): pip install 'polyfed[lora]'") from error
+    backbone.requires_grad_(False)
+    config = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target_modules),
+    )
+    peft.inject_adapter_in_model(config, backbone)

@@ -1,0 +1,95 @@
+"""Classes of the user's own in `[model]`: a fusion, or a whole module."""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from torch import nn
+
+from polyfed.core.errors import ModelError, NotAllowed, RecipeError
+from polyfed.core.registry import check_import, own
+from polyfed.model.fusion import FUSIONS, Fusion
+
+
+def read(where: str, given: Any, base: type, otherwise: str) -> Any:
+    """Read an option that names a class of the user's own, and check on a device that it may be imported.
+
+    Args:
+        where: the option, for errors.
+        given: `package.module:Class`, the class itself, or for a module also an object of such a class.
+        base: the class that it must extend.
+        otherwise: what else the option allows, for the error.
+
+    Returns:
+        The path as it is; for a class its path, if the class can be imported by it; otherwise what was given.
+
+    Raises:
+        NotAllowed: the owner of this device has not allowed the class.
+        ModelError: it is something else.
+    """
+    if isinstance(given, str) and ":" in given:
+        try:
+            check_import(given)
+        except NotAllowed as error:
+            raise NotAllowed(f"{where} = {error}") from None
+        return given
+    if isinstance(given, base) and base is nn.Module:
+        return given
+    if isinstance(given, type) and issubclass(given, base):
+        given = cast(type, given)
+        importable = getattr(sys.modules.get(given.__module__), given.__name__, None) is given
+        return _path_of(given) if importable else given
+    raise ModelError(
+        f"{where} = {given!r}: give {otherwise}a class of your own as 'package.module:Class', which must extend "
+        f"{base.__module__.removesuffix('.modules.module')}.{base.__name__}."
+    )
+
+
+def described(given: Any) -> str:
+    """What `read` returned, as a recipe writes it."""
+    if isinstance(given, str):
+        return given
+    return _path_of(given if isinstance(given, type) else type(given))
+
+
+def found(where: str, given: Any, base: type) -> Any:
+    """The class that `read` returned or that its path leads to.
+
+    Raises:
+        NotAllowed: the owner of this device has not allowed the class.
+        ModelError: it cannot be imported, or does not extend `base`.
+    """
+    if not isinstance(given, str):
+        return given
+    try:
+        return own(given, base)
+    except NotAllowed:
+        raise
+    except RecipeError as error:
+        raise ModelError(f"{where} = {error}") from error
+
+
+def called(where: str, make: Callable[..., nn.Module], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Call a constructor of the user's own.
+
+    Raises:
+        ModelError: it raises an error; the text has the arguments that it was given.
+    """
+    try:
+        return make(*args, **options)
+    except ModelError:
+        raise
+    except Exception as error:
+        given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in options.items())])
+        raise ModelError(f"{where}: calling it with ({given}) raised {type(error).__name__}: {error}.") from error
+
+
+def fusion_class(fusion: Any) -> type[Fusion]:
+    """The class of the option `fusion`: one of `FUSIONS`, or the user's own."""
+    if isinstance(fusion, str) and fusion in FUSIONS:
+        return FUSIONS[fusion]
+    return found("[model] fusion", fusion, Fusion)  # type: ignore[no-any-return]
+
+
+def _path_of(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"

@@ -1,0 +1,85 @@
+"""`PlainModule`: a trained model as an ordinary `torch.nn.Module`, and its export to ONNX."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.core.batch import Batch
+from polyfed.core.errors import ModelError
+from polyfed.core.tree import Tree
+from polyfed.model.model import Model
+
+
+class PlainModule(nn.Module):
+    """A trained model that is called with samples and returns logits, like any module of PyTorch.
+
+    It computes what `predict` computes. Its parameters are copies, which require no gradient.
+
+    Args:
+        model: the model; the module uses it, so do not train the model meanwhile.
+        w: the parameters, of the whole model or of a client's part.
+        reads: the modalities that `forward` expects, in this order.
+    """
+
+    def __init__(self, model: Model, w: Tree, reads: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.names, self.reads = model, list(w), tuple(reads)
+        for number, value in enumerate(w.values()):
+            self.register_buffer(f"w{number}", value.detach().clone())
+
+    def forward(self, x: Mapping[str, Tensor], present: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Logits (n, C).
+
+        Args:
+            x: modality -> samples (n, ...), float32; every modality of `reads` or some of them.
+            present: modality -> bool (n,), for modalities that some rows lack.
+        """
+        first = next(iter(x.values()))
+        rows = torch.arange(first.shape[0], device=first.device)
+        w = {name: self.get_buffer(f"w{number}") for number, name in enumerate(self.names)}
+        own = {m: x[m] for m in self.reads if m in x}
+        batch = Batch(x=own, y=torch.zeros_like(rows), rows=rows, present=present or {})
+        with torch.no_grad():
+            return self.model.logits(w, batch)
+
+
+class _ByPosition(nn.Module):
+    """The same module with an input for each modality, as ONNX has them."""
+
+    def __init__(self, module: PlainModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *x: Tensor) -> Tensor:
+        return self.module(dict(zip(self.module.reads, x, strict=True)))  # type: ignore[no-any-return]
+
+
+def write_onnx(module: PlainModule, path: Path) -> None:
+    """Write a module as an ONNX file: one input for each modality, named like it, and the output `logits`.
+
+    The number of rows is free.
+
+    Raises:
+        ModelError: PyTorch cannot export this model, or needs a package for it that is not installed.
+    """
+    samples = tuple(torch.zeros(2, *module.model.shapes[m]) for m in module.reads)
+    names = list(module.reads)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch announces its newer exporter, which needs `onnxscript`
+            torch.onnx.export(
+                _ByPosition(module).eval(),
+                samples,
+                str(path),
+                input_names=names,
+                output_names=["logits"],
+                dynamic_axes={name: {0: "rows"} for name in (*names, "logits")},
+                dynamo=False,
+            )
+    except Exception as error:  # the exporter raises any exception for what it does not know
+        why = next(iter(str(error).strip().splitlines()), "")
+        fix = "pip install 'polyfed[onnx]'" if "not installed" in why else "Set onnx=False"
+        raise ModelError(f"this model cannot be written as ONNX ({type(error).__name__}: {why}). {fix}") from error

@@ -1,0 +1,241 @@
+"""A whole `torch.nn.Module` of the user's own as the model of a run.
+
+The module receives all modalities at once, `forward(x, present)`, and returns the logits:
+
+- `x`: modality -> samples (B, ...). Every modality is there; a row that lacks one has zeros.
+- `present`: modality -> bool (B,), whether each row has it.
+
+`[model.blocks]` says by prefixes of names which parameters belong to the block of a modality; the others belong to the
+block `shared`. A client has only the blocks of its own modalities, so the logits of a row must not depend on the block
+of a modality that the row lacks; polyfed checks that before the run.
+
+A module that has embeddings says so by an attribute `embedding`, their width E, and by two methods: `encode(modality,
+x)` gives an embedding (B, E), and `fuse(z, present)` gives the logits of a dict of embeddings. polyfed then calls these
+two methods instead of `forward`, and methods that work with embeddings can train the module.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyfed.core.errors import ModelError, did_you_mean
+from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.model.adopt import adopt
+from polyfed.model.encoder_spec import Shape
+from polyfed.model.fusion import Features, Fusion, Parts, masked
+from polyfed.model.layers import Rows
+from polyfed.model.model import Block, Model
+from polyfed.model.own import called, described, found
+from polyfed.model.spec import ModelSpec
+
+WHERE = "[model] module"
+
+_PATH = f"{SHARED}.module."
+
+
+class WholeFusion(Fusion):
+    """Gives the user's module the place of a fusion: the samples themselves are its embeddings.
+
+    Args:
+        module: the module.
+        shapes: sample shape of each modality, in the model's order.
+
+    Attributes:
+        encodes: whether the module has embeddings.
+    """
+
+    def __init__(self, module: nn.Module, shapes: Mapping[str, Shape]) -> None:
+        nn.Module.__init__(self)
+        self.module, self.shapes = module, dict(shapes)
+        self.encodes = all(hasattr(module, name) for name in ("encode", "fuse", "embedding"))
+        self.embedding = int(module.embedding) if self.encodes else 0  # type: ignore[arg-type]
+        self.sizes, self.joint_size, self.head = (), 0, nn.Sequential()
+
+    def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
+        """The logits (B, C) themselves; see `Fusion.joint`."""
+        first = next(iter(z.values()))
+        rows = first.shape[0]
+        full, mask = masked(z, present), dict(present)
+        for m, shape in self.shapes.items():
+            if m not in z:
+                full[m] = first.new_zeros(rows, *((self.embedding,) if self.encodes else shape))
+                mask[m] = torch.zeros(rows, dtype=torch.bool, device=first.device)
+            elif m not in present:
+                mask[m] = torch.ones(rows, dtype=torch.bool, device=first.device)
+        call = self.module.fuse if self.encodes else self.module
+        return call({m: full[m] for m in self.shapes}, {m: mask[m] for m in self.shapes})  # type: ignore[operator, no-any-return]
+
+
+class WholeModel(Model):
+    """The model of a whole module; see `Model`. Made by `build_whole`."""
+
+    def __init__(
+        self,
+        shared: Callable[[], WholeFusion],
+        rows: Rows,
+        shapes: Mapping[str, Shape],
+        read: Sequence[str],
+        num_outputs: int,
+        key: int,
+        naming: Callable[[str], str],
+    ) -> None:
+        blocks = {name: lambda: Block(nn.Identity(), None) for name in read}
+        super().__init__(blocks, shared, rows, shapes, num_outputs, key, naming)
+        assert isinstance(self._fusion, WholeFusion)
+        for name in self._slots.parameters:  # `forward` also runs those of a block that a client lacks
+            self._slots.own(name).requires_grad_(False)
+        self.has_embeddings = self._fusion.encodes
+        if self.has_embeddings:
+            encode: Any = self._fusion.module.encode
+            self._encoders = {name: partial(encode, name) for name in read}
+
+    def init(self, key: int) -> Tree:
+        """The initial Tree; see `Model.init`. The whole module draws from one random stream."""
+        return super().init_block(SHARED, key)
+
+    def init_block(self, block: str, key: int) -> Tree:
+        """The initial values of one block."""
+        return {name: value for name, value in self.init(key).items() if block_of(name) == block}
+
+    @contextmanager
+    def live(self, w: Mapping[str, Tensor]) -> Iterator[Tree]:
+        """Lend out the model's own tensors; see `Model.live`. Blocks that `w` lacks get no gradients."""
+        lent = [self._slots.own(name) for name in self._slots.names if name in w and not self.is_buffer(name)]
+        for parameter in lent:
+            parameter.requires_grad_(True)
+        try:
+            with super().live(w) as tree:
+                yield tree
+        finally:
+            for parameter in lent:
+                parameter.requires_grad_(False)
+
+
+def build_whole(
+    spec: ModelSpec, inputs: Mapping[str, Shape], num_outputs: int, only: Collection[str] | None, key: int
+) -> Model:
+    """Build the model of a whole module; see `build_model`.
+
+    Raises:
+        ModelError: the module cannot be made, `[model.blocks]` does not fit it, its logits have the wrong shape, or
+            they depend on the block of a modality that no row has.
+    """
+    rows = Rows()
+    shapes = {name: tuple(shape) for name, shape in inputs.items()}
+    read = [name for name in inputs if only is None or name in only]
+    for name in inputs:
+        if name not in spec.blocks:
+            raise ModelError(
+                f"[model.blocks] has no entry for the modality {name!r}. Write {name} = [...] with the first parts of "
+                "the names of the parameters that only this modality needs; [] if there are none."
+            )
+    for name in spec.blocks:
+        if name not in inputs:
+            raise ModelError(f"[model.blocks] {name}: the data has no such modality; {did_you_mean(name, inputs)}.")
+    make = _maker(spec, {name: shapes[name] for name in read}, num_outputs, rows)
+    blocks = {name: tuple(spec.blocks[name]) for name in read}
+    _check_blocks(make().module, blocks)
+    model = WholeModel(make, rows, shapes, read, num_outputs, key, partial(_name, blocks))
+    _check_logits(model, described(spec.module))
+    return model
+
+
+def require_embeddings(model: Model, method: str) -> None:
+    """Refuse a model without embeddings for a method that works with them.
+
+    Raises:
+        ModelError: the text says how a whole module gets embeddings, and which methods need none.
+    """
+    if not model.has_embeddings:
+        raise ModelError(
+            f"{method} works with the embedding of each modality, and the module of [model] gives none. Give it the "
+            "methods encode(modality, x) and fuse(z, present) and an attribute `embedding`, or choose a method that "
+            "needs none, such as fedavg, fedprox or scaffold"
+        )
+
+
+def _maker(spec: ModelSpec, shapes: Mapping[str, Shape], outputs: int, rows: Rows) -> Callable[[], WholeFusion]:
+    what = found(WHERE, spec.module, nn.Module)
+
+    def make() -> WholeFusion:
+        if isinstance(what, nn.Module):
+            module = copy.deepcopy(what)
+        else:
+            module = called(f"{WHERE} {described(what)}", what, (dict(shapes), outputs), spec.module_options)
+        fusion = WholeFusion(module, shapes)
+        adopt(fusion, rows, SHARED)
+        return fusion
+
+    return make
+
+
+def _name(blocks: Mapping[str, Sequence[str]], path: str) -> str:
+    """The name in the Tree of a parameter, from its path in the model."""
+    own = path.removeprefix(_PATH)
+    owner = next((m for m, prefixes in blocks.items() if any(_begins(own, prefix) for prefix in prefixes)), SHARED)
+    return f"{owner}.{own}"
+
+
+def _begins(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def _check_blocks(module: nn.Module, blocks: Mapping[str, Sequence[str]]) -> None:
+    """Check that every prefix names parameters, and no parameter belongs to two modalities."""
+    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    for modality, prefixes in blocks.items():
+        for prefix in prefixes:
+            mine = [name for name in names if _begins(name, prefix)]
+            if not mine:
+                heads = dict.fromkeys(name.split(".")[0] for name in names)
+                raise ModelError(
+                    f"[model.blocks] {modality} = '{prefix}': no parameter's name begins with it; "
+                    f"{did_you_mean(prefix, heads)}."
+                )
+            for other, others in blocks.items():
+                if other != modality and any(_begins(mine[0], prefix) or _begins(prefix, mine[0]) for prefix in others):
+                    raise ModelError(
+                        f"[model.blocks]: {mine[0]} belongs to {modality} and to {other}. A parameter that several "
+                        f"modalities need belongs to '{SHARED}': name it under neither."
+                    )
+
+
+def _check_logits(model: WholeModel, what: str) -> None:
+    """Run the module on two rows of zeros, with all modalities and without each one."""
+    w = model.init(0)
+    logits = _logits(model, w, model.modalities, what)
+    if tuple(logits.shape) != (2, model.num_classes):
+        raise ModelError(
+            f"{WHERE} {what} gives {tuple(logits.shape)} for two rows; it must give (2, {model.num_classes}), a number "
+            "for each class or target."
+        )
+    for modality in model.modalities if len(model.modalities) > 1 else ():
+        others = [m for m in model.modalities if m != modality]
+        before = _logits(model, w, others, what)
+        moved = {n: v + 1.0 if block_of(n) == modality else v for n, v in w.items()}
+        if not torch.equal(before, _logits(model, moved, others, what)):
+            raise ModelError(
+                f"{WHERE} {what}: the logits of rows without {modality} depend on the parameters of its block. A "
+                f"client without {modality} does not have them. Multiply what they compute by present['{modality}']."
+            )
+
+
+def _logits(model: WholeModel, w: Tree, modalities: Sequence[str], what: str) -> Tensor:
+    batch = model.zero_batch(2, modalities)
+    try:
+        with torch.no_grad():
+            logits = model.logits(w, batch)
+    except Exception as error:
+        shapes = {m: model.shapes[m] for m in model.modalities}
+        raise ModelError(
+            f"{WHERE} {what} fails on two rows of {', '.join(modalities)} with the shapes {shapes}: "
+            f"{type(error).__name__}: {error}."
+        ) from error
+    if not isinstance(logits, Tensor):
+        raise ModelError(f"{WHERE} {what} gives a {type(logits).__name__}; it must give the logits, a tensor (B, C).")
+    return logits

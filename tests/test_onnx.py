@@ -1,0 +1,61 @@
+"""Models as ordinary modules and as ONNX files, beside the predictions of the run."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import polyfed
+from polyfed.core.errors import ModelError, RecipeError
+from polyfed.model import ModelSpec
+from polyfed.selection import Uniform
+from test_predict import ended
+from world import AWKWARD, PLAIN, algorithm, recipe
+
+SPECS = {
+    "encoders": ModelSpec(embedding=6, encoders=AWKWARD),
+    "gated": ModelSpec(embedding=6, fusion="gated", encoders=PLAIN),
+    "module": ModelSpec(module="own_models:Whole", blocks={"a": ("net_a",), "b": ("net_b", "bias_b")}),
+}
+X = {"a": torch.randn(5, 16, generator=torch.Generator().manual_seed(1)), "b": torch.ones(5, 24)}
+
+
+@pytest.mark.parametrize("private", [(), ("shared",)], ids=["global", "private"])
+@pytest.mark.parametrize("case", SPECS)
+def test_a_module_and_an_onnx_file_compute_what_the_run_predicts(
+    case: str, private: tuple[str, ...], tmp_path: Path
+) -> None:
+    told = recipe(algorithm("fedavg", private=private, selector=Uniform()), model=SPECS[case], rounds=1)
+    run = polyfed.run(replace(told, clients=replace(told.clients, personal_test=0.3)))
+    client = next(c for c, held in run.models.clients.items() if held == ("a", "b"))
+    back = polyfed.load_model(run.export(tmp_path / "plain"), imports=["world.*", "own_models.*"])
+    who = client if private else None
+    module = back.module(who)
+    expected = run.predict(X, client=who)
+    torch.testing.assert_close(module(X), expected, rtol=0, atol=0)
+    assert not list(module.parameters())
+    onnx = pytest.importorskip("onnx", reason="the extra polyfed[onnx] is not installed")
+    from onnx.reference import ReferenceEvaluator
+
+    folder = run.export(tmp_path / "onnx", onnx=True)
+    path = folder / (f"client-{client:06d}.onnx" if private else "global.onnx")
+    onnx.checker.check_model(onnx.load(path))
+    (found,) = ReferenceEvaluator(str(path)).run(None, {m: value.numpy() for m, value in X.items()})
+    torch.testing.assert_close(torch.from_numpy(found), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_without_the_package_the_text_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    run = polyfed.run(recipe(algorithm("fedavg"), rounds=1))
+    with pytest.raises(ModelError, match=r"cannot be written as ONNX .*pip install 'polyfed\[onnx\]'"):
+        run.export(tmp_path / "m", onnx=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_predicts_by_prototypes_is_no_module() -> None:
+    run: Any = ended("fedproto original")[0]
+    with pytest.raises(RecipeError, match="predicts by NearestPrototype"):
+        run.models.module(0)
