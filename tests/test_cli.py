@@ -135,7 +135,7 @@ def test_a_batch_system_that_ends_a_run_is_told_how_to_go_on(polyfed_command, re
         (("--set", "train.lrr=1"), 2, "digits.toml --set train.lrr=1: [train] has no option 'lrr'"),
         (("--set", "lr=1"), 2, "'lr' belongs in a section: write train.lr or server.lr"),
         (("--set", "zzz=1"), 2, "no section or key 'zzz'"),
-        (("--set", "name=toy"), 2, "write data.name or algorithm.name or selection.name or engine.name"),
+        (("--set", "name=toy"), 2, "write data.name or algorithm.name or selection.name or attack.name or engine.name"),
         (("--set", "train.lr"), 2, "--set train.lr: write section.key=value"),
         (("--set", "train..lr=1"), 2, "--set train..lr=1: write section.key=value"),
         (("--set", "clients.holdings=[[a],[b]]"), 2, "is not TOML"),

@@ -150,8 +150,7 @@ class Federation:
         parts = self._in_time(request, parts, missing)
         if peak > HUGE:
             missing = {
-                client: f"{why}{self._broken(peak)}" if why.endswith(NOT_FINITE) else why
-                for client, why in missing.items()
+                c: f"{why}{self._broken(peak)}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()
             }
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
         for client, reason in sorted(missing.items()):
