@@ -15,6 +15,7 @@ from polyfed.core import moved
 
 if TYPE_CHECKING:
     from polyfed.experiment.check import Check, check
+    from polyfed.experiment.from_data import make_recipe
     from polyfed.experiment.models import Models
     from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
     from polyfed.experiment.run_result import Run, load_run
@@ -37,6 +38,7 @@ __all__ = [
     "load_model",
     "load_recipe",
     "load_run",
+    "make_recipe",
     "parse_recipe",
     "run",
     "sweep",
@@ -53,6 +55,7 @@ _PLACES = {
     "load_model": "experiment.saved_model",
     "load_recipe": "experiment.recipe",
     "load_run": "experiment.run_result",
+    "make_recipe": "experiment.from_data",
     "parse_recipe": "experiment.recipe",
     "run": "run",
     "sweep": "experiment.study",

@@ -5,11 +5,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Unpack
 
 from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.data.sources import Memory
 from polyfed.experiment.assembly import ENGINES
 from polyfed.experiment.events import Emitter, Listener
+from polyfed.experiment.from_data import DataOptions, make_recipe, with_data
 from polyfed.experiment.loop import execute
 from polyfed.experiment.recipe import Recipe, recipe_of
 from polyfed.experiment.records import Records
@@ -18,26 +20,35 @@ from polyfed.report.progress import Progress
 
 
 def run(
-    recipe: Recipe | str | Path,
+    recipe: Recipe | str | Path | None = None,
     out: str | Path | None = None,
     *,
+    data: Any = None,
     resume: bool = False,
     engine: str | None = None,
     device: Literal["cpu", "cuda", "auto"] | None = None,
     listeners: Sequence[Listener] = (),
     progress: bool = False,
+    **options: Unpack[DataOptions],
 ) -> Run:
-    """Run a recipe to its end.
+    """Run a recipe, or a method on your own data, to its end.
+
+    `run(data=..., **options)` runs `make_recipe(data, **options)`, and the folder `out` holds that recipe. If the data
+    was in memory, the file of the recipe cannot hold it: to resume such a run, call `run` again with the same data and
+    options.
 
     Args:
-        recipe: a recipe, or the path of one.
+        recipe: a recipe, or the path of one; None makes one of `data` and `options`.
         out: the folder for the files of the run; None writes none.
+        data: your own data, see `make_recipe`; beside a recipe, it takes the place of the recipe's data.
         resume: continue the run in `out`; the result equals that of an uninterrupted run bit for bit.
         engine: replaces the recipe's engine.
         device: replaces the recipe's device.
         listeners: called with every event, as `listener(event, **facts)`.
         progress: whether to show the progress while the run goes on: a live panel in a notebook or a terminal, a few
             lines on standard error anywhere else.
+        options: labels, clients and the sections of a recipe; see `make_recipe`. Beside a recipe, only those options
+            that say how `data` is read.
 
     Returns:
         The finished run.
@@ -45,12 +56,17 @@ def run(
     Raises:
         PolyfedError: one of `polyfed.core.errors`; its text says what to do.
     """
-    recipe = recipe_of(recipe)
+    recipe = _recipe(recipe, data, options)
     for given, allowed in ((engine, ENGINES), (device, ("cpu", "cuda", "auto"))):
         if given is not None and given not in allowed:
             raise RecipeError(f"'{given}' is not an engine or a device; {did_you_mean(given, allowed)}")
     changes = {k: v for k, v in (("name", engine), ("device", device)) if v is not None}
     recipe = replace(recipe, engine=replace(recipe.engine, **changes))  # type: ignore[arg-type]
+    if recipe.engine.name == "flower" and isinstance(recipe.data, Memory):
+        raise RecipeError(
+            "the engine 'flower' runs clients in processes that read the data themselves, and this data is in memory. "
+            "Save it with numpy.savez and give the file, or use the engine 'vectorised' or 'sequential'"
+        )
     records = None if out is None else Records(Path(out), resume=resume)
     play = execute
     if recipe.engine.name == "flower":
@@ -62,3 +78,15 @@ def run(
         if records is not None:
             stack.enter_context(records.alone())
         return play(recipe, records, Emitter([*shown, *listeners]))
+
+
+def _recipe(recipe: Recipe | str | Path | None, data: Any, options: DataOptions) -> Recipe:
+    """The recipe to run."""
+    if recipe is None and data is None:
+        raise RecipeError("give a recipe or its path, or your own data, as in run(data={'audio': x}, labels=y)")
+    if recipe is None:
+        return make_recipe(data, **options)
+    if data is None and options:
+        raise RecipeError(f"{next(iter(options))} is given without data. Give data=..., or change the recipe")
+    made = recipe_of(recipe)
+    return made if data is None else with_data(made, data, options)

@@ -129,11 +129,11 @@ def test_an_array_asked_for_by_name_must_be_there(load, arrays):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"label": np.full(60, 0.5)}, "must hold integers"),
+        ({"label": np.full(60, 0.5)}, "3 names for 1 classes"),
         ({"label": np.full(60, -1)}, "first -1 at row 0"),
         ({"label": np.full(60, 7)}, r"labels outside 0\.\.2"),
         ({"label": np.zeros(59, int)}, "has 60 rows, the labels have 59"),
-        ({"label": np.zeros((60, 2), int)}, "one a row"),
+        ({"label": np.zeros((60, 2), int)}, "3 names for 2 classes"),
         ({"text": np.zeros(60)}, "cannot be a modality"),
         ({"text": np.full((60, 2), "a")}, "cannot be a modality"),
         ({"client": np.zeros(60)}, "integers or strings"),

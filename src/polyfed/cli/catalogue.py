@@ -22,7 +22,7 @@ from polyfed.core.tasks import info_of, tasks_of, types_of
 from polyfed.core.tree import SHARED
 from polyfed.data import SOURCES
 from polyfed.data.sources import Facts
-from polyfed.experiment.recipe import PARTS
+from polyfed.experiment.parts import PARTS
 from polyfed.privacy.announcement import Holder
 from polyfed.privacy.policy import Policy
 

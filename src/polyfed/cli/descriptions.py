@@ -1,4 +1,4 @@
-"""The verbs `algorithms` and `data`: what methods and data sources there are, and preparing a data source."""
+"""The verbs `algorithms`, `data`, `init`: the methods and data sources, and a first recipe for a file of your own."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -21,11 +21,18 @@ class OnCorrupt(StrEnum):
 @app.command()
 def algorithms(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False)] = None,
+    recipe: Annotated[
+        bool, typer.Option("--recipe", help="Print the [algorithm] and [egress] lines that a recipe needs for NAME.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the algorithms, or describe one: its idea, its hyper-parameters and what can cross."""
-    from polyfed.cli import catalogue, catalogue_pages
+    from polyfed.cli import catalogue, catalogue_pages, starting
 
+    if recipe:
+        lines = starting.lines_for(name)
+        answer({"recipe": lines}, lines, as_json=as_json)
+        return
     if name is None:
         answer(catalogue.algorithm_list(), catalogue_pages.algorithm_list(), as_json=as_json)
     else:
@@ -65,3 +72,27 @@ def data(
             raise RecipeError(
                 "write `polyfed data`, `polyfed data NAME`, or `polyfed data prepare NAME --from DIR --to DIR`"
             )
+
+
+@app.command()
+def init(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help=".npz, .csv, .tsv, .parquet or .jsonl.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(metavar="RECIPE.toml", help="The recipe to write.")] = Path("recipe.toml"),
+    label: Annotated[str | None, typer.Option(metavar="NAME", help="Array or column of the labels.")] = None,
+    client: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Array or column of the client that each row belongs to.")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Array or column of train, test, validation.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a complete recipe for a data file, and say what was guessed."""
+    from polyfed.cli import starting
+
+    notes = starting.write_recipe(file, out, {"label": label, "client": client, "split": split})
+    lines = [f"guessed: {note}" for note in notes]
+    lines.append(f"wrote {out}. Go on with: polyfed check {out}, polyfed run {out}")
+    answer({"recipe": str(out), "guessed": notes}, *lines, as_json=as_json)

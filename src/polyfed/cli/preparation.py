@@ -17,7 +17,7 @@ from polyfed.data.features.prepare import prepare
 from polyfed.data.features.prepared import Prepared
 from polyfed.data.sources import SOURCES
 from polyfed.data.sources.media_set import MediaSet
-from polyfed.experiment.recipe import build
+from polyfed.experiment.parts import build
 
 FEW = 10
 """The summary lists at most this many skipped samples; the manifest lists all."""

@@ -81,6 +81,7 @@ def check_tables(check: Check) -> Group:
         Text(head, "bold"),
         Text(rows),
         Text(_task(check.facts["task"])),
+        *([_about(check.guesses)] if check.guesses else []),
         _clients(check.facts),
         _blocks(check.facts),
         crossing.crossing_table(check),
@@ -88,6 +89,13 @@ def check_tables(check: Check) -> Group:
         crossing.in_short(check),
         *crossing.failures(check),  # last, so that it is not overlooked
     )
+
+
+def _about(guesses: Sequence[str]) -> Group:
+    table = plain_table("", left=1)
+    for guess in guesses:
+        table.add_row(Text(guess))
+    return titled("About the data", table)
 
 
 def _clients(facts: dict[str, Any]) -> Group:

@@ -9,9 +9,19 @@ from difflib import get_close_matches
 
 
 class PolyfedError(Exception):
-    """Base of all exceptions whose text is written for the user."""
+    """Base of all exceptions whose text is written for the user.
+
+    Attributes:
+        key: the place in a recipe that is wrong, as `("train", "lr")`; empty if it is not known.
+        several: the single faults, if this exception reports several at once.
+    """
 
     exit_code = 2
+
+    def __init__(self, text: str = "", key: tuple[str, ...] = ()) -> None:
+        super().__init__(text)
+        self.key = key
+        self.several: tuple[PolyfedError, ...] = ()
 
 
 class RecipeError(PolyfedError):

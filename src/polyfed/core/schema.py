@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.problems import Problems
 from polyfed.core.vocabulary import advice_for
 
 
@@ -56,21 +57,42 @@ def check_ranges(section: str, spec: object) -> None:
         spec: an object of the dataclass.
 
     Raises:
-        RecipeError: an option is wrong. The text gives section, name, value and what is allowed.
+        RecipeError: options are wrong. The text gives section, name, value and what is allowed, for each of them.
     """
-    for name, kinds in simple_types(type(spec)).items():  # type: ignore[arg-type]
+    problems, cls = Problems(), type(spec)
+
+    def refuse(name: str, text: str) -> None:
+        problems.add(RecipeError(f"{section} {name} = {text}", key_of(section, name)))
+
+    for name, kinds in simple_types(cls).items():  # type: ignore[arg-type]
         value = getattr(spec, name)
         if not any(_is_a(value, kind) for kind in kinds):
-            wanted = " or ".join(SIMPLE[kind] for kind in kinds)
-            raise RecipeError(f"{section} {name} = {value!r}: must be {wanted}")
-    for name, words in choices(type(spec)).items():  # type: ignore[arg-type]
+            refuse(name, f"{value!r}: must be {' or '.join(SIMPLE[kind] for kind in kinds)}")
+    for name, words in choices(cls).items():  # type: ignore[arg-type]
         if (value := getattr(spec, name)) not in words:
-            raise RecipeError(f"{section} {name} = {value!r}; {did_you_mean(str(value), map(str, words))}")
-    for name, within in ranges(type(spec)).items():  # type: ignore[arg-type]
+            refuse(name, f"{value!r}; {did_you_mean(str(value), map(str, words))}")
+    wrong = {error.key[-1] for error in problems.found}
+    for name, within in ranges(cls).items():  # type: ignore[arg-type]
         value = getattr(spec, name)
-        if value is not None and not (math.isfinite(value) and within.holds(value)):
-            finite = "finite, " if math.isinf(value) else ""
-            raise RecipeError(f"{section} {name} = {value}: must be {finite}{within.words}")
+        if name not in wrong and (fault := _outside(value, within)):
+            refuse(name, fault)
+    problems.raise_all()
+
+
+def _outside(value: Any, within: Within) -> str:
+    """A value that is not in a range, and what it must be; empty if it is in the range or None."""
+    if value is None or (math.isfinite(value) and within.holds(value)):
+        return ""
+    return f"{value}: must be {'finite, ' if math.isinf(value) else ''}{within.words}"
+
+
+def key_of(section: str, *names: str) -> tuple[str, ...]:
+    """The place of an option in a recipe's file.
+
+    >>> key_of("[model.encoders]", "audio")
+    ('model', 'encoders', 'audio')
+    """
+    return (*(part for part in section.strip("[]").split(".") if part), *names)
 
 
 @cache
@@ -120,17 +142,28 @@ def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozense
         The values by key, converted to their types.
 
     Raises:
-        RecipeError: a key is unknown or a value is wrong. The text gives section, key, value and what is allowed, and
-            the new name of an option that was renamed.
+        RecipeError: keys are unknown or values are wrong. The text gives section, key, value and what is allowed, and
+            the new name of an option that was renamed, for each of them.
     """
-    hints = get_type_hints(cls)
+    values, problems = sifted(where, cls, table, elsewhere)
+    problems.raise_all()
+    return values
+
+
+def sifted(
+    where: str, cls: type, table: Mapping[str, Any], elsewhere: frozenset[str] = frozenset()
+) -> tuple[dict[str, Any], Problems]:
+    """The values of a section that are right, by key, and what is wrong with the others; see `checked`."""
+    hints, limits = get_type_hints(cls), ranges(cls)
     allowed = [f.name for f in fields(cls) if f.init and f.name not in elsewhere]
-    values = {}
+    values: dict[str, Any] = {}
+    problems = Problems()
     for key, value in table.items():
         if key not in allowed:
             new = getattr(cls, "renamed", {}).get(key)
             hint = f": it is now called '{new}'" if new else f"; {_suggestion(where, key, allowed)}"
-            raise RecipeError(f"{where} has no option '{key}'{hint}")
+            problems.add(RecipeError(f"{where} has no option '{key}'{hint}", key_of(where, key)))
+            continue
         try:
             # through JSON, so that strict mode accepts an array for a tuple, but still refuses "5" for 5
             values[key] = TypeAdapter(hints[key]).validate_json(json.dumps(value, default=str), strict=True)
@@ -141,8 +174,13 @@ def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozense
                 for part in error.errors()[0]["loc"]
                 if isinstance(part, int) or part in inside
             )
-            raise RecipeError(f"{where} {key}{spot} = {_shown(value)}: must be {_wanted(error)}".lstrip()) from None
-    return values
+            text = f"{where} {key}{spot} = {_shown(value)}: must be {_wanted(error)}".lstrip()
+            problems.add(RecipeError(text, key_of(where, key)))
+            continue
+        if key in limits and (fault := _outside(values[key], limits[key])):
+            problems.add(RecipeError(f"{where} {key} = {fault}".lstrip(), key_of(where, key)))
+            del values[key]
+    return values, problems
 
 
 def _suggestion(where: str, key: str, allowed: Sequence[str]) -> str:

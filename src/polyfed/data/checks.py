@@ -16,4 +16,4 @@ def require(ok: bool, where: str, value: object, allowed: str) -> None:
         RecipeError: `ok` is false; the message has the other three.
     """
     if not ok:
-        raise RecipeError(f"{where} = {value!r}; allowed: {allowed}")
+        raise RecipeError(f"{where} = {value!r}; allowed: {allowed}", tuple(where.split(".")))

@@ -1,14 +1,18 @@
 """The schema of `[clients]`: how many clients there are, and which rows and modalities each holds."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from polyfed.core.errors import RecipeError
+from polyfed.core.problems import Problems
 from polyfed.core.registry import find
 from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
 from polyfed.data.checks import require
 from polyfed.data.partitions import PARTITIONS, Partition
+
+MANY = 10
+"""The number of clients if a recipe gives none."""
 
 _ASSIGNMENTS = ("missing", "keep_both", "only", "holdings")
 
@@ -25,7 +29,8 @@ class ClientsSpec:
             "classes-per-client", "main-class", "silos", or a partition of your own, "package.module:Class": a dataclass
             that extends `polyfed.data.Partition`; its fields take the values of the keys of this section with the same
             names. In Python also an object with the method `split`.
-        num: Number of clients; required, except by "by-client" and "silos", which follow from the data and `silos`.
+        num: Number of clients; a recipe without it has 10. "by-client" and "silos" take none: their number follows from
+            the data and from `silos`.
         alpha: Concentration of the Dirichlet partitions, and of the cut of natural clients into shards.
         min_size: Rows of the smallest client in a Dirichlet draw; 10 as in NIID-Bench.
         shards: With "by-client": number of clients that each natural client is cut into.
@@ -80,14 +85,26 @@ class ClientsSpec:
     measure_on: Literal["validation"] | None = None
 
     def __post_init__(self) -> None:
+        problems = Problems()
         try:
             self._partition_class()
         except RecipeError as error:
-            raise type(error)(f"clients.partition = {error}") from None
-        check_ranges("[clients]", self)
-        self._check_participation()
-        self._check_personal_test()
-        self._check_assignment()
+            problems.add(type(error)(f"clients.partition = {error}", ("clients", "partition")))
+        for check in (
+            lambda: check_ranges("[clients]", self),
+            self._check_participation,
+            self._check_personal_test,
+            self._check_assignment,
+        ):
+            problems.attempt(check)
+        problems.raise_all()
+
+    def counted(self) -> "ClientsSpec":
+        """This section with `num` set to `MANY` if the partition needs a number of clients and none is given."""
+        cls = self._partition_class()
+        if self.num is not None or not (isinstance(self.partition, str) and "num" in {f.name for f in fields(cls)}):
+            return self
+        return replace(self, num=MANY)
 
     def build_partition(self) -> Partition:
         """The chosen partition, with the values of this section's keys as its options.

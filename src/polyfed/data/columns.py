@@ -5,13 +5,14 @@ Shapes: N rows of the whole data set, C classes, M modalities.
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from polyfed.core.errors import DataError, did_you_mean
+from polyfed.core.problems import Problems
 from polyfed.data.labels import check_labels
 
 TRAIN, TEST, VALIDATION, LEFT_OUT = 0, 1, 2, 3
@@ -104,6 +105,7 @@ class Columns:
         client: int64 (N,), the natural client (speaker, subject, video) of each row.
         split_personal: int8 (N,): 0 training row of its natural client, 1 test row of that client, 2 guard row.
         numbered: Whether `ids` are row numbers because the source has no ids, so that they say nothing outside of it.
+        notes: Sentences on what was guessed, converted or left out while reading; `polyfed check` prints them.
 
     Raises:
         DataError: There is no modality or no row, lengths differ, or a label or code is out of range.
@@ -120,6 +122,7 @@ class Columns:
     client: Tensor | None = None
     split_personal: Tensor | None = None
     numbered: bool = False
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.modalities:
@@ -195,12 +198,15 @@ class Columns:
             "split_personal": self.split_personal,
             **{f"present of {name}": mask for name, mask in self.present.items()},
         }
+        problems = Problems()
         for name, array in arrays.items():
             if array is not None and len(array) != len(self.label):
-                raise DataError(
+                text = (
                     f"data '{self.name}': array '{name}' has {len(array)} rows, the labels have "
                     f"{len(self.label)}. Every array needs one row per sample, in the same order"
                 )
+                problems.add(DataError(text))
+        problems.raise_all()
 
     def _check_codes(self, array: str, codes: Tensor, largest: int, meaning: str) -> None:
         outside = (codes < 0) | (codes > largest)
@@ -212,6 +218,7 @@ class Columns:
 
 def check_finite(columns: Columns) -> None:
     """Raise DataError if a row that has a modality holds NaN or infinity in it, after conversion to float32."""
+    problems = Problems()
     for name, column in columns.modalities.items():
         if not column.values.is_floating_point():
             continue
@@ -219,31 +226,43 @@ def check_finite(columns: Columns) -> None:
         if name in columns.present:
             bad &= columns.present[name]
         if bad.any():
-            raise DataError(
+            text = (
                 f"data '{columns.name}': modality '{name}' has {int(bad.sum())} rows with NaN or infinite "
                 f"values, first row {int(bad.nonzero()[0, 0])}. Clean the array, or mark rows that lack the "
                 f"modality in a boolean array '{name}_present'"
             )
+            problems.add(DataError(text))
+    problems.raise_all()
 
 
-def standardised(columns: Columns) -> Columns:
-    """The same table, with the features of every modality scaled to mean 0 and deviation 1 over the training rows.
+def standardised(columns: Columns, which: bool | Sequence[str] = True) -> Columns:
+    """The same table, with features scaled to mean 0 and deviation 1 over the training rows.
 
     Training rows are the rows of split 0 that are neither own test rows nor guard rows of a client. Every feature has
     its own mean and deviation. Features lie along the last axis of vectors (F,) and sequences (T, F), and along the
     first axis of images (C, H, W) and larger samples. The statistics are summed in float64, chunk by chunk, so that a
     memory-mapped column is never copied. A constant feature is only centred.
 
+    Args:
+        columns: The table.
+        which: The modalities to scale; True stands for all of them, False for none.
+
     Raises:
-        DataError: There is no training row, or a feature is not finite.
+        DataError: There is no training row, no such modality, or a feature is not finite.
     """
+    names = (tuple(columns.modalities) if which else ()) if isinstance(which, bool) else tuple(which)
+    if not names:
+        return columns
+    for name in names:
+        columns.column(name)
     train = columns.split == TRAIN
     if columns.split_personal is not None:
         train = train & (columns.split_personal == OWN_TRAIN)
     if not train.any():
         raise DataError(f"data '{columns.name}': no training rows to standardise with. Check the array of split codes")
-    modalities = {}
-    for name, column in columns.modalities.items():
+    modalities = dict(columns.modalities)
+    for name in names:
+        column = columns.modalities[name]
         use = train & columns.present[name] if name in columns.present else train
         mean, deviation = moments(column, use.nonzero()[:, 0])
         if not mean.isfinite().all():

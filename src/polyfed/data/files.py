@@ -12,7 +12,6 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import DataError, did_you_mean
+from polyfed.data.layout import tensor_of
 
 Array = NDArray[Any]
 
@@ -193,18 +193,7 @@ class Arrays:
                 f"'{self.path}': array '{name}' cannot be a modality: {array.dtype} {array.shape}. "
                 "It needs numbers of shape (N, ...), one sample a row"
             )
-        native = array.dtype.newbyteorder("=")
-        return torch.from_numpy(array.astype(_SUBSTITUTES.get(native.name, native), copy=False))
-
-
-# NumPy types that PyTorch lacks or cannot index, and the next one that it can
-_SUBSTITUTES: Mapping[str, str] = {
-    "uint16": "int32",
-    "uint32": "int64",
-    "uint64": "float64",
-    "longdouble": "float64",
-    "float128": "float64",
-}
+        return tensor_of(array)
 
 
 def read_npy(path: Path) -> Array:

@@ -28,6 +28,21 @@ def stratified(label: Tensor, share: float, key: int) -> Tensor:
     return torch.from_numpy(split)
 
 
+def drawn(label: Tensor, share: float, seed: int) -> Tensor:
+    """Draw the test set of a table that has none: a share of every class, or of all rows if labels are no classes.
+
+    Args:
+        label: int64 (N,) class numbers, or other targets (N, ...).
+        share: Share of the rows.
+        seed: Seed of the draw.
+
+    Returns:
+        Split codes, int8 (N,).
+    """
+    classes = torch.zeros(len(label), dtype=torch.int64) if label.is_floating_point() else label
+    return stratified(classes, share, keys.key(seed, "npz", "split"))
+
+
 def subset(label: Tensor, split: Tensor, share: float, key: int) -> Tensor:
     """Draw a subset that keeps `share` of every class in every split, as ascending rows; all rows if `share` is 1."""
     if share == 1.0:

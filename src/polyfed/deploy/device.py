@@ -18,7 +18,8 @@ from polyfed.data.columns import TEST, TRAIN, check_finite
 from polyfed.data.sources.npz import Npz
 from polyfed.engines.protocol import Facts
 from polyfed.experiment.overrides import called
-from polyfed.experiment.recipe import Recipe, build, parse_recipe, read_table
+from polyfed.experiment.parts import build
+from polyfed.experiment.recipe import Recipe, parse_recipe, read_table
 from polyfed.experiment.task_choice import task_of
 from polyfed.model import HuggingFace
 from polyfed.privacy.limits import Limits

@@ -28,7 +28,8 @@ from polyfed.engines import Sequential
 from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, check_versions, reason
 from polyfed.experiment.assembly import device_of, initial_of, model_of, population_of
 from polyfed.experiment.events import Emitter
-from polyfed.experiment.recipe import Recipe, build
+from polyfed.experiment.parts import build
+from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.task_choice import task_of, with_task
 from polyfed.federation.wire_format import Packet
 from polyfed.privacy.audit import AuditLog

@@ -21,6 +21,7 @@ from polyfed.deploy.run_log import LOGGER, RunStatus, listeners_of
 from polyfed.engines.base import Engine
 from polyfed.engines.remote import Remote, ReplyTerms
 from polyfed.experiment.assembly import population_of
+from polyfed.experiment.defaults import with_encoders
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.lock import alone_in
 from polyfed.experiment.recipe import Recipe, load_recipe
@@ -96,6 +97,7 @@ def simulate(recipe: Recipe, records: Records | None, emit: Emitter, execute: Ex
     with tempfile.TemporaryDirectory(prefix="polyfed-") as spare:
         folder = Path(spare) if records is None else (records.folder / "nodes").absolute()
         population = population_of(recipe)
+        recipe = with_encoders(recipe, population.columns)  # the clients build the model without the data of the others
         finished: list[_T] = []
 
         def main(transport: flower.GridTransport) -> None:

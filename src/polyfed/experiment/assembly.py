@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,11 +11,13 @@ import torch
 from polyfed.algorithms.base import Algorithm
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError
+from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
 from polyfed.engines import Sequential, Vectorised
 from polyfed.engines.base import Engine
 from polyfed.experiment.client_checks import refuse_clients
+from polyfed.experiment.defaults import guesses_of, with_encoders
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.label_counts import label_counts
 from polyfed.experiment.recipe import Recipe
@@ -33,7 +35,7 @@ class Assembly:
     """The parts of a run, before its first round.
 
     Attributes:
-        recipe: the recipe, with its task.
+        recipe: the recipe, with its task and an encoder for every modality.
         population: the data and its division into clients.
         model: the model, as functions of a Tree.
         policy: the egress policy.
@@ -42,6 +44,7 @@ class Assembly:
         engine: runs tasks on the clients.
         fed: the federation as the server's code sees it.
         was_guessed: whether the labels decided on the task, because the recipe names none.
+        guesses: sentences on what was guessed while the data was read, and on encoders that the recipe does not name.
     """
 
     recipe: Recipe
@@ -53,6 +56,7 @@ class Assembly:
     engine: Engine
     fed: Federation
     was_guessed: bool = False
+    guesses: tuple[str, ...] = ()
 
     @property
     def algorithm(self) -> Algorithm:
@@ -119,10 +123,7 @@ def assemble(
     emit = emit or Emitter()
     population = population or population_of(recipe)
     columns, was_guessed = population.columns, recipe.task is None
-    recipe = with_task(recipe, columns)
-    refuse_unfit(recipe, population)
-    refuse_clients(recipe, population)
-    policy = Policy.parse(recipe.egress, columns.modalities)
+    recipe, policy, guesses = _completed(recipe, population)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model = model_of(recipe, shapes, columns.num_classes, policy)
     check_model(recipe, model)
@@ -156,7 +157,23 @@ def assemble(
         clock=clock,
         attack=recipe.attack,
     )
-    return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed)
+    return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses)
+
+
+def _completed(recipe: Recipe, population: Population) -> tuple[Recipe, Policy, tuple[str, ...]]:
+    """The recipe with its task and all encoders, its policy, and what was guessed; faults are told all at once."""
+    columns, problems = population.columns, Problems()
+    policy = problems.attempt(lambda: Policy.parse(recipe.egress, columns.modalities))
+    filled = problems.attempt(lambda: with_encoders(recipe, columns))
+    tasked = problems.attempt(lambda: with_task(recipe, columns))
+    if tasked is not None:
+        problems.attempt(lambda: refuse_unfit(tasked, population))
+        problems.attempt(lambda: refuse_clients(tasked, population))
+    problems.raise_all()
+    assert policy is not None
+    assert filled is not None
+    assert tasked is not None
+    return replace(tasked, model=filled.model), policy, guesses_of(recipe, columns)
 
 
 def check_model(recipe: Recipe, model: Model) -> None:

@@ -65,7 +65,7 @@ class Check:
     """The result of `polyfed check`.
 
     Attributes:
-        recipe: the recipe.
+        recipe: the recipe, with an encoder for every modality.
         facts: clients, blocks and their bytes, the resolved policy; as in run.json.
         planned: everything that can cross, allowed or not.
         remarks: why the dry run failed, if it did; sizes may then be missing.
@@ -73,6 +73,7 @@ class Check:
         fixes: lines of a policy that would allow what it forbids.
         not_in_ledger: what a simulation gives the server about clients' rows without a message.
         private: block -> bytes of its parameters that every client keeps, whatever the policy allows.
+        guesses: sentences on what was guessed while the data was read, and on encoders that the recipe does not name.
     """
 
     recipe: Recipe
@@ -83,6 +84,7 @@ class Check:
     fixes: tuple[str, ...] = ()
     not_in_ledger: tuple[str, ...] = ()
     private: Mapping[str, int] = field(default_factory=dict)
+    guesses: tuple[str, ...] = ()
 
     @property
     def refused(self) -> tuple[Planned, ...]:
@@ -107,7 +109,7 @@ def check(recipe: Recipe | str | Path) -> Check:
     planned = tuple(plan(assembly, sizes))
     refused = [row for row in planned if not row.allowed]
     return Check(
-        recipe,
+        assembly.recipe,
         facts_of(assembly),
         planned,
         failures,
@@ -115,6 +117,7 @@ def check(recipe: Recipe | str | Path) -> Check:
         fixes=tuple(fixes_of(refused, assembly.policy)),
         not_in_ledger=tuple(_not_in_ledger(recipe, assembly)),
         private=private_sizes(assembly),
+        guesses=assembly.guesses,
     )
 
 

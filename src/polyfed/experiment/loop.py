@@ -61,6 +61,8 @@ def execute(
         assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
         stack.callback(assembly.engine.close)
         check_before_run(assembly)
+        for guess in assembly.guesses:
+            emit("note", text=guess)
         loop = _Loop(assembly, records, emit)
         first, state = loop.start()
         for round in range(first, recipe.rounds + 1):

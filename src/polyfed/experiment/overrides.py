@@ -59,11 +59,17 @@ def refuse_unknown(key: str) -> None:
     """
     if key in SECTIONS:
         return
-    if homes := [f"{section}.{key}" for section, options in SECTIONS.items() if key in _names(options)]:
-        raise RecipeError(f"'{key}' belongs in a section: write {' or '.join(homes)}")
+    if sections := homes(key):
+        places = " or ".join(f"{section}.{key}" for section in sections)
+        raise RecipeError(f"'{key}' belongs in a section: write {places}", (key,))
     if meant := advice_for(key):
-        raise RecipeError(f"no section or key '{key}'; {meant} Sections: {', '.join(SECTIONS)}")
-    raise RecipeError(f"no section or key '{key}'; {did_you_mean(key, (*SECTIONS, 'seed', 'rounds'))}")
+        raise RecipeError(f"no section or key '{key}'; {meant} Sections: {', '.join(SECTIONS)}", (key,))
+    raise RecipeError(f"no section or key '{key}'; {did_you_mean(key, (*SECTIONS, 'seed', 'rounds'))}", (key,))
+
+
+def homes(key: str) -> list[str]:
+    """The sections that have an option of this name."""
+    return [section for section, options in SECTIONS.items() if key in _names(options)]
 
 
 def _names(options: type | tuple[str, ...]) -> Collection[str]:

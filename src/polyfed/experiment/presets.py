@@ -18,5 +18,8 @@ def with_preset(cls: type[Algorithm], table: Mapping[str, Any]) -> dict[str, Any
         return rest
     if name not in cls.presets:
         known = f"its presets are {', '.join(map(repr, cls.presets))}" if cls.presets else "it has no presets"
-        raise RecipeError(f"[algorithm] preset = {name!r}: {cls.__name__} has no such preset; {known}. Remove the line")
+        raise RecipeError(
+            f"[algorithm] preset = {name!r}: {cls.__name__} has no such preset; {known}. Remove the line",
+            ("algorithm", "preset"),
+        )
     return {**cls.presets[name], **rest}

@@ -5,7 +5,6 @@ that suggests the nearest one; pydantic checks each value against the field's ty
 """
 
 import dataclasses
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,16 +12,17 @@ from typing import Any
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
-from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
+from polyfed.core.errors import RecipeError
 from polyfed.core.parsing import parse_toml
-from polyfed.core.registry import find, name_of
+from polyfed.core.problems import Problems
+from polyfed.core.registry import name_of
 from polyfed.core.schema import checked
 from polyfed.data import PARTITIONS, SOURCES, ClientsSpec, Source
-from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.display import ShownRecipe
-from polyfed.experiment.overrides import apply, called, refuse_unknown
-from polyfed.experiment.presets import with_preset
-from polyfed.experiment.section_checks import egress_table, refuse_breaches, refuse_no_training
+from polyfed.experiment.overrides import apply, refuse_unknown
+from polyfed.experiment.parts import PARTS, algorithm_of, build, class_of, egress_of
+from polyfed.experiment.places import in_file
+from polyfed.experiment.section_checks import refuse_breaches, refuse_no_training
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
 from polyfed.experiment.tracking import TRACKERS, Tracker
 from polyfed.federation.attack import Attack
@@ -31,16 +31,7 @@ from polyfed.model import ModelSpec
 from polyfed.model.encoders import entry_of
 from polyfed.objective import OBJECTIVES, Objective
 from polyfed.privacy.limits import NO_LIMITS, Limits
-from polyfed.selection import SELECTORS, Selector
-from polyfed.training.optimisers import ServerOptimiser, Train
-
-PARTS = {"train": "train", "evaluation": "evaluate", "selector": "selection", "server": "server"}
-"""Field of an algorithm -> the section of the recipe that it is written in."""
-
-
-OPTIONAL = {"network": Network, "attack": Attack}
-"""Sections that a recipe may leave out, with the classes that they build."""
-
+from polyfed.selection import SELECTORS
 
 ELSEWHERE = ("participation", "overselect", "train")
 """Fields of a selector that are written in other sections than [selection]."""
@@ -71,8 +62,8 @@ class Recipe(ShownRecipe):
 
     data: Any
     algorithm: Algorithm
-    model: ModelSpec
-    clients: ClientsSpec = ClientsSpec(num=10)
+    model: ModelSpec = ModelSpec()
+    clients: ClientsSpec = ClientsSpec()
     task: Objective | None = None
     seed: int = 1
     rounds: int = 10
@@ -87,11 +78,15 @@ class Recipe(ShownRecipe):
     name: str = "run"
 
     def __post_init__(self) -> None:
-        """Refuse a negative seed or number of rounds, and a recipe that breaks its own limits."""
+        """Refuse a negative seed or number of rounds and a breach of the limits, and fill in the number of clients."""
+        problems = Problems()
         for name in ("rounds", "seed"):
             if getattr(self, name) < 0:
-                raise RecipeError(f"{name} = {getattr(self, name)}: must be 0 or more")
-        refuse_breaches(self.limits, self.algorithm.train, self.rounds)
+                problems.add(RecipeError(f"{name} = {getattr(self, name)}: must be 0 or more", (name,)))
+        with problems.noting():
+            refuse_breaches(self.limits, self.algorithm.train, self.rounds)
+        problems.raise_all()
+        object.__setattr__(self, "clients", self.clients.counted())
 
     def table(self) -> dict[str, Any]:
         """The resolved recipe as a table in the layout of the file, with every default written out."""
@@ -131,14 +126,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         overrides: `section.key=value` as on the command line; the value is TOML, or a word without quotes.
 
     Raises:
-        RecipeError: with the file, the section, the key, what is allowed and the nearest name.
+        RecipeError: with the file, the section, the key, what is allowed and the nearest name; for all faults at once,
+            each with the number of its line.
     """
-    path = Path(path)
-    table = read_table(path, overrides)
-    try:
-        return parse_recipe(table, name=path.stem)
-    except RecipeError as error:
-        raise type(error)(f"{called(path, overrides)}: {error}") from None
+    path, problems = Path(path), Problems()
+    text = _text(path)
+    table = _parsed(text, path)
+    made = problems.attempt(lambda: parse_recipe(_overridden(table, overrides), name=path.stem))
+    if made is None:
+        raise in_file(problems.found, path, text, overrides) from None
+    return made
 
 
 def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -147,14 +144,31 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     Raises:
         RecipeError: the file cannot be read, is not valid TOML, or an override does not fit it.
     """
+    return _overridden(_parsed(_text(path), path), overrides)
+
+
+def _text(path: Path) -> str:
     try:
-        table = parse_toml(path.read_text(encoding="utf-8-sig"))  # Windows editors put a byte order mark first
+        return path.read_text(encoding="utf-8-sig")  # Windows editors put a byte order mark first
     except OSError as error:
         raise RecipeError(f"recipe {path}: {error.strerror or error}. Give the path of a TOML file") from None
     except ValueError as error:
         raise RecipeError(f"recipe {path} is not valid TOML: {error}") from None
+
+
+def _parsed(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return parse_toml(text)
+    except ValueError as error:
+        raise RecipeError(f"recipe {path} is not valid TOML: {error}") from None
+
+
+def _overridden(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    problems = Problems()
     for override in overrides:
-        apply(table, override)
+        with problems.noting():
+            apply(table, override)
+    problems.raise_all()
     return table
 
 
@@ -183,63 +197,75 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
     Raises:
         RecipeError: with the section, the key, what is allowed and the nearest name.
     """
-    sections = dict(table)
-    sections.pop("versions", None)  # a resolved recipe names the versions it ran with, and can be run again
-    top: dict[str, Any] = {key: sections.pop(key) for key in ("seed", "rounds") if key in sections}
-    for key, value in sections.items():
-        refuse_unknown(key)
-        if not isinstance(value, Mapping):
-            raise RecipeError(f"'{key}' is a section: write [{key}] and its keys below it")
-    for section in ("data", "algorithm", "model"):
-        if section not in sections:
-            raise RecipeError(f"section [{section}] is missing")
-    refuse_no_training(top, sections.get("train", {}))
-    clients = build("[clients]", ClientsSpec, sections.get("clients", {}))
-    data = dict(sections["data"])
+    problems = Problems()
+    top: dict[str, Any] = {key: table[key] for key in ("seed", "rounds") if key in table}
+    sections = _sections(table, top, problems)
+    for section in ("data", "algorithm"):
+        if section not in table:
+            problems.add(RecipeError(f"section [{section}] is missing"))
+    with problems.noting():
+        refuse_no_training(top, sections.get("train", {}))
+
+    def built(section: str, cls: type | None) -> Any:
+        """The object of a section whose class is fixed, or for None of a section that names its class."""
+        entry = sections[section] if cls is None else sections.get(section, {})
+        made, rest = (cls, entry) if cls is not None else class_of(f"[{section}]", *_NAMED[section], entry)
+        return build(f"[{section}]", made, rest)
+
+    given: dict[str, Any] = {"name": name}
+    data = dict(sections.get("data", {}))
     stack = {"stack": data.pop("stack")} if "stack" in data else {}
-    return Recipe(
-        **checked("", Recipe, top),
-        data=build("[data]", *_class("[data]", SOURCES, Source, data)),
-        **checked("[data]", Recipe, stack),
-        clients=clients,
-        task=_named("task", OBJECTIVES, Objective, sections),
-        model=build("[model]", ModelSpec, sections["model"]),
-        algorithm=_algorithm(sections, clients),
-        engine=build("[engine]", EngineSpec, sections.get("engine", {})),
-        checkpoint=build("[checkpoint]", CheckpointSpec, sections.get("checkpoint", {})),
-        egress=egress_table(sections.get("egress", {})),
-        limits=build("[limits]", Limits, sections.get("limits", {})),
-        **{name: build(f"[{name}]", cls, sections[name]) for name, cls in OPTIONAL.items() if name in sections},
-        tracking=_named("tracking", TRACKERS, Tracker, sections),
-        name=name,
-    )
+    sections["data"] = data
+    with problems.noting():
+        given |= checked("", Recipe, top)
+    with problems.noting():
+        given |= checked("[data]", Recipe, stack)
+    wanted = dict.fromkeys(section for section in _FIXED if section in sections or section in _ALWAYS)
+    wanted |= dict.fromkeys(section for section in _NAMED if section in table and section in sections)
+    for section in wanted:
+        given[section] = problems.attempt(lambda section=section: built(section, _FIXED.get(section)))  # type: ignore[misc]
+    given["algorithm"] = algorithm_of(sections, given["clients"] or ClientsSpec(), problems)
+    given["egress"] = problems.attempt(lambda: egress_of(sections.get("egress", {})))
+    made = None if problems.found else problems.attempt(lambda: Recipe(**given))
+    problems.raise_all()
+    assert made is not None
+    return made
 
 
-def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
-    """Build a section's dataclass, and warn about options without effect.
+_FIXED: Mapping[str, type] = {
+    "clients": ClientsSpec,
+    "model": ModelSpec,
+    "engine": EngineSpec,
+    "checkpoint": CheckpointSpec,
+    "limits": Limits,
+    "network": Network,
+    "attack": Attack,
+}
+"""Sections with one class each, which are fields of `Recipe`."""
 
-    A dataclass may have an attribute `idle`, option -> reason, for the options that have no effect beside others. A
-    warning names those that the section sets to something else than the default.
+_ALWAYS = ("clients", "model", "engine", "checkpoint", "limits")
+"""Sections that have defaults where a recipe leaves them out."""
 
-    Args:
-        where: the section, for errors, as `[train]`.
-        cls: its dataclass.
-        table: its keys and values.
-        given: fields that are written in another section.
+_NAMED: Mapping[str, tuple[Mapping[str, type], type]] = {
+    "data": (SOURCES, Source),
+    "task": (OBJECTIVES, Objective),
+    "tracking": (TRACKERS, Tracker),
+}
+"""Sections that name their class: the registry, and the base of the user's own."""
 
-    Raises:
-        RecipeError: an unknown option, a wrong value, or a required option is missing.
-    """
-    values = checked(where, cls, table, frozenset(given))
-    try:
-        built = cls(**values, **given)
-    except TypeError as error:  # a required field
-        raise RecipeError(f"{where}: {str(error).removeprefix(f'{cls.__name__}.__init__() ')}") from None
-    defaults = {f.name: f.default for f in fields(cls)}
-    for key, because in getattr(built, "idle", {}).items():
-        if key in table and getattr(built, key) != defaults[key]:  # a resolved recipe writes all defaults out
-            warnings.warn(f"{where} {key} has no effect beside {because}", PolyfedWarning, stacklevel=2)
-    return built
+
+def _sections(table: Mapping[str, Any], top: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+    """The sections that exist and are tables; the others are noted as problems."""
+    kept: dict[str, Any] = {}
+    for key, value in table.items():
+        if key in top or key == "versions":  # a resolved recipe names the versions it ran with, and can be run again
+            continue
+        with problems.noting():
+            refuse_unknown(key)
+            if not isinstance(value, Mapping):
+                raise RecipeError(f"'{key}' is a section: write [{key}] and its keys below it", (key,))
+            kept[key] = value
+    return kept
 
 
 def as_table(part: Any) -> dict[str, Any]:
@@ -264,57 +290,3 @@ def _toml(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_toml(entry) for entry in value]
     return value if isinstance(value, bool | int | float | str) else str(value)
-
-
-def _algorithm(sections: Mapping[str, Any], clients: ClientsSpec) -> Algorithm:
-    """Build the algorithm with the parts that are written in sections of their own."""
-    cls, table = _class("[algorithm]", ALGORITHMS, Algorithm, sections["algorithm"])
-    table = with_preset(cls, table)
-    own = {f.name for f in fields(cls)}
-    given: dict[str, Any] = {}
-    for part, section in PARTS.items():
-        if part not in own:
-            if section in sections:
-                raise RecipeError(
-                    f"[{section}] has no effect: algorithm '{sections['algorithm']['name']}' does not use it. Remove it"
-                )
-            continue
-        entry = sections.get(section, {})
-        if part == "selector":
-            kind, rest = _class(f"[{section}]", SELECTORS, Selector, {"name": "uniform"} | dict(entry))
-            taken: dict[str, Any] = {"participation": clients.participation, "overselect": clients.overselect}
-            if "train" in {f.name for f in fields(kind)}:
-                taken["train"] = given["train"]  # a selector that trains clients uses the algorithm's [train]
-            given[part] = build(f"[{section}]", kind, rest, **taken)
-        else:
-            kind = {"train": Train, "evaluation": Evaluation, "server": ServerOptimiser}[part]
-            given[part] = build(f"[{section}]", kind, entry)
-    if "selector" not in own and clients.participation != 1.0:
-        warnings.warn(
-            f"[clients] participation = {clients.participation} has no effect: algorithm "
-            f"'{sections['algorithm']['name']}' asks every client in every round",
-            PolyfedWarning,
-            stacklevel=2,
-        )
-    built: Algorithm = build("[algorithm]", cls, table, **given)
-    return built
-
-
-def _named(section: str, registry: Mapping[str, type], base: type, sections: Mapping[str, Any]) -> Any:
-    """The object that a section describes by a name and options; None without the section."""
-    found, where = sections.get(section), f"[{section}]"
-    return None if found is None else build(where, *_class(where, registry, base, found))
-
-
-def _class(
-    where: str, registry: Mapping[str, type], base: type, table: Mapping[str, Any]
-) -> tuple[type, dict[str, Any]]:
-    """The class that a section names, and the section's other keys."""
-    rest = dict(table)
-    name = rest.pop("name", None)
-    if name is None:
-        raise RecipeError(f"{where} needs a name; {did_you_mean('', registry)}")
-    try:
-        return find(str(name), registry, base), rest
-    except RecipeError as error:
-        raise type(error)(f"{where} name = {error}") from error

@@ -28,7 +28,8 @@ from polyfed.core.tree import SHARED, Tree, digest, select
 from polyfed.evaluation.scores import Predictor
 from polyfed.experiment.checkpoint import sha256_of
 from polyfed.experiment.models import Models
-from polyfed.experiment.recipe import as_table, build
+from polyfed.experiment.parts import build
+from polyfed.experiment.recipe import as_table
 from polyfed.model import Model, ModelSpec, build_model
 from polyfed.model.encoders import entry_of
 from polyfed.model.plain import write_onnx

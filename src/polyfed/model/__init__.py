@@ -6,6 +6,7 @@
 - `encoder_spec.py`: `EncoderSpec`, the base of all encoders, and the multilayer perceptron.
 - `image_encoders.py`, `sequence_encoders.py`, `hugging_face.py`: encoders of images and clips, of time series, and
   pre-trained ones.
+- `default_encoders.py`: the encoder of a modality for which a recipe names none.
 - `encoders.py`: the encoders that a recipe can name, and encoders of the user's own.
 - `fusion.py`: the fusions that a recipe can name.
 - `own.py`: fusions and whole modules of the user's own.
@@ -23,13 +24,14 @@
 """
 
 from polyfed.model.build import build_model
+from polyfed.model.default_encoders import default_encoder
 from polyfed.model.encoder_spec import EncoderSpec, Mlp
 from polyfed.model.encoders import ENCODERS, Custom, encoder_spec
 from polyfed.model.fusion import FUSIONS, Fusion
 from polyfed.model.hugging_face import HuggingFace
 from polyfed.model.image_encoders import Cnn4, ResNet18
 from polyfed.model.model import Model
-from polyfed.model.sequence_encoders import ConvGru, Transformer
+from polyfed.model.sequence_encoders import ConvGru, TokenTransformer, Transformer
 from polyfed.model.spec import ModelSpec
 
 __all__ = [
@@ -45,7 +47,9 @@ __all__ = [
     "Model",
     "ModelSpec",
     "ResNet18",
+    "TokenTransformer",
     "Transformer",
     "build_model",
+    "default_encoder",
     "encoder_spec",
 ]

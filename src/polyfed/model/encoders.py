@@ -12,7 +12,7 @@ from polyfed.model.checks import known_fields, one_of
 from polyfed.model.encoder_spec import EncoderSpec, Mlp, Shape
 from polyfed.model.hugging_face import HuggingFace
 from polyfed.model.image_encoders import Cnn4, ResNet18
-from polyfed.model.sequence_encoders import ConvGru, Transformer
+from polyfed.model.sequence_encoders import ConvGru, TokenTransformer, Transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,7 @@ ENCODERS: dict[str, type[EncoderSpec]] = {
     "conv-gru": ConvGru,
     "hf": HuggingFace,
     "resnet18": ResNet18,
+    "token-transformer": TokenTransformer,
     "transformer": Transformer,
 }
 """The kinds of encoder that a recipe can name; a kind with a colon is a `Custom` encoder."""
@@ -106,6 +107,8 @@ def encoder_spec(where: str, entry: EncoderSpec | Mapping[str, Any]) -> EncoderS
         return spec(**entry)
     except (ModelError, NotAllowed) as error:
         raise type(error)(f"{where}: {error}") from None
+    except TypeError as error:  # a required option
+        raise ModelError(f"{where}: {str(error).removeprefix(f'{spec.__name__}.__init__() ')}.") from None
 
 
 def _allowed(where: str, kind: str) -> None:

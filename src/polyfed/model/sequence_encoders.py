@@ -1,4 +1,4 @@
-"""Encoders of time series: convolutions with a GRU, and a transformer."""
+"""Encoders of time series and of token ids: convolutions with a GRU, and transformers."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -113,6 +113,71 @@ class _Transformer(nn.Module):
         z = self.project(x)
         for layer in self.layers:
             z = layer(z, src_key_padding_mask=~real)
+        z = torch.where(real.unsqueeze(-1), z, z.new_zeros(()))
+        return z.sum(1) / real.sum(1, keepdim=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTransformer(EncoderSpec):
+    """Embeddings of token ids and of their positions, post-norm transformer layers, mean over the tokens.
+
+    For token ids (T,), whole numbers from 0. No token attends to padding, and the mean leaves padding out. The layers
+    are those of Vaswani et al., "Attention Is All You Need" (NeurIPS 2017), with learned positions as in Devlin et al.,
+    "BERT" (NAACL 2019), Section 3; both embeddings start from N(0, 0.02²) as in BERT.
+
+    Attributes:
+        vocabulary: number of different ids; every id must be smaller.
+        padding: id that fills up short texts; -1 if there is none.
+        layers: number of layers.
+        heads: number of attention heads; must divide the embedding.
+        feedforward: width of the feed-forward layers.
+    """
+
+    kind: Literal["token-transformer"] = "token-transformer"
+    vocabulary: int
+    padding: int = 0
+    layers: int = 1
+    heads: int = 4
+    feedforward: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "layers", "heads", "feedforward"):
+            whole(name, getattr(self, name))
+        if isinstance(self.padding, bool) or not isinstance(self.padding, int):
+            raise ModelError(f"padding = {self.padding!r}: give the id of the padding, or -1 if there is none.")
+
+    def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
+        """Make the module; see `EncoderSpec.build`. Reads token ids (T,)."""
+        _rank(shape, 1, "token ids (T,)")
+        if embedding % self.heads:
+            raise ModelError(f"heads = {self.heads} does not divide the embedding of {embedding}.")
+        return _TokenTransformer(self, shape[0], embedding, sequence)
+
+
+class _TokenTransformer(nn.Module):
+    def __init__(self, spec: TokenTransformer, tokens: int, embedding: int, sequence: bool) -> None:
+        super().__init__()
+        self.padding, self.sequence = spec.padding, sequence
+        self.tokens = nn.Embedding(spec.vocabulary, embedding)
+        self.positions = nn.Parameter(torch.empty(tokens, embedding))
+        for weight in (self.tokens.weight, self.positions):
+            nn.init.normal_(weight, std=0.02)
+        self.norm = nn.LayerNorm(embedding)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(embedding, spec.heads, spec.feedforward, dropout=0.0, batch_first=True)
+            for _ in range(spec.layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = x.to(torch.int64)
+        real = ids != self.padding
+        # a sample of padding alone attends to all of it, because a softmax over no tokens is NaN
+        real = real | ~real.any(1, keepdim=True)
+        z: Tensor = self.norm(self.tokens(ids) + self.positions)
+        for layer in self.layers:
+            z = layer(z, src_key_padding_mask=~real)
+        if self.sequence:
+            return z
         z = torch.where(real.unsqueeze(-1), z, z.new_zeros(()))
         return z.sum(1) / real.sum(1, keepdim=True)
 

@@ -1,16 +1,20 @@
 """The `[model]` section of a recipe."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from polyfed.core.errors import ModelError
+from polyfed.core.errors import ModelError, RecipeError
+from polyfed.core.problems import Problems
 from polyfed.model import own
 from polyfed.model.checks import one_of, probability, sizes, whole
 from polyfed.model.encoders import encoder_spec
 from polyfed.model.fusion import FUSIONS, Fusion
+
+_ENCODERS = ("model", "encoders")
 
 MODEL_WIDTHS = ("embedding", "head", "attention_hidden")
 """Fields of the section that `widened` scales."""
@@ -52,6 +56,33 @@ class ModelSpec:
     blocks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        problems = Problems()
+        checks: dict[str, Callable[[], Any]] = {
+            "fusion": self._check_fusion,
+            "module": self._check_module,
+            "dropout": lambda: probability("[model] dropout", self.dropout),
+            "head": lambda: sizes("[model] head", self.head),
+        }
+        for name in ("embedding", "attention_hidden", "attention_heads"):
+            checks[name] = partial(whole, f"[model] {name}", getattr(self, name))
+        for name, check in checks.items():
+            _noted(problems, ("model", name), check)
+        specs = {
+            name: _noted(
+                problems, ("model", "encoders", name), partial(encoder_spec, f"[model.encoders] {name}", entry)
+            )
+            for name, entry in self.encoders.items()
+        }
+        problems.raise_all()
+        object.__setattr__(self, "head", tuple(self.head))
+        object.__setattr__(self, "encoders", specs)
+
+    def _check_fusion(self) -> None:
+        """Check the fusion, and make a fusion of the user's own a class.
+
+        Raises:
+            ModelError: there is no such fusion, or it takes no options.
+        """
         if isinstance(self.fusion, str) and ":" not in self.fusion:
             one_of("[model] fusion", self.fusion, FUSIONS)
             if self.fusion_options:
@@ -62,13 +93,6 @@ class ModelSpec:
         else:
             fusion = own.read("[model] fusion", self.fusion, Fusion, f"one of {', '.join(FUSIONS)}, or ")
             object.__setattr__(self, "fusion", fusion)
-        self._check_module()
-        for name in ("embedding", "attention_hidden", "attention_heads"):
-            whole(f"[model] {name}", getattr(self, name))
-        probability("[model] dropout", self.dropout)
-        object.__setattr__(self, "head", sizes("[model] head", self.head))
-        specs = {name: encoder_spec(f"[model.encoders] {name}", entry) for name, entry in self.encoders.items()}
-        object.__setattr__(self, "encoders", specs)
 
     def _check_module(self) -> None:
         """Check what belongs to a whole module.
@@ -127,6 +151,15 @@ class ModelSpec:
         encoders = {name: _widened(spec, factor, ENCODER_WIDTHS) for name, spec in self.encoders.items()}
         wide: ModelSpec = _widened(self, factor, MODEL_WIDTHS)
         return replace(wide, encoders=encoders)
+
+
+def _noted(problems: Problems, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
+    """Call a function; a fault that it raises is noted as one of the option `key`."""
+    try:
+        return make()
+    except RecipeError as error:
+        error.key = key
+        problems.add(error)
 
 
 def _widened(spec: Any, factor: float, names: Iterable[str]) -> Any:

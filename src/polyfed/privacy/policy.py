@@ -6,6 +6,9 @@
     [egress.labels]
     server = []
 
+A row `[egress."*"]` stands for every modality that has no row of its own for the destination. It does not stand for
+`shared` or `labels`, whose rows decide about what all modalities have in common.
+
 If a block has a policy row for a destination, that row alone decides. Without a row, a modality may send parameters,
 gradients of parameters and statistics, and `labels` may send nothing. Without a row, `shared` may send only those of
 these three kinds that every modality of the client may send: the shared layers read all its modalities, and gradients
@@ -17,10 +20,14 @@ from dataclasses import dataclass, field, replace
 
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, Crossing
+from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED
 
 DEFAULT = frozenset({"parameters", "gradients", "statistic"})
 """Kinds that may leave if there is no row (docs/egress.md says why, and what they can still reveal)."""
+
+EVERY = "*"
+"""The row of every modality that has no row of its own."""
 
 Table = Mapping[str, Mapping[str, Iterable[str]]]
 
@@ -44,29 +51,31 @@ class Policy:
 
         Args:
             table: for each block, the kinds by destination.
-            modalities: the modalities that may have a row.
+            modalities: the modalities that may have a row; a row `*` stands for those without a row of their own.
             where: the name of the table in error messages.
 
         Raises:
             RecipeError: a row, destination or kind is unknown; the text suggests the most similar name.
         """
-        rows = (*modalities, SHARED, LABELS)
+        named = [name for name in modalities if name not in (SHARED, LABELS, EVERY)]
+        rows = (*named, SHARED, LABELS, EVERY)
         rules: dict[tuple[str, str], frozenset[str]] = {}
+        problems = Problems()
         for block, entry in table.items():
             if block not in rows:
-                raise RecipeError(f"{where} has no row '{block}'; {did_you_mean(block, rows)}")
+                text = f"{where} has no row '{block}'; {did_you_mean(block, rows)}"
+                problems.add(RecipeError(text, ("egress", block)))
+                continue
             for destination, kinds in entry.items():
-                if destination not in DESTINATIONS:
-                    hint = did_you_mean(destination, DESTINATIONS)
-                    raise RecipeError(f"{where[:-1]}.{block}] has no destination '{destination}'; {hint}")
-                if isinstance(kinds, str):
-                    raise RecipeError(f'{where[:-1]}.{block}] {destination} must be a list, as in ["{kinds}"]')
-                for kind in kinds:
-                    if kind not in KINDS:
-                        hint = did_you_mean(kind, KINDS)
-                        raise RecipeError(f"{where[:-1]}.{block}] {destination}: no kind '{kind}'; {hint}")
-                rules[block, destination] = frozenset(kinds)
-        return cls(rules)
+                if fault := _fault(destination, kinds, f"{where[:-1]}.{block}]"):
+                    problems.add(RecipeError(fault, ("egress", block, destination)))
+                else:
+                    rules[block, destination] = frozenset(kinds)
+        problems.raise_all()
+        wild = {destination: kinds for (block, destination), kinds in rules.items() if block == EVERY}
+        spread = {(name, destination): kinds for name in named for destination, kinds in wild.items()}
+        own = {place: kinds for place, kinds in rules.items() if place[0] != EVERY}
+        return cls(spread | own)
 
     def for_client(self, modalities: Iterable[str]) -> "Policy":
         """The same rules for a client that owns these modalities: `shared` inherits from their rows alone."""
@@ -140,6 +149,16 @@ class Policy:
             if block == SHARED:
                 kinds.setdefault(destination, set()).add(kind)
         yield from filter(None, (self.inherited(wanted, SHARED, place) for place, wanted in kinds.items()))
+
+
+def _fault(destination: str, kinds: Iterable[str], where: str) -> str:
+    """What is wrong with a line of a policy; empty if nothing is."""
+    if destination not in DESTINATIONS:
+        return f"{where} has no destination '{destination}'; {did_you_mean(destination, DESTINATIONS)}"
+    if isinstance(kinds, str):
+        return f'{where} {destination} must be a list, as in ["{kinds}"]'
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    return f"{where} {destination}: no kind '{unknown[0]}'; {did_you_mean(unknown[0], KINDS)}" if unknown else ""
 
 
 def refusal(crossing: Crossing, destination: str, policy: Policy, client: int | str, message: str) -> str:

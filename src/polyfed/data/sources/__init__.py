@@ -13,7 +13,8 @@ Bases and helpers:
 
 Your own arrays and tables:
 
-- `npz`: arrays of an `.npz` file or of a folder of `.npy` files; `hugging_face`: any table of the `datasets` library.
+- `npz`: arrays of an `.npz` file or of a folder of `.npy` files; `table`: CSV, parquet and JSON-lines files; `memory`:
+  objects of a Python program; `hugging_face`: any table of the `datasets` library.
 
 Images and digits:
 
@@ -48,11 +49,13 @@ from polyfed.data.sources.hugging_face import HuggingFace
 from polyfed.data.sources.iemocap import Iemocap
 from polyfed.data.sources.ku_har import KuHar
 from polyfed.data.sources.meld import Meld
+from polyfed.data.sources.memory import Memory
 from polyfed.data.sources.mnist_m import MnistM
 from polyfed.data.sources.msp_improv import MspImprov
 from polyfed.data.sources.multiview import MultiView
 from polyfed.data.sources.npz import Npz
 from polyfed.data.sources.ptb_xl import PtbXl
+from polyfed.data.sources.table import Table
 from polyfed.data.sources.toy import Toy
 from polyfed.data.sources.ucihar import UciHar
 
@@ -67,6 +70,7 @@ SOURCES: dict[str, type[Source]] = {
     "iemocap": Iemocap,
     "ku-har": KuHar,
     "meld": Meld,
+    "memory": Memory,
     "mosei": Mosei,
     "mosi": Mosi,
     "msp-improv": MspImprov,
@@ -77,9 +81,10 @@ SOURCES: dict[str, type[Source]] = {
     "mnist-m": MnistM,
     "multiview": MultiView,
     "npz": Npz,
+    "table": Table,
     "toy": Toy,
     "ucihar": UciHar,
 }
 """Sources by the name that `[data] name` gives."""
 
-__all__ = ["SOURCES", "AvMnist", "CgDigits", "CgMnist", "Facts", "Npz", "Source", "Toy", "UciHar"]
+__all__ = ["SOURCES", "AvMnist", "CgDigits", "CgMnist", "Facts", "Memory", "Npz", "Source", "Table", "Toy", "UciHar"]

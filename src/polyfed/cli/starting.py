@@ -1,0 +1,103 @@
+"""`polyfed init`: a first recipe for a file of your own; and the lines of a recipe that an algorithm needs."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.base import Algorithm
+from polyfed.cli import catalogue
+from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.files import replace_text
+from polyfed.core.messages import DESTINATIONS, KINDS, LABELS
+from polyfed.core.tree import SHARED
+from polyfed.experiment.starter import starter
+from polyfed.model import ModelSpec
+from polyfed.privacy.policy import EVERY, Policy
+
+
+def write_recipe(file: Path, out: Path, columns: Mapping[str, str | None]) -> tuple[str, ...]:
+    """Write a complete recipe for a data file.
+
+    Args:
+        file: the data.
+        out: the recipe to write.
+        columns: `label`, `client` and `split`, each with the name of its array or column; None: it is guessed.
+
+    Returns:
+        Sentences on everything that was guessed.
+
+    Raises:
+        RecipeError: the file `out` exists already.
+        PolyfedError: the data cannot be read, or no labels or modalities are found in it.
+    """
+    if out.exists():
+        raise RecipeError(f"{out} exists already; nothing was replaced. Choose another file with --out")
+    made = starter(file, columns)
+    replace_text(out, made.text)
+    return made.notes
+
+
+SOME = "MODALITY"
+"""Stands in the printed lines for the name of a modality, where a method does not run with a row for every modality."""
+
+_MEANS = {
+    EVERY: "every modality without a row of its own",
+    SOME: "write the name of a modality that may be shared; the method keeps at least one private",
+}
+
+
+def lines_for(name: str | None) -> str:
+    """The [algorithm] section and the [egress] rows that a recipe needs for an algorithm with default options.
+
+    Raises:
+        RecipeError: no name is given, or there is no such algorithm.
+    """
+    if name is None:
+        raise RecipeError(f"--recipe needs the name of an algorithm; {did_you_mean('', ALGORITHMS)}")
+    lines = ["[algorithm]", f'name = "{name}"']
+    needed = egress_of(name)
+    if not needed:
+        lines += ["", "# no [egress] rows are needed: without any, parameters, gradients and statistics may leave"]
+    for block, row in needed.items():
+        lines += ["", f"[egress.{json.dumps(block) if block == EVERY else block}]"]
+        lines += [f"{destination} = {json.dumps(kinds)}" for destination, kinds in row.items()]
+        if block in _MEANS:
+            lines[-len(row) - 1] += f"  # {_MEANS[block]}"
+    return "\n".join(lines)
+
+
+def egress_of(name: str) -> dict[str, dict[str, list[str]]]:
+    """The rows that a policy needs so that it allows what an algorithm with default options sends, and no more.
+
+    Raises:
+        RecipeError: there is no such algorithm.
+    """
+    cls = catalogue.algorithm_named(name)
+    needed: dict[tuple[str, str], set[str]] = {}
+    for row in catalogue.crossings(cls):
+        if row.way not in DESTINATIONS:
+            continue
+        blocks = [LABELS] if row.kind == LABELS else row.blocks.split(", ")
+        for block in blocks:
+            needed.setdefault((EVERY if block == "modalities" else block, row.way), set()).add(row.kind)
+    rows: dict[str, dict[str, list[str]]] = {}
+    for block in (EVERY, SHARED, LABELS):  # `shared` inherits from the rows of the modalities, so these come first
+        for destination in DESTINATIONS:
+            kinds = needed.get((block, destination), set())
+            policy = Policy.parse(rows, ["any"])
+            if not kinds <= policy.kinds("any" if block == EVERY else block, destination):
+                rows.setdefault(block, {})[destination] = [kind for kind in KINDS if kind in kinds]
+    if EVERY in rows and not _runs(cls, rows):
+        return {SOME if block == EVERY else block: row for block, row in rows.items()}
+    return rows
+
+
+def _runs(cls: type[Algorithm], rows: dict[str, dict[str, list[str]]]) -> bool:
+    """Whether the algorithm finds a model to train under these rows, in a federation of two modalities."""
+    names = ("one", "two")
+    try:
+        cls().model_spec(ModelSpec(), names, Policy.parse(rows, names))
+    except RecipeError:
+        return False
+    return True

@@ -1,0 +1,204 @@
+"""The parts of a table before they are checked, and their conversion to `Columns`, with all faults at once."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.core.errors import DataError
+from polyfed.core.problems import Problems
+from polyfed.data.columns import Column, Columns, standardised
+from polyfed.data.facts_of_rows import Labels, clients_of, labels_of, splits_of
+from polyfed.data.layout import laid_out, tensor_of
+from polyfed.data.splits import drawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """The parts of a table as they were read.
+
+    Attributes:
+        name: Name of the data set.
+        where: How messages call the data, such as `'my.csv'`.
+        modalities: Modality -> array or tensor (N, ...), or (N,), which becomes (N, 1). A row whose entries are all NaN
+            lacks the modality.
+        labels: (N,) or (N, T); see `labels_of`.
+        clients: Natural client of each row (N,), or None.
+        split: Split of each row (N,), or None.
+        present: Modality -> bool (N,), for modalities that some rows lack.
+        class_names: Names of the classes or targets, or None.
+        layout: Modality -> axes of a sample, where the guess of `laid_out` is wrong.
+        notes: What was guessed, converted or left out so far.
+    """
+
+    name: str
+    where: str
+    modalities: Mapping[str, Any]
+    labels: Any
+    clients: Any = None
+    split: Any = None
+    present: Mapping[str, Any] = field(default_factory=dict)
+    class_names: Sequence[str] | None = None
+    layout: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def columns_of(
+    draft: Draft,
+    *,
+    test_share: float = 0.2,
+    seed: int = 0,
+    standardise: bool | Sequence[str] = False,
+    problems: Problems | None = None,
+) -> Columns:
+    """Check a draft and make a table of it.
+
+    Args:
+        draft: The parts.
+        test_share: Share of every class that becomes the test set, if the draft has no split.
+        seed: Seed of that draw.
+        standardise: The modalities to standardise, or all of them; see `standardised`.
+        problems: Faults that were found while the draft was read; they are raised together with those found here.
+
+    Raises:
+        DataError: With all faults that were found.
+    """
+    problems = problems or Problems()
+    labels = problems.attempt(lambda: labels_of(draft.labels, f"{draft.where}: the label column", draft.class_names))
+    found: dict[str, tuple[Column, Tensor | None]] = {}
+    for name, values in draft.modalities.items():
+        made = problems.attempt(partial(_modality, draft, name, values))
+        if made is not None:
+            found[name] = made
+    readers: tuple[tuple[str, Any, Callable[[Any, str], Tensor]], ...] = (
+        ("client", draft.clients, clients_of),
+        ("split", draft.split, splits_of),
+    )
+    facts: dict[str, Tensor | None] = {
+        name: None if given is None else problems.attempt(partial(read, given, f"{draft.where}: the {name} column"))
+        for name, given, read in readers
+    }
+    if labels is not None:
+        arrays = {name: column for name, (column, _) in found.items()} | facts
+        _check_rows(draft, len(labels.values), arrays, {n: p for n, (_, p) in found.items() if p is not None}, problems)
+    problems.raise_all()
+    assert labels is not None
+    columns = _table(draft, labels, found, facts, test_share, seed)
+    return standardised(columns, standardise)
+
+
+def _table(
+    draft: Draft,
+    labels: Labels,
+    found: Mapping[str, tuple[Column, Tensor | None]],
+    facts: Mapping[str, Tensor | None],
+    test_share: float,
+    seed: int,
+) -> Columns:
+    split, notes = facts["split"], list(draft.notes)
+    notes += [labels.note] if labels.note else []
+    if split is None:
+        split = drawn(labels.values, test_share, seed)
+        notes.append(f"no split is given: a share of {test_share:g} of the rows is drawn as the test set (test_share)")
+    return Columns(
+        name=draft.name,
+        modalities={name: column for name, (column, _) in found.items()},
+        label=labels.values,
+        num_classes=labels.num_classes,
+        split=split,
+        ids=torch.arange(len(labels.values)),
+        class_names=labels.names,
+        present={name: there for name, (_, there) in found.items() if there is not None},
+        client=facts["client"],
+        notes=tuple(notes),
+    )
+
+
+def _modality(draft: Draft, name: str, values: Any) -> tuple[Column, Tensor | None]:
+    """The column of a modality, and which rows have it, or None if all have it."""
+    where = f"{draft.where}: modality '{name}'"
+    tensor = _numbers(values, where)
+    there = torch.ones(len(tensor), dtype=torch.bool)
+    if name in draft.present:
+        marked = torch.as_tensor(np.asarray(draft.present[name]), dtype=torch.bool)
+        if marked.shape != there.shape:
+            raise DataError(f"{where}: `present` has shape {tuple(marked.shape)}; it needs one entry for each row")
+        there = marked
+    if tensor.is_floating_point():
+        empty = tensor.isnan().flatten(1)
+        there = there & ~empty.all(1)
+        if bool((partly := empty.any(1) & there).any()):
+            raise DataError(
+                f"{where}: {int(partly.sum())} rows have some values and lack others (NaN), first row "
+                f"{int(partly.nonzero()[0, 0])}. Fill these in, or make the whole sample NaN where it is missing"
+            )
+        tensor = tensor if bool(there.all()) else torch.where(there.view(-1, *[1] * (tensor.dim() - 1)), tensor, 0.0)
+    if not bool(there.any()):
+        raise DataError(f"{where} is missing in every row. Leave it out, or look for the file or column it comes from")
+    return laid_out(tensor, draft.layout.get(name), where), None if bool(there.all()) else there
+
+
+def _numbers(values: Any, where: str) -> Tensor:
+    """A tensor (N, ...) on the CPU with at least two axes.
+
+    Raises:
+        DataError: The values are not numbers of one shape.
+    """
+    if isinstance(values, Tensor):
+        tensor = values.detach().cpu()
+    else:
+        array = _dense(values, where)
+        if array.dtype.kind not in "fiub":
+            raise DataError(f"{where} holds {array.dtype}: a modality needs numbers, one sample a row")
+        tensor = tensor_of(array)
+    if tensor.is_complex() or tensor.dim() == 0:
+        raise DataError(f"{where} is {tensor.dtype} of shape {tuple(tensor.shape)}: give real numbers (N, ...)")
+    return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
+
+
+def _dense(values: Any, where: str) -> NDArray[Any]:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # rows of different shapes
+        array = np.empty(0, dtype=object)
+    if array.dtype.kind != "O":
+        return array
+    kinds = sorted({type(row).__name__ for row in values})
+    shapes = sorted({np.shape(row) for row in values if not isinstance(row, str)}, key=str)
+    if len(shapes) == 1 and not any(isinstance(row, str) for row in values):
+        try:
+            return np.stack([np.asarray(row, dtype=np.float64) for row in values])
+        except (TypeError, ValueError):
+            pass
+    found = f"shapes {', '.join(map(str, shapes[:3]))}" if len(shapes) > 1 else f"types {', '.join(kinds[:3])}"
+    raise DataError(f"{where}: rows differ in {found}. Bring all samples to numbers of one shape")
+
+
+def _check_rows(
+    draft: Draft, num: int, arrays: Mapping[str, Any], present: Mapping[str, Tensor], problems: Problems
+) -> None:
+    """Note arrays whose length is not that of the labels, and rows without any modality."""
+    unequal = {name: len(array) for name, array in arrays.items() if array is not None and len(array) != num}
+    for name, length in unequal.items():
+        problems.add(
+            DataError(
+                f"{draft.where}: '{name}' has {length} rows, the labels have {num}. Every array needs one row per "
+                "sample, in the same order"
+            )
+        )
+    if num == 0:
+        problems.add(DataError(f"{draft.where} has no rows. Check where it comes from"))
+    if not unequal and len(present) == len(draft.modalities) and present:
+        bare = ~torch.stack(list(present.values())).any(0)
+        if bool(bare.any()):
+            problems.add(
+                DataError(
+                    f"{draft.where}: {int(bare.sum())} rows lack every modality, first row "
+                    f"{int(bare.nonzero()[0, 0])}. Leave these rows out"
+                )
+            )

@@ -1,0 +1,184 @@
+"""Reads what a table says of each row: its label, its natural client and its split, as numbers, floats or words."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyfed.core.errors import DataError, PolyfedWarning
+from polyfed.data.columns import TEST, TRAIN, VALIDATION
+
+MANY_CLASSES = 1000
+"""Labels that give more classes than rows, and more than this, are refused: they must be something else (inferred)."""
+
+SPLITS: Mapping[str, int] = {
+    "train": TRAIN,
+    "training": TRAIN,
+    "test": TEST,
+    "validation": VALIDATION,
+    "valid": VALIDATION,
+    "val": VALIDATION,
+    "dev": VALIDATION,
+}
+"""Words for the codes of `Columns.split`."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of a table.
+
+    Attributes:
+        values: int64 (N,) for classes; float32 (N,) or (N, T) for other targets, as they are.
+        names: names of the classes, if the labels were words or names are given.
+        num_classes: number of classes, or of targets T.
+        note: a sentence on labels that were words; otherwise empty.
+    """
+
+    values: Tensor
+    names: tuple[str, ...] | None
+    num_classes: int
+    note: str = ""
+
+
+def labels_of(values: Any, where: str, names: Sequence[str] | None = None) -> Labels:
+    """Read labels.
+
+    Words become class numbers in sorted order, and the words are kept as names. Whole numbers and booleans are class
+    numbers. Floats, and arrays with several targets for each row, are passed on as float32, unknown targets as NaN.
+
+    Args:
+        values: (N,) or (N, T).
+        where: what messages call the labels.
+        names: names of the classes in order of their numbers; None if they are not known.
+
+    Raises:
+        DataError: The labels are neither numbers nor words, are mixed, or some are missing.
+    """
+    array = plain(values, where)
+    if array.dtype.kind == "U":
+        return _words(array, where, names)
+    if array.dtype.kind not in "iubf":
+        raise DataError(f"{where} holds {array.dtype}: labels must be whole numbers from 0, words, or float targets")
+    if array.ndim not in (1, 2):
+        raise DataError(f"{where} has shape {array.shape}: give one label a row, or one row of targets")
+    if array.dtype.kind == "f" or array.ndim > 1:
+        target = torch.from_numpy(array.astype(np.float32))
+        return Labels(target, None if names is None else tuple(names), 1 if array.ndim == 1 else int(array.shape[1]))
+    label = torch.from_numpy(array.astype(np.int64))
+    if names is None:
+        check_numbering(label, where)
+    count = max(int(label.max()) + 1 if len(label) else 0, 1) if names is None else len(names)
+    return Labels(label, None if names is None else tuple(names), count)
+
+
+def clients_of(values: Any, where: str) -> Tensor:
+    """The natural client of each row, int64 (N,): words or whole numbers, numbered in sorted order.
+
+    Raises:
+        DataError: They are neither, or some are missing.
+    """
+    array = plain(values, where)
+    if array.dtype.kind not in "iuU" or array.ndim != 1:
+        raise DataError(f"{where} must hold integers or strings, one a row; it is {array.dtype} {array.shape}")
+    return torch.from_numpy(np.unique(array, return_inverse=True)[1].astype(np.int64))
+
+
+def splits_of(values: Any, where: str) -> Tensor:
+    """Split codes, int8 (N,), of an array of codes or of the words in `SPLITS`.
+
+    Raises:
+        DataError: There is another word or type.
+    """
+    array = plain(values, where)
+    if array.dtype.kind == "U" and array.ndim == 1:
+        unknown = [word for word in np.unique(array).tolist() if word.lower() not in SPLITS]
+        if unknown:
+            raise DataError(f"{where} holds '{unknown[0]}'; allowed: {', '.join(SPLITS)}, or codes from 0 to 3")
+        return torch.tensor([SPLITS[word.lower()] for word in array.tolist()], dtype=torch.int8)
+    if array.dtype.kind not in "iub" or array.ndim != 1:
+        raise DataError(f"{where} must hold 0 train, 1 test, 2 validation or 3 left out, or words such as 'train'")
+    return torch.from_numpy(array.astype(np.int64)).clamp(-1, 127).to(torch.int8)
+
+
+def plain(values: Any, where: str) -> NDArray[Any]:
+    """An array of one plain type: booleans, whole numbers, floats or words.
+
+    Raises:
+        DataError: Entries are missing, or words and numbers are mixed.
+    """
+    array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+    if array.dtype.kind == "S":
+        return np.char.decode(array, "utf-8", "replace")
+    if array.dtype.kind not in "OT":
+        return array
+    entries = array.reshape(-1).tolist()
+    gone = np.array([entry is None or entry != entry for entry in entries])
+    if gone.any():
+        raise missing(gone, where)
+    kinds = {"words" if isinstance(entry, str) else "numbers" for entry in entries}
+    if len(kinds) > 1:
+        word = next(row for row, entry in enumerate(entries) if isinstance(entry, str))
+        number = next(row for row, entry in enumerate(entries) if not isinstance(entry, str))
+        raise DataError(
+            f"{where} mixes words and numbers: '{entries[word]}' at row {word}, {entries[number]!r} at row {number}. "
+            "Write all of them as words, or all as numbers"
+        )
+    return np.array(entries).reshape(array.shape)
+
+
+def _words(array: NDArray[Any], where: str, names: Sequence[str] | None) -> Labels:
+    if array.ndim != 1:
+        raise DataError(f"{where} holds words of shape {array.shape}: give one word a row, or a number for each target")
+    if (empty := np.char.strip(array) == "").any():
+        raise missing(empty, where)
+    found = np.unique(array) if names is None else np.array(tuple(names))
+    number = {str(word): place for place, word in enumerate(found.tolist())}
+    if strange := [word for word in np.unique(array).tolist() if word not in number]:
+        raise DataError(f"{where} holds '{strange[0]}', which is none of the class names {', '.join(number)}")
+    if len(number) > max(len(array) // 2, 1) and len(number) > 2:
+        raise DataError(
+            f"{where} holds {len(number)} different words in {len(array)} rows, such as '{array[0]}': these look like "
+            "texts or ids, not classes. Name the column of the labels"
+        )
+    values = torch.tensor([number[word] for word in array.tolist()], dtype=torch.int64)
+    listed = ", ".join([*list(number)[:5], *(["..."] if len(number) > 5 else [])])
+    note = f"the labels are words: {len(number)} classes, {listed}" if names is None else ""
+    return Labels(values, tuple(number), len(number), note)
+
+
+def missing(gone: NDArray[np.bool_], where: str) -> DataError:
+    """The error for facts that are missing in some rows, `gone` bool (N,)."""
+    return DataError(
+        f"{where} is empty in {int(gone.sum())} of {gone.size} rows, first row {int(np.flatnonzero(gone)[0])}. "
+        "Fill these cells in, or leave the rows out"
+    )
+
+
+def check_numbering(label: Tensor, where: str) -> None:
+    """Check labels of classes without names, whose number is known from the largest label only.
+
+    Raises:
+        DataError: The largest label makes far more classes than there are rows.
+    """
+    if not len(label) or int(label.min()) < 0:
+        return  # `Columns` refuses these
+    num_classes, seen = int(label.max()) + 1, torch.unique(label)
+    if num_classes > max(len(label), MANY_CLASSES):
+        raise DataError(
+            f"{where} holds {num_classes - 1}, which makes {num_classes} classes of {len(label)} rows. Number the "
+            "classes from 0, and leave out rows without a label"
+        )
+    if len(seen) < num_classes:
+        absent = sorted(set(range(num_classes)) - set(seen.tolist()))
+        listed = ", ".join(map(str, absent[:5])) + (", ..." if len(absent) > 5 else "")
+        warnings.warn(
+            f"{where}: classes run from 0 to {num_classes - 1}, and {len(absent)} of them ({listed}) have no row. "
+            "Number the classes from 0 without gaps, or name them all in an array 'label_name'",
+            PolyfedWarning,
+            stacklevel=6,
+        )

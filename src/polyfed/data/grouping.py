@@ -1,0 +1,85 @@
+"""Which columns of a table belong to which modality? By a mapping, by patterns, or guessed from their names."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from polyfed.core.errors import DataError, did_you_mean
+from polyfed.core.problems import Problems
+
+REST = "features"
+"""The modality of the number columns whose names share no prefix with others."""
+
+_NUMBERED = re.compile(r"(.+?)[_.\-:/ ]?\d+(?:[_.\-:x]\d+)*")
+_PREFIXED = re.compile(r"([^_.\-:/ ]+)[_.\-:/ ].+")
+
+
+def grouped(columns: Iterable[str], lists: Iterable[str] = ()) -> dict[str, list[str]]:
+    """Guess the modalities of a table from the names of its columns.
+
+    Columns that differ in a number at their end are one modality (`audio_0`, `audio_1`), and so are columns with the
+    same first word (`audio_mean`, `audio_std`). Columns that belong to no group are one modality `features`.
+
+    Args:
+        columns: names of columns of single numbers.
+        lists: names of columns whose cells are lists or images; each is a modality of its own.
+
+    >>> grouped(["audio_0", "audio_1", "eeg.a", "eeg.b", "age"], ["image"])
+    {'audio': ['audio_0', 'audio_1'], 'eeg': ['eeg.a', 'eeg.b'], 'features': ['age'], 'image': ['image']}
+    """
+    columns = list(columns)
+    groups: dict[str, list[str]] = {}
+    for pattern in (_NUMBERED, _PREFIXED):
+        placed = {column for group in groups.values() for column in group}
+        found: dict[str, list[str]] = {}
+        for column in columns:
+            if column not in placed and (match := pattern.fullmatch(column)):
+                found.setdefault(match[1], []).append(column)
+        for prefix, group in found.items():
+            if len(group) > 1 or prefix in groups:
+                groups.setdefault(prefix, []).extend(group)
+    placed = {column for group in groups.values() for column in group}
+    if rest := [column for column in columns if column not in placed]:
+        groups.setdefault(REST, []).extend(rest)
+    groups = {name: sorted(group, key=columns.index) for name, group in groups.items()}
+    return {identifier(name): group for name, group in (groups | {name: [name] for name in lists}).items()}
+
+
+def identifier(name: str) -> str:
+    """A name that a modality may have: letters, digits and `_`, no digit first.
+
+    >>> identifier("left eye"), identifier("3d")
+    ('left_eye', 'm_3d')
+    """
+    word = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or REST
+    return word if word.isidentifier() and word not in ("shared", "labels") else f"m_{word}"
+
+
+def chosen(modalities: Mapping[str, str | Sequence[str]], columns: Sequence[str], where: str) -> dict[str, list[str]]:
+    """The columns that a mapping names.
+
+    Args:
+        modalities: modality -> a column, a pattern with `*`, or a list of these.
+        columns: the columns of the table.
+        where: what messages call the table.
+
+    Raises:
+        DataError: with every name that fits no column, and every column that two modalities name.
+    """
+    problems = Problems()
+    found: dict[str, list[str]] = {}
+    owner: dict[str, str] = {}
+    for modality, given in modalities.items():
+        found[modality] = []
+        for word in [given] if isinstance(given, str) else given:
+            matching = [column for column in columns if column == word or fnmatchcase(column, word)]
+            if not matching:
+                hint = did_you_mean(word, columns[:50])
+                problems.add(DataError(f"{where} has no column '{word}' for modality '{modality}'; {hint}"))
+            for column in matching:
+                if owner.setdefault(column, modality) != modality:
+                    text = f"{where}: column '{column}' is named by the modalities '{owner[column]}' and '{modality}'"
+                    problems.add(DataError(f"{text}. Name it once"))
+            found[modality] += [column for column in matching if column not in found[modality]]
+    problems.raise_all()
+    return found

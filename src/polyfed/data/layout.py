@@ -1,0 +1,69 @@
+"""The layout of samples: which axes an array has, and its conversion to (F), (T, F) or (C, H, W)."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.core.errors import DataError
+from polyfed.data.columns import Column
+
+Layout = Literal["F", "TF", "FT", "HW", "HWC", "CHW"]
+
+_AXES: Mapping[str, Any] = {
+    "F": lambda x: x,
+    "TF": lambda x: x,
+    "FT": lambda x: x.transpose(1, 2),
+    "HW": lambda x: x.unsqueeze(1),
+    "HWC": lambda x: x.permute(0, 3, 1, 2),
+    "CHW": lambda x: x,
+}
+
+# NumPy types that PyTorch lacks or cannot index, and the next one that it can
+_SUBSTITUTES: Mapping[str, str] = {
+    "uint16": "int32",
+    "uint32": "int64",
+    "uint64": "float64",
+    "longdouble": "float64",
+    "float128": "float64",
+}
+
+
+def tensor_of(array: Any) -> Tensor:
+    """A NumPy array of numbers as a tensor, in the nearest type that PyTorch can index."""
+    native = array.dtype.newbyteorder("=")
+    return torch.from_numpy(np.asarray(array).astype(_SUBSTITUTES.get(native.name, native), copy=False))
+
+
+def laid_out(values: Tensor, layout: str | None, where: str) -> Column:
+    """The column of an array (N, ...) whose samples have this layout; images of bytes are scaled to [0, 1].
+
+    Args:
+        values: (N, ...).
+        layout: axes of a sample; None guesses. One axis is a vector (F). Two axes are an image (H, W) if uint8,
+            otherwise a sequence (T, F). Three axes are (H, W, C) if the last has 1, 3 or 4 entries, otherwise
+            (C, H, W).
+        where: what messages call the array.
+
+    Raises:
+        DataError: The samples do not have the axes of the layout.
+    """
+    layout = layout or _guess(values)
+    if layout not in _AXES:
+        return Column(values)
+    if values.dim() != len(layout) + 1:
+        raise DataError(f"{where} has samples of shape {tuple(values.shape[1:])}, not of layout '{layout}'")
+    is_image = values.dtype == torch.uint8 and "H" in layout
+    scale = torch.tensor(255.0) if is_image else None
+    return Column(_AXES[layout](values), scale=scale)
+
+
+def _guess(values: Tensor) -> str:
+    axes = values.dim() - 1
+    if axes == 2:
+        return "HW" if values.dtype == torch.uint8 else "TF"
+    if axes == 3:
+        return "HWC" if values.shape[-1] in (1, 3, 4) else "CHW"
+    return "F" if axes == 1 else "other"

@@ -1,0 +1,197 @@
+"""table: your own table, a CSV, parquet or JSON-lines file with several columns for each modality."""
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.problems import Problems
+from polyfed.core.schema import BELOW_ONE, check_ranges
+from polyfed.data.checks import require
+from polyfed.data.columns import Columns
+from polyfed.data.draft import columns_of
+from polyfed.data.files import existing
+from polyfed.data.frames import Partial, Roles, drafted, guessed
+from polyfed.data.layout import Layout
+from polyfed.data.sources.base import Facts, Source
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SUFFIXES = (".csv", ".tsv", ".parquet", ".jsonl")
+"""The files that this source reads, by the end of their name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(Source):
+    """Your own table, without code: a row for each sample, and one or several columns for each modality.
+
+    An empty cell is a missing value: a row whose cells of a modality are all empty lacks this modality. Cells of
+    parquet and JSON-lines files may be lists: of numbers, of token ids, or of time steps.
+
+    Attributes:
+        path: The file: .csv, .tsv (with tabs), .parquet or .jsonl.
+        modalities: Modality -> its columns: the name of a column, a pattern with `*`, or a list of these.
+        label: Column of the labels: words or class numbers from 0; or a list of columns with targets.
+        client: Column of the natural client of each row: words or whole numbers.
+        split: Column of the splits: the words train, test and validation, or their codes 0, 1 and 2.
+        shapes: Modality -> shape of a sample, if its columns are the pixels of an image, as [1, 8, 8], or the steps of
+            a series, as [20, 3] for 20 steps of 3 features.
+        layout: Modality -> axes of a sample in lists or pictures, if the guess of the source `npz` is wrong.
+        partial: What to do with a row that has some cells of a modality and lacks others: "refuse", or "absent", which
+            takes it for a row without this modality.
+        standardise: Shift and scale every feature by its mean and deviation over the training rows; a list names the
+            modalities for which this is done.
+        test_share: Share of every class that is drawn as test set if there is no column of splits; 0: no test set.
+        seed: Seed of that draw; the run's own seed has no effect.
+    """
+
+    path: str
+    modalities: Mapping[str, str | list[str]] = field(default_factory=dict)
+    label: str | list[str] = "label"
+    client: str = "client"
+    split: str = "split"
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    layout: Mapping[str, Layout] = field(default_factory=dict)
+    partial: Partial = "refuse"
+    standardise: bool | tuple[str, ...] = False
+    test_share: Annotated[float, BELOW_ONE] = 0.2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_ranges("[data]", self)
+        for option in ("shapes", "layout"):
+            for name in getattr(self, option):
+                require(name in self.modalities, f"data.{option}", name, ", ".join(self.modalities))
+
+    def load(self) -> Columns:
+        """Read and check the table."""
+        path = existing(self.path, "table")
+        problems = Problems()
+        frame = read(path, problems)
+        if not self.modalities:
+            groups = guessed(frame, {self.client, self.split, *self.roles.labels}, [])
+            lines = ", ".join(f"{name} = {_toml(group)}" for name, group in groups.items())
+            raise RecipeError(
+                f"data.modalities is empty; from the names of the columns of '{path}' it could be "
+                f"modalities = {{ {lines} }}",
+                ("data", "modalities"),
+            )
+        axes = {name: {1: "F", 2: "TF", 3: "CHW"}.get(len(shape), "") for name, shape in self.shapes.items()}
+        draft = drafted(frame, f"'{path}'", path.stem, self.roles, problems, layout=axes | dict(self.layout))
+        draft = replace(draft, modalities=self._shaped(draft.modalities, problems))
+        return columns_of(
+            draft, test_share=self.test_share, seed=self.seed, standardise=self.standardise, problems=problems
+        )
+
+    @property
+    def roles(self) -> Roles:
+        """What the columns mean."""
+        defaults = tuple(role for role in ("client", "split") if getattr(self, role) == role)
+        return Roles(
+            modalities=self.modalities,
+            label=self.label,
+            client=self.client,
+            split=self.split,
+            partial=self.partial,
+            optional=defaults,
+        )
+
+    def _shaped(self, modalities: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+        """The values of the modalities in the shapes that the recipe gives."""
+        values = dict(modalities)
+        for name, shape in self.shapes.items():
+            if name not in values:
+                continue
+            try:
+                values[name] = values[name].reshape(len(values[name]), *shape)
+            except ValueError:
+                found = values[name].shape[1:]
+                text = f"data.shapes.{name} = {list(shape)} does not fit: a sample has {found} numbers"
+                problems.add(RecipeError(text, ("data", "shapes", name)))
+        return values
+
+    @classmethod
+    def describe(cls) -> Facts:
+        """Licence, origin and layout, as `polyfed data table` prints them."""
+        return Facts(
+            title="your own table: CSV, parquet or JSON lines, no code needed",
+            modalities={"<name>": "several columns of numbers, or one column of lists"},
+            licence="yours",
+            obtain="polyfed init FILE writes a recipe for it",
+            layout="one .csv, .tsv, .parquet or .jsonl file with a header and a row for each sample",
+        )
+
+
+def read(path: Path, problems: Problems) -> "pd.DataFrame":
+    """Read a table.
+
+    Args:
+        path: the file.
+        problems: columns that occur twice are added here.
+
+    Raises:
+        DataError: the file is damaged, empty or of another type, or a library that reads it is not installed.
+    """
+    import pandas as pd  # here: it takes half a second
+
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"'{path}' is no table that polyfed reads. Allowed: {', '.join(SUFFIXES)}, or an .npz file")
+    try:
+        if path.suffix == ".parquet":
+            return _parquet(path)
+        if path.suffix == ".jsonl":
+            return pd.DataFrame.from_records(_lines(path))
+        separator = "\t" if path.suffix == ".tsv" else ","
+        _refuse_copies(path, separator, problems)
+        return pd.read_csv(path, sep=separator)
+    except (OSError, ValueError, UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        words = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"'{path}' cannot be read as {path.suffix} ({words}). Save or copy it again") from None
+
+
+def _parquet(path: Path) -> "pd.DataFrame":
+    import pandas as pd
+
+    try:
+        import pyarrow
+    except ImportError:
+        raise DataError(f"reading '{path}' needs the package pyarrow: pip install 'polyfed[parquet]'") from None
+    try:
+        return pd.read_parquet(path, engine="pyarrow")
+    except pyarrow.ArrowException as error:
+        raise DataError(f"'{path}' is damaged or no parquet file ({error}). Save or copy it again") from None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"'{path}', line {number} is not JSON ({error}). Each line must be one object") from None
+        if not isinstance(row, dict):
+            raise DataError(f"'{path}', line {number} is a {type(row).__name__}. Each line must be one object")
+        rows.append(row)
+    if not rows:
+        raise DataError(f"'{path}' has no rows")
+    return rows
+
+
+def _refuse_copies(path: Path, separator: str, problems: Problems) -> None:
+    """Note columns that occur twice in the header, which pandas would rename."""
+    with path.open(encoding="utf-8-sig", newline="") as stream:
+        header = next(csv.reader(stream, delimiter=separator), [])
+    if doubled := sorted({name for name in header if header.count(name) > 1}):
+        names = ", ".join(map(repr, doubled))
+        problems.add(DataError(f"'{path}' has several columns named {names}. Rename or remove the copies"))
+
+
+def _toml(group: list[str]) -> str:
+    return json.dumps(group[0] if len(group) == 1 else group)

@@ -1,0 +1,110 @@
+"""What a recipe leaves open and the data decides: the encoders of the modalities that have none."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from polyfed.core.errors import DataError, ModelError
+from polyfed.core.problems import Problems
+from polyfed.data import Column, Columns
+from polyfed.experiment.recipe import Recipe
+from polyfed.model import EncoderSpec, TokenTransformer, default_encoder
+
+_WHOLE = (torch.int16, torch.int32, torch.int64)
+"""Types of token ids. Bytes are taken for pixels."""
+
+
+def with_encoders(recipe: Recipe, columns: Columns) -> Recipe:
+    """The recipe with an encoder for every modality of the data; those that it names stay as they are.
+
+    A whole module has no encoders, so its recipe is returned unchanged.
+
+    Raises:
+        ModelError: no encoder is chosen for samples of this shape.
+        DataError: token ids do not fit the vocabulary of their encoder.
+    """
+    if recipe.model.module is not None:
+        return recipe
+    problems = Problems()
+    added: dict[str, EncoderSpec] = {}
+    for name, column in columns.modalities.items():
+        given = recipe.model.encoders.get(name)
+        with problems.noting():
+            if given is None:
+                added[name] = encoder_for(name, column, recipe.model.embedding)
+            elif isinstance(given, TokenTransformer):
+                _check_tokens(columns.name, name, column, given)
+    problems.raise_all()
+    if not added:
+        return recipe
+    return replace(recipe, model=replace(recipe.model, encoders={**recipe.model.encoders, **added}))
+
+
+def encoder_for(name: str, column: Column, embedding: int) -> EncoderSpec:
+    """The default encoder of a modality; see `default_encoder`.
+
+    Raises:
+        ModelError: no encoder is chosen for samples of this shape.
+    """
+    try:
+        return default_encoder(column.shape, vocabulary_of(column), embedding)
+    except ModelError as error:
+        raise ModelError(f"modality '{name}': {error}", ("model", "encoders", name)) from None
+
+
+def vocabulary_of(column: Column) -> int | None:
+    """The number of token ids, one more than the largest; None if the samples are no token ids.
+
+    Vectors of whole numbers from 0 are token ids, unless they are stored as bytes, or are shifted or scaled.
+    """
+    raw = column.shift is None and column.scale is None
+    if not raw or column.values.dtype not in _WHOLE or len(column.shape) != 1 or int(column.values.min()) < 0:
+        return None
+    return int(column.values.max()) + 1
+
+
+def kind_of(column: Column) -> str:
+    """What the samples of a modality are, in words."""
+    if (vocabulary := vocabulary_of(column)) is not None:
+        return f"token ids {column.shape}, 0 to {vocabulary - 1:,}"
+    names = {1: "vectors", 2: "time series", 3: "images", 4: "clips"}
+    return f"{names.get(len(column.shape), 'samples')} {column.shape}"
+
+
+def guesses_of(recipe: Recipe, columns: Columns) -> tuple[str, ...]:
+    """Sentences on everything that was guessed: by the source, and the encoders that the recipe does not name."""
+    found = list(columns.notes)
+    for name, column in columns.modalities.items():
+        if name in columns.present:
+            lacking = int((~columns.present[name]).sum())
+            found.append(f"'{name}' is missing in {lacking:,} of {len(columns):,} rows")
+        if recipe.model.module is None and name not in recipe.model.encoders:
+            entry = encoder_text(encoder_for(name, column, recipe.model.embedding))
+            found.append(f"'{name}' holds {kind_of(column)}; its encoder is {name} = {entry}")
+    if columns.client is not None and recipe.clients.partition == "iid":
+        count = len(set(columns.client.tolist()))
+        found.append(f"the data has {count:,} natural clients; [clients] partition = 'by-client' makes each a client")
+    return tuple(found)
+
+
+def encoder_text(spec: EncoderSpec) -> str:
+    """The entry of [model.encoders] that gives this encoder, with the options that are not defaults."""
+    defaults: Mapping[str, object] = {name: field.default for name, field in type(spec).__dataclass_fields__.items()}
+    options = {k: v for k, v in vars(spec).items() if k == "kind" or v != defaults.get(k)}
+    return f"{{ {', '.join(f'{key} = {_toml(value)}' for key, value in options.items())} }}"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _check_tokens(data: str, name: str, column: Column, spec: TokenTransformer) -> None:
+    low, high = float(column.values.min()), float(column.values.max())
+    if low < 0 or high >= spec.vocabulary or column.shift is not None or column.scale is not None:
+        raise DataError(
+            f"data '{data}': modality '{name}' holds ids from {low:g} to {high:g}, and [model.encoders] {name} reads "
+            f"ids from 0 to {spec.vocabulary - 1}. Set its vocabulary to {int(high) + 1}, and do not standardise ids"
+        )

@@ -1,0 +1,186 @@
+"""Makes a recipe of data in memory or of a data file, and of the sections as keyword arguments."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from torch import Tensor
+
+from polyfed.algorithms.base import Algorithm
+from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.data import Source
+from polyfed.data.columns import Columns
+from polyfed.data.objects import Given, table_of
+from polyfed.data.sources.memory import Memory
+from polyfed.experiment.overrides import SECTIONS, homes
+from polyfed.experiment.recipe import Recipe, parse_recipe
+from polyfed.experiment.starter import source_of
+
+
+class DataOptions(TypedDict, total=False):
+    """What `make_recipe` and `polyfed.run` take beside the data.
+
+    Attributes:
+        labels: labels of the rows (N,): words, class numbers or floats. For data frames, datasets and files: the name
+            of a column or key, default `label`.
+        clients: natural client of each row (N,), so that each becomes a client; or the number of clients; or the
+            section [clients] as a dictionary. For data frames and files also the name of a column.
+        split: split of each row, `train`, `test`, `validation` or their codes; or the name of a column.
+        modalities: modality -> columns of a data frame or file; or names of the parts of a dataset's samples.
+        present: modality -> bool (N,), false where a row lacks the modality.
+        class_names: names of the classes.
+        layout: modality -> axes of a sample, such as `HWC`.
+        standardise: whether to standardise all modalities, or the names of those to standardise.
+        partial: `refuse` or `absent`, for rows of a table that lack some cells of a modality.
+        test_share: share of every class that becomes the test set, if there is no split.
+        algorithm: its name, an object, or the section [algorithm] as a dictionary.
+        rounds: number of rounds.
+        seed: seed of the run.
+        model: the section [model] as a dictionary; modalities without an encoder get one by their shape.
+        train: the section [train]; the sections `selection`, `server`, `evaluate`, `egress`, `checkpoint`,
+            `network`, `tracking` and `task` are given in the same way.
+    """
+
+    labels: Any
+    clients: Any
+    split: Any
+    modalities: Any
+    present: Mapping[str, Any]
+    class_names: Sequence[str]
+    layout: Mapping[str, str]
+    standardise: bool | Sequence[str]
+    partial: str
+    test_share: float
+    algorithm: str | Mapping[str, Any] | Algorithm
+    rounds: int
+    seed: int
+    model: Mapping[str, Any]
+    train: Mapping[str, Any]
+    selection: Mapping[str, Any]
+    server: Mapping[str, Any]
+    evaluate: Mapping[str, Any]
+    egress: Mapping[str, Any]
+    checkpoint: Mapping[str, Any]
+    network: Mapping[str, Any]
+    tracking: Mapping[str, Any]
+    task: Mapping[str, Any]
+
+
+OF_THE_DATA = ("split", "modalities", "present", "class_names", "layout", "standardise", "partial", "test_share")
+"""Options that say how the data is read; `labels` and `clients` are two more."""
+
+
+def make_recipe(data: Any, **options: Unpack[DataOptions]) -> Recipe:
+    """Make a recipe of your own data; `polyfed.run(data=..., ...)` runs exactly this recipe.
+
+    Args:
+        data: a dictionary of tensors or arrays by modality; a pandas data frame; a `torch.utils.data.Dataset`; a data
+            set of the Hugging Face library `datasets`; a dictionary with one of these for each split; `Columns`; a
+            source; or the path of an .npz, .csv, .parquet or .jsonl file.
+        options: labels, clients, and the sections of a recipe; see `DataOptions`.
+
+    Returns:
+        The recipe. With natural clients, each of them is a client (`by-client`); otherwise 10 clients share the rows
+        evenly. The algorithm is FedAvg unless another is named.
+
+    Raises:
+        PolyfedError: with all faults of the options, or all faults of the data.
+    """
+    given: dict[str, Any] = dict(options)
+    _refuse_unknown(given)
+    read = {name: given.pop(name) for name in ("labels", *OF_THE_DATA) if name in given}
+    natural, section = _clients(given.pop("clients", None), data)
+    algorithm = given.pop("algorithm", "fedavg")
+    table = {name: value for name, value in given.items() if name in ("rounds", "seed")}
+    table |= {name: dict(value) for name, value in given.items() if name not in table}
+    table["algorithm"] = _algorithm(algorithm, table)
+    table["clients"] = section
+    table["data"] = {"name": "memory"}
+    if natural is not None:
+        section.setdefault("partition", "by-client")
+    made = parse_recipe(table, name="memory")  # faults of the options come before those of the data
+    source, has_clients = _source(data, read, natural)
+    if has_clients and "partition" not in section and "num" not in section:
+        section["partition"] = "by-client"
+        made = parse_recipe(table, name="memory")
+    changes: dict[str, Any] = {"data": source}
+    if isinstance(algorithm, Algorithm):
+        changes["algorithm"] = algorithm
+    if not isinstance(source, Memory):
+        changes["name"] = Path(str(getattr(source, "path", "run"))).stem or "run"
+    return replace(made, **changes)
+
+
+def with_data(recipe: Recipe, data: Any, options: Mapping[str, Any]) -> Recipe:
+    """The recipe with other data, such as that of a run whose data was in memory.
+
+    Raises:
+        RecipeError: an option other than those of the data is given, which would contradict the recipe.
+    """
+    if strange := [name for name in options if name not in ("labels", "clients", *OF_THE_DATA)]:
+        raise RecipeError(
+            f"{strange[0]} is given beside a recipe, which has it already. Change the recipe, as in "
+            "load_recipe(path, ['rounds=5']), or leave the recipe out"
+        )
+    read = {name: value for name, value in options.items() if name != "clients"}
+    return replace(recipe, data=_source(data, read, options.get("clients"))[0])
+
+
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
+    allowed = tuple(DataOptions.__annotations__)
+    for name in options:
+        if name in allowed:
+            continue
+        if sections := homes(name):
+            section, value = sections[0], options[name]
+            raise RecipeError(f"'{name}' belongs in a section: write {section}={{'{name}': {value!r}}}")
+        raise RecipeError(f"there is no option '{name}'; {did_you_mean(name, allowed)}")
+    for name, value in options.items():
+        if name in SECTIONS and name not in ("algorithm", "clients") and not isinstance(value, Mapping):
+            raise RecipeError(f"{name} is a section: write its keys in a dictionary, as in {name}={{...}}")
+
+
+def _clients(clients: Any, data: Any) -> tuple[Any, dict[str, Any]]:
+    """Natural clients, or None; and the section [clients]."""
+    if clients is None:
+        return None, {}
+    if isinstance(clients, bool):
+        raise RecipeError(f"clients = {clients}: give one client for each row, or the number of clients")
+    if isinstance(clients, int):
+        return None, {"num": clients}
+    if isinstance(clients, Mapping):
+        section = dict(clients)
+        return section.pop("ids", None), section
+    return clients, {}
+
+
+def _algorithm(algorithm: Any, table: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(algorithm, Algorithm):
+        written = [name for name in ("train", "selection", "server", "evaluate") if name in table]
+        if written:
+            raise RecipeError(f"{written[0]} is given beside an algorithm object, whose fields hold it. Give it there")
+        return {"name": "fedavg"}  # a place holder: the object itself takes its place
+    return {"name": algorithm} if isinstance(algorithm, str) else dict(algorithm)
+
+
+def _source(data: Any, read: Mapping[str, Any], natural: Any) -> tuple[Any, bool]:
+    """The source of the data, and whether it has natural clients."""
+    if isinstance(data, str | Path):
+        given = read if natural is None else {**read, "clients": natural}
+        if arrays := [name for name, value in given.items() if isinstance(value, Tensor) or hasattr(value, "dtype")]:
+            raise RecipeError(f"{arrays[0]} is an array, but data is a file: name the array or column of the file")
+        options = {"label": read["labels"]} if "labels" in read else {}
+        options |= {"client": natural} if natural is not None else {}
+        options |= {name: value for name, value in read.items() if name != "labels"}
+        source, columns, _ = source_of(Path(data), options)
+        return source, columns.client is not None
+    if hasattr(data, "load") and not isinstance(data, Columns):
+        if read or natural is not None:
+            raise RecipeError(f"{next(iter(read), 'clients')} is given, but a source reads its own")
+        source_data: Source = data
+        return source_data, source_data.load().client is not None
+    share, standardise = read.get("test_share", 0.2), read.get("standardise", False)
+    described = {name: value for name, value in read.items() if name not in ("test_share", "standardise")}
+    columns = table_of(data, Given(clients=natural, **described), test_share=share, standardise=standardise)
+    return Memory.of(columns), columns.client is not None

@@ -1,0 +1,137 @@
+"""Build the parts of a run from the sections of a recipe."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.base import Algorithm
+from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
+from polyfed.core.messages import KINDS
+from polyfed.core.problems import Problems
+from polyfed.core.registry import find
+from polyfed.core.schema import checked, key_of, sifted
+from polyfed.data import ClientsSpec
+from polyfed.evaluation.scores import Evaluation
+from polyfed.experiment.presets import with_preset
+from polyfed.selection import SELECTORS, Selector
+from polyfed.training.optimisers import ServerOptimiser, Train
+
+PARTS = {"train": "train", "evaluation": "evaluate", "selector": "selection", "server": "server"}
+"""Field of an algorithm -> the section of the recipe that it is written in."""
+
+
+def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
+    """Build a section's dataclass, and warn about options without effect.
+
+    A dataclass may have an attribute `idle`, option -> reason, for the options that have no effect beside others. A
+    warning names those that the section sets to something else than the default.
+
+    Args:
+        where: the section, for errors, as `[train]`.
+        cls: its dataclass.
+        table: its keys and values.
+        given: fields that are written in another section.
+
+    Raises:
+        RecipeError: an unknown option, a wrong value, or a required option is missing.
+    """
+    values, problems = sifted(where, cls, table, frozenset(given))
+    if problems.found:
+        try:
+            cls(**values, **given)
+        except TypeError:  # a required field
+            pass
+        except RecipeError as error:  # faults of the other values; what an option lacks may be what was left out here
+            problems.found += [fault for fault in error.several or (error,) if fault.key and fault.key[-1] in values]
+        problems.raise_all()
+    try:
+        built = cls(**values, **given)
+    except TypeError as error:  # a required field
+        text = f"{where}: {str(error).removeprefix(f'{cls.__name__}.__init__() ')}"
+        raise RecipeError(text, key_of(where)) from None
+    defaults = {f.name: f.default for f in fields(cls)}
+    for key, because in getattr(built, "idle", {}).items():
+        if key in table and getattr(built, key) != defaults[key]:  # a resolved recipe writes all defaults out
+            warnings.warn(f"{where} {key} has no effect beside {because}", PolyfedWarning, stacklevel=2)
+    return built
+
+
+def algorithm_of(sections: Mapping[str, Any], clients: ClientsSpec, problems: Problems) -> Algorithm | None:
+    """Build the algorithm with the parts that are written in sections of their own; None if there is a problem."""
+    cls: Any = None
+    table: dict[str, Any] = {}
+    with problems.noting():
+        if "algorithm" in sections:
+            cls, table = class_of("[algorithm]", ALGORITHMS, Algorithm, sections["algorithm"])
+            table = with_preset(cls, table)
+    own = set(PARTS) if cls is None else {f.name for f in fields(cls)}
+    given: dict[str, Any] = {}
+    for part, section in PARTS.items():
+        if part in own:
+            entry = sections.get(section, {})
+            given[part] = problems.attempt(lambda part=part, entry=entry: _part(part, entry, given, clients))  # type: ignore[misc]
+        elif section in sections:
+            text = f"[{section}] has no effect: algorithm '{sections['algorithm']['name']}' does not use it. Remove it"
+            problems.add(RecipeError(text, (section,)))
+    if "selector" not in own and clients.participation != 1.0:
+        warnings.warn(
+            f"[clients] participation = {clients.participation} has no effect: algorithm "
+            f"'{sections['algorithm']['name']}' asks every client in every round",
+            PolyfedWarning,
+            stacklevel=3,
+        )
+    if cls is None:
+        return None
+    if None in given.values():  # the algorithm cannot be built, but its own keys can be checked
+        problems.attempt(lambda: checked("[algorithm]", cls, table, frozenset(given)))
+        return None
+    made: Algorithm | None = problems.attempt(lambda: build("[algorithm]", cls, table, **given))
+    return made
+
+
+def _part(part: str, entry: Mapping[str, Any], given: Mapping[str, Any], clients: ClientsSpec) -> Any:
+    """Build a part of the algorithm from its section; `given` are the parts before it."""
+    where = f"[{PARTS[part]}]"
+    if part != "selector":
+        kind = {"train": Train, "evaluation": Evaluation, "server": ServerOptimiser}[part]
+        return build(where, kind, entry)
+    cls, rest = class_of(where, SELECTORS, Selector, {"name": "uniform"} | dict(entry))
+    taken: dict[str, Any] = {"participation": clients.participation, "overselect": clients.overselect}
+    if "train" in {f.name for f in fields(cls)}:
+        taken["train"] = given["train"] or Train()  # a selector that trains clients uses the algorithm's [train]
+    return build(where, cls, rest, **taken)
+
+
+def class_of(
+    where: str, registry: Mapping[str, type], base: type, table: Mapping[str, Any]
+) -> tuple[type, dict[str, Any]]:
+    """The class that a section names, and the section's other keys."""
+    rest = dict(table)
+    name = rest.pop("name", None)
+    if name is None:
+        raise RecipeError(f"{where} needs a name; {did_you_mean('', registry)}", key_of(where))
+    try:
+        return find(str(name), registry, base), rest
+    except RecipeError as error:
+        raise type(error)(f"{where} name = {error}", key_of(where, "name")) from error
+
+
+def egress_of(rows: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
+    """The table of the policy; `Policy.parse`, which knows the modalities, checks its words."""
+    problems = Problems()
+    for block, row in rows.items():
+        if not isinstance(row, Mapping):
+            text = f'[egress] {block} = {row!r}: write [egress.{block}] and below it server = ["parameters"]'
+            problems.add(RecipeError(text, ("egress", block)))
+            continue
+        for destination, kinds in row.items():
+            if not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+                text = (
+                    f'[egress.{block}] {destination} = {kinds!r}: must be a list of kinds, as in ["parameters"]; '
+                    f"Allowed: {', '.join(KINDS)}"
+                )
+                problems.add(RecipeError(text, ("egress", block, destination)))
+    problems.raise_all()
+    return {block: {destination: list(kinds) for destination, kinds in row.items()} for block, row in rows.items()}

@@ -1,0 +1,98 @@
+"""Where in a recipe's file is a fault? Line numbers for the places that error texts speak of."""
+
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from polyfed.core.errors import PolyfedError
+from polyfed.core.problems import copied, joined
+from polyfed.experiment.overrides import called
+
+Key = tuple[str, ...]
+
+_HEADER = re.compile(r"\s*\[\[?(?P<key>[^\[\]]+)\]\]?\s*(#.*)?$")
+_ENTRY = re.compile(
+    r"""\s*(?P<key>(?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=(?P<rest>.*)"""
+)
+
+
+def in_file(errors: Sequence[PolyfedError], path: Path, text: str, overrides: Sequence[str]) -> PolyfedError:
+    """One exception for all faults of a recipe's file.
+
+    Args:
+        errors: the faults; their `key` says where they are.
+        path: the file.
+        text: its content.
+        overrides: `section.key=value` from the command line, which take the place of lines of the file.
+
+    Returns:
+        An exception whose text names the file. If there are several faults, each has a line of its own, with the number
+        of the line in the file or the override that is wrong.
+    """
+    lines: dict[Key, int] = {}
+    for key, number in _places(text):
+        lines.setdefault(key, number)
+    placed = [(_place(error.key, lines, overrides), error) for error in errors]
+    placed.sort(key=lambda pair: (_line(pair[1].key, lines) or math.inf) if pair[0].startswith("line") else math.inf)
+    places, numbered = [place for place, _ in placed], [error for _, error in placed]
+    if len(errors) == 1:  # the name of the recipe has the overrides in it already
+        places = ["" if place.startswith("--set") else place for place in places]
+    found = joined(numbered, places)
+    return copied(found, f"{called(path, overrides)}: {found}")
+
+
+def _place(key: Key, lines: dict[Key, int], overrides: Sequence[str]) -> str:
+    """The place of a fault as words before its text; empty if it is not known."""
+    for override in overrides:
+        name = _names(override.partition("=")[0])
+        if key and name and name[: len(key)] == key[: len(name)]:
+            return f"--set {override}: "
+    line = _line(key, lines)
+    return f"line {line}: " if line else ""
+
+
+def _line(key: Key, lines: dict[Key, int]) -> int | None:
+    """The line of an option, or of the section or table that should have it."""
+    return next((lines[key[:length]] for length in range(len(key), 0, -1) if key[:length] in lines), None)
+
+
+def _places(text: str) -> Iterator[tuple[Key, int]]:
+    """The line number, from 1, of each section and each key of a TOML text, without lines inside of long values."""
+    section: Key = ()
+    value = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if value:  # a value that goes on over several lines
+            value += f"\n{line}"
+            value = "" if _whole(value) else value
+        elif header := _HEADER.match(line):
+            section = _names(header["key"])
+            yield section, number
+        elif entry := _ENTRY.match(line):
+            names = _names(entry["key"])
+            yield from (((*section, *names[:length]), number) for length in range(1, len(names) + 1))
+            rest = entry["rest"]
+            value = "" if _whole(rest) else rest
+
+
+def _names(key: str) -> Key:
+    """The parts of a dotted key."""
+    try:
+        found = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError:
+        return ()
+    names: list[str] = []
+    while isinstance(found, dict):
+        ((name, found),) = found.items()
+        names.append(name)
+    return tuple(names)
+
+
+def _whole(value: str) -> bool:
+    """Whether a text is a complete TOML value."""
+    try:
+        tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        return False
+    return True

@@ -1,0 +1,54 @@
+"""The encoder of a modality for which a recipe names none: small, and chosen by the shape of a sample."""
+
+import math
+
+from polyfed.core.errors import ModelError
+from polyfed.model.encoder_spec import EncoderSpec, Mlp, Shape
+from polyfed.model.image_encoders import ResNet18
+from polyfed.model.sequence_encoders import ConvGru, TokenTransformer
+
+HIDDEN = (64,)
+"""Hidden layers of the perceptron for vectors: as wide as the default embedding."""
+
+WIDTHS = (16, 32, 64, 64)
+"""Channels of the ResNet for images: the small one of HFM (docs/algorithms/hfm.md)."""
+
+LARGE = 64
+"""Pixels a side from which images get the `imagenet` stem, which quarters both sides before the first block."""
+
+
+def default_encoder(shape: Shape, vocabulary: int | None = None, embedding: int = 64) -> EncoderSpec:
+    """Choose an encoder by the shape of a sample.
+
+    | samples | encoder |
+    |---|---|
+    | vector (F,) | `mlp` |
+    | token ids (T,) | `token-transformer` |
+    | time series (T, F) | `conv-gru`, with fewer stages if T is below 8; `mlp` if T is 1 |
+    | image (C, H, W), clip (C, T, H, W) | `resnet18` with few channels and group normalisation |
+
+    Group normalisation keeps no statistics of the batch, so every method can train it on few rows.
+
+    Args:
+        shape: shape of one sample.
+        vocabulary: number of different token ids, if the samples are token ids; None otherwise.
+        embedding: width of the embedding, which the attention heads must divide.
+
+    Raises:
+        ModelError: no encoder reads samples of this shape.
+    """
+    if vocabulary is not None and len(shape) == 1:
+        heads = next(heads for heads in (4, 3, 2, 1) if embedding % heads == 0)
+        return TokenTransformer(vocabulary=vocabulary, heads=heads)
+    if len(shape) == 1:
+        return Mlp(hidden=HIDDEN)
+    if len(shape) == 2:
+        stages = min(len(ConvGru.channels), int(math.log2(shape[0])))
+        return ConvGru(channels=ConvGru.channels[:stages]) if stages else Mlp(hidden=HIDDEN)
+    if len(shape) in (3, 4):
+        stem = "imagenet" if min(shape[-2:]) >= LARGE else "cifar"
+        return ResNet18(stem=stem, widths=WIDTHS, norm="group")  # type: ignore[arg-type]
+    raise ModelError(
+        f"no encoder is chosen for samples of shape {shape}: name one in [model.encoders], or store vectors (F,), time "
+        "series (T, F) or images (C, H, W)."
+    )

@@ -1,0 +1,198 @@
+"""Data in memory: arrays, tensors, data frames and datasets give the same table, and bad input is told at once."""
+
+from dataclasses import replace
+
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pairs import AUDIO, HAS_TEXT, LABEL, ROWS, TEXT, WHO, WORDS, frame
+from torch.utils.data import Dataset, IterableDataset
+
+from polyfed.core.errors import DataError, PolyfedError, RecipeError
+from polyfed.data import Column, Columns
+from polyfed.data.objects import Given, table_of
+
+
+class Pairs(Dataset):
+    """Samples with a text that some lack."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, row):
+        return {"audio": torch.from_numpy(AUDIO[row]), "text": TEXT[row] if HAS_TEXT[row] else None}, WORDS[row]
+
+
+def by_arrays():
+    return table_of({"audio": AUDIO, "text": TEXT}, Given(labels=WORDS, clients=WHO, present={"text": HAS_TEXT}))
+
+
+def by_tensors():
+    text = torch.where(torch.from_numpy(HAS_TEXT)[:, None], torch.from_numpy(TEXT), torch.nan)
+    return table_of({"audio": torch.from_numpy(AUDIO), "text": text}, Given(labels=list(WORDS), clients=list(WHO)))
+
+
+def by_frame():
+    return table_of(frame(), Given())
+
+
+def by_mapping():
+    given = Given(labels="label", clients="client", modalities={"audio": "audio_*", "text": ["text.a", "text.b"]})
+    return table_of(frame().assign(other="words"), given)
+
+
+def by_frame_and_arrays():
+    return table_of(frame().drop(columns=["label", "client"]), Given(labels=WORDS, clients=WHO))
+
+
+def by_dataset():
+    return table_of(Pairs(), Given(clients=WHO))
+
+
+def by_hugging_face():
+    return table_of(datasets.Dataset.from_pandas(frame()), Given())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [by_tensors, by_frame, by_mapping, by_frame_and_arrays, by_dataset, by_hugging_face],
+    ids=lambda f: f.__name__,
+)
+def test_the_same_data_gives_the_same_table_in_every_form(make):
+    expected, found = by_arrays(), make()
+    assert found.class_names == ("cat", "dog", "owl")
+    for name in ("label", "split", "client", "ids"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+    assert torch.equal(found.present["text"], torch.from_numpy(HAS_TEXT))
+    for name, has in (("audio", np.ones(ROWS, bool)), ("text", HAS_TEXT)):
+        rows = torch.from_numpy(np.flatnonzero(has))
+        assert torch.equal(found.column(name).take(rows), expected.column(name).take(rows))
+
+
+def test_splits_of_their_own_become_split_codes():
+    whole = datasets.DatasetDict(
+        train=datasets.Dataset.from_pandas(frame()[:30]), test=datasets.Dataset.from_pandas(frame()[30:])
+    )
+    for parts in (whole, {"train": frame()[:30].reset_index(drop=True), "test": frame()[30:].reset_index(drop=True)}):
+        found = table_of(parts, Given())
+        assert found.split.tolist() == [0] * 30 + [1] * 10
+        assert torch.equal(found.column("audio").values, torch.from_numpy(AUDIO))
+
+
+def test_columns_pass_unchanged_and_hold_everything():
+    split, ids = torch.zeros(ROWS, dtype=torch.int8), torch.arange(ROWS)
+    made = Columns("own", {"a": Column(torch.from_numpy(AUDIO))}, torch.from_numpy(LABEL), 3, split, ids)
+    assert table_of(made, Given()) is made
+    with pytest.raises(RecipeError, match="labels is given, but `Columns` hold labels"):
+        table_of(made, Given(labels=LABEL))
+
+
+def test_images_of_bytes_become_channels_first_and_lists_of_tokens_are_filled_up():
+    pictures = np.random.default_rng(2).integers(0, 256, (ROWS, 4, 5, 3), dtype=np.uint8)
+    assert table_of({"image": pictures}, Given(labels=LABEL)).column("image").shape == (3, 4, 5)
+    tokens = [list(range(1, 2 + row % 3)) for row in range(ROWS)]
+    found = table_of(pd.DataFrame({"words": tokens, "label": LABEL}), Given())
+    assert found.column("words").values[:3].tolist() == [[1, 0, 0], [1, 2, 0], [1, 2, 3]]
+    assert any("filled up with zeros to 3" in note for note in found.notes)
+
+
+def test_class_names_of_a_hugging_face_column_are_kept():
+    features = datasets.Features(
+        {
+            "x": datasets.Sequence(datasets.Value("float32"), length=3),
+            "label": datasets.ClassLabel(names=["no", "yes", "?"]),
+        }
+    )
+    data = datasets.Dataset.from_dict({"x": AUDIO.tolist(), "label": LABEL.tolist()}, features=features)
+    assert table_of(data, Given()).class_names == ("no", "yes", "?")
+
+
+def test_the_parts_of_a_sample_are_named():
+    class Plain(Dataset):
+        def __len__(self):
+            return ROWS
+
+        def __getitem__(self, row):
+            return AUDIO[row], TEXT[row], int(LABEL[row])
+
+    with pytest.raises(RecipeError, match="has 2 parts beside its label"):
+        table_of(Plain(), Given())
+    assert list(table_of(Plain(), Given(modalities=("audio", "text"))).modalities) == ["audio", "text"]
+
+
+class Endless(IterableDataset):
+    """A data set without a length."""
+
+    def __iter__(self):
+        yield AUDIO[0], 0
+
+
+MIXED = np.array([*WORDS[:-1], 3], dtype=object)
+HOLES = np.where((np.arange(ROWS) == 7)[:, None] & (np.arange(3) == 1), np.nan, AUDIO)
+ONE_WORD = frame().assign(audio_1=["1"] * 39 + ["x"])
+OTHER = frame().assign(label=LABEL)
+TWICE = frame().assign(again=0.0).rename(columns={"again": "audio_1"})
+
+
+@pytest.mark.parametrize(
+    ("data", "given", "words"),
+    [
+        ({"audio": AUDIO}, {"labels": MIXED}, "mixes words and numbers: 'cat' at row 0, 3 at row 39. Write all"),
+        ({"audio": AUDIO}, {"labels": [None, *WORDS[1:]]}, "label column is empty in 1 of 40 rows, first row 0. Fill"),
+        ({"audio": AUDIO}, {}, "labels is missing: give one label"),
+        ({"audio": AUDIO[:-1]}, {"labels": LABEL}, "'audio' has 39 rows, the labels have 40"),
+        ({"audio": HOLES}, {"labels": LABEL}, "1 rows have some values and lack others .NaN., first row 7. Fill"),
+        ({"audio": AUDIO * np.nan}, {"labels": LABEL}, "'audio' is missing in every row. Leave it out"),
+        ({"audio": AUDIO.astype(str)}, {"labels": LABEL}, "a modality needs numbers"),
+        ({"audio": [[1.0], [2.0, 3.0]] * 20}, {"labels": LABEL}, "rows differ in shapes"),
+        ({"audio": AUDIO}, {"labels": LABEL, "clients": WHO[:9]}, "'client' has 9 rows"),
+        ({"audio": AUDIO}, {"labels": LABEL, "clients": AUDIO[:, 0]}, "client column must hold integers or strings"),
+        ({"audio": AUDIO}, {"labels": LABEL, "split": ["trian"] * ROWS}, "split column holds 'trian'; allowed: train"),
+        ({"audio": AUDIO}, {"labels": LABEL, "present": {"audoi": HAS_TEXT}}, "'audoi' is no modality"),
+        ({"audio": AUDIO}, {"labels": WHO, "class_names": ["s0", "s1", "s2"]}, "holds 's3', which is none"),
+        (AUDIO, {"labels": LABEL}, "name its modality"),
+        (3, {}, "data is a int; allowed"),
+        (Endless(), {}, "without a length"),
+        (frame(), {"labels": "lable"}, "no column 'lable' for the labels.*did you mean 'label'"),
+        (frame(), {"clients": "speaker"}, "no column 'speaker' for the clients"),
+        (frame(), {"modalities": {"audio": "audoi_*"}}, r"no column 'audoi_\*' for modality 'audio'"),
+        (frame(), {"modalities": {"a": "audio_*", "b": "audio_0"}}, "named by the modalities 'a' and 'b'"),
+        (ONE_WORD, {"modalities": {"audio": "audio_*"}}, "column 'audio_1' holds 'x' at row 39"),
+        (TWICE, {}, "several columns named 'audio_1'. Rename"),
+        (frame().assign(label=[0.0] * 39 + [np.nan]), {}, "column 'label' is empty in 1 of 40 rows"),
+        ({"train": frame(), "test": OTHER}, {}, "words in split 'train' and numbers in split 'test'"),
+        ({"train": frame(), "tset": frame()}, {}, "part 'tset', which is no split"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_told_with_its_cure(data, given, words):
+    with pytest.raises(PolyfedError, match=words):
+        table_of(data, Given(**given))
+
+
+def test_all_faults_are_told_at_once():
+    with pytest.raises(DataError) as caught:
+        table_of({"audio": HOLES, "text": AUDIO * np.nan}, Given(labels=MIXED, clients=AUDIO[:, 0], split=["x"] * ROWS))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "5 problems:"
+    for word, line in zip(("label", "audio", "text", "client", "split"), lines[1:], strict=True):
+        assert word in line
+
+
+def test_rows_that_lack_some_cells_can_count_as_absent():
+    held = frame()
+    held.loc[3, "text.a"] = np.nan
+    with pytest.raises(DataError, match=r"lack others, first row 3\..*partial = 'absent'"):
+        table_of(held, Given())
+    assert not table_of(held, Given(partial="absent")).present["text"][3]
+
+
+def test_standardising_can_be_for_some_modalities():
+    made = table_of({"audio": 100 * AUDIO + 5, "text": TEXT}, Given(labels=LABEL), standardise=["audio"])
+    rows = made.rows(0)
+    assert made.column("audio").take(rows).mean(0).abs().max() < 1e-5
+    assert torch.equal(made.column("text").take(rows), torch.from_numpy(TEXT)[rows])
+    with pytest.raises(DataError, match="did you mean 'audio'"):
+        table_of({"audio": AUDIO}, Given(labels=LABEL), standardise=["audoi"])
+    assert replace(made).notes

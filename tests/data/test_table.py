@@ -1,0 +1,140 @@
+"""CSV, parquet and JSON-lines files: the same table from each, and every fault of a file told with its cure."""
+
+import json
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pairs import AUDIO, HAS_TEXT, LABEL, ROWS, TEXT, frame
+
+from polyfed.core.errors import DataError, PolyfedError, RecipeError
+from polyfed.data import SOURCES
+
+NUMBERS = ["audio_0", "audio_1", "audio_2", "text.a", "text.b"]
+MODALITIES = {"audio": "audio_*", "text": ["text.a", "text.b"]}
+
+
+def written(held, folder, suffix):
+    path = folder / f"mine{suffix}"
+    if suffix == ".parquet":
+        held.to_parquet(path)
+    elif suffix == ".jsonl":
+        held.to_json(path, orient="records", lines=True, double_precision=15)
+    else:
+        held.to_csv(path, index=False, sep="\t" if suffix == ".tsv" else ",")
+    return str(path)
+
+
+def load(path, **options):
+    return SOURCES["table"](path=path, **({"modalities": MODALITIES} | options)).load()
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".parquet", ".jsonl"])
+def test_every_kind_of_file_gives_the_same_table(tmp_path, suffix):
+    found = load(written(frame(), tmp_path, suffix))
+    assert found.name == "mine"
+    assert found.class_names == ("cat", "dog", "owl")
+    assert found.label.tolist() == LABEL.tolist()
+    assert found.client.tolist() == [row % 4 for row in range(ROWS)]
+    assert torch.equal(found.present["text"], torch.from_numpy(HAS_TEXT))
+    np.testing.assert_allclose(found.column("audio").values.numpy(), AUDIO, rtol=1e-6)
+    np.testing.assert_allclose(found.column("text").values.numpy()[HAS_TEXT], TEXT[HAS_TEXT], rtol=1e-6)
+    assert (found.split[found.label == 0] == 1).sum() == round(0.2 * int((LABEL == 0).sum()))
+
+
+def test_words_codes_and_shares_make_the_test_set(tmp_path):
+    split = np.where(np.arange(ROWS) % 4 == 0, "test", "train")
+    assert (
+        load(written(frame().assign(split=split), tmp_path, ".csv")).split.tolist()
+        == (split == "test").astype(int).tolist()
+    )
+    codes = (split == "test").astype(int)
+    assert load(written(frame().assign(part=codes), tmp_path, ".csv"), split="part").split.tolist() == codes.tolist()
+    assert load(written(frame(), tmp_path, ".csv"), test_share=0.0).split.sum() == 0
+
+
+def test_columns_become_images_and_lists_become_series_and_tokens(tmp_path):
+    pixels = pd.DataFrame(np.arange(ROWS * 12).reshape(ROWS, 12) % 255, columns=[f"px{n}" for n in range(12)])
+    path = written(pixels.assign(label=LABEL), tmp_path, ".csv")
+    assert load(path, modalities={"image": "px*"}, shapes={"image": (1, 3, 4)}).column("image").shape == (1, 3, 4)
+    with pytest.raises(RecipeError, match=r"shapes.image = \[5\] does not fit"):
+        load(path, modalities={"image": "px*"}, shapes={"image": (5,)})
+    lines = [
+        {"acc": [[1.0, 2.0]] * (2 + row % 2), "words": [3] * (1 + row % 2), "label": row % 3} for row in range(ROWS)
+    ]
+    lines[4]["acc"] = None
+    (tmp_path / "lists.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = load(str(tmp_path / "lists.jsonl"), modalities={"acc": "acc", "words": "words"})
+    assert found.column("acc").shape == (3, 2)
+    assert found.column("words").values[:2].tolist() == [[3, 0], [3, 3]]
+    assert found.column("words").values.dtype == torch.int64
+    assert (~found.present["acc"]).nonzero().tolist() == [[4]]
+
+
+def test_several_columns_of_targets_are_passed_on(tmp_path):
+    path = written(frame().assign(valence=0.5, arousal=-1.5), tmp_path, ".csv")
+    found = load(path, label=["valence", "arousal"])
+    assert found.label.dtype == torch.float32
+    assert found.label[:2].tolist() == [[0.5, -1.5]] * 2
+    assert found.class_names == ("valence", "arousal")
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        ({}, {"modalities": {}}, r'modalities = \{ audio = \["audio_0", "audio_1", "audio_2"\], text = \['),
+        ({}, {"label": "lable"}, "no column 'lable' for the labels.*did you mean 'label'"),
+        ({}, {"client": "speaker"}, "no column 'speaker' for the clients"),
+        ({}, {"modalities": {"video": "video_*"}}, r"no column 'video_\*' for modality 'video'"),
+        ({"label": ["cat"] * 39 + [None]}, {}, "label column is empty in 1 of 40 rows, first row 39"),
+        ({"label": [f"a long text {row}" for row in range(ROWS)]}, {}, "40 different words in 40 rows.*not classes"),
+        ({"audio_1": [1.0] * 39 + ["?"]}, {}, "column 'audio_1' holds '.*' at row 39 among its numbers"),
+        ({"audio_1": np.where(np.arange(ROWS) == 2, np.nan, 1.0)}, {}, "1 rows have some.*partial = 'absent'"),
+        ({"text.a": np.nan, "text.b": np.nan}, {}, "'text' is missing in every row. Leave it out"),
+        ({"client": [None] * 39 + ["a"]}, {}, "client column is empty in 39 of 40 rows"),
+        ({"split": "trian"}, {}, "holds 'trian'; allowed: train"),
+        (dict.fromkeys(NUMBERS, [np.nan] + [1.0] * 39), {}, "1 rows lack every modality"),
+    ],
+)  # fmt: skip
+def test_bad_tables_are_told_with_their_cure(tmp_path, change, options, words):
+    with pytest.raises(PolyfedError, match=words):
+        load(written(frame().assign(**change), tmp_path, ".csv"), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", b"", "cannot be read as .csv"),
+        ("a.csv", b"x_1,x_1,label\n1,2,0\n", "several columns named 'x_1'"),
+        ("a.csv", b"x_1,label\n1,0\n1,2,3,4\n", "cannot be read as .csv"),
+        ("a.csv", b"\xff\xfe\x00x", "cannot be read as .csv"),
+        ("a.parquet", b"PAR1 no", "is damaged or no parquet file|cannot be read as .parquet"),
+        ("a.jsonl", b'{"x": 1, "label": 0}\n{"x": 1', "line 2 is not JSON"),
+        ("a.jsonl", b"[1]\n", "line 1 is a list. Each line must be one object"),
+        ("a.jsonl", b"\n", "has no rows"),
+        ("a.xlsx", b"", "is no table that polyfed reads. Allowed: .csv"),
+    ],
+)
+def test_damaged_files_are_told_apart(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        load(str(tmp_path / name), modalities={"x": "x*"})
+    with pytest.raises(DataError, match="does not exist"):
+        load(str(tmp_path / "nowhere.csv"))
+
+
+def test_parquet_without_its_library_names_the_extra(tmp_path, monkeypatch):
+    path = written(frame(), tmp_path, ".parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"pip install 'polyfed\[parquet\]'"):
+        load(path)
+
+
+def test_all_faults_of_a_table_are_told_at_once(tmp_path):
+    held = frame().assign(audio_1=["?"] + [1.0] * 39, split="trian", client=[None] + ["a"] * 39)
+    held["text.a"] = held["text.b"] = np.nan
+    with pytest.raises(DataError) as caught:
+        load(written(held, tmp_path, ".csv"), label="lable")
+    assert str(caught.value).startswith("5 problems:\n")

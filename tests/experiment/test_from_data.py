@@ -1,0 +1,113 @@
+"""`polyfed.run(data=...)`: the same run as from a file; saved as a recipe; resumed with the same data."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import polyfed
+from polyfed.algorithms.fedprox import FedProx
+from polyfed.core.errors import DataError, PolyfedError, RecipeError
+from polyfed.data.sources import CgDigits, Npz
+from polyfed.training.optimisers import Train
+
+ROWS = 90
+LABEL = np.arange(ROWS) % 3
+DRAW = np.random.default_rng(0)
+AUDIO = (DRAW.normal(size=(3, 6))[LABEL] + DRAW.normal(size=(ROWS, 6))).astype(np.float32)
+TEXT = (DRAW.normal(size=(3, 4))[LABEL] + DRAW.normal(size=(ROWS, 4))).astype(np.float32)
+WHO = np.arange(ROWS) % 5
+DATA: dict[str, Any] = {"audio": torch.from_numpy(AUDIO), "text": TEXT}
+OPTIONS: dict[str, Any] = {"labels": LABEL, "clients": WHO, "rounds": 2}
+
+
+def npz(folder: Path) -> Path:
+    np.savez(folder / "data.npz", audio=AUDIO, text=TEXT, label=LABEL, client=WHO)
+    return folder / "data.npz"
+
+
+def test_data_in_memory_runs_as_the_same_data_from_a_file(tmp_path: Path) -> None:
+    one = polyfed.run(data=DATA, **OPTIONS)
+    two = polyfed.run(data=npz(tmp_path), rounds=2)
+    assert one.result["state_sha256"] == two.result["state_sha256"]
+    assert one.result["clients"] == 5
+    made = polyfed.make_recipe(DATA, **OPTIONS)
+    assert polyfed.run(made).result["state_sha256"] == one.result["state_sha256"]
+    assert one.predict({"audio": AUDIO, "text": TEXT}).shape == (ROWS, 3)
+
+
+def test_a_run_in_memory_says_so_resumes_with_its_data_and_loads_without(tmp_path: Path) -> None:
+    polyfed.run(data=DATA, out=tmp_path / "run", **OPTIONS)
+    text = (tmp_path / "run" / "recipe.toml").read_text()
+    assert 'name = "memory"' in text
+    assert "90 rows of audio (6,), text (4,)" in text
+    more = OPTIONS | {"rounds": 3}
+    resumed = polyfed.run(data=DATA, out=tmp_path / "run", resume=True, **more)
+    whole = polyfed.run(data=DATA, **more)
+    assert resumed.result["state_sha256"] == whole.result["state_sha256"]
+    assert polyfed.load_run(tmp_path / "run").result == resumed.result
+    again = polyfed.run(tmp_path / "run" / "recipe.toml", data=DATA, labels=LABEL, clients=WHO)
+    assert again.result["state_sha256"] == whole.result["state_sha256"]
+    with pytest.raises(DataError, match=r"\(90 rows of .*\) was in the memory .* Pass it again"):
+        polyfed.run(tmp_path / "run" / "recipe.toml", out=tmp_path / "run", resume=True)
+    with pytest.raises(DataError, match="its labels, splits or features have changed"):
+        polyfed.run(data=DATA | {"text": TEXT + 1}, out=tmp_path / "run", resume=True, **more)
+
+
+def test_sections_and_objects_are_options() -> None:
+    made = polyfed.make_recipe(
+        DATA,
+        labels=LABEL,
+        clients={"ids": WHO, "missing": {"text": 0.4}},
+        algorithm={"name": "fedprox", "mu": 0.3},
+        train={"lr": 0.2},
+        model={"embedding": 8, "encoders": {"audio": {"kind": "mlp"}}},
+        egress={"*": {"server": ["parameters", "statistic"]}},
+        selection={"name": "uniform"},
+        seed=4,
+    )
+    assert made.algorithm == FedProx(mu=0.3, train=Train(lr=0.2))
+    assert (made.seed, made.clients.partition, dict(made.clients.missing)) == (4, "by-client", {"text": 0.4})
+    assert polyfed.check(made).recipe.model.encoders["text"].kind == "mlp"
+    own = polyfed.make_recipe(DATA, labels=LABEL, algorithm=FedProx(mu=0.7))
+    assert own.algorithm == FedProx(mu=0.7)
+    assert own.clients.num == 10
+    assert polyfed.make_recipe(DATA, labels=LABEL, clients=3).clients.num == 3
+    assert polyfed.make_recipe(CgDigits(), clients=4).data == CgDigits()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": 0.1}, r"'lr' belongs in a section: write train=\{'lr': 0.1\}"),
+        ({"label": LABEL}, "there is no option 'label'; did you mean 'labels'"),
+        ({"train": 3}, "train is a section: write its keys in a dictionary"),
+        ({"algorithm": "fedavgg"}, "did you mean 'fedavg'"),
+        ({"train": {"lr": "x"}, "rounds": 0, "model": {"embeding": 3}}, r"3 problems:\n"),
+        ({"algorithm": FedProx(), "train": {"lr": 0.1}}, "train is given beside an algorithm object"),
+        ({"clients": True}, "give one client for each row"),
+        ({"egress": {"audoi": {"server": []}}}, "no row 'audoi'; did you mean 'audio'"),
+        ({"model": {"encoders": {"video": {"kind": "mlp"}}}}, "the data has no such modality"),
+    ],
+)
+def test_wrong_options_are_told_with_their_cure(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(PolyfedError, match=words):
+        polyfed.check(polyfed.make_recipe(DATA, **({"labels": LABEL} | options)))
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"engine 'flower' runs clients in processes .* Save it with numpy.savez"):
+        polyfed.run(data=DATA, engine="flower", **OPTIONS)
+    with pytest.raises(RecipeError, match="give a recipe or its path, or your own data"):
+        polyfed.run()
+    recipe = polyfed.make_recipe(DATA, **OPTIONS)
+    with pytest.raises(RecipeError, match="rounds is given without data"):
+        polyfed.run(recipe, rounds=3)
+    with pytest.raises(RecipeError, match="rounds is given beside a recipe"):
+        polyfed.run(recipe, data=DATA, labels=LABEL, rounds=3)
+    with pytest.raises(RecipeError, match="labels is an array, but data is a file"):
+        polyfed.run(data=npz(tmp_path), labels=LABEL)
+    with pytest.raises(RecipeError, match="labels is given, but a source reads its own"):
+        polyfed.make_recipe(Npz(path=str(npz(tmp_path)), modalities=("audio",)), labels=LABEL)

@@ -1,0 +1,105 @@
+"""`polyfed init FILE`: the recipe that it writes passes check and run unchanged, and says what it guessed."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import polyfed
+from polyfed.cli import main
+from polyfed.core.errors import PolyfedError
+from polyfed.experiment.starter import starter
+
+ROWS = 120
+DRAW = np.random.default_rng(0)
+LABEL = np.arange(ROWS) % 3
+AUDIO = (DRAW.normal(size=(3, 4))[LABEL] + DRAW.normal(size=(ROWS, 4))).astype(np.float32)
+WORDS = np.array(["cat", "dog", "owl"])[LABEL]
+
+
+def table() -> pd.DataFrame:
+    held = pd.DataFrame(AUDIO, columns=[f"audio_{n}" for n in range(4)])
+    held["text_len"], held["text_tone"] = 100.0 * DRAW.normal(size=ROWS) + 500, DRAW.normal(size=ROWS)
+    held.loc[:9, ["text_len", "text_tone"]] = np.nan
+    held.loc[10, "text_tone"] = np.nan
+    return held.assign(note="a text that nobody reads", emotion=WORDS, speaker=[f"s{row % 4}" for row in range(ROWS)])
+
+
+def write(folder: Path, suffix: str) -> Path:
+    path = folder / f"mine{suffix}"
+    if suffix == ".csv":
+        table().to_csv(path, index=False)
+    elif suffix == ".parquet":
+        table().to_parquet(path)
+    elif suffix == ".jsonl":
+        table().to_json(path, orient="records", lines=True)
+    else:
+        image = DRAW.integers(0, 256, (ROWS, 6, 6), dtype=np.uint8)
+        np.savez(
+            path,
+            audio=DRAW.normal(size=(ROWS, 8, 2)),
+            image=image,
+            text=DRAW.integers(0, 9, (ROWS, 5)),
+            y=WORDS,
+            site=LABEL,
+        )
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl", ".npz"])
+def test_the_recipe_passes_check_and_run_unchanged(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path, suffix).name
+    with pytest.raises(SystemExit, match="0"):
+        main(["init", file])
+    said = capsys.readouterr().out
+    recipe = Path("recipe.toml").read_text()
+    if suffix == ".npz":
+        assert {"audio", "image", "text"} == {*polyfed.load_recipe("recipe.toml").model.encoders}
+        assert "each of the 3 values of 'site' is a client" in said
+        assert "'text' holds token ids (5,), 0 to 8" in said
+        for kind in ("conv-gru", "resnet18", "token-transformer"):
+            assert f'kind = "{kind}"' in recipe
+    else:
+        assert 'modalities = { audio = "audio_*", text = "text_*" }' in recipe
+        assert 'standardise = ["text"]' in recipe
+        assert 'partial = "absent"' in recipe
+        assert "guessed: left out, because they hold texts: note" in said
+        assert "'text' is missing in 11 of 120 rows" in said
+        assert "3 classes, cat, dog, owl" in said
+        assert "each of the 4 values of 'speaker' is a client" in said
+    checked = polyfed.check("recipe.toml")
+    assert not checked.refused
+    assert not checked.remarks
+    ran = polyfed.run(polyfed.load_recipe("recipe.toml", ["rounds=1"]))
+    assert ran.result["metrics"]["global"]["accuracy"] >= 0.0
+    with pytest.raises(SystemExit, match="2"):
+        main(["init", file])
+    assert "exists already; nothing was replaced" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"label": "feeling"}, "no column 'feeling' for the labels"),
+        ({"label": "feels", "client": "person"}, "no column 'person' for the clients"),
+        ({}, "has no labels under the names label, .* polyfed init .* --label NAME.* It has: audio_0"),
+    ],
+)
+def test_what_cannot_be_guessed_is_asked_for(options: dict[str, str], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    table().rename(columns={"emotion": "feels"}).to_csv(path, index=False)
+    with pytest.raises(PolyfedError, match=words):
+        starter(path, options)
+    (tmp_path / "mine.xlsx").touch()
+    with pytest.raises(PolyfedError, match=r"no file that polyfed reads. Allowed: .npz, .csv"):
+        starter(tmp_path / "mine.xlsx", {})
+
+
+def test_without_natural_clients_the_rows_are_shared(tmp_path: Path) -> None:
+    held = table().drop(columns="speaker").assign(client=[f"row{row}" for row in range(ROWS)])
+    held.to_csv(tmp_path / "mine.csv", index=False)
+    assert 'partition = "iid"\nnum = 4\n' in starter(tmp_path / "mine.csv", {}).text

@@ -1,0 +1,115 @@
+"""A recipe with many faults tells of all of them at once, each with its line or its override."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import polyfed
+from polyfed.core.errors import DataError, NotAllowed, RecipeError
+from polyfed.core.problems import joined
+
+BAD = """seed = 1
+roundz = 3
+
+[data]
+name = "toy"
+shapez = 3
+
+[model]
+embedding = 0
+[model.encoders]
+audio = { kind = "mpl" }
+text.kind = "mlp"
+text.hidden = [
+  0,
+]
+
+[clients]
+num = 0
+partition = "dirichlett"
+
+[train]
+lr = "fast"
+batch_size = -3
+
+[server]
+lr = 2.0
+
+[algorithm]
+name = "local"
+mu = 3
+
+[egress]
+audio = 3
+"""
+
+EXPECTED = {
+    "line 2": "no section or key 'roundz'; did you mean 'rounds'",
+    "line 6": "[data] has no option 'shapez'; did you mean 'shapes'",
+    "line 9": "[model] embedding = 0",
+    "line 11": "[model.encoders] audio.kind = 'mpl': did you mean 'mlp'",
+    "line 12": "[model.encoders] text: hidden = 0",
+    "line 18": "[clients] num = 0: must be 1 or more",
+    "line 19": "clients.partition = 'dirichlett' is unknown; did you mean 'dirichlet'",
+    "line 22": "[train] lr = 'fast': must be a number",
+    "line 23": "[train] batch_size = -3: must be 0 or more",
+    "line 25": "[server] has no effect: algorithm 'local' does not use it",
+    "line 30": "[algorithm] has no option 'mu'",
+    "line 33": "[egress] audio = 3: write [egress.audio]",
+    "--set train.momentum=x": "[train] momentum = 'x': must be a number",
+}
+
+
+def test_every_fault_has_a_line_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(BAD)
+    with pytest.raises(RecipeError) as caught:
+        polyfed.load_recipe(tmp_path / "r.toml", ["train.momentum=x"])
+    head, *lines = str(caught.value).splitlines()
+    assert head.endswith(f"{len(EXPECTED)} problems:")
+    assert "r.toml" in head
+    for line, (place, words) in zip(lines, EXPECTED.items(), strict=True):
+        assert line.startswith(f"  {place}: {words}"), line
+
+
+def test_one_fault_keeps_its_text_and_names_its_line(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('[data]\nname = "toy"\n[algorithm]\nname = "fedavg"\n[train]\nlr = "x"\n')
+    with pytest.raises(RecipeError, match=r"r\.toml: line 6: \[train\] lr = 'x': must be a number$"):
+        polyfed.load_recipe(tmp_path / "r.toml")
+
+
+def test_missing_sections_and_wrong_overrides_are_told_together(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text("[train]\nlr = -1.0\n")
+    with pytest.raises(RecipeError) as caught:
+        polyfed.load_recipe(tmp_path / "r.toml")
+    for words in ("section [data] is missing", "section [algorithm] is missing", "line 2: [train] lr = -1.0"):
+        assert words in str(caught.value)
+    with pytest.raises(RecipeError, match=r"2 problems:\n.*--set a.*\n.*--set b"):
+        polyfed.load_recipe(tmp_path / "r.toml", ["a", "b"])
+
+
+def test_what_is_not_allowed_comes_alone() -> None:
+    found = joined([RecipeError("one"), NotAllowed("two"), NotAllowed("three")])
+    assert isinstance(found, NotAllowed)
+    assert "one" not in str(found)
+    mixed = joined([RecipeError("one"), DataError("two")])
+    assert type(mixed) is RecipeError
+    assert [str(error) for error in mixed.several] == ["one", "two"]
+    assert joined([DataError("one"), DataError("one")]).several == ()
+
+
+def test_faults_of_an_npz_are_told_at_once(tmp_path: Path) -> None:
+    arrays = {"a": np.array([["x"]] * 6), "b": np.zeros(6), "label": np.arange(6) % 2, "client": np.zeros((6, 2))}
+    np.savez(tmp_path / "d.npz", **arrays)
+    recipe = polyfed.parse_recipe(
+        {
+            "data": {"name": "npz", "path": str(tmp_path / "d.npz"), "modalities": ["a", "b", "c"]},
+            "algorithm": {"name": "fedavg"},
+        }
+    )
+    with pytest.raises(DataError) as caught:
+        polyfed.check(recipe)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "4 problems:"
+    for word, line in zip(("'a'", "'b'", "'c'", "'client'"), lines[1:], strict=True):
+        assert word in line

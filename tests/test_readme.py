@@ -1,0 +1,42 @@
+"""The README's lines for one's own data run as they are printed."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def block(language: str, word: str) -> str:
+    """The only block of code of this language that holds a word."""
+    blocks = README.split("```")[1::2]  # the text inside of fences
+    (found,) = [text for text in blocks if text.startswith(f"{language}\n") and word in text]
+    return found.partition("\n")[2]
+
+
+def test_the_lines_of_python_train_and_predict(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", block("python", "labels=label")],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Run(fedavg on data, 20 rounds, accuracy " in done.stdout
+    assert "tensor([0, 1, 2, 0, 1])" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_commands_write_a_recipe_check_and_run_it(tmp_path: Path) -> None:
+    label = np.arange(120) % 3
+    values = np.random.default_rng(0).normal(size=(120, 4)) + label[:, None]
+    lines = ["audio_0,audio_1,text_0,text_1,label,client"]
+    lines += [",".join([*map(str, row), ["a", "b", "c"][label[n]], f"p{n % 4}"]) for n, row in enumerate(values)]
+    (tmp_path / "my.csv").write_text("\n".join(lines))
+    for command in block("", "polyfed init").splitlines():
+        words = [sys.executable, "-m", "polyfed.cli", *shlex.split(command)[1:]]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+    assert list((tmp_path / "runs").glob("*/result.json"))
+    assert (tmp_path / "runs" / "recipe" / "report.html").exists()
