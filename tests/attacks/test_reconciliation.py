@@ -79,6 +79,9 @@ def test_logs_of_an_honest_run_agree_and_the_report_says_so(finished: Path, caps
         main(("audit-log", "reconcile", str(finished / "run"), *map(str, states(finished))))
     assert not stop.value.code
     assert "the audit logs agree" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(("audit-log", "reconcile", str(finished / "run"), *map(str, states(finished)), "--json"))
+    assert json.loads(capsys.readouterr().out) == {"findings": [], "remarks": list(result.remarks)}
     assert "The audit logs agree." in write_report(finished / "run", device_logs=states(finished)).read_text()
 
 
@@ -145,6 +148,9 @@ def test_rows_removed_from_the_ledger_are_told_by_the_report(copied: Path, capsy
         main(("audit-log", "reconcile", str(copied / "run")))
     assert stop.value.code == 5
     assert "that the audit log lacks" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(("audit-log", "reconcile", str(copied / "run"), "--json"))
+    assert json.loads(capsys.readouterr().out)["error"]["kind"] == "DataError"
 
 
 @pytest.mark.parametrize("whose", ["run", "nodes/1/polyfed-state"])
