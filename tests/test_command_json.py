@@ -101,6 +101,17 @@ def test_descriptions(polyfed_command):
     assert set(source["modalities"]) == {"gray", "color"}
 
 
+def test_lines_of_a_recipe_and_a_first_recipe(polyfed_command, tmp_path):
+    lines = json.loads(polyfed_command("algorithms", "fedprox", "--recipe", "--json")[1])["recipe"]
+    assert lines == polyfed_command("algorithms", "fedprox", "--recipe")[1].rstrip("\n")
+    data, recipe = tmp_path / "own.csv", tmp_path / "recipe.toml"
+    data.write_text("label,tone_0,tone_1\n" + "".join(f"{row % 2},0.{row},0.5\n" for row in range(40)))
+    facts = json.loads(polyfed_command("init", str(data), "--out", str(recipe), "--json")[1])
+    assert facts["recipe"] == str(recipe)
+    assert facts["guessed"]
+    assert polyfed_command("check", str(recipe), "--json")[0] == 0
+
+
 def test_run_report_and_events(polyfed_command, tmp_path):
     out = tmp_path / "out"
     code, text, _ = polyfed_command("run", RECIPE, *SMALL, "--out", str(out), "--events", "-")
