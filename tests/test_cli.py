@@ -236,7 +236,8 @@ def test_every_algorithm_explains_its_hyper_parameters_and_what_crosses(polyfed_
 
 
 def test_hyper_parameters_are_read_off_the_dataclass():
-    (mu, aggregation) = hyper_parameters(ALGORITHMS["fedprox"])
+    mu, aggregation, *others = hyper_parameters(ALGORITHMS["fedprox"])
+    assert [option.name for option in others] == ["private", "private_epochs", "fine_tune"]
     assert (mu.name, mu.kind, mu.default) == ("mu", "float, 0 or more", "0.01")
     assert mu.about.startswith("weight of the proximal term")
     assert aggregation.kind == '"weighted" | "uniform"'

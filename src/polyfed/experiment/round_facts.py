@@ -27,7 +27,7 @@ def facts_of_round(round: int, entries: Sequence[Entry]) -> dict[str, Any]:
     return {
         "round": round,
         "cohort": sorted(asked),
-        "trained": {block: sorted(clients) for block, clients in trained.items()},
+        "trained": {block: sorted(trained[block]) for block in sorted(trained)},  # entries come in no fixed order
         "bytes_up": up,
         "bytes_down": down,
     }
