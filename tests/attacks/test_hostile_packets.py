@@ -189,7 +189,6 @@ def test_a_servers_words_neither_begin_a_line_of_a_devices_log_nor_steer_its_ter
     assert re.fullmatch(r"[0-9T:.Z-]+ INFO polyfed: the message asks .*Traceback\n", told), "one line, with its time"
     assert "\x1b" not in told
     assert "\u202e" not in told
-    assert told.splitlines()[-1] == "    Traceback"
 
 
 DEEP = "[" * 100_000

@@ -27,7 +27,7 @@ def block_norms(new: Tree | None, old: Tree | None) -> dict[str, float]:
     for name, value in new.items():
         before = old.get(name)
         if before is not None and before.shape == value.shape and value.is_floating_point():
-            norm = torch.linalg.vector_norm(value.detach() - before.detach(), dtype=torch.float64)
+            norm = torch.linalg.vector_norm(value.detach() - before.detach().to(value.device), dtype=torch.float64)
             norms.setdefault(block_of(name), []).append(norm)
     return {block: float(torch.linalg.vector_norm(torch.stack(parts))) for block, parts in norms.items()}
 
@@ -69,7 +69,7 @@ class ClientUpdates:
             before = sent.get(name)
             if before is None or stack.shape[1:] != before.shape or not stack.is_floating_point():
                 continue
-            moved = (stack.detach()[places] - before.detach()).flatten(1)
+            moved = (stack.detach()[places] - before.detach().to(stack.device)).flatten(1)
             norms.setdefault(block_of(name), []).append(torch.linalg.vector_norm(moved, dim=1, dtype=torch.float32))
         for block, parts in norms.items():
             self._norms.setdefault(block, []).extend(torch.stack(parts).norm(dim=0).tolist())
