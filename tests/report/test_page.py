@@ -153,6 +153,7 @@ def test_untrusted_text_stays_text(made_run):
     facts = json.loads((folder / "run.json").read_text())
     facts["egress"][ATTACK] = {"server": []}
     facts["clients"][0]["modalities"] = [ATTACK]
+    facts["data"]["class_names"][0] = ATTACK
     (folder / "run.json").write_text(json.dumps(facts))
     rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     for row in rows:
