@@ -38,7 +38,7 @@ class InProcess(Engine):
         kwargs: the other arguments of `Engine`.
 
     Raises:
-        RecipeError: some rows lack a modality that their client has, and the algorithm does not handle that.
+        RecipeError: some rows lack a modality that their client has, and the algorithm does not handle such rows.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from polyfed.core.request import Request
 from polyfed.federation.wire_format import NAME, WIRE_FORMAT, Header, Packet
 
 ENROL, ASK = "enrol", "ask"
-"""The packets that a server sends: a question to enrol, or a request to run a task."""
+"""The types of packets that a server sends: a request to enrol, or a request to run a task."""
 
 ENROLLED, REPLY, REFUSED, FAILED = "enrolled", "reply", "refused", "failed"
 """The verdicts in a client's answer: `refused` if its policy forbids the reply, `failed` for every other error."""
@@ -108,9 +108,9 @@ class Enrolment:
     Attributes:
         client: the client's number, from 0.
         rows: number of training rows.
-        modalities: the modalities it owns.
-        silo: number of its silo, or None.
-        tested: whether it has test rows of its own.
+        modalities: the modalities of the client.
+        silo: number of the client's silo, or None.
+        tested: whether the client has test rows of its own.
         shapes: shape of a sample by modality.
         num_classes: the client's largest label plus one, or the number of targets of a row.
     """

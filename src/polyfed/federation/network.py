@@ -43,8 +43,8 @@ class Network:
         noise_dbm_per_hz: power spectral density of the noise.
         carrier_ghz: carrier frequency f in the path loss 32.4 + 20 log10(f in GHz) + 20 log10(d in m) dB.
         cell_radius_m: radius of the disc in which devices are placed uniformly, at least 1 m from its centre.
-        fading: whether the channel has Rayleigh fading; without it, the gain equals its mean.
-        log_base: base of the logarithm in Shannon's rate; 2 gives bits per second.
+        fading: whether the channel has Rayleigh fading. Without fading, the gain equals its mean.
+        log_base: base of the logarithm in Shannon's formula. Base 2 gives bits per second.
         rate_up_bps: rate from client to server with `channel = "fixed"`.
         rate_down_bps: rate from server to client with `channel = "fixed"`.
         latency_s: delay of each message in either direction, independent of its size.

@@ -28,8 +28,8 @@ LOOK_EVERY = 1.0
 """Seconds between two queries for nodes that are new, are online again, or are offline."""
 
 LONGEST_SKIP = 64
-"""Most requests without the full deadline for a client that has missed n deadlines in a row. The number is 2**n, up to
-this value."""
+"""A client that has missed n deadlines in a row gets the full deadline again after 2**n requests, but at the latest
+after this number of requests."""
 
 TTL = 2.0
 """Time for which Flower keeps a message, as a multiple of the deadline. So late replies arrive, and polyfed counts
