@@ -32,7 +32,7 @@ ELSEWHERE = Npz(path="")
 """The data source that replaces a recipe's [data] on a device, because the device has its own rows."""
 
 SECTIONS = "[egress.*], [allow] and [limits]"
-"""Names of the sections of a policy file, for texts."""
+"""Names of the sections of a policy file, for error messages."""
 
 _PAIR = re.compile(r"""([\w-]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
 """Pattern of a key and its TOML value. Spaces separate the pairs, as in Flower's own syntax."""
@@ -102,7 +102,7 @@ def node_from(text: str) -> NodeConfig:
 
 
 def policy_on(node: NodeConfig, recipe: Recipe, modalities: tuple[str, ...]) -> Policy:
-    """Return the device's policy, which the recipe's policy may make stricter.
+    """Return the policy that allows only what both the device's policy and the recipe's policy allow.
 
     Raises:
         RecipeError: the policy file cannot be read, or is not a policy.
@@ -237,7 +237,7 @@ def check_held(node: NodeConfig, recipe: Recipe) -> None:
     """Refuse modalities for which the recipe has no encoder.
 
     Raises:
-        DataError: the text suggests the nearest name.
+        DataError: the recipe has no encoder for a modality. The text suggests the most similar name.
     """
     for name in node.held:
         if name not in recipe.model.modalities:

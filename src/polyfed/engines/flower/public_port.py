@@ -52,7 +52,7 @@ PUBLIC = frozenset(vars(route)["path"] for route in fleet.routes) - NOT_PUBLIC
 
 LOCK_SECONDS = 600
 """Seconds that a write waits for the SuperLink's database. Flower's 5 seconds are too short while large models are
-written (inferred). The write then fails with "database is locked", and the run ends."""
+written (inferred): a write would fail with "database is locked" and end the run."""
 
 LARGEST_BODY, LARGEST_HEAD = 2**23, 2**15
 """Most bytes of a call's body, and of its headers. Flower 1.41 sends a message in pieces of 5 MiB."""
@@ -68,7 +68,7 @@ class FleetOnly:
 
     Args:
         app: the SuperLink's application.
-        is_signed: whether the headers hold a fresh signature by a registered key.
+        is_signed: returns whether the headers hold a recent signature by a registered key.
     """
 
     def __init__(self, app: Any, is_signed: Callable[[Headers], bool]) -> None:
