@@ -280,9 +280,7 @@ class CmsFed(CmsFedOptions):
         return self.modality_selection and self.gradient_split == "exact"
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Refuse `update`, and refuse `explore` without modality selection. The options decide which fields are
-        sent.
-        """
+        """Refuse `update`, and `explore` without modality selection. The options decide which fields are sent."""
         if task == "update" or (task == "explore" and not self.modality_selection):
             return False
         if task not in ("explore", "train_all", "train_alone"):
