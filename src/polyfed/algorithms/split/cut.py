@@ -256,9 +256,7 @@ class Cut:
         return Replies(done.parts, lost | done.missing), total / max(rows, 1)
 
     def _as_cut(self, fed: Federation) -> Accept:
-        """Return a check for `fed.ask`: a reply must have activations of all the client's modalities, and labels if
-        expected.
-        """
+        """Return a check for `fed.ask`: a reply has activations of all the client's modalities, and expected labels."""
         labels = set() if self.u_shaped else {LABELS}
 
         def flaw(client: int, reply: Smashed) -> str:
