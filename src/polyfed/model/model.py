@@ -142,9 +142,7 @@ class Model(Named):
     # numbers
 
     def init(self, key: int) -> Tree:
-        """Return the initial Tree. Each block has its own random stream, so a new modality does not change the
-        others.
-        """
+        """Return the initial Tree. Each block has its own random stream, so a new modality does not change others."""
         return {name: value for block in self._modules for name, value in self.init_block(block, key).items()}
 
     def init_block(self, block: str, key: int) -> Tree:
