@@ -65,9 +65,7 @@ class Listing:
         return self
 
     def fingerprint(self) -> str:
-        """Return a hash of all inputs of a prepared folder. Of media files, it includes only size and time of
-        change.
-        """
+        """Return a hash of all inputs of a prepared folder. Of media files, it covers only size and time of change."""
         seen = hashlib.sha256(repr(self.class_names).encode())
         for sample in self.samples:
             seen.update(repr((sample.name, sample.label, sample.split, sample.client, sample.group)).encode())
