@@ -206,7 +206,7 @@ class Algorithm(ModelHooks, TrainedModels):
 
         Args:
             task: the task's name.
-            tested: whether some clients have test rows of their own.
+            tested: whether some clients have their own test rows.
         """
         if task == Algorithm.score_own.__name__:
             return tested and self.evaluation.personal

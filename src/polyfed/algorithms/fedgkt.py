@@ -217,8 +217,7 @@ class FedGKT(Algorithm):
             train_loss=mean_loss(replies, fed),
         )
 
-    # evaluation uses a client's extractor with the server's network on the client's own test rows; there is no global
-    # model
+    # evaluation, on the client's own test rows, uses its extractor with the server's network; no model is global
 
     @property
     def predictor(self) -> ServerOnTop:

@@ -117,8 +117,7 @@ class Arrays:
     def _check_member(self, member: zipfile.ZipInfo, where: str) -> None:
         """Raise DataError if a member of the archive claims more bytes than the archive can hold, or cannot be read."""
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            # numpy writes no other compression, and the header of an LZMA member may make the decoder allocate
-            # gigabytes
+            # numpy writes no other compression, and an LZMA header may make the decoder allocate gigabytes
             raise DataError(
                 f"{where} is compressed by method {member.compress_type}, which numpy never writes. "
                 "Build the file with numpy.savez or numpy.savez_compressed"

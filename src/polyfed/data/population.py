@@ -253,8 +253,7 @@ def _check(population: Population, clients: ClientsSpec) -> None:
         raise RecipeError(f"clients.participation = {count}, but there are {population.num_clients} clients")
     label, rows = population.columns.label.cpu(), population.train.rows
     only = label[rows[0]]
-    # piece by piece, because the first piece nearly always decides, and a copy of all labels would be the peak of
-    # memory
+    # piece by piece: the first piece nearly always decides, and a copy of all labels would be the peak of memory
     if all(bool((label[piece] == only).all()) for piece in torch.split(rows, 65_536)):
         warnings.warn(
             f"all training rows have label {only.tolist()}: nothing can be learnt", PolyfedWarning, stacklevel=3

@@ -25,8 +25,8 @@ class Lora:
     Attributes:
         target_modules: names of the layers to adapt, such as `query`. Each entry is the last part of a layer's name,
             and selects all layers whose name ends with it.
-        r: rank of the matrices; the default 8 is that of `peft`.
-        alpha: the product of the matrices is multiplied by alpha / r; the default 8 is that of `peft`.
+        r: rank of the matrices; 8 is the default of `peft`.
+        alpha: the product of the matrices is multiplied by alpha / r; 8 is the default of `peft`.
         dropout: dropout probability for the input of A.
     """
 

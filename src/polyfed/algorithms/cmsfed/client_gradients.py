@@ -83,11 +83,11 @@ class GradientSums:
     ) -> TrainingResult:
         """Train, and sum the gradients and loss terms.
 
-        loss: a function that makes the local loss from prototypes.
-            loss: makes the local loss from prototypes.
+        Args:
+            loss: a function that makes the local loss from prototypes.
             data: the client dataset.
+            params: the model to start from.
             near: the prototypes. None uses the client's own prototypes, computed again before every epoch.
-            near: the prototypes; None takes the client's own, computed anew before every epoch.
             train: options of local training.
         """
         fit: TrainingResult | None = None

@@ -180,6 +180,7 @@ class Cut:
         Args:
             fed: the federation.
             half: the server's half before the step.
+            k: the client.
             sent: the client's activations, with labels unless the model is U-shaped.
             head: the gradient from the client's head if the model is U-shaped, else None.
 
