@@ -118,7 +118,7 @@ class Algorithm(ModelHooks, TrainedModels):
                 )
 
     def __post_init__(self) -> None:
-        """Check that every option lies in the range of its type. A subclass with further checks calls this first.
+        """Check that every option lies in the range of its type. A subclass with more checks calls this method first.
 
         Raises:
             RecipeError: an option is out of range, or `unimodal = "prototype"` with a method that sends no class means.

@@ -1,7 +1,7 @@
 """Helpers for methods that train a second model besides the recipe's model: one MLP per modality and a linear head.
 
-FedGKT uses it as the server's network. PartialFL uses it for the tower and for the clients' local models. `embed`
-returns embeddings of the recipe's model that can be compared with the embeddings of the second model.
+FedGKT uses such a model as the server's network. PartialFL uses it for the tower and for the clients' local models.
+`embed` returns embeddings of the recipe's model that can be compared with the embeddings of the second model.
 """
 
 from collections.abc import Iterable

@@ -46,8 +46,8 @@ class Problems:
 def joined(errors: Sequence[PolyfedError], places: Sequence[str] | None = None) -> PolyfedError:
     """Combine several faults into one exception: the number of faults, then a line for each.
 
-    Faults of the class `NotAllowed` are not combined with others. A server that sends a recipe to a device learns only
-    what is not allowed.
+    Faults of the class `NotAllowed` are not combined with others. A server that sends a recipe to a device then learns
+    only what is not allowed.
 
     Args:
         errors: at least one fault.

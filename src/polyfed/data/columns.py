@@ -104,7 +104,7 @@ class Columns:
         present: By modality, whether each row has it, bool (N,); only for modalities that some rows lack.
         client: int64 (N,), the natural client (speaker, subject, video) of each row.
         split_personal: int8 (N,): 0 training row of its natural client, 1 test row of that client, 2 guard row.
-        numbered: Whether `ids` are row numbers because the source has no ids. They then have no meaning outside of it.
+        numbered: Whether `ids` are row numbers because the source has no ids. They mean nothing outside of this table.
         notes: Sentences about what was guessed, converted or left out during reading; `polyfed check` prints them.
 
     Raises:

@@ -182,7 +182,7 @@ def _dense(values: Any, where: str) -> NDArray[Any]:
 def _check_rows(
     draft: Draft, num: int, arrays: Mapping[str, Any], present: Mapping[str, Tensor], problems: Problems
 ) -> None:
-    """Note arrays whose length differs from that of the labels, and rows without any modality."""
+    """Add a fault for arrays that are not as long as the labels, and for rows without any modality."""
     unequal = {name: len(array) for name, array in arrays.items() if array is not None and len(array) != num}
     for name, length in unequal.items():
         problems.add(

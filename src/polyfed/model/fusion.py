@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 Parts = Mapping[str, nn.Module | None]
-"""The part of the fusion that belongs to each modality; None if there is none."""
+"""The part of the fusion for each modality, or None if the fusion has no such parts."""
 
 Features = Mapping[str, Tensor]
 """A tensor for each modality: embeddings (B, E) or (B, T, E); or, for `present`, bool (B,), True if the row has it."""

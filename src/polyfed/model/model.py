@@ -24,7 +24,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Block(nn.Module):
-    """The block of one modality: its encoder, and its part of the first fusion layer (None if there is none)."""
+    """The block of one modality: its encoder, and its part of the first fusion layer (or None)."""
 
     def __init__(self, encoder: nn.Module, fusion: nn.Module | None) -> None:
         super().__init__()
@@ -236,8 +236,8 @@ class Model(Named):
             features: the result of `features`; only the embeddings of `modality` are used.
             modality: the modality.
             batch: the rows.
-            mode: `head` returns W_m z + b / M, where M is the number of modalities of the model. The sum over all
-                modalities is the full logits. `zero` sets the embeddings of all other modalities to zero.
+            mode: `head` returns W_m z + b / M, where M is the number of modalities of the model. Over all
+                modalities, these add up to the full logits. `zero` sets the embeddings of all other modalities to zero.
 
         Raises:
             ModelError: the mode is `head`, but the logits are not linear in the embeddings.

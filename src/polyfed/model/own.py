@@ -26,7 +26,7 @@ def read(where: str, given: Any, base: type, otherwise: str) -> Any:
 
     Raises:
         NotAllowed: the owner of this device has not allowed the class.
-        ModelError: `given` is none of these.
+        ModelError: `given` is of another type.
     """
     if isinstance(given, str) and ":" in given:
         try:

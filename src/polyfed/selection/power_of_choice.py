@@ -70,7 +70,7 @@ class PowD(Selector):
         return {}
 
     def choose(self, memory: dict[int, float], params: Tree, fed: Federation) -> tuple[list[int], dict[int, float]]:
-        """Choose the candidates with the largest losses; of equal losses, the smallest client numbers.
+        """Choose the candidates with the largest losses; among equal losses, smaller client numbers come first.
 
         Raises:
             RecipeError: `d` is out of range, or clients hold different modalities.

@@ -159,7 +159,7 @@ def sketched(vectors_NP: Tensor, size: int, key: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _places(width: int, size: int, key: int) -> tuple[Tensor, Tensor]:
-    """Return the bucket and the sign of every entry. They are cached, because every round of a run needs the same."""
+    """Return the bucket and the sign of every entry. The result is cached for the rounds of a run."""
     bucket = keys.bits(keys.fold_in(key, 0), width).to(torch.int64).remainder_(size)
     return bucket, 1.0 - 2.0 * (keys.bits(keys.fold_in(key, 1), width) & 1)
 

@@ -162,7 +162,7 @@ class StackedClientData(ClientData):
         return self._batch(rows_B, where_B, None if full else ok_B, key)
 
     def _source(self, job: Job) -> tuple[Any, ...] | None:
-        """Return what, besides a step's kind, determines the operations of the step; None forbids replaying steps."""
+        """Return everything but the kind that determines a step's operations; None forbids replaying steps."""
         if not self.replays or job.train.precision != "float32":  # a trace does not record autocast's decisions
             return None
         code = (getattr(part, "__code__", type(part)) for part in (job.loss, job.direction))

@@ -29,13 +29,13 @@ TRIAL = 8
 """Tracing is tried for the first time if more than this number of steps remain. Later, measured times decide."""
 
 MARGIN = 2
-"""Replaying must save this many times the cost of tracing, because measured times vary on a busy machine."""
+"""The factor by which the saved time must exceed the cost of tracing, because measured times vary."""
 
 PATIENCE = 3
 """Number of useless traces after which tracing stops: within one training, and consecutively for one source."""
 
 PROGRAMS = 16
-"""Number of programs kept for one source. Traces differ with stack size and step of a schedule."""
+"""The largest number of stored programs for one source. Traces differ with stack size and step of a schedule."""
 
 Advance = Callable[[Any, Any, Sequence[Tensor]], tuple[Any, Tensor]]
 """`advance(kind, state, slices)` -> (state, value) takes one step; `slices` are the inputs of this step."""

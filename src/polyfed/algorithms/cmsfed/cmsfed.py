@@ -64,7 +64,7 @@ class CmsFedState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class CmsFed(CmsFedOptions):
-    """CMSFed and its ablations. The options are those of `CmsFedOptions`."""
+    """CMSFed and its ablations. `CmsFedOptions` lists the options."""
 
     needs_embeddings: ClassVar[bool] = True
 

@@ -104,7 +104,7 @@ class SelectionProblem:
         return able[keys.choice(key, len(able), 1)[0]] if able else None
 
     def _resolve(self, k1: int | None, k2: int | None, candidates: Sequence[int]) -> Iterator[tuple[int, bool]]:
-        """Return who joins in this pass, and whether each trains one modality only (Eq. 13 for k1, Eq. 14 for k2)."""
+        """Yield the clients that join in this pass, and whether each trains only one modality (Eq. 13, 14)."""
         k2_alone = k2 is not None and (
             not self._complete(k2) or self.ratios.dominance(self.weak, k2) > self.dominance_threshold
         )

@@ -43,7 +43,7 @@ class Adopted(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Hfm(Vertical):
-    """HFM: training inside silos, then averaging across silos. The options are those of `VerticalOptions`."""
+    """HFM: training inside silos, then averaging across silos. `VerticalOptions` lists the options."""
 
     def local(self, context: ClientContext, key: int) -> Tree:
         """Return the local state of `Vertical` and, with the proximal term, the values of the last broadcast."""

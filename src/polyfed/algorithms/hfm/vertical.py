@@ -81,7 +81,7 @@ class SiloState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class Vertical(VerticalOptions):
-    """The template of training inside silos. The options are those of `VerticalOptions`."""
+    """The template of training inside silos. `VerticalOptions` lists the options."""
 
     needs_embeddings: ClassVar[bool] = True
 

@@ -69,7 +69,7 @@ class PartialState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class PartialFL(PartialOptions):
-    """PartialFL. The options are those of `PartialOptions`."""
+    """PartialFL. `PartialOptions` lists the options."""
 
     needs_embeddings: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED

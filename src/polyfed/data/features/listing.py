@@ -113,7 +113,7 @@ def table(path: Path, columns: Sequence[str], what: str, delimiter: str = ",") -
 
     Args:
         path: The file.
-        columns: Columns that must exist; other columns are kept too.
+        columns: Columns that must exist; the result also has all other columns.
         what: Name of the source, for messages.
         delimiter: The separator of fields; with a tab, quotation marks have no meaning.
 

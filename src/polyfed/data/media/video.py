@@ -71,7 +71,7 @@ class Frames(PlainExtractor):
 
 
 def _evenly(num: int, count: int) -> list[int]:
-    """The middles of `count` equal parts of range(num); for an odd count one of them is the middle frame."""
+    """Return the middles of `count` equal parts of range(num); with an odd count, one is the middle frame."""
     return [(2 * part + 1) * num // (2 * count) for part in range(count)]
 
 

@@ -27,8 +27,8 @@ _COLOR = (
 class CgMnist(Source):
     """60,000 / 10,000 digits, each as `gray` (1, 28, 28) and `color` (3, 28, 28) of the same image.
 
-    Training colours follow the label, with noise of variance 0.03 on each channel. The colour of a test image is that
-    of a random digit. Images are stored as bytes. The norms of the CMSFed and PMR releases are applied when a batch is
+    Training colours follow the label, with noise of variance 0.03 on each channel. A test image has the colour of a
+    random digit. Images are stored as bytes. The norms of the CMSFed and PMR releases are applied when a batch is
     taken.
 
     Attributes:

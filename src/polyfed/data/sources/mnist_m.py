@@ -25,8 +25,8 @@ class MnistM(Source):
     """60,000 / 10,000 digits, each as `mnist` (1, 28, 28) and `mnist_m` (3, 28, 28).
 
     MNIST-M is |background - digit|. The digit is binarised to 0 or 255, and the background is a random crop of a
-    natural image (Ganin & Lempitsky, ICML 2015). The rows are those of MNIST. They differ from the published files,
-    whose script splits 55,000 / 5,000 / 10,000. Both modalities are scaled to [0, 1].
+    natural image (Ganin & Lempitsky, ICML 2015). The rows are the same as in MNIST. They differ from the published
+    files, whose script splits 55,000 / 5,000 / 10,000. Both modalities are scaled to [0, 1].
 
     Attributes:
         path: MNIST, as an .npz or a folder; `polyfed data mnist-m` has the layout.
