@@ -3,7 +3,7 @@
 The processes are forked from the server's process before or during a run, so they share the data, the model and the
 algorithm without a copy. Local states stay in the server's process. A worker receives them with the request and returns
 the new local states. So any worker can run any client, and you can resume a run with another number of workers. If a
-worker dies, no state is lost, and a new worker runs its clients again. docs/decisions/0018-workers.md has the reasons.
+worker dies, no state is lost, and a new worker runs its clients again. docs/decisions/0016-workers.md has the reasons.
 
 A request is divided into units: a unit is a stack of clients, or one client. Every worker uses the same number of
 threads, so the result of a unit does not depend on the process that runs it. So the result of a request does not depend

@@ -88,7 +88,7 @@ class BlockSimilarity:
     The squared distance of two clients is the sum of their squared distances over the blocks. In a block that one of
     them lacks, the squared distance is the mean m of that block times s r + 1 - s. Here r is the distance of the two
     clients in the blocks that they share, relative to the means there. And s is the share of the shared blocks in all
-    means. A missing block therefore makes a client neither nearer to the others nor further away (docs/decisions/0019).
+    means. A missing block therefore makes a client neither nearer to the others nor further away (docs/decisions/0017).
 
     Attributes:
         blocks: the similarity of each block; a client is unknown in the blocks that it lacks.

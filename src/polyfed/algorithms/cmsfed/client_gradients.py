@@ -185,7 +185,7 @@ def refreshed(
 ) -> tuple[AnySimilarity, dict[str, Similarity]]:
     """Return D_1, and D_2 by modality, with new rows and columns for some clients ("no overheads").
 
-    If every client owns every modality, g is one vector. Otherwise D_1 is stored block by block (decision 19).
+    If every client owns every modality, g is one vector. Otherwise D_1 is stored block by block (decision 17).
 
     Args:
         d1: vectors g and their distances so far; None before the first pass.
