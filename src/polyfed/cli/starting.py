@@ -23,7 +23,10 @@ def init(
         Path, typer.Argument(metavar="FILE", help=".npz, .csv, .tsv, .parquet or .jsonl.", show_default=False)
     ],
     out: Annotated[Path, typer.Option(metavar="RECIPE.toml", help="The recipe to write.")] = Path("recipe.toml"),
-    label: Annotated[str | None, typer.Option(metavar="NAME", help="Array or column of the labels.")] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Array or column of the labels; again for each further target of a row."),
+    ] = None,
     client: Annotated[
         str | None, typer.Option(metavar="NAME", help="Array or column of the client that each row belongs to.")
     ] = None,
@@ -34,7 +37,8 @@ def init(
     """Write a complete recipe for a data file, and say what was guessed."""
     if out.exists():
         raise RecipeError(f"{out} exists already; nothing was replaced. Choose another file with --out")
-    made = starter(file, {"label": label, "client": client, "split": split})
+    labels = label[0] if label and len(label) == 1 else label or None
+    made = starter(file, {"label": labels, "client": client, "split": split})
     replace_text(out, made.text)
     for note in made.notes:
         typer.echo(f"guessed: {note}")
