@@ -6,7 +6,7 @@ OUT ?= runs/demo
 FLOWER ?= 1.42.0
 OTHER := $(CURDIR)/.venv/flower-$(FLOWER)
 
-.PHONY: demo test check check-flower check-all federation bench docs notebooks format clean
+.PHONY: demo test check check-flower check-all check-trackers federation bench docs notebooks format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -40,6 +40,10 @@ check-all: check ## check, then real processes: Ray, SuperLink and SuperNodes wi
 	# one more try for what failed: a busy machine can make Ray or a SuperNode miss a time-out
 	$(BIN)/pytest -m slow -n 2 --dist loadfile tests/engines tests/attacks tests/study || \
 		$(BIN)/pytest -m slow tests/engines tests/attacks tests/study --last-failed
+
+check-trackers: .venv/installed ## installs MLflow and Weights & Biases (200 MB) and runs the tests against them
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[mlflow,wandb]"
+	$(BIN)/pytest -n 0 tests/test_trackers.py
 
 federation: .venv/installed ## a server and three devices on this machine; see docs/deploy.md
 	$(BIN)/polyfed app runs/federation --recipe recipes/federation-demo.toml --local

@@ -22,11 +22,11 @@ import torch
 from numpy.typing import NDArray
 
 import polyfed
-from polyfed.cli.progress import Progress
 from polyfed.core.tree import Tree
 from polyfed.data.columns import TRAIN, VALIDATION, Columns
 from polyfed.data.sources.ucihar import UciHar
 from polyfed.federation.federation import Federation
+from polyfed.report.progress import Progress
 from polyfed.selection import Selector
 
 SEED = 8

@@ -18,6 +18,7 @@ from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Clock, Network
 from polyfed.federation.replies import Answer, ReplyStack
+from polyfed.objective import CLASSES
 from polyfed.privacy.ledger import Ledger
 
 PARAMS = {"a.w": torch.zeros(2, 3), "b.w": torch.zeros(5), "shared.w": torch.zeros(4)}
@@ -74,5 +75,5 @@ def scripted(
     clock = None
     if network is not None:
         clock = Clock(network.links(len(holds), seed), Ledger("r"))
-    context = SimpleNamespace(model=model)
+    context = SimpleNamespace(model=model, objective=CLASSES, num_classes=2)
     return Federation(registry, script, method, context, PARAMS, seed, 50, clock=clock), script

@@ -3,6 +3,7 @@ import os
 import re
 import signal
 import warnings
+from importlib import import_module
 
 import pytest
 
@@ -111,7 +112,7 @@ def test_ctrl_c_says_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("polyfed.cli.commands.run_recipe", interrupted)
+    monkeypatch.setattr(import_module("polyfed.run"), "run", interrupted)
     code, out, err = polyfed_command("run", recipe, "--out", str(tmp_path / "out"), "--set", "train.lr=1.0")
     assert code == 130
     assert out == ""
@@ -119,7 +120,8 @@ def test_ctrl_c_says_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch
 
 
 def test_a_batch_system_that_ends_a_run_is_told_how_to_go_on(polyfed_command, recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("polyfed.cli.commands.run_recipe", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
+    module = import_module("polyfed.run")
+    monkeypatch.setattr(module, "run", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
     code, _, err = polyfed_command("run", recipe, "--out", str(tmp_path / "out"))
     assert code == 130
     assert f"--resume --out {tmp_path / 'out'}" in err
@@ -133,7 +135,7 @@ def test_a_batch_system_that_ends_a_run_is_told_how_to_go_on(polyfed_command, re
         (("--set", "train.lrr=1"), 2, "digits.toml --set train.lrr=1: [train] has no option 'lrr'"),
         (("--set", "lr=1"), 2, "'lr' belongs in a section: write train.lr or server.lr"),
         (("--set", "zzz=1"), 2, "no section or key 'zzz'"),
-        (("--set", "name=toy"), 2, "write data.name or algorithm.name or selection.name or engine.name"),
+        (("--set", "name=toy"), 2, "write data.name or algorithm.name or selection.name or attack.name or engine.name"),
         (("--set", "train.lr"), 2, "--set train.lr: write section.key=value"),
         (("--set", "train..lr=1"), 2, "--set train..lr=1: write section.key=value"),
         (("--set", "clients.holdings=[[a],[b]]"), 2, "is not TOML"),
@@ -234,7 +236,8 @@ def test_every_algorithm_explains_its_hyper_parameters_and_what_crosses(polyfed_
 
 
 def test_hyper_parameters_are_read_off_the_dataclass():
-    (mu, aggregation) = hyper_parameters(ALGORITHMS["fedprox"])
+    mu, aggregation, *others = hyper_parameters(ALGORITHMS["fedprox"])
+    assert [option.name for option in others] == ["private", "private_epochs", "fine_tune"]
     assert (mu.name, mu.kind, mu.default) == ("mu", "float, 0 or more", "0.01")
     assert mu.about.startswith("weight of the proximal term")
     assert aggregation.kind == '"weighted" | "uniform"'

@@ -43,7 +43,7 @@ def small(name: str, encoders: Any = AWKWARD, **options: Any) -> Recipe:
 
 def outcome(finished: Run) -> str:
     """All that a run tells, but how long it took; as text, since a NaN is to equal a NaN."""
-    taken = dict.fromkeys(("seconds", "seconds_total", "seconds_per_round"))
+    taken = dict.fromkeys(("seconds", "seconds_total", "seconds_per_round", "seconds_first_round"))
     return "\n".join(map(repr, [finished.result | taken, *(row | taken for row in finished.rounds)]))
 
 

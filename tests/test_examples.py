@@ -31,7 +31,8 @@ def test_the_first_script_of_the_page_is_complete(tmp_path: Path, capsys: pytest
 
 def test_the_method_in_the_readme_is_complete() -> None:
     found: dict[str, object] = {}
-    exec(_python_of(ROOT / "README.md")[0], found)
+    (code,) = [code for code in _python_of(ROOT / "README.md") if "class FedProx" in code]
+    exec(code, found)
     method = found["FedProx"](mu=0.1)  # type: ignore[operator]
     one, two = (played(recipe(method, engine, rounds=2))[1].params for engine in ("sequential", "vectorised"))
     assert furthest(one, two) < 1e-5

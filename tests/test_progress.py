@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from polyfed.cli.progress import Progress
+from polyfed.report.progress import Progress
 
 
 class Clock:

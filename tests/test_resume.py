@@ -24,6 +24,7 @@ from polyfed.experiment.loop import execute
 from polyfed.experiment.recipe import CheckpointSpec, Recipe
 from polyfed.experiment.records import Records
 from polyfed.experiment.settings import EngineSpec
+from polyfed.objective import CLASSES
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
 from world import AWKWARD, algorithm, recipe
@@ -152,7 +153,7 @@ def test_what_crossed_in_a_round_that_failed_is_in_the_ledger(tmp_path: Path, mo
     made = replace(longer("fedavg", rounds=1), engine=EngineSpec(name="sequential"), egress=policy)
     clients = assemble(made).fed.clients
     holders = [client for client in clients if "b" in clients[client].modalities]
-    monkeypatch.setattr("polyfed.experiment.loop.refuse_forbidden", lambda assembly: None)
+    monkeypatch.setattr("polyfed.experiment.loop.check_before_run", lambda assembly: None)
     with pytest.raises(EgressError):
         execute(made, Records(tmp_path, resume=False), Emitter())
     rows = [json.loads(line) for line in (tmp_path / "egress.jsonl").read_text().splitlines()]
@@ -214,11 +215,11 @@ def test_lines_are_on_the_disk_before_a_checkpoint_that_counts_them(
 
 @pytest.mark.parametrize(("first", "then"), [("sequential", "flower"), ("flower", "vectorised")])
 def test_what_clients_keep_is_not_lost_by_another_engine(first: str, then: str, tmp_path: Path) -> None:
-    made = recipe(algorithm("scaffold"), first)
+    made = recipe(algorithm("scaffold"), first, task=CLASSES)
     folder = Records(tmp_path / "run", resume=False)
     folder.note(made.table(), {"run": "one"})
     folder.checkpoints.mkdir()
-    other = recipe(algorithm("scaffold"), then)
+    other = recipe(algorithm("scaffold"), then, task=CLASSES)
     with pytest.raises(RecipeError, match=f"engine '{first}', now it is '{then}'"):
         Records(tmp_path / "run", resume=True).check(other.table(), {"run": "two", "started": "now"})
 

@@ -1,6 +1,7 @@
 """`polyfed.run`: run a recipe to its end, as a simulation in this process or with Flower."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from polyfed.experiment.loop import execute
 from polyfed.experiment.recipe import Recipe, recipe_of
 from polyfed.experiment.records import Records
 from polyfed.experiment.run_result import Run
+from polyfed.report.progress import Progress
 
 
 def run(
@@ -26,6 +28,7 @@ def run(
     engine: str | None = None,
     device: Literal["cpu", "cuda", "auto"] | None = None,
     listeners: Sequence[Listener] = (),
+    progress: bool = False,
     **options: Unpack[DataOptions],
 ) -> Run:
     """Run a recipe, or a method on your own data, to its end.
@@ -42,6 +45,8 @@ def run(
         engine: replaces the recipe's engine.
         device: replaces the recipe's device.
         listeners: called with every event, as `listener(event, **facts)`.
+        progress: whether to show the progress while the run goes on: a live panel in a notebook or a terminal, a few
+            lines on standard error anywhere else.
         options: labels, clients and the sections of a recipe; see `make_recipe`. Beside a recipe, only those options
             that say how `data` is read.
 
@@ -63,16 +68,16 @@ def run(
             "Save it with numpy.savez and give the file, or use the engine 'vectorised' or 'sequential'"
         )
     records = None if out is None else Records(Path(out), resume=resume)
-    emit = Emitter(listeners)
     play = execute
     if recipe.engine.name == "flower":
         from polyfed.deploy.server import simulate  # needs the extra polyfed[flower]
 
         play = partial(simulate, execute=execute)
-    if records is None:
-        return play(recipe, records, emit)
-    with records.alone():
-        return play(recipe, records, emit)
+    with ExitStack() as stack:
+        shown = [stack.enter_context(Progress())] if progress else []
+        if records is not None:
+            stack.enter_context(records.alone())
+        return play(recipe, records, Emitter([*shown, *listeners]))
 
 
 def _recipe(recipe: Recipe | str | Path | None, data: Any, options: DataOptions) -> Recipe:

@@ -17,7 +17,7 @@ from polyfed.core.tree import Tree
 from polyfed.data import Columns, Population
 from polyfed.data.partitions.shards import Shards
 from polyfed.data.sources import Toy
-from polyfed.experiment.assembly import ENGINES
+from polyfed.engines import Sequential, Vectorised
 from polyfed.federation.client_registry import TEST
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Answer
@@ -106,7 +106,7 @@ class Silos:
         lost: set[tuple[str, int]] | None = None,
     ) -> tuple[Federation, Any]:
         """The server's view, and the engine behind it."""
-        runs = ENGINES[engine](
+        runs = {"sequential": Sequential, "vectorised": Vectorised}[engine](
             self.population, self.model, method, self.initial, policy=policy, ledger=Ledger("r"), debug=True
         )
         fed = Federation(

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import stat
 import time
 import tracemalloc
@@ -185,10 +186,9 @@ def test_a_servers_words_neither_begin_a_line_of_a_devices_log_nor_steer_its_ter
 ) -> None:
     log("the message asks for the task 'x\npolyfed: all is well\x1b[2J\u202e'\r\nTraceback")
     told = capfd.readouterr().err
-    assert [line for line in told.splitlines() if line.startswith("polyfed:")] == [told.splitlines()[0]]
+    assert re.fullmatch(r"[0-9T:.Z-]+ INFO polyfed: the message asks .*Traceback\n", told), "one line, with its time"
     assert "\x1b" not in told
     assert "\u202e" not in told
-    assert told.splitlines()[-1] == "    Traceback"
 
 
 DEEP = "[" * 100_000

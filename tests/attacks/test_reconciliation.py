@@ -79,7 +79,10 @@ def test_logs_of_an_honest_run_agree_and_the_report_says_so(finished: Path, caps
         main(("audit-log", "reconcile", str(finished / "run"), *map(str, states(finished))))
     assert not stop.value.code
     assert "the audit logs agree" in capsys.readouterr().out
-    assert "The audit logs agree." in write_report(finished / "run", states(finished)).read_text()
+    with pytest.raises(SystemExit):
+        main(("audit-log", "reconcile", str(finished / "run"), *map(str, states(finished)), "--json"))
+    assert json.loads(capsys.readouterr().out) == {"findings": [], "remarks": list(result.remarks)}
+    assert "The audit logs agree." in write_report(finished / "run", device_logs=states(finished)).read_text()
 
 
 def without_third(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -145,6 +148,9 @@ def test_rows_removed_from_the_ledger_are_told_by_the_report(copied: Path, capsy
         main(("audit-log", "reconcile", str(copied / "run")))
     assert stop.value.code == 5
     assert "that the audit log lacks" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(("audit-log", "reconcile", str(copied / "run"), "--json"))
+    assert json.loads(capsys.readouterr().out)["error"]["kind"] == "DataError"
 
 
 @pytest.mark.parametrize("whose", ["run", "nodes/1/polyfed-state"])
@@ -154,7 +160,7 @@ def test_a_broken_chain_is_told_by_the_report(whose: str, copied: Path) -> None:
     path.write_text("".join([*lines[:3], *lines[4:]]))
     told = found(copied)
     assert f"{path} line 4 does not follow from line 3" in told
-    page = write_report(copied / "run", states(copied)).read_text()
+    page = write_report(copied / "run", device_logs=states(copied)).read_text()
     assert "line 4 does not follow from line 3" in page
     assert "The audit logs agree." not in page
 

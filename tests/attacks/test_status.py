@@ -238,7 +238,7 @@ def test_a_status_with_control_characters_steers_no_terminal(server: Server, cap
     told = ask(f"{HOST}:{server.port}", server.credentials / "ca.pem", server.credentials / TOKEN)
     told["run"]["reasons"]["1"]["reason"] = "no\x1b[2J\nforged"
     told["runs"][0]["status"] = "\x1b]0;x\x07"
-    monkeypatch.setattr("polyfed.cli.federation.ask", lambda *_: told)
+    monkeypatch.setattr("polyfed.deploy.status_client.ask", lambda *_: told)
     shown = status(server, capsys)
     assert "\x1b" not in shown
     assert "no\\x1b[2J\\nforged" in shown

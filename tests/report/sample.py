@@ -27,6 +27,7 @@ polyfed = "0.0"
 """
 
 MODALITIES = ("audio", "text", "video")
+CLASSES = ("calm", "glad", "sad", "wild, very")
 
 
 def write_run(
@@ -59,10 +60,14 @@ def write_run(
 
 def facts(held: dict[int, list[str]], seed: int) -> dict[str, object]:
     policy = {m: {"server": ["parameters", "gradients", "statistic"], "silo": []} for m in (*MODALITIES, "shared")}
-    shown = [{"id": c, "rows": 40 + c % 17, "modalities": m} for c, m in list(held.items())[:1000]]
+    shown = [
+        {"id": c, "rows": 40 + c % 17, "modalities": m, "labels": [10, c % 17, 20, 10]}
+        for c, m in list(held.items())[:1000]
+    ]
     return {
         "run": f"made-up-{seed}",
         "started": "2026-01-01T00:00:00+00:00",
+        "data": {"sha256": "1" * 64, "class_names": list(CLASSES)},
         "num_clients": len(held),
         "clients": shown,
         "blocks": dict.fromkeys((*MODALITIES, "shared"), 1000),
@@ -100,8 +105,13 @@ def round_row(
     }
     alone = {m: 0.2 + (0.5 - 0.12 * i) * rise + noise[4 + i] for i, m in enumerate(MODALITIES)}
     trained = {m: [c for c in answered if m in held[c]] for m in MODALITIES} | {"shared": answered}
-    return {
+    norms = {block: 1.0 / number for block in (*MODALITIES, "shared")}
+    last = {"confusion": [[9, 1, 0, 0], [2, 6, 2, 0], [0, 0, 0, 0], [5, 0, 0, 5]]} if number == rounds else {}
+    return last | {
         "round": number,
+        "training_requests": 1,
+        "evaluation": {"bytes_up": 8 * len(held), "bytes_down": 4000 * len(held)},
+        "norms": {"model": norms, "clients": {block: 2 * norm for block, norm in norms.items()}},
         "cohort": cohort,
         "trained": trained,
         "missing": {str(c): text for c in lost},
@@ -134,10 +144,13 @@ def result(rows: list[dict[str, object]], seed: int, algorithm: str, clients: in
         "rounds": len(rows),
         "clients": clients,
         "num_parameters": 3000,
+        "num_kept": {"server": 6000, "client": 3000},
+        "calibration": {"ece": 0.125, "rows": [0.0, 8.0, 8.0], "confidence": [0.0, 4.0, 7.0], "right": [0.0, 3.0, 6.0]},
         "metrics": last,
         "bytes_up": 75_000 * len(rows),
         "bytes_down": 75_000 * len(rows),
         "seconds_total": 0.06 * len(rows),
         "seconds_per_round": 0.055,
+        "seconds_first_round": 1.5,
         "state_sha256": "0" * 64,
     }

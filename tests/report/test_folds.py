@@ -11,7 +11,7 @@ import pytest
 import torch
 from sklearn.metrics import confusion_matrix, recall_score
 
-from polyfed.cli.commands import main
+from polyfed.cli import main
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.evaluation.scores import Evaluation
@@ -28,13 +28,14 @@ def fold(made_run: Any, name: str, session: int, guesses: list[int] | None, seed
     folder: Path = made_run(name, seed=seed)
     text = (folder / "recipe.toml").read_text()
     (folder / "recipe.toml").write_text(text.replace("[clients]", f"test_session = {session}\n\n[clients]"))
+    rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    del rows[-1]["confusion"]
     if guesses is not None:
         result = json.loads((folder / "result.json").read_text())
         result["metrics"]["global"]["uar"] = recall_score(TRUTH, guesses, average="macro")
         (folder / "result.json").write_text(json.dumps(result))
-        rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
         rows[-1]["confusion"] = confusion_matrix(TRUTH, guesses, labels=[0, 1, 2]).tolist()
-        (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 

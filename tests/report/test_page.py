@@ -153,6 +153,7 @@ def test_untrusted_text_stays_text(made_run):
     facts = json.loads((folder / "run.json").read_text())
     facts["egress"][ATTACK] = {"server": []}
     facts["clients"][0]["modalities"] = [ATTACK]
+    facts["data"]["class_names"][0] = ATTACK
     (folder / "run.json").write_text(json.dumps(facts))
     rows = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     for row in rows:
@@ -242,7 +243,9 @@ def test_folder_without_a_run_is_refused(tmp_path):
 
 def test_a_folder_of_runs_is_told_from_a_run(made_run):
     folder = made_run()
-    with pytest.raises(DataError, match=rf"holds no run .* It holds folders of runs; give .*/{folder.name}, or .* for all"):
+    with pytest.raises(
+        DataError, match=rf"holds no run .* It holds folders of runs; give .*/{folder.name}, or .* for all"
+    ):
         write_report(folder.parent)
 
 

@@ -248,27 +248,23 @@ class Averaging(Algorithm):
         """Train the received model, with the client's private blocks, on the client's rows."""
         kept, own = private.parted(local)
         whole = private.completed(got, kept)
-        fit = self._minimised(context, data, whole, own, kept)
-        reply, after = self.reply(context, data, fit, whole, own)
-        if not kept:
-            return reply, after
-        after = after | nested(private.PRIVATE, {name: fit.params[name] for name in kept})
-        return private.public(reply, kept.keys()), after
-
-    def _minimised(self, context: ClientContext, data: ClientData, got: Any, local: Tree, kept: Tree) -> TrainingResult:
-        """Local training; with `private_epochs`, first of the private parameters and then of the others."""
 
         def loss(w: Tree, batch: Batch) -> Any:
-            return self.loss(context, w, batch, got, local)
+            return self.loss(context, w, batch, whole, own)
 
-        start, only = got.params, None
-        if kept and self.private_epochs:
+        start, only = whole.params, None
+        if kept and self.private_epochs:  # first the private parameters alone, then the others alone
             train = private.epochs_of(self.train, self.private_epochs)
             start = data.minimise(loss, start, train=train, only=kept.keys(), stream=private.PRIVATE_STREAM).params
             only = start.keys() - kept.keys()
-        directed = self.direction(context, data, got, local)
+        directed = self.direction(context, data, whole, own)
         direction, carry = directed if directed is not None else (None, None)
-        return data.minimise(loss, start, train=self.train, direction=direction, carry=carry, only=only)
+        fit = data.minimise(loss, start, train=self.train, direction=direction, carry=carry, only=only)
+        if not kept:
+            return self.reply(context, data, fit, whole, own)
+        reply, after = self.reply(context, data, fit, whole, own)
+        after = after | nested(private.PRIVATE, {name: fit.params[name] for name in kept})
+        return private.public(reply, kept.keys()), after
 
     @task()
     def tune(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Tuned, Tree]:

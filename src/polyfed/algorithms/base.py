@@ -19,7 +19,7 @@ The table lists the hooks in the order in which they are called; all but `init` 
 | `observe`, `observe_tables` | server | after every round | numbers and matrices for the log |
 | `concerns` | server | once, after a third of the rounds | what has had no effect so far, for a warning |
 | `evaluate` | server | after every round that `[evaluate] every` names | scores; it calls the hooks below |
-| `global_params` | server | in `evaluate`, and in `Run.predict` | the global model, or None |
+| `global_params` | server | around every round, in `evaluate`, and in `Run.predict` | the global model, or None |
 | `class_prototypes` | server | in `evaluate` | class means, for `[evaluate] unimodal = "prototype"` |
 | `to_judge` | server | in `evaluate`, and in `Run.predict` | what clients receive for personal evaluation |
 | `own_params` | client | in personal evaluation, and in `Run.predict` | the model that the client is evaluated with |

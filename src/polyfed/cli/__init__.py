@@ -1,23 +1,28 @@
 """How is polyfed used from a terminal? The `polyfed` command parses its words, calls the package, prints the result.
 
-- `commands`: every verb (`run`, `check`, `report`, `algorithms`, `data`, `app`) and the exit codes.
-- `comparison`: `polyfed compare`; `sweep`: `polyfed sweep`, and `sweep_progress`, its live table.
-- `progress`: the display of a run while it trains.
-- `tables`: results, checks and comparisons as tables.
-- `egress_tables`: what a recipe lets cross, as a table and in sentences.
-- `federation`: `polyfed superlink`, `polyfed supernode` and other verbs of a deployment.
-- `deployment`: `polyfed app`, and `polyfed check --node` for one device.
-- `starting`: `polyfed init`, and the lines of a recipe that an algorithm needs.
-- `preparation`: `polyfed data prepare`.
+The command:
+
+- `application`: the command without its verbs, its entry point, errors as text or JSON, exit codes.
+- `commands`: the verbs `run`, `check`, `report`; `comparison`: the verb `compare`; `sweep`: the verb `sweep`.
+- `descriptions`: the verbs `algorithms`, `data` and `init`.
+- `federation`: the verbs `app`, `superlink`, `supernode`, `status`; `audit`: the verb `audit-log`.
+- `machine`: the verbs `doctor` and `completion`.
+
+What the verbs print; a verb imports these files when it runs:
+
+- `tables`: results, checks and comparisons as tables; `egress_tables`: what a recipe lets cross.
+- `sweep_progress`: the live table of `polyfed sweep`; `status_tables`: the output of `polyfed status`.
+- `starting`: the recipe that `polyfed init` writes, and the lines of a recipe that an algorithm needs.
 - `catalogue`: facts about algorithms and data sources, read from their classes; `catalogue_pages` lays them out.
-- `output`: printing tables, lines or JSON on standard output.
-- `layout`: tables without lines, titles, blank lines.
+- `deployment`: `polyfed app`, and `polyfed check --node` for one device; `preparation`: `polyfed data prepare`.
+- `doctor`: what is installed on this machine, and whether it works.
+- `output`: printing tables, lines, JSON and errors; `layout`: tables without lines, titles, blank lines.
 - `__main__`: `python -m polyfed.cli`.
 
 A further verb is a function decorated with `@app.command()`.
 """
 
-from polyfed.cli import federation
-from polyfed.cli.commands import app, main
+from polyfed.cli import audit, commands, comparison, descriptions, federation, machine, sweep
+from polyfed.cli.application import app, main
 
-__all__ = ["app", "federation", "main"]
+__all__ = ["app", "audit", "commands", "comparison", "descriptions", "federation", "machine", "main", "sweep"]

@@ -2,21 +2,25 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from polyfed.cli.application import HELP_OPTIONS, AsJson
+from polyfed.cli.application import app as polyfed_app
+from polyfed.cli.output import answer, show
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.files import AUDIT, PUBLIC_KEY
-from polyfed.report import reconcile
 
 app = typer.Typer(
     name="audit-log",
     help=f"Audit logs: {AUDIT} in the state folder of a device, and in the folder of a run on the server.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP_OPTIONS,
 )
+polyfed_app.add_typer(app)
 
 
 @contextmanager
@@ -37,16 +41,19 @@ def verify_log(
         Path | None,
         typer.Option(metavar="PUBLIC", help=f"The public key of the log. [default: {PUBLIC_KEY} in FOLDER]"),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check the chain and the signatures; exit code 0 if the log is whole, 5 and the first bad line if it is not."""
     with _needing_flower():
         from polyfed.privacy.audit_check import verify
     found = verify(folder, key)
-    typer.echo(f"{folder / AUDIT} is whole: {found.rows:,} rows, {found.seals:,} signatures")
+    lines = [f"{folder / AUDIT} is whole: {found.rows:,} rows, {found.seals:,} signatures"]
     if found.first:
-        typer.echo(f"from {found.first} to {found.last}")
+        lines.append(f"from {found.first} to {found.last}")
     if key is None:
-        typer.echo(f"checked with {folder / PUBLIC_KEY}; with --key, use the key that you were given by other means")
+        lines.append(f"checked with {folder / PUBLIC_KEY}; with --key, use the key that you were given by other means")
+    facts = {"log": str(folder / AUDIT), "key": str(key or folder / PUBLIC_KEY)} | asdict(found)
+    answer(facts, *lines, as_json=as_json)
 
 
 @app.command("reconcile")
@@ -56,12 +63,15 @@ def reconcile_logs(
         list[Path] | None,
         typer.Argument(metavar="[DIR]...", help="State folders of devices, or copies of them.", show_default=False),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compare the server's audit log with its ledger and with devices' logs; exit code 5 if anything does not agree."""
+    from polyfed.report import reconcile
+
     with _needing_flower():
         found = reconcile(run, devices or [])
-    for remark in found.remarks:
-        typer.echo(remark)
+    if not as_json:
+        show(*found.remarks)
     if found.findings:
         raise DataError("\n".join(["the audit logs do not agree:", *(f"  {finding}" for finding in found.findings)]))
-    typer.echo("the audit logs agree")
+    answer(asdict(found), "the audit logs agree", as_json=as_json)

@@ -143,6 +143,35 @@ def attributes(cls: type) -> dict[str, str]:
     return found
 
 
+def algorithm_list() -> list[dict[str, str]]:
+    """The content that `algorithms --json` prints: the name and the first line of every algorithm."""
+    return [{"name": name, "about": headline(ALGORITHMS[name])} for name in sorted(ALGORITHMS)]
+
+
+def algorithm_facts(name: str) -> dict[str, Any]:
+    """The content that `algorithms NAME --json` prints."""
+    cls = algorithm_named(name)
+    return {
+        "name": name,
+        "about": explanation(cls),
+        "options": [dataclasses.asdict(option) for option in hyper_parameters(cls)],
+        "crossings": [dataclasses.asdict(row) for row in crossings(cls)],
+    }
+
+
+def source_list() -> list[dict[str, str]]:
+    """The content that `data --json` prints: the name, title and licence of every data source."""
+    facts = {name: facts_of_source(SOURCES[name]) for name in sorted(SOURCES)}
+    return [{"name": name, "title": found.title, "licence": found.licence} for name, found in facts.items()]
+
+
+def source_facts(name: str) -> dict[str, Any]:
+    """The content that `data NAME --json` prints."""
+    cls = source_named(name)
+    described = dataclasses.asdict(facts_of_source(cls))
+    return {"name": name} | described | {"options": [dataclasses.asdict(option) for option in options(cls)]}
+
+
 def crossings(cls: type[Algorithm]) -> Iterator[Carried]:
     """The message fields that the tasks of an algorithm receive and send, with default hyper-parameters."""
     algorithm = cls()

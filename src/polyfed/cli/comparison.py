@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polyfed.cli.application import AsJson, app
 from polyfed.cli.output import print_json, show, standard_output
 from polyfed.core.errors import RecipeError
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
 COMPARISON = "comparison.html"
 """The file that `compare --html` writes if no file is named."""
-
-app = typer.Typer()
 
 
 class Format(StrEnum):
@@ -57,9 +56,7 @@ def compare_runs(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the groups as JSON, and nothing else, on standard output.")
-    ] = False,
+    as_json: AsJson = False,
     form: Annotated[
         Format, typer.Option("--format", help="How to print; csv and json hold numbers at full precision.")
     ] = Format.table,

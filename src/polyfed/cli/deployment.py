@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from polyfed.experiment.check import fixes_of
 from polyfed.report import REPORT
 
 
-def run_locally(recipe: Path, folder: Path) -> Iterator[RenderableType]:
-    """Run a federation on this machine, and return its results to print."""
+def run_locally(recipe: Path, folder: Path) -> tuple[dict[str, Any], list[RenderableType]]:
+    """Run a federation on this machine, and return its result and what to print."""
     out = deploy.run_locally(recipe, folder)
-    yield tables.result_table(json.loads((out / RESULT).read_text()))
-    yield Text(f"files in {out}, picture in {out / REPORT}")
+    result: dict[str, Any] = json.loads((out / RESULT).read_text())
+    return result, [tables.result_table(result), Text(f"files in {out}, picture in {out / REPORT}")]
 
 
 def resume_command(recipe: Path, folder: Path) -> str:
@@ -31,7 +31,52 @@ def resume_command(recipe: Path, folder: Path) -> str:
     return shlex.join(["polyfed", "app", str(folder), "--recipe", str(recipe), "--local"])
 
 
-def write_app(recipe: Path, folder: Path, keys: int | None, hosts: Sequence[str]) -> Iterator[RenderableType]:
+@dataclass(frozen=True)
+class Written:
+    """What `polyfed app` wrote.
+
+    Attributes:
+        folder: the folder of the app.
+        credentials: the folder of the credentials.
+        warnings: what the app warns about.
+        keys: the number of keys of devices that were asked for; None if no credentials were asked for.
+        kept: whether the folder of the credentials had files before.
+        new: the new files in this folder.
+    """
+
+    folder: Path
+    credentials: Path
+    warnings: Sequence[str]
+    keys: int | None = None
+    kept: bool = False
+    new: Sequence[str] = ()
+
+    @property
+    def start(self) -> str:
+        """The command that starts the app."""
+        return f"FLWR_HOME={self.credentials}/flwr flwr run {self.folder} polyfed --stream"
+
+    def facts(self) -> dict[str, Any]:
+        """The content that `app --json` prints."""
+        facts = {"app": str(self.folder), "start": self.start, "warnings": list(self.warnings)}
+        if self.keys is None:
+            return facts
+        return facts | {"credentials": str(self.credentials), "new": list(self.new)}
+
+    def lines(self) -> Iterator[str]:
+        """What to print."""
+        yield from (f"warning: {text}" for text in self.warnings)
+        yield f"app in {self.folder}; start it with: {self.start}"
+        if self.keys is None:
+            return
+        if self.kept:
+            yield f"existing files in {self.credentials} are kept; new: {', '.join(self.new) or 'nothing'}"
+        else:
+            yield f"a server certificate and {self.keys} keys of devices, for trials, in {self.credentials}"
+        yield f"put the public key *.pub of every device there, then: polyfed superlink {self.credentials}"
+
+
+def write_app(recipe: Path, folder: Path, keys: int | None, hosts: Sequence[str]) -> Written:
     """Write an app and, if keys or hosts are given, credentials; say what was written.
 
     Args:
@@ -43,18 +88,12 @@ def write_app(recipe: Path, folder: Path, keys: int | None, hosts: Sequence[str]
     credentials = folder.with_name(f"{folder.name}-credentials")
     warnings: list[str] = []
     deploy.write_app(recipe, folder, warnings.append)
-    yield from (Text(f"warning: {text}") for text in warnings)
-    yield Text(f"app in {folder}; start it with: FLWR_HOME={credentials}/flwr flwr run {folder} polyfed --stream")
     if keys is None and not hosts:
-        return
+        return Written(folder, credentials, warnings)
     before = {path.name for path in credentials.glob("*")}
     deploy.write_credentials(credentials, keys or 0, hosts)
     new = sorted(path.name for path in credentials.glob("*") if path.name not in before)
-    if before:
-        yield Text(f"existing files in {credentials} are kept; new: {', '.join(new) or 'nothing'}")
-    else:
-        yield Text(f"a server certificate and {keys or 0} keys of devices, for trials, in {credentials}")
-    yield Text(f"put the public key *.pub of every device there, then: polyfed superlink {credentials}")
+    return Written(folder, credentials, warnings, keys or 0, bool(before), new)
 
 
 def device_tables(inspection: Inspection) -> Group:

@@ -1,4 +1,4 @@
-"""The verbs of a federation on several machines: the SuperLink of a server, the SuperNode of a device, the status."""
+"""The verbs of a deployment: write a Flower app, start a SuperLink or a SuperNode, ask a server for its status."""
 
 import os
 from enum import StrEnum
@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from polyfed import deploy
-from polyfed.cli.commands import AsJson, app
-from polyfed.cli.output import print_json, show
-from polyfed.cli.status_tables import status_tables
+from polyfed.cli.application import AsJson, Interrupted, app
+from polyfed.cli.output import answer, print_json, show
 from polyfed.core.log_lines import LOG_FORMAT
-from polyfed.deploy.status_client import ask
+
+JsonError = Annotated[bool, typer.Option("--json", help="If it cannot start, print the error as JSON.")]
+"""A verb that runs until it is stopped has no result to print."""
 
 
 class LogFormat(StrEnum):
@@ -31,6 +31,38 @@ MetricsPort = Annotated[
         min=0, max=65535, metavar="N", help="Port for health and Prometheus metrics, on this machine only. 0: none."
     ),
 ]
+
+
+@app.command("app")
+def write_flower_app(
+    dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the app.", show_default=False)],
+    recipe: Annotated[Path, typer.Option(metavar="RECIPE.toml", help="The recipe.", show_default=False)],
+    local: Annotated[
+        bool, typer.Option("--local", help="Also run it on this machine: a SuperLink, and a SuperNode for each client.")
+    ] = False,
+    keys: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Write a server certificate and N keys of devices to DIR-credentials."),
+    ] = None,
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option("--host", metavar="NAME", help="The certificate is for this name or address; may be repeated."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a Flower app for a recipe, which `flwr run` starts; see docs/deploy.md."""
+    from polyfed.cli import deployment
+
+    if not local:
+        written = deployment.write_app(recipe, dir, keys, hosts or [])
+        answer(written.facts(), *written.lines(), as_json=as_json)
+        return
+    try:
+        result, shown = deployment.run_locally(recipe, dir)
+    except KeyboardInterrupt:
+        again = deployment.resume_command(recipe, dir)
+        raise Interrupted(f"all processes have ended; resume with: {again}") from None
+    answer(result, *shown, as_json=as_json)
 
 
 @app.command()
@@ -61,8 +93,11 @@ def superlink(
         ),
     ] = 0,
     log_format: LogFormatOption = LogFormat.text,
+    as_json: JsonError = False,
 ) -> None:
     """Start a server's SuperLink: devices with a known key from anywhere, `flwr` from this machine only."""
+    from polyfed import deploy
+
     os.environ[LOG_FORMAT] = log_format.value
     ports = deploy.ServerPorts(host, port, control_port, metrics_port, status_port)
     deploy.run_superlink(credentials, ports, database)
@@ -87,8 +122,11 @@ def supernode(
     port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="A free port of this machine.")] = 9094,
     metrics_port: MetricsPort = 0,
     log_format: LogFormatOption = LogFormat.text,
+    as_json: JsonError = False,
 ) -> None:
     """Start a device: it answers with the polyfed installed here, and runs no code that a server sends."""
+    from polyfed import deploy
+
     os.environ[LOG_FORMAT] = log_format.value
     deploy.run_supernode(superlink, root_certificates, key, node_config, port, metrics_port)
 
@@ -105,6 +143,9 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Print what a server is doing: its devices, its runs, the round, and who did not answer."""
+    from polyfed.cli.status_tables import status_tables
+    from polyfed.deploy.status_client import ask
+
     told = ask(server, root_certificates, token)
     if as_json:
         print_json(told)

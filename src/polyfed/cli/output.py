@@ -1,13 +1,13 @@
-"""Standard output: tables, lines, or JSON."""
+"""Standard output: tables, lines, or JSON; errors on standard error."""
 
+import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console, RenderableType
-from rich.text import Text
 
-from polyfed.experiment.json_text import to_json
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
 
 WIDE = 200
 """The width of a table, in characters, when it goes to a file or a pipe."""
@@ -15,16 +15,47 @@ WIDE = 200
 
 def print_json(content: Any) -> None:
     """Print JSON on standard output; as in the files of a run, numbers that are not finite are null."""
+    from polyfed.experiment.json_text import to_json
+
     typer.echo(to_json(content))
 
 
-def standard_output() -> Console:
+def print_error(kind: str, text: str, code: int, *, as_json: bool, shown: bool = False) -> None:
+    """Print an error on standard error, and with `as_json` also as a JSON object on standard output.
+
+    Args:
+        kind: the name of the exception's class.
+        text: where the error is, what is wrong, what is allowed.
+        code: the exit code of the command.
+        as_json: whether the command was called with `--json`.
+        shown: whether standard error has the text already.
+    """
+    if not shown:
+        typer.echo(f"polyfed: {text}", err=True)
+    if as_json:
+        typer.echo(json.dumps({"error": {"kind": kind, "exit_code": code, "message": text}}, indent=1))
+
+
+def standard_output() -> "Console":
     """The console of standard output; without a terminal, wide tables are not folded."""
+    from rich.console import Console
+
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
 
 
-def show(*parts: RenderableType) -> None:
-    """Print tables and lines on standard output."""
+def show(*parts: "RenderableType") -> None:
+    """Print tables and lines on standard output; a string is a line."""
+    from rich.text import Text
+
     console = standard_output()
     for part in parts:
-        console.print(part, soft_wrap=isinstance(part, Text))
+        line = Text(part) if isinstance(part, str) else part
+        console.print(line, soft_wrap=isinstance(line, Text))
+
+
+def answer(content: Any, *parts: "RenderableType", as_json: bool) -> None:
+    """Print the JSON under `--json`, otherwise the tables and lines."""
+    if as_json:
+        print_json(content)
+    else:
+        show(*parts)

@@ -65,8 +65,8 @@ class PrepareProgress:
 
 def run_prepare(
     name: str, source: Path | None, target: Path | None, workers: int, on_corrupt: OnCorrupt, settings: Sequence[str]
-) -> list[RenderableType]:
-    """Prepare a data source with a progress bar, and return the summary to print.
+) -> Prepared:
+    """Prepare a data source with a progress bar.
 
     Raises:
         RecipeError: `--from` or `--to` is missing, or an option is wrong.
@@ -78,8 +78,19 @@ def run_prepare(
         )
     options = _options(name, source, settings)
     with PrepareProgress() as progress:
-        made = prepare(name, source, target, workers=workers, on_corrupt=on_corrupt, listener=progress, **options)
-    return summary(made)
+        return prepare(name, source, target, workers=workers, on_corrupt=on_corrupt, listener=progress, **options)
+
+
+def facts_of(made: Prepared) -> dict[str, Any]:
+    """The content that `data prepare --json` prints."""
+    return {
+        "source": made.source,
+        "folder": str(made.folder),
+        "rows": made.num_rows,
+        "classes": made.classes,
+        "published": made.published,
+        "skipped": made.skipped,
+    }
 
 
 def summary(made: Prepared) -> list[RenderableType]:

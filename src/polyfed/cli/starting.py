@@ -1,10 +1,8 @@
 """`polyfed init`: a first recipe for a file of your own; and the lines of a recipe that an algorithm needs."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
@@ -18,31 +16,26 @@ from polyfed.model import ModelSpec
 from polyfed.privacy.policy import EVERY, Policy
 
 
-def init(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help=".npz, .csv, .tsv, .parquet or .jsonl.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Option(metavar="RECIPE.toml", help="The recipe to write.")] = Path("recipe.toml"),
-    label: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Array or column of the labels; again for each further target of a row."),
-    ] = None,
-    client: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Array or column of the client that each row belongs to.")
-    ] = None,
-    split: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Array or column of train, test, validation.")
-    ] = None,
-) -> None:
-    """Write a complete recipe for a data file, and say what was guessed."""
+def write_recipe(file: Path, out: Path, columns: Mapping[str, str | list[str] | None]) -> tuple[str, ...]:
+    """Write a complete recipe for a data file.
+
+    Args:
+        file: the data.
+        out: the recipe to write.
+        columns: `label`, `client` and `split`, each with the name of its array or column, or `label` with several names; None: it is guessed.
+
+    Returns:
+        Sentences on everything that was guessed.
+
+    Raises:
+        RecipeError: the file `out` exists already.
+        PolyfedError: the data cannot be read, or no labels or modalities are found in it.
+    """
     if out.exists():
         raise RecipeError(f"{out} exists already; nothing was replaced. Choose another file with --out")
-    labels = label[0] if label and len(label) == 1 else label or None
-    made = starter(file, {"label": labels, "client": client, "split": split})
+    made = starter(file, columns)
     replace_text(out, made.text)
-    for note in made.notes:
-        typer.echo(f"guessed: {note}")
-    typer.echo(f"wrote {out}. Go on with: polyfed check {out}, polyfed run {out}")
+    return made.notes
 
 
 SOME = "MODALITY"

@@ -7,16 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from polyfed.cli.output import print_json, show
+from polyfed.cli.application import AsJson, Interrupted, app
+from polyfed.cli.output import answer
 from polyfed.core.signals import handling, interrupt
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C or SIGTERM: 128 + SIGINT, as in shells."""
 
 UNFINISHED = 4
 """Exit code if a run failed or is left; the page says why."""
-
-app = typer.Typer()
 
 
 @app.command("sweep")
@@ -27,11 +23,9 @@ def sweep_study(
         typer.Option(min=1, metavar="N", help="The most runs at once. [default: the number of cores]"),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the study. [default: runs/NAME]")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Carry out a study: methods x scenarios x settings x seeds, several runs at once; started again, it goes on."""
-    from rich.text import Text
-
     from polyfed.cli.sweep_progress import SweepProgress, results_table
     from polyfed.experiment.study import sweep
     from polyfed.experiment.study.results import PAGE
@@ -44,14 +38,10 @@ def sweep_study(
             frame = sweep(study, folder, jobs=jobs, listeners=[progress])
     except KeyboardInterrupt:
         again = shlex.join(["polyfed", "sweep", str(study), "--out", str(folder)])
-        typer.echo(f"go on with: {again}", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-    if as_json:
-        print_json(_rows(frame))
-    else:
-        assert progress.board is not None
-        more = f"all runs in {folder / PAGE}; tests and figures: polyfed compare {shlex.quote(str(folder))}"
-        show(results_table(progress.board), Text(more))
+        raise Interrupted(f"go on with: {again}") from None
+    assert progress.board is not None
+    more = f"all runs in {folder / PAGE}; tests and figures: polyfed compare {shlex.quote(str(folder))}"
+    answer(_rows(frame), results_table(progress.board), more, as_json=as_json)
     if (not frame.empty and not (frame["state"] == "finished").all()) or progress.unfinished:
         raise typer.Exit(UNFINISHED)
 

@@ -10,6 +10,7 @@
 - `schema.py`: checks the values of a recipe's section against the types of a dataclass.
 - `registry.py`: finds parts of a run by name, or by `package.module:Class`.
 - `errors.py`: the exceptions for faults of the user and for failures of a run.
+- `vocabulary.py`: words of other frameworks for keys of a recipe.
 - `files.py`: names of the files of a run, and writing them safely.
 - `signals.py`: handling the signals that stop a process.
 - `moved.py`: where modules of earlier versions are now.

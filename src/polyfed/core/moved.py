@@ -11,6 +11,7 @@ MODULES = {
     "assembly": "experiment.assembly",
     "batch": "core.batch",
     "check": "experiment.check",
+    "cli.progress": "report.progress",
     "checkpoint": "experiment.checkpoint",
     "errors": "core.errors",
     "events": "experiment.events",

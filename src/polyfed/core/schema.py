@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Integral, Real
@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.problems import Problems
+from polyfed.core.vocabulary import advice_for
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def sifted(
     for key, value in table.items():
         if key not in allowed:
             new = getattr(cls, "renamed", {}).get(key)
-            hint = f": it is now called '{new}'" if new else f"; {did_you_mean(key, allowed)}"
+            hint = f": it is now called '{new}'" if new else f"; {_suggestion(where, key, allowed)}"
             problems.add(RecipeError(f"{where} has no option '{key}'{hint}", key_of(where, key)))
             continue
         try:
@@ -180,6 +181,12 @@ def sifted(
             problems.add(RecipeError(f"{where} {key} = {fault}".lstrip(), key_of(where, key)))
             del values[key]
     return values, problems
+
+
+def _suggestion(where: str, key: str, allowed: Sequence[str]) -> str:
+    """The key of the same meaning and the allowed keys; without such a key, the one that is spelled alike."""
+    meant = advice_for(key, where.strip("[]"))
+    return did_you_mean(key, allowed) if meant is None else f"{meant} {did_you_mean('', allowed)}"
 
 
 WANTED = {

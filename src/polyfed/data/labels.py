@@ -42,7 +42,8 @@ def check_labels(data: str, label: Tensor, num_classes: int, class_names: tuple[
 def _check_targets(data: str, label: Tensor, size: int) -> None:
     if size != num_targets(label):
         raise DataError(
-            f"data '{data}': labels {tuple(label.shape)} hold {num_targets(label)} targets a row; num_classes = {size}"
+            f"data '{data}': {label.dtype} labels {tuple(label.shape)} hold {num_targets(label)} targets a row, but "
+            f"num_classes = {size}. Class labels are int64; for targets, set num_classes to their number"
         )
     if bool((bad := label.isinf()).any()):
         row = int(bad.nonzero()[0, 0])

@@ -60,7 +60,8 @@ def engine_by(
 
     Args:
         transport: carries packets.
-        spec, session: see `reply_terms_of`.
+        spec: the section [engine].
+        session: number of this start of the server; by default the time in milliseconds.
         audited: whether the ledger needs the SHA-256 of what crosses, for the audit log.
     """
     terms = reply_terms_of(spec, session)

@@ -19,6 +19,7 @@ from polyfed.engines.base import Engine
 from polyfed.experiment.client_checks import refuse_clients
 from polyfed.experiment.defaults import guesses_of, with_encoders
 from polyfed.experiment.events import Emitter
+from polyfed.experiment.label_counts import label_counts
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
 from polyfed.federation.client_registry import TEST
@@ -259,6 +260,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
         "data": {
             "rows": len(columns),
             "classes": columns.num_classes,
+            **({"class_names": list(columns.class_names)} if columns.class_names else {}),
             "test_rows": len(population.test_rows),
             "validation_rows": len(population.validation_rows),
             "sha256": columns.fingerprint(),
@@ -266,7 +268,10 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
         "task": task_facts(assembly.recipe, columns.num_classes, was_guessed=assembly.was_guessed),
         "num_clients": len(registry),
         "clients": [
-            {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)} | _dealt(assembly, c.id) for c in shown
+            {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)}
+            | _dealt(assembly, c.id)
+            | label_counts(population, c.id)
+            for c in shown
         ],
         "blocks": block_sizes(assembly),
         "frozen": frozen_facts(assembly.model),

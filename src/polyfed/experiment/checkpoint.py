@@ -224,6 +224,13 @@ def digest(content: Any) -> str:
     return sha.hexdigest()
 
 
+def num_numbers(content: Any) -> int:
+    """How many numbers the tensors of nested values hold; a tensor that occurs twice counts once."""
+    tensors: dict[str, Tensor] = {}
+    pack(content, tensors)
+    return sum(value.numel() for value in tensors.values())
+
+
 def _nameless(skeleton: Any) -> Any:
     """The skeleton with each dataclass replaced by the list of its values."""
     ((kind, content), *rest) = skeleton.items()

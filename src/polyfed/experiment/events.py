@@ -1,7 +1,11 @@
 """The events of a run: the progress display, the trackers, the records and the tests listen to the same stream."""
 
+import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from polyfed.experiment.json_text import json_ready
 
 Listener = Callable[..., None]
 """Called as `listener(event, **facts)`; see docs/outputs.md for the events and their facts."""
@@ -17,3 +21,28 @@ class Emitter:
         """Call every listener with an event and its facts."""
         for listener in self.listeners:
             listener(event, **facts)
+
+
+class EventLines:
+    """A listener that writes each event as a JSON object on a line of its own, for other programs to follow.
+
+    The object has `event`, `time` (UTC, ISO 8601) and the facts of the event. Tensors become lists.
+
+    Args:
+        file: an open text file; each line is flushed.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self.file = file
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        """Write one event."""
+        moment = datetime.now(UTC).isoformat(timespec="milliseconds")
+        row = json_ready({"event": event, "time": moment, **facts})
+        self.file.write(json.dumps(row, separators=(",", ":"), default=_plain) + "\n")
+        self.file.flush()
+
+
+def _plain(value: Any) -> Any:
+    """A tensor as lists, and any other object that JSON does not know as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,7 +1,6 @@
 """Run a recipe round by round: train, summarise, evaluate, save."""
 
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,13 +20,16 @@ from polyfed.engines.base import Engine
 from polyfed.engines.in_process import using_threads
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble, facts_of
+from polyfed.experiment.calibration import calibration_of
 from polyfed.experiment.check import check_before_run
 from polyfed.experiment.checkpoint import RESTORE
 from polyfed.experiment.events import Emitter
+from polyfed.experiment.models import Models
+from polyfed.experiment.norms import ClientUpdates, block_norms
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.records import Records, run_id
-from polyfed.experiment.round_facts import check_tables, facts_of_round, means_of
-from polyfed.experiment.run_checkpoint import TOTALS, kept_facts, load_content
+from polyfed.experiment.round_facts import check_tables, facts_of_round, means_of, seconds_of
+from polyfed.experiment.run_checkpoint import TOTALS, kept_facts, load_content, num_kept
 from polyfed.experiment.run_result import Run, best_round, models_of
 from polyfed.experiment.task_choice import headline_of
 from polyfed.report import write_report
@@ -81,6 +83,7 @@ class _Loop:
         self.rounds: list[dict[str, Any]] = []
         self.missing: dict[str, str] = {}
         self.confusion: torch.Tensor | None = None
+        self.updates = ClientUpdates()
         emit.listeners.append(self._note)
         self._started = 0.0
         self.totals = dict.fromkeys(TOTALS, 0) | {"seconds": 0.0, "simulated_seconds": 0.0}
@@ -100,16 +103,15 @@ class _Loop:
 
     def finish(self, state: Any) -> Run:
         """Write the result and the report, and return the finished run."""
-        result = self._result(state)
-        folder = None
+        engine, columns = self.assembly.engine, self.assembly.population.columns
+        locals = engine.locals if engine.keeps_locals else None
+        models = models_of(self.recipe, self.fed, state, locals, columns.class_names)
+        result, folder = self._result(state, models), None
         if self.records is not None:
             self.records.finish(result)
             folder = self.records.folder
             self._write_report(folder)
         self.emit("run-finished", result=result)
-        engine, columns = self.assembly.engine, self.assembly.population.columns
-        locals = engine.locals if engine.keeps_locals else None
-        models = models_of(self.recipe, self.fed, state, locals, columns.class_names)
         return Run(result, self.rounds, state, self.assembly.model, folder, models)
 
     def _write_report(self, folder: Path) -> None:
@@ -174,13 +176,19 @@ class _Loop:
     def train(self, round: int, state: Any) -> tuple[Any, dict[str, Any]]:
         """Run the algorithm's round. Returns the new state and the first entries of the row for `rounds.jsonl`."""
         self.fed.begin(round)
+        algorithm, self.updates = self.recipe.algorithm, ClientUpdates()
+        before = algorithm.global_params(state)
+        if algorithm.evaluation.due(round, self.recipe.rounds):
+            self.fed.watch = self.updates.watch
         started = time.perf_counter()
-        state = self.recipe.algorithm.round(state, self.fed)
+        state = algorithm.round(state, self.fed)
         seconds = time.perf_counter() - started
+        self.fed.watch = lambda *_: None
         times = self.fed.clock.finish() if self.fed.clock is not None else None
-        row = self._book(round) | {"seconds": {"train": seconds}}
+        row = self._book(round) | {"training_requests": self.fed.asked, "seconds": {"train": seconds}}
+        row["norms"] = {"model": block_norms(algorithm.global_params(state), before), "clients": self.updates.means()}
         if times is not None:
-            row["simulated_seconds"] = self.recipe.algorithm.simulated_seconds(state, times)
+            row["simulated_seconds"] = algorithm.simulated_seconds(state, times)
             self.totals["simulated_seconds"] += row["simulated_seconds"]
         return state, row
 
@@ -211,7 +219,8 @@ class _Loop:
             name = "personal_accuracy" if self.fed.context.objective.SCORE == "accuracy" else "personal_score"
             row[name] = {str(c): a for c, a in sorted(measured.personal.items())}
         row["seconds"]["evaluate"] = time.perf_counter() - started
-        self._book(row["round"], counted=False)
+        booked = self._book(row["round"], counted=False)
+        row["evaluation"] = {way: booked[way] for way in ("bytes_up", "bytes_down")}
 
     def save(self, row: dict[str, Any], state: Any) -> None:
         """Write the round's row, and a checkpoint if one is due."""
@@ -280,18 +289,19 @@ class _Loop:
             "task": headline_of(self.recipe),
         }
 
-    def _result(self, state: Any) -> dict[str, Any]:
+    def _result(self, state: Any, models: Models) -> dict[str, Any]:
         """The content of `result.json`."""
         measured: dict[str, Any] = next((r["metrics"] for r in reversed(self.rounds) if "metrics" in r), {})
         headline = self._headline()
         result = {key: headline[key] for key in ("algorithm", "engine", "dataset")}
         result |= {"seed": self.recipe.seed, "rounds": self.recipe.rounds, "clients": headline["clients"]}
-        result |= {"num_parameters": headline["num_parameters"], "task": headline["task"], "metrics": measured}
+        result |= {"num_parameters": headline["num_parameters"], "num_kept": num_kept(state, self.assembly.engine)}
+        result |= {"task": headline["task"], "metrics": measured}
+        calibration = calibration_of(models, self.assembly.population)
+        result |= {} if calibration is None else {"calibration": calibration}
         result |= {"best": best} if (best := best_round(self.rounds, self.fed.context.objective)) else {}
         result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}
-        result["seconds_total"] = self.totals["seconds"]
-        seconds = [row["seconds"]["train"] for row in self.rounds]
-        result["seconds_per_round"] = statistics.median(seconds) if seconds else 0.0
+        result |= {"seconds_total": self.totals["seconds"]} | seconds_of([r["seconds"]["train"] for r in self.rounds])
         result["logged"] = means_of(row["logged"] for row in self.rounds)
         result["concerns"] = [text for row in self.rounds for text in row.get("concerns", [])]
         result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}

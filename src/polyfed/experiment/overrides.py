@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.vocabulary import advice_for
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
@@ -61,6 +62,8 @@ def refuse_unknown(key: str) -> None:
     if sections := homes(key):
         places = " or ".join(f"{section}.{key}" for section in sections)
         raise RecipeError(f"'{key}' belongs in a section: write {places}", (key,))
+    if meant := advice_for(key):
+        raise RecipeError(f"no section or key '{key}'; {meant} Sections: {', '.join(SECTIONS)}", (key,))
     raise RecipeError(f"no section or key '{key}'; {did_you_mean(key, (*SECTIONS, 'seed', 'rounds'))}", (key,))
 
 

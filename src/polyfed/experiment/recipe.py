@@ -18,6 +18,7 @@ from polyfed.core.problems import Problems
 from polyfed.core.registry import name_of
 from polyfed.core.schema import checked
 from polyfed.data import PARTITIONS, SOURCES, ClientsSpec, Source
+from polyfed.experiment.display import ShownRecipe
 from polyfed.experiment.overrides import apply, refuse_unknown
 from polyfed.experiment.parts import PARTS, algorithm_of, build, class_of, egress_of
 from polyfed.experiment.places import in_file
@@ -36,8 +37,8 @@ ELSEWHERE = ("participation", "overselect", "train")
 """Fields of a selector that are written in other sections than [selection]."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Recipe(ShownRecipe):
     """A run as objects. Data, algorithm, encoders, selector, partition and tracker may be of your own classes.
 
     Attributes:

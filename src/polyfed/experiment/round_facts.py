@@ -1,4 +1,4 @@
-"""The facts about a round that follow from the ledger."""
+"""Facts about rounds: what follows from the ledger, their times, and the matrices that the algorithm logs."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,14 +27,29 @@ def facts_of_round(round: int, entries: Sequence[Entry]) -> dict[str, Any]:
     return {
         "round": round,
         "cohort": sorted(asked),
-        "trained": {block: sorted(clients) for block, clients in trained.items()},
+        "trained": {block: sorted(trained[block]) for block in sorted(trained)},  # entries come in no fixed order
         "bytes_up": up,
         "bytes_down": down,
     }
 
 
+def seconds_of(rounds: Sequence[float]) -> dict[str, float]:
+    """The times of result.json, in seconds: the first round, which also warms up, and the median of the others.
+
+    Args:
+        rounds: the time of each round. The median of a single round is its own time.
+    """
+    if not rounds:
+        return {"seconds_per_round": 0.0}
+    return {"seconds_per_round": statistics.median(rounds[1:] or rounds), "seconds_first_round": rounds[0]}
+
+
 def check_tables(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
-    """Return the tables, after checking that all rows of a table have the same length."""
+    """Return the tables that an algorithm logs, after checking that all rows of a table have the same length.
+
+    Raises:
+        RecipeError: two rows of a table have different lengths.
+    """
     for name, rows in tables.items():
         if len({len(row) for row in rows}) > 1:
             raise RecipeError(

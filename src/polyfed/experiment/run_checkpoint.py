@@ -11,8 +11,9 @@ from torch import Tensor
 
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import CheckpointError
+from polyfed.engines.base import Engine
 from polyfed.experiment import checkpoint
-from polyfed.experiment.checkpoint import RESTORE
+from polyfed.experiment.checkpoint import RESTORE, num_numbers
 from polyfed.federation.federation import Federation
 
 TOTALS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
@@ -102,3 +103,19 @@ def _are_facts(value: Any) -> bool:
         and (isinstance(holds, Tensor) and holds.shape == (len(num_rows), len(shapes)))
         and (silo is None or (isinstance(silo, Tensor) and silo.shape == num_rows.shape))
     )
+
+
+def num_kept(state: Any, engine: Engine) -> dict[str, int]:
+    """How many numbers a method keeps from round to round; where the model is kept, it is counted.
+
+    Args:
+        state: the server's state.
+        engine: the engine, for the clients' local states.
+
+    Returns:
+        `server`, and `client`, the most that a client keeps. `client` is absent where clients keep it elsewhere.
+    """
+    kept = {"server": num_numbers(state)}
+    if engine.keeps_locals:
+        kept["client"] = max((sum(v.numel() for v in local.values()) for local in engine.locals.values()), default=0)
+    return kept

@@ -19,6 +19,7 @@ from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED, Tree, select
 from polyfed.engines.base import first_local
 from polyfed.experiment.assembly import model_of
+from polyfed.experiment.display import clients_frame, metrics_frame, run_html
 from polyfed.experiment.models import Models, Personal
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.records import Records
@@ -65,12 +66,25 @@ class Run:
         where = "" if self.folder is None else f", files in {self.folder}"
         return f"Run({self.result['algorithm']} on {self.result['dataset']}, {len(self.rounds)} rounds{score}{where})"
 
+    def _repr_html_(self) -> str:
+        return run_html(self.result, repr(self))
+
     @property
     def history(self) -> "pd.DataFrame":
         """One row per round; nested values have dotted names, as `metrics.global.accuracy`."""
         import pandas as pd  # here: it takes half a second, and a client may start a process per request
 
         return pd.json_normalize(self.rounds)
+
+    @property
+    def metrics(self) -> "pd.DataFrame":
+        """One row per metric and evaluated round, for plots: `round`, `group`, `metric`, `value`."""
+        return metrics_frame(self.rounds)
+
+    @property
+    def clients(self) -> "pd.DataFrame":
+        """One row per client: in how many rounds it was `asked` and `missing`, and its last `personal_score`."""
+        return clients_frame(self.rounds)
 
     @property
     def params(self) -> Tree:

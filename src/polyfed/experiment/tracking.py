@@ -1,16 +1,19 @@
 """Trackers: pass the numbers of a run, as they come, to a tool that shows many runs together.
 
 A tracker listens to the same events as the progress display. It runs on the server and is given only what the server
-knows. The built-in tracker writes files and sends nothing over a network.
+knows. The built-in trackers write files on this machine; MLflow and Weights & Biases send the numbers to a server only
+if the recipe names one.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from polyfed.core.errors import RecipeError
+from polyfed.core.schema import check_ranges
 from polyfed.experiment.events import Listener
 
 if TYPE_CHECKING:
@@ -19,8 +22,14 @@ if TYPE_CHECKING:
 EVENTS = "tensorboard"
 """The folder of TensorBoard's event files inside the folder of the run."""
 
-FOLLOWED = ("train_loss", "bytes_up", "bytes_down", "simulated_seconds", "seconds", "metrics", "logged")
+DATABASE = "mlflow.db"
+"""The file of MLflow's numbers inside the folder of the run."""
+
+FOLLOWED = ("train_loss", "bytes_up", "bytes_down", "simulated_seconds", "seconds", "metrics", "logged", "norms")
 """Keys of a row of rounds.jsonl that hold one number per round, not one per client."""
+
+LONGEST_VALUE = 6000
+"""MLflow refuses a parameter whose text is longer than this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +61,56 @@ class TensorBoard(Tracker):
 
     def follow(self, recipe: Mapping[str, Any], folder: Path | None) -> Listener:
         """Create the listener that writes the event files; see `Tracker.follow`."""
-        try:
+        with _needing("tensorboard", "tracking"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise RecipeError(
-                f"[tracking] name = 'tensorboard' needs a package ({error}): pip install 'polyfed[tracking]'"
-            ) from None
-        if not self.folder and folder is None:
-            raise RecipeError("[tracking] folder = '': this run writes no files of its own. Name a folder")
-        return _Curves(recipe, Path(self.folder) if self.folder else Path(folder or "") / EVENTS, SummaryWriter)
+        return _Curves(recipe, _place(self.folder, "folder", folder, EVENTS), SummaryWriter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLflow(Tracker):
+    """A run in MLflow: parameters, metrics by round, the recipe as tags. Needs the extra `polyfed[mlflow]`.
+
+    Attributes:
+        uri: where MLflow keeps its runs: a database such as `sqlite:///runs/mlflow.db`, or the address of a server,
+            which then receives the numbers. Empty means the file `mlflow.db` in the folder of the run.
+        experiment: the name of the experiment that the run belongs to.
+    """
+
+    uri: str = ""
+    experiment: str = "polyfed"
+
+    def follow(self, recipe: Mapping[str, Any], folder: Path | None) -> Listener:
+        """Create the listener that logs to MLflow; see `Tracker.follow`."""
+        with _needing("mlflow", "mlflow"):
+            from mlflow import MlflowClient
+        uri = self.uri or f"sqlite:///{_place('', 'uri', folder, DATABASE).absolute()}"
+        return _Logged(recipe, lambda: MlflowClient(tracking_uri=uri), self.experiment)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandB(Tracker):
+    """A run in Weights & Biases. Needs the extra `polyfed[wandb]`.
+
+    Attributes:
+        mode: `offline` writes files, which `wandb sync` uploads later; `online` sends the numbers to the server that
+            `wandb login` named.
+        project: the project that the run belongs to.
+        folder: the files go to `wandb` in this folder; empty means the folder of the run.
+    """
+
+    mode: Literal["offline", "online"] = "offline"
+    project: str = "polyfed"
+    folder: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_ranges("[tracking]", self)
+
+    def follow(self, recipe: Mapping[str, Any], folder: Path | None) -> Listener:
+        """Create the listener that logs to Weights & Biases; see `Tracker.follow`."""
+        with _needing("wandb", "wandb"):
+            import wandb
+        return _Uploaded(recipe, self, _place(self.folder, "folder", folder, ""), wandb)
 
 
 class _Curves:
@@ -80,12 +130,107 @@ class _Curves:
                 self.writer.add_scalar(name, value, facts["row"]["round"])
             self.writer.flush()
         elif event == "run-finished":
-            settings = {
-                name: value for name, value in _leaves(self.recipe) if isinstance(value, bool | int | float | str)
-            }
-            scores = dict(numbers({"metrics": facts["result"]["metrics"]}))
-            self.writer.add_hparams(settings, {f"last/{name}": value for name, value in scores.items()}, run_name=".")
+            self.writer.add_hparams(settings(self.recipe), dict(_last(facts["result"])), run_name=".")
             self.writer.close()
+
+
+class _Logged:
+    """Logs a run to MLflow. A resumed run continues the run of its name; a round is logged once."""
+
+    def __init__(self, recipe: Mapping[str, Any], connect: Any, experiment: str) -> None:
+        self.recipe, self.connect, self.experiment = recipe, connect, experiment
+        self.client: Any = None
+        self.run, self.done = "", 0
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        if event == "run-started":
+            self.client = self.connect()
+            self._begin(facts)
+        elif self.client is None:
+            return
+        elif event == "round-finished" and facts["row"]["round"] > self.done:
+            for name, value in numbers(facts["row"]):
+                self.client.log_metric(self.run, name, value, step=facts["row"]["round"])
+        elif event == "run-stopped":
+            self.client.set_terminated(self.run, status="KILLED")
+        elif event == "run-finished":
+            for name, value in _last(facts["result"]):
+                self.client.log_metric(self.run, name, value, step=facts["result"]["rounds"])
+            self.client.set_terminated(self.run)
+
+    def _begin(self, facts: Mapping[str, Any]) -> None:
+        """Find the run that is resumed, or create one."""
+        known = self.client.get_experiment_by_name(self.experiment)
+        number = self.client.create_experiment(self.experiment) if known is None else known.experiment_id
+        found = self.client.search_runs([number], f"tags.`polyfed.run` = '{facts['run']}'")
+        if found:
+            self.run = found[0].info.run_id
+            steps = [entry.step for entry in self.client.get_metric_history(self.run, "bytes_up")]
+            self.done = max(steps, default=0)
+            self.client.set_terminated(self.run, status="RUNNING")
+            return
+        name = f"{facts['algorithm']} {facts['run']}"
+        tags = {"polyfed.run": facts["run"], "mlflow.runName": name}
+        self.run = self.client.create_run(number, tags=tags).info.run_id
+        for key, value in settings(self.recipe).items():
+            self.client.log_param(self.run, key, str(value)[:LONGEST_VALUE])
+
+
+class _Uploaded:
+    """Logs a run to Weights & Biases. A resumed run has the id of the run that it continues."""
+
+    def __init__(self, recipe: Mapping[str, Any], options: WandB, folder: Path, wandb: Any) -> None:
+        self.recipe, self.options, self.folder, self.wandb = recipe, options, folder, wandb
+        self.run: Any = None
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        if event == "run-started":
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.run = self.wandb.init(
+                project=self.options.project,
+                mode=self.options.mode,
+                dir=str(self.folder),
+                id=facts["run"],
+                name=f"{facts['algorithm']} {facts['run']}",
+                resume="allow",
+                config=dict(self.recipe),
+                # not its own display, machine statistics or list of packages: only the numbers of the run
+                settings=self.wandb.Settings(
+                    silent=True, console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True
+                ),
+            )
+            self.run.define_metric("*", step_metric="round")
+        elif self.run is None:
+            return
+        elif event == "round-finished":
+            self.run.log({"round": facts["row"]["round"], **dict(numbers(facts["row"]))})
+        elif event == "run-stopped":
+            self.run.finish(exit_code=1)
+        elif event == "run-finished":
+            self.run.summary.update(dict(_last(facts["result"])))
+            self.run.finish()
+
+
+@contextmanager
+def _needing(name: str, extra: str) -> Iterator[None]:
+    """Turn a failed import into a sentence that says what to install."""
+    try:
+        yield
+    except ImportError as error:
+        raise RecipeError(
+            f"[tracking] name = '{name}' needs a package ({error}): pip install 'polyfed[{extra}]'"
+        ) from None
+
+
+def _place(given: str, key: str, folder: Path | None, name: str) -> Path:
+    """The place of a tracker's files: the given one, or `name` in the folder of the run.
+
+    Raises:
+        RecipeError: neither is given.
+    """
+    if not given and folder is None:
+        raise RecipeError(f"[tracking] {key} = '': this run writes no files of its own. Name a {key}")
+    return Path(given) if given else Path(folder or "") / name
 
 
 def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -96,6 +241,17 @@ def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
+def settings(recipe: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """The keys of a resolved recipe with a single value, by paths such as `train/lr`."""
+    return {name: value for name, value in _leaves(recipe) if isinstance(value, bool | int | float | str)}
+
+
+def _last(result: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The metrics of a result, by paths such as `last/metrics/global/accuracy`."""
+    for name, value in numbers({"metrics": result["metrics"]}):
+        yield f"last/{name}", value
+
+
 def _leaves(nest: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in nest.items():
         if isinstance(value, Mapping):
@@ -104,5 +260,5 @@ def _leaves(nest: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
             yield f"{above}{key}", value
 
 
-TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard}
+TRACKERS: dict[str, type[Tracker]] = {"mlflow": MLflow, "tensorboard": TensorBoard, "wandb": WandB}
 """Name in a recipe -> class."""

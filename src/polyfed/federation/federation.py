@@ -63,6 +63,7 @@ class Federation:
         attack: the simulated attack of the [attack] section, or None.
         round: the current round, from 1; 0 before the first.
         asked: number of requests so far in this round.
+        watch: called with what was sent and the usable replies of every request.
     """
 
     clients: ClientRegistry
@@ -79,6 +80,7 @@ class Federation:
     attack: Attack | None = None
     round: int = 0
     asked: int = 0
+    watch: Callable[[Send, Replies], None] = lambda *_: None
     _senders: set[int] = field(default_factory=set, init=False, repr=False)
     _validator: ReplyValidator | None = field(default=None, init=False, repr=False)
 
@@ -148,8 +150,7 @@ class Federation:
         parts = self._in_time(request, parts, missing)
         if peak > HUGE:
             missing = {
-                client: f"{why}{self._broken(peak)}" if why.endswith(NOT_FINITE) else why
-                for client, why in missing.items()
+                c: f"{why}{self._broken(peak)}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()
             }
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
         for client, reason in sorted(missing.items()):
@@ -157,6 +158,7 @@ class Federation:
         replies = Replies(parts, missing)
         if quorum:
             self.require_quorum(replies, request.name)
+        self.watch(send, replies)
         return replies
 
     def _check_sent(self, request: Request, send: Send) -> float:

@@ -104,7 +104,8 @@ class Model(Named):
         operations and pooling do not. For `shared`, it is the number for fusing all modalities, without their parts.
         """
         if block not in self._flops:
-            self._flops[block] = self._count(block)
+            with torch.no_grad():
+                self._flops[block] = self._count(block)
         return self._flops[block]
 
     def _count(self, block: str) -> int:

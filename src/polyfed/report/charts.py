@@ -1,10 +1,11 @@
 """The charts of a run's report, as data; the script of the page draws them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
+from polyfed.report.formatting import seconds_of
 from polyfed.report.history import History
 from polyfed.report.scores import TITLES, title_of, unit_of
 
@@ -58,6 +59,11 @@ class Chart:
     series: Sequence[Series]
     x_label: str = "round"
 
+    @property
+    def has_values(self) -> bool:
+        """Whether at least one curve has a value."""
+        return any(v is not None for one in self.series for v in one.values)
+
     def table(self) -> dict[str, Any]:
         """The chart as data for the page's script: at most MOST_POINTS points, six digits."""
         step = -(-len(self.x) // MOST_POINTS) or 1
@@ -79,7 +85,7 @@ def binned(values: Values, step: int) -> list[float | None]:
 
 
 def charts_of(history: History, modalities: Sequence[str]) -> list[Chart]:
-    """The charts of a run, without those that have no value at all."""
+    """The charts about the whole run, without those that have no value at all."""
     charts = [
         accuracy(history, modalities),
         scores(history),
@@ -91,7 +97,7 @@ def charts_of(history: History, modalities: Sequence[str]) -> list[Chart]:
         *prices(history),
         *logged(history, modalities),
     ]
-    return [chart for chart in charts if any(v is not None for s in chart.series for v in s.values)]
+    return [chart for chart in charts if chart.has_values]
 
 
 def accuracy(history: History, modalities: Sequence[str]) -> Chart:
@@ -172,8 +178,13 @@ def ranked(history: History) -> Chart:
 def traffic(history: History) -> Chart:
     """Bytes per round."""
     wanted = [("up, client to server", "bytes_up", 0, False), ("down", "bytes_down", 1, True)]
-    caption = "Bytes of tensors in training messages that clients received or sent in a round."
-    return Chart("traffic", "Bytes per round", caption, "bytes", history.rounds, _present(history, wanted))
+    wanted += [
+        ("evaluation, up", "evaluation.bytes_up", 2, False),
+        ("evaluation, down", "evaluation.bytes_down", 3, True),
+    ]
+    caption = "Bytes of tensors in messages that clients received or sent in a round: for training, and for evaluation."
+    series = [one for one in _present(history, wanted) if one.colour < 2 or any(one.values)]
+    return Chart("traffic", "Bytes per round", caption, "bytes", history.rounds, series)
 
 
 def timing(history: History) -> Chart:
@@ -184,7 +195,12 @@ def timing(history: History) -> Chart:
         ("simulated network", "simulated_seconds", 2, True),
     ]
     caption = "Wall-clock time of this machine, and simulated time if the recipe has a section [network]."
-    return Chart("timing", "Seconds per round", caption, "seconds", history.rounds, _present(history, wanted))
+    first = history.columns.get("seconds.train", [None])[:1]
+    if len(history.rounds) < 3 or first[0] is None:
+        return Chart("timing", "Seconds per round", caption, "seconds", history.rounds, _present(history, wanted))
+    caption += f" The first round, which also warms up, took {seconds_of(first[0])} to train and is not drawn."
+    series = [replace(one, values=one.values[1:]) for one in _present(history, wanted)]
+    return Chart("timing", "Seconds per round", caption, "seconds", history.rounds[1:], series)
 
 
 def prices(history: History) -> list[Chart]:

@@ -1,7 +1,8 @@
 """Sums over the ledger of a run, in one pass; memory grows with the number of different rows, not of all rows."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from polyfed.core.files import EGRESS
@@ -13,8 +14,8 @@ MOST_SHAPES = 100_000
 """The largest number of different pairs of client and row ending that are counted before they are summed up; it bounds
 the memory if every row has another shape."""
 
-CLIENT = '"client":'
-"""The text before a client's number in a row."""
+CLIENT, ROUND, ASK = '"client":', '"round":', '"ask":'
+"""The text before the numbers of the client, the round and the request in a row."""
 
 Place = tuple[str, str, str]
 """(block, kind, destination)"""
@@ -30,6 +31,8 @@ class Egress:
         refused: the number of rows that the policy refused, by (block, kind, destination); their bytes do not count.
         messages: bytes by (message, field, kind, destination).
         clients: bytes by (client, block, kind, destination).
+        evaluation: the same sums over the rows that belong to evaluations; None for rows of which this is not known,
+            which count as training.
     """
 
     bytes: Counter[Place]
@@ -37,6 +40,12 @@ class Egress:
     refused: Counter[Place]
     messages: Counter[tuple[str, str, str, str]]
     clients: Counter[tuple[int, str, str, str]]
+    evaluation: "Egress | None" = None
+
+    @classmethod
+    def empty(cls, evaluation: "Egress | None" = None) -> "Egress":
+        """Sums over no rows."""
+        return cls(Counter(), Counter(), Counter(), Counter(), Counter(), evaluation)
 
     @property
     def places(self) -> list[Place]:
@@ -44,31 +53,53 @@ class Egress:
         return sorted({*self.crossings, *self.refused})
 
 
-def aggregate(folder: Folder) -> Egress:
+def aggregate(folder: Folder, requests: Mapping[int, int] | None = None) -> Egress:
     """Sum up a run's egress.jsonl.
 
     The start of a row (run, round, ask, client) differs from row to row, but thousands of rows share the rest, from
     "message" on. Pairs of client and rest are counted as text, and each rest is parsed once.
 
+    Args:
+        folder: the run.
+        requests: round -> the number of its requests that trained; the others evaluated. None if it is not known.
+
     Raises:
         DataError: a row is damaged.
     """
-    egress = Egress(Counter(), Counter(), Counter(), Counter(), Counter())
-    counts: Counter[tuple[str, str]] = Counter()
-    first_seen: dict[str, int] = {}
+    evaluation = Egress.empty()
+    egress = Egress.empty(evaluation if requests else None)
+    sides = {False: (egress, _Counts()), True: (evaluation, _Counts())}
     for number, line in folder.egress_lines():
         tail = line[line.find('"message"') :] if '"message"' in line else line
-        counts[_client(line), tail] += 1
-        first_seen.setdefault(tail, number)
-        if len(counts) > MOST_SHAPES:
-            _add(egress, counts, first_seen, folder)
-    _add(egress, counts, first_seen, folder)
+        sums, counts = sides[bool(requests) and _evaluates(line, requests or {})]
+        counts.pairs[_text(line, CLIENT), tail] += 1
+        counts.first_seen.setdefault(tail, number)
+        if len(counts.pairs) > MOST_SHAPES:
+            _add(sums, counts, folder)
+    for sums, counts in sides.values():
+        _add(sums, counts, folder)
     return egress
 
 
-def _client(line: str) -> str:
-    """The text of the client's number in a line."""
-    start = line.find(CLIENT) + len(CLIENT)
+@dataclass(frozen=True)
+class _Counts:
+    """How often each pair of client and rest occurred, and the number of the first line with each rest."""
+
+    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    first_seen: dict[str, int] = field(default_factory=dict)
+
+
+def _evaluates(line: str, requests: Mapping[int, int]) -> bool:
+    """Whether a row belongs to an evaluation."""
+    try:
+        return int(_text(line, ASK)) >= requests.get(int(_text(line, ROUND)), LIMIT)
+    except ValueError:
+        return False  # a damaged row, which is reported when its rest is parsed
+
+
+def _text(line: str, key: str) -> str:
+    """The text of a number in the start of a row."""
+    start = line.find(key) + len(key)
     return line[start : line.find(",", start)]
 
 
@@ -92,14 +123,14 @@ class _Tail:
         return cls((block, kind, way), message, size, row["verdict"] != "allowed")
 
 
-def _add(egress: Egress, counts: Counter[tuple[str, str]], first_seen: dict[str, int], folder: Folder) -> None:
+def _add(egress: Egress, counts: _Counts, folder: Folder) -> None:
     parsed: dict[str, _Tail] = {}
-    for (client, text), count in counts.items():
+    for (client, text), count in counts.pairs.items():
         try:
             tail = parsed.get(text) or parsed.setdefault(text, _Tail.parse(text))
             sender = int(client)
         except (ValueError, KeyError, TypeError) as error:
-            raise damaged(folder.path / EGRESS, error, first_seen[text]) from None
+            raise damaged(folder.path / EGRESS, error, counts.first_seen[text]) from None
         if tail.refused:
             egress.refused[tail.place] += count
         else:
@@ -107,5 +138,5 @@ def _add(egress: Egress, counts: Counter[tuple[str, str]], first_seen: dict[str,
             egress.crossings[tail.place] += count
             egress.messages[tail.message] += tail.bytes * count
             egress.clients[sender, *tail.place] += tail.bytes * count
-    counts.clear()
-    first_seen.clear()
+    counts.pairs.clear()
+    counts.first_seen.clear()

@@ -1,6 +1,7 @@
 """The rounds of a run as columns of numbers, read in one pass; values per client are summarised."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +68,9 @@ class History:
         personal: client -> its last measured score on its own test rows.
         tables: name -> the matrices of this name that the algorithm logged.
         reasons: why clients gave no usable reply -> how often.
+        confusion: the confusion matrix of the last round, if the run has one.
+        picked: client -> the number of rounds in which it was asked.
+        requests: round -> the number of requests that trained; later requests of the round evaluated.
     """
 
     participation: Participation
@@ -76,13 +80,20 @@ class History:
     personal: dict[str, float] = field(default_factory=dict)
     tables: dict[str, "Frames"] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
+    confusion: list[list[float]] | None = None
+    picked: Counter[int] = field(default_factory=Counter)
+    requests: dict[int, int] = field(default_factory=dict)
 
     def add(self, row: dict[str, Any]) -> None:
         """Add a row of `rounds.jsonl`."""
         done = len(self.rounds)
         self.rounds.append(int(row["round"]))
         self.participation.add(row)
-        for name, value in numbers(row, self.headline.rising).items():
+        self.picked.update(row.get("cohort", ()))
+        self.confusion = square(row.get("confusion")) or self.confusion
+        if "training_requests" in row:
+            self.requests[int(row["round"])] = int(row["training_requests"])
+        for name, value in (numbers(row, self.headline.rising) | {"picked_so_far": float(len(self.picked))}).items():
             self.columns.setdefault(name, [None] * done).append(value)
         for column in self.columns.values():
             column.extend([None] * (done + 1 - len(column)))
@@ -133,8 +144,13 @@ def numbers(row: dict[str, Any], rising: bool = True) -> dict[str, float | None]
         if name in row:
             found[name] = finite(row[name])
     found["cohort"] = float(len(row.get("cohort", ())))
-    for group in ("seconds", "logged"):
+    for group in ("seconds", "logged", "evaluation"):
         found |= {f"{group}.{name}": finite(value) for name, value in row.get(group, {}).items()}
+    for part, blocks in row.get("norms", {}).items():
+        found |= {f"norms.{part}.{block}": finite(value) for block, value in blocks.items()}
+    found |= {f"sent.{block}": float(len(clients)) for block, clients in row.get("trained", {}).items()}
+    for name, table in row.get("tables", {}).items():
+        found |= {f"table.{name}.{label}": value for label, value in entries_of(table).items()}
     for group, entries in row.get("metrics", {}).items():
         found |= {f"{group}.{name}": finite(value) for name, value in entries.items()}
     if personal := own_scores(row):
@@ -142,6 +158,29 @@ def numbers(row: dict[str, Any], rising: bool = True) -> dict[str, float | None]
         spread = np.quantile(list(personal.values()), places)
         found |= {f"personal_accuracy.{name}": float(q) for name, q in zip(QUANTILES, spread, strict=True)}
     return found
+
+
+def entries_of(table: list[list[float]]) -> dict[str, float | None]:
+    """The mean, smallest and largest entry of a matrix, and the mean of its diagonal if it is square."""
+    matrix = np.atleast_2d(np.asarray(table, dtype=np.float64))
+    known = matrix[np.isfinite(matrix)]
+    if not known.size:
+        return {}
+    found = {"mean": known.mean(), "smallest": known.min(), "largest": known.max()}
+    if matrix.shape[0] == matrix.shape[1] > 1:
+        found["diagonal"] = matrix.diagonal().mean()
+    return {label: finite(float(value)) for label, value in found.items()}
+
+
+def square(matrix: list[list[float]] | None) -> list[list[float]] | None:
+    """The matrix itself, if there is one.
+
+    Raises:
+        ValueError: its rows do not have as many entries as there are rows.
+    """
+    if matrix is not None and any(len(row) != len(matrix) for row in matrix):
+        raise ValueError("the confusion matrix is not square")
+    return matrix
 
 
 def finite(value: Any) -> float | None:

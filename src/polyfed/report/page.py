@@ -7,7 +7,8 @@ hashes it lists.
 
 import base64
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -20,11 +21,12 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.files import replace_text
 from polyfed.core.messages import KINDS, LABELS
 from polyfed.core.tree import SHARED
-from polyfed.report import charts, egress, history, senders
+from polyfed.report import charts, client_charts, egress, history, senders
 from polyfed.report import formatting as words
 from polyfed.report.compare import Comparison, modalities_of
 from polyfed.report.curves import curves_of
 from polyfed.report.evidence import Evidence, evidence
+from polyfed.report.grids import class_scores, confusion, labels, modality_table
 from polyfed.report.progressions import price_charts
 from polyfed.report.reconciliation import Reconciliation, reconcile
 from polyfed.report.run_folder import Folder
@@ -40,43 +42,81 @@ WAYS = {"server": "To the server", "silo": "To the silo's edge", "client": "Down
 """Destination in the ledger -> heading on the page."""
 
 
-def write_report(dir: str | Path, device_logs: Sequence[Path] = ()) -> Path:
+def write_report(dir: str | Path, baseline: str | Path | None = None, device_logs: Sequence[Path] = ()) -> Path:
     """Write `report.html` into the folder of a run, whether it is finished or not.
 
     Args:
-        dir: the folder.
+        dir: the folder of the run.
+        baseline: the folder of another run on the same data, such as one of FedAvg or Local: the page shows the gain
+            of each client over it.
         device_logs: state folders of devices, whose audit logs are compared with the server's.
 
     Returns:
         The path of the page.
 
     Raises:
-        DataError: the folder holds no run, or a file in it is damaged.
-        RecipeError: the page cannot be written.
+        DataError: a folder holds no run, or a file in it is damaged.
+        RecipeError: the page cannot be written, or the baseline has other data, another seed or other clients.
     """
     folder = Folder(Path(dir))
     past = history.read(folder)
     modalities = modalities_of(folder)
-    shown = [chart.table() for chart in charts.charts_of(past, modalities)]
-    crossed = egress.aggregate(folder)
+    sections = sections_of(folder, past, modalities, None if baseline is None else Folder(Path(baseline)))
+    shown = [chart.table() for section in sections.values() for chart in section]
+    grids = [grid for grid in (confusion(past, folder), labels(folder)) if grid is not None]
+    crossed = egress.aggregate(folder, past.requests)
+    groups = holdings(folder)
     text = render(
         "run.html",
         folder=folder,
         past=past,
         modalities=modalities,
         tiles=tiles(folder, past, modalities),
-        groups=holdings(folder),
-        charts=shown,
-        ways=matrices(crossed, folder, modalities),
+        groups=groups,
+        held=modality_table(groups),
+        sections=numbered(sections),
+        grids={grid.name: grid for grid in grids},
+        classes=class_scores(past, folder),
+        num_classes=len(past.confusion or ()),
+        traffic=[(matrices(sums, folder, modalities), sums is crossed.evaluation) for sums in sides_of(crossed)],
+        apart=crossed.evaluation is not None,
         senders=senders.senders(crossed, folder),
         logs=_reconciled(folder, device_logs),
         drawn={
             "charts": shown,
             "participation": past.participation.table(modalities),
             "tables": {name: frames.drawn() for name, frames in past.tables.items()},
+            "grids": {grid.name: grid.table() for grid in grids},
         },
     )
     return write_page(folder.path / REPORT, text)
+
+
+def sections_of(
+    folder: Folder, past: history.History, modalities: Sequence[str], baseline: Folder | None
+) -> dict[str, list[charts.Chart]]:
+    """The charts of each section of the page, without those that have no value at all."""
+    found = {
+        "curves": charts.charts_of(past, modalities),
+        "quality": client_charts.calibration(folder),
+        "clients": client_charts.gains(past, folder, baseline),
+        "updates": client_charts.norms(past, modalities),
+        "picks": client_charts.picks(past, modalities, folder.num_clients),
+        "entries": client_charts.coefficients(past),
+    }
+    return {name: [chart for chart in own if chart.has_values] for name, own in found.items()}
+
+
+def numbered(sections: Mapping[str, Sequence[charts.Chart]]) -> dict[str, list[tuple[int, charts.Chart]]]:
+    """The charts of each section with their numbers among all charts of the page."""
+    numbers = itertools.count()
+    return {name: [(next(numbers), chart) for chart in own] for name, own in sections.items()}
+
+
+def sides_of(crossed: egress.Egress) -> list[egress.Egress]:
+    """The sums over training, and those over evaluation if they are known and not empty."""
+    evaluation = crossed.evaluation
+    return [crossed] if evaluation is None or not evaluation.places else [crossed, evaluation]
 
 
 GENERATOR = b'<meta name="generator" content="polyfed">'
@@ -99,10 +139,10 @@ def write_comparison(comparison: Comparison, path: str | Path, proof: Evidence |
         RecipeError: the page cannot be written.
     """
     proof = proof or evidence(comparison)
-    curves = [*curves_of(comparison), *price_charts(comparison)]
-    shown = [chart.table() for chart in curves]
+    found = [*curves_of(comparison), *price_charts(comparison)]
     sheets = [sheet for sheet in (scenarios_sheet(comparison, proof), *tests_of(proof)) if sheet is not None]
-    text = render("comparison.html", comparison=comparison, sheets=sheets, charts=shown, drawn={"charts": shown})
+    drawn = {"charts": [chart.table() for chart in found]}
+    text = render("comparison.html", comparison=comparison, sheets=sheets, charts=list(enumerate(found)), drawn=drawn)
     return write_page(Path(path), text)
 
 
@@ -128,9 +168,25 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
         column = past.columns.get(f"bytes_{way}", [])
         total = folder.result.get(f"bytes_{way}", sum(v for v in column if v is not None))
         add(f"bytes {way}", total, "bytes", "training, all rounds")
-    add("time per round", folder.result.get("seconds_per_round"), "seconds", "median, without evaluation")
-    add("parameters", folder.result.get("num_parameters"), "number")
+    apart = [past.columns.get(f"evaluation.bytes_{way}", []) for way in ("up", "down")]
+    if any(apart):
+        up, down = (sum(v for v in column if v is not None) for column in apart)
+        add("evaluation traffic", up + down, "bytes", f"up {words.bytes_of(up)}, down {words.bytes_of(down)}")
+    first = folder.result.get("seconds_first_round")
+    remark = "median, without evaluation"
+    remark += "" if first is None else f"; first round {words.seconds_of(first)}"
+    add("time per round", folder.result.get("seconds_per_round"), "seconds", remark)
+    add("parameters", folder.result.get("num_parameters"), "number", _kept(folder))
     return found
+
+
+def _kept(folder: Folder) -> str:
+    """What the method keeps besides the model, in words; empty if it keeps nothing else."""
+    size, kept = folder.result.get("num_parameters", 0), folder.result.get("num_kept", {})
+    server, client = (kept.get(place, 0) for place in ("server", "client"))
+    parts = [f"server keeps {server:,}"] if server != size and server else []
+    parts += [f"each client keeps up to {client:,}"] if client else []
+    return f"of the model; {', '.join(parts)}" if parts else "of the model"
 
 
 def holdings(folder: Folder) -> list[dict[str, Any]]:
@@ -189,7 +245,8 @@ def _cell(sums: egress.Egress, place: egress.Place, allowed: bool, most: int) ->
 
 def render(template: str, **context: Any) -> str:
     """The text of a page, from a template of this room and its names; `drawn` is the data of its charts."""
-    scripts = [asset("uPlot.iife.min.js"), asset("report.js")]
+    own = "\n".join(asset(name) for name in ("report.js", "export.js", "start.js"))
+    scripts = [asset("uPlot.iife.min.js"), own]
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
     return (
         environment()

@@ -39,6 +39,9 @@ class RoundRow(TypedDict, total=False):
     seconds: dict[str, Number]
     metrics: Scores
     confusion: list[list[Count]]
+    training_requests: Count
+    evaluation: dict[str, Count]
+    norms: dict[str, dict[str, Number]]
     personal_accuracy: dict[str, Number]
     personal_score: dict[str, Number]
     logged: dict[str, Any]
@@ -46,12 +49,13 @@ class RoundRow(TypedDict, total=False):
 
 
 @with_config(ANY_KEYS)
-class ClientFacts(TypedDict):
+class ClientFacts(TypedDict, total=False):
     """One client in `run.json`."""
 
-    id: ClientNumber
-    rows: Count
-    modalities: list[str]
+    id: Required[ClientNumber]
+    rows: Required[Count]
+    modalities: Required[list[str]]
+    labels: list[Count]
 
 
 @with_config(ANY_KEYS)
@@ -59,6 +63,7 @@ class DataFacts(TypedDict, total=False):
     """The data in `run.json`."""
 
     sha256: str | None
+    class_names: list[str]
 
 
 @with_config(ANY_KEYS)
@@ -103,6 +108,16 @@ class BestRound(TypedDict):
 
 
 @with_config(ANY_KEYS)
+class Calibration(TypedDict):
+    """The calibration of the global model in `result.json`: numbers of the bins by confidence."""
+
+    ece: float
+    rows: list[float]
+    confidence: list[float]
+    right: list[float]
+
+
+@with_config(ANY_KEYS)
 class RunResult(TypedDict, total=False):
     """The content of `result.json`."""
 
@@ -113,6 +128,8 @@ class RunResult(TypedDict, total=False):
     rounds: Count
     clients: Count
     num_parameters: Count
+    num_kept: dict[str, Count]
+    calibration: Calibration
     task: TaskFacts
     metrics: Scores
     best: BestRound
@@ -120,6 +137,7 @@ class RunResult(TypedDict, total=False):
     bytes_down: Count
     seconds_total: Number
     seconds_per_round: Number
+    seconds_first_round: Number
     simulated_seconds: Number
     logged: dict[str, Number | None]
     concerns: list[str]

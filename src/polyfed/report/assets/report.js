@@ -34,18 +34,35 @@ function lastOf(values) {
 
 // ---- curves
 
-function columnsOf(chart) {
+function lineOf(one) {
+  return { stroke: colour(`c${one.colour % COLOURS}`), dash: one.dashed ? [5, 5] : DASHES[Math.floor(one.colour / COLOURS) % DASHES.length] };
+}
+
+// With many bands, each is faint and has a thin edge; the one whose name is pointed at comes forward.
+function bandOf(chart, number, focus) {
+  const many = chart.series.filter((one) => one.low !== null).length;
+  if (focus === number) return { fill: 30, edge: 70 };
+  if (focus !== null) return { fill: 0, edge: 0 };
+  return many > 3 ? { fill: 6, edge: 35 } : { fill: many > 1 ? 13 : 18, edge: 0 };
+}
+
+function mixed(stroke, percent) {
+  return percent ? `color-mix(in srgb, ${stroke} ${percent}%, transparent)` : "transparent";
+}
+
+function columnsOf(chart, focus) {
   const data = [chart.x], series = [{}], bands = [], owner = [null];
   chart.series.forEach((one, number) => {
-    const stroke = colour(`c${one.colour % COLOURS}`);
-    const dash = one.dashed ? [5, 5] : DASHES[Math.floor(one.colour / COLOURS) % DASHES.length];
+    const behind = focus !== null && focus !== number;
+    const { stroke: plain, dash } = lineOf(one), stroke = behind ? mixed(plain, 35) : plain;
     const filled = one.values.filter((v) => v !== null).length;
     series.push({ label: one.label, stroke, dash, width: 2, spanGaps: true, points: { show: filled < 30, size: 5, fill: stroke } });
     data.push(one.values);
     owner.push(number);
     if (one.low === null) return;
-    const edge = { stroke: "transparent", spanGaps: true, points: { show: false } };
-    bands.push({ series: [data.length, data.length + 1], fill: `color-mix(in srgb, ${stroke} 18%, transparent)` });
+    const look = bandOf(chart, number, focus);
+    const edge = { stroke: mixed(plain, look.edge), width: 0.75, spanGaps: true, points: { show: false } };
+    bands.push({ series: [data.length, data.length + 1], fill: mixed(plain, look.fill) });
     series.push(edge, { ...edge });
     data.push(one.high, one.low);
     owner.push(number, number);
@@ -85,6 +102,7 @@ class Curves {
     this.chart = chart;
     this.hidden = new Set();
     this.log = false;
+    this.focus = null;
     this.tools();
     this.canvas = element("div", place, undefined, { role: "img", "aria-label": this.summary() });
     this.legend = element("div", place, undefined, { class: "legend", role: "group", "aria-label": "Curves shown" });
@@ -101,6 +119,7 @@ class Curves {
     const bar = element("div", this.place, undefined, { class: "tools" });
     this.where = element("span", bar, "");
     const values = this.chart.series.flatMap((one) => [...one.values, ...(one.low || [])]).filter((v) => v !== null);
+    saveButtons(bar, this.chart.title, () => svgOfCurves(this.chart, this.hidden, this.log), () => rowsOfCurves(this.chart));
     if (this.chart.unit === "share" || !values.every((v) => v > 0) || values.length < 2) return;
     const button = element("button", bar, "log scale", { type: "button", "aria-pressed": "false" });
     button.addEventListener("click", () => {
@@ -108,15 +127,23 @@ class Curves {
       button.setAttribute("aria-pressed", String(this.log));
       this.draw();
     });
+    bar.insertBefore(button, this.where.nextSibling);
   }
 
   draw() {
     if (this.plot) this.plot.destroy();
-    this.parts = columnsOf(this.chart);
+    this.parts = columnsOf(this.chart, this.focus);
     this.parts.series.forEach((one, i) => { if (i > 0) one.show = !this.hidden.has(this.parts.owner[i]); });
     const options = optionsOf(this.chart, this.parts, this.canvas.clientWidth || 300, this.log, (u) => this.point(u.cursor.idx));
     this.plot = new uPlot(options, this.parts.data, this.canvas);
-    this.names();
+    if (!this.readouts) this.names();
+  }
+
+  // Bring one curve and its band forward; null shows all alike.
+  bringForward(number) {
+    if (this.focus === number || !this.chart.series.some((one) => one.low !== null)) return;
+    this.focus = number;
+    this.draw();
   }
 
   names() {
@@ -126,6 +153,8 @@ class Curves {
       this.sample(button, one);
       element("span", button, one.label);
       button.addEventListener("click", () => this.toggle(number, button));
+      for (const event of ["pointerenter", "focus"]) button.addEventListener(event, () => this.bringForward(number));
+      for (const event of ["pointerleave", "blur"]) button.addEventListener(event, () => this.bringForward(null));
       return element("b", button, written(lastOf(one.values), this.chart.unit));
     });
   }
@@ -176,8 +205,8 @@ function fillValues(place, chart) {
 
 class Heat {
   // paint(row, column) gives [fill, opacity, mark]; say(row, column) gives the words for a cell
-  constructor(place, size, paint, say, label) {
-    Object.assign(this, { size, paint, say, at: null });
+  constructor(place, size, paint, say, label, tallest = 18) {
+    Object.assign(this, { size, paint, say, tallest, at: null });
     this.canvas = element("canvas", place, undefined, { class: "heat", tabindex: "0", role: "img", "aria-label": label });
     this.place = place;
     this.draw();
@@ -211,8 +240,8 @@ class Heat {
   draw() {
     const ratio = window.devicePixelRatio || 1, [rows, columns] = this.size;
     const width = this.canvas.clientWidth || 300;
-    const side = Math.max(3, Math.min(18, Math.max(width / columns, 120 / rows)));
-    const height = Math.round(Math.min(rows * side, 420));
+    const side = Math.max(3, Math.min(this.tallest, Math.max(width / columns, 120 / rows)));
+    const height = Math.round(Math.min(rows * side, this.tallest > 18 ? 720 : 420));
     if (this.canvas.style.height !== `${height}px`) this.canvas.style.height = `${height}px`;
     this.canvas.width = width * ratio;
     this.canvas.height = height * ratio;
@@ -260,7 +289,9 @@ function participation(place, facts) {
       return `${who}, ${when}: asked ${facts.asked[r][c]} times, sent ${name} ${counts[r][c]} times${lost}`;
     };
     const total = counts.flat().reduce((a, b) => a + b, 0);
+    const bar = element("div", panel, undefined, { class: "tools" });
     const map = new Heat(panel, size, paint, say, `${name}: sent ${total} times, by client and round`);
+    saveButtons(bar, `participation ${name}`, () => svgOfHeat(map), () => rowsOfHeat(counts));
     const ends = element("div", panel, undefined, { class: "ends" });
     element("span", ends, "round 1");
     element("span", ends, `round ${facts.rounds}`);
@@ -278,7 +309,9 @@ function matrix(place, frames, title) {
     return Number.isFinite(value) ? [colour(value < 0 ? "c2" : "heat"), Math.abs(value) / far, null] : [colour("asked"), 1, null];
   };
   const say = (r, c) => `row ${r}, column ${c}: ${written(values[r][c], "number")}`;
+  const tools = element("div", place, undefined, { class: "tools" });
   const map = new Heat(place, [values.length, values[0].length], paint, say, `${title}: ${values.length} by ${values[0].length}`);
+  saveButtons(tools, title, () => svgOfHeat(map), () => rowsOfHeat(values));
   const scale = element("div", place, undefined, { class: "scale" });
   element("span", scale, written(low, "number"));
   const bar = element("i", scale);
@@ -289,6 +322,30 @@ function matrix(place, frames, title) {
     values = frames.tables[Math.max(0, frames.rounds.findLastIndex((other) => other <= round))];
     map.draw();
   };
+  return map;
+}
+
+// A grid of counts with names for its rows and columns, shaded by the share of the row.
+function grid(place, facts) {
+  const sums = facts.counts.map((row) => row.reduce((a, b) => a + b, 0));
+  const paint = (r, c) => [colour("heat"), sums[r] && facts.counts[r][c] ? 0.08 + 0.92 * facts.counts[r][c] / sums[r] : 0, null];
+  const say = (r, c) => {
+    const count = facts.counts[r][c], share = sums[r] ? ` (${written(count / sums[r], "share")} of the row)` : "";
+    return `${facts.row_word} ${facts.rows[r]}, ${facts.column_word} ${facts.columns[c]}: ${count.toLocaleString("en")}${share}`;
+  };
+  const bar = element("div", place, undefined, { class: "tools" });
+  const named = facts.rows.length <= 30 && facts.columns.length <= 30 ? element("div", place, undefined, { class: "named" }) : place;
+  if (named !== place) {
+    const side = element("div", named, undefined, { class: "side" });
+    facts.rows.forEach((name) => element("span", side, name, { title: name }));
+  }
+  const map = new Heat(named, [facts.rows.length, facts.columns.length], paint, say, `${facts.title}: ${facts.rows.length} by ${facts.columns.length}`, named === place ? 18 : 24);
+  if (named !== place) {
+    const foot = element("div", named, undefined, { class: "foot" });
+    facts.columns.forEach((name) => element("span", foot, name, { title: name }));
+  }
+  map.listen(element("p", place, "Point at a cell.", { class: "read", "aria-live": "polite" }));
+  saveButtons(bar, facts.title, () => svgOfHeat(map, facts.rows, facts.columns), () => rowsOfHeat(facts.counts, facts.rows, facts.columns));
   return map;
 }
 
@@ -304,17 +361,3 @@ function slide(matrices, tables) {
   input.addEventListener("input", show);
   show();
 }
-
-// ---- start
-
-const pictures = [...document.querySelectorAll("[data-chart]")].map((place) => new Curves(place, drawn.charts[Number(place.dataset.chart)]));
-for (const place of document.querySelectorAll("[data-values]")) {
-  place.addEventListener("toggle", () => {
-    if (place.open && place.childElementCount === 1) fillValues(place, drawn.charts[Number(place.dataset.values)]);
-  });
-}
-for (const place of document.querySelectorAll("[data-participation]")) pictures.push(...participation(place, drawn.participation));
-const matrices = [...document.querySelectorAll("[data-table]")].map((place) => matrix(place, drawn.tables[place.dataset.table], place.dataset.table));
-if (matrices.length) slide(matrices, drawn.tables);
-pictures.push(...matrices);
-window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => pictures.forEach((picture) => picture.draw()));

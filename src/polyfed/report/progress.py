@@ -1,11 +1,12 @@
-"""The progress display of a run: a live panel on a terminal, a few lines anywhere else."""
+"""The progress display of a run: a live panel on a terminal or in a notebook, a few lines anywhere else."""
 
+import io
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -24,6 +25,53 @@ SMOOTHING = 0.2
 """The weight of the latest round in the running mean of the time per round."""
 
 
+NOTEBOOK_SECONDS = 0.25
+"""A notebook's panel is drawn anew at most this often, because every drawing is a message to the browser."""
+
+NOTEBOOK_WIDTH = 100
+"""The width of a notebook's panel, in characters."""
+
+
+class NotebookPanel:
+    """A panel below the cell of a notebook, with the methods of `rich.live.Live` that `Progress` uses.
+
+    Rich's own needs the package ipywidgets; without it, it shows the panel only at the end.
+
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.handle: Any = None
+        self.panel: RenderableType = ""
+        self.drawn = float("-inf")
+
+    def start(self) -> None:
+        """Make the place of the panel."""
+        from IPython.display import display
+
+        self.handle = display(self, display_id=True)  # type: ignore[no-untyped-call]
+
+    def update(self, panel: RenderableType) -> None:
+        """Show the panel, unless it was drawn a moment ago."""
+        self.panel = panel
+        if self.clock() - self.drawn >= NOTEBOOK_SECONDS:
+            self.drawn = self.clock()
+            self.handle.update(self)
+
+    def stop(self) -> None:
+        """Show the last panel, which stays."""
+        self.handle.update(self)
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, str]:
+        console = Console(record=True, file=io.StringIO(), width=NOTEBOOK_WIDTH, force_jupyter=False)
+        console.print(self.panel)
+        page = '<pre style="line-height:normal">{code}</pre>'
+        html = console.export_html(inline_styles=True, code_format=page, clear=False)
+        return {"text/html": html, "text/plain": console.export_text()}
+
+
 class Progress:
     """A listener for the events of a run. As a context manager it removes the panel even if an error ends the run.
 
@@ -35,7 +83,7 @@ class Progress:
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console or Console(stderr=True, highlight=False)
         self.clock = clock
-        self.live: Live | None = None
+        self.live: Live | NotebookPanel | None = None
         self.headline = ""
         self.first, self.rounds, self.done = 1, 0, 0
         self.latest: dict[str, str] = {}
@@ -90,7 +138,10 @@ class Progress:
             f"{facts['algorithm']} on {facts['dataset']}: {facts['clients']:,} clients, "
             f"{facts['num_parameters']:,} parameters, {facts['engine']} engine"
         )
-        if not self.console.is_terminal:
+        if self.console.is_jupyter:
+            self.live = self.live or NotebookPanel(self.clock)
+            self.live.start()
+        elif not self.console.is_terminal:
             self._say(self.headline)
         elif self.live is None:
             self.live = Live(self.panel(), console=self.console, transient=True, refresh_per_second=8)

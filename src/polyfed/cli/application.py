@@ -1,0 +1,115 @@
+"""The `polyfed` command without its verbs: shared options, and how an error becomes text, JSON and an exit code.
+
+This file and the files with the verbs import little, so that `polyfed --help` answers at once. Each verb imports what
+it needs when it runs.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import click
+import typer
+
+from polyfed.cli.output import print_error
+from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C or SIGTERM: 128 + SIGINT, as in shells."""
+
+JSON_OPTION = "--json"
+
+COMPLETE_VARIABLE = "_POLYFED_COMPLETE"
+"""The environment variable that a shell sets when it asks for completions of an unfinished command."""
+
+PYTHON_FORMAT = warnings.formatwarning
+"""Python's own format of a warning."""
+
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
+app = typer.Typer(
+    name="polyfed",
+    help="Multimodal federated learning.",
+    no_args_is_help=True,
+    add_completion=False,  # `polyfed completion` installs it
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: the import of rich takes longer than everything else that help needs
+    suggest_commands=False,  # click suggests the nearest command already
+    context_settings=HELP_OPTIONS,
+)
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The recipe.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="section.key=value", help="Override a key of the recipe; may be repeated."),
+]
+AsJson = Annotated[bool, typer.Option(JSON_OPTION, help="Print JSON, and nothing else, on standard output.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Multimodal federated learning: an algorithm is written once, for simulation and for real devices."""
+    if version:
+        from importlib.metadata import version as version_of
+
+        typer.echo(version_of("polyfed"))
+        raise typer.Exit
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM ended a verb; the text says how to resume."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point of the `polyfed` command.
+
+    With `--json`, an error is also a JSON object on standard output. The text on standard error and the exit code are
+    the same with and without it.
+
+    Raises:
+        SystemExit: always, with 0, the exit code of a `PolyfedError`, or 2 for arguments that are not valid.
+    """
+    warnings.formatwarning = _as_one_line
+    words = list(sys.argv[1:] if args is None else args)
+    as_json = JSON_OPTION in words
+    if COMPLETE_VARIABLE in os.environ:
+        from typer.completion import completion_init  # type: ignore[attr-defined]  # typer names no exports
+
+        completion_init()
+    try:
+        code = app(args=words, prog_name="polyfed", standalone_mode=False)
+    except PolyfedError as error:
+        _end(type(error).__name__, str(error), error.exit_code, as_json=as_json)
+    except click.ClickException as error:  # the words are no call of any verb
+        error.show()
+        _end(type(error).__name__, error.format_message(), error.exit_code, as_json=as_json, shown=True)
+    except Interrupted as stop:
+        typer.echo(str(stop), err=True)
+        _end("Interrupted", str(stop), INTERRUPTED, as_json=as_json, shown=True)
+    except BrokenPipeError:
+        # the reader of the pipe has ended (`| head`); redirect, so that the flush at exit does not fail as well
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+    except OSError as error:  # a file or a disk failed where no part of polyfed words the error
+        _end(type(error).__name__, str(error), DataError.exit_code, as_json=as_json)
+    if code == INTERRUPTED:  # typer's word for Ctrl-C in a verb that has nothing to resume
+        _end("Interrupted", "interrupted", INTERRUPTED, as_json=as_json)
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _end(kind: str, text: str, code: int, *, as_json: bool, shown: bool = False) -> NoReturn:
+    """Print an error, unless standard error has it already, and end with its exit code."""
+    print_error(kind, text, code, as_json=as_json, shown=shown)
+    raise SystemExit(code) from None
+
+
+def _as_one_line(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
+    """Format a `PolyfedWarning` like an error of polyfed, and any other warning like Python does."""
+    if issubclass(category, PolyfedWarning):
+        return f"polyfed: warning: {message}\n"
+    return PYTHON_FORMAT(message, category, *where, **line)

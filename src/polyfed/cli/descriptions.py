@@ -1,0 +1,102 @@
+"""The verbs `algorithms`, `data`, `init`: the methods and data sources, and a first recipe for a file of your own."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polyfed.cli.application import AsJson, app
+from polyfed.cli.output import answer
+from polyfed.core.errors import RecipeError
+
+
+class OnCorrupt(StrEnum):
+    """What `data prepare` does with a file that cannot be used."""
+
+    fail = "fail"
+    skip = "skip"
+
+
+@app.command()
+def algorithms(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False)] = None,
+    recipe: Annotated[
+        bool, typer.Option("--recipe", help="Print the [algorithm] and [egress] lines that a recipe needs for NAME.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the algorithms, or describe one: its idea, its hyper-parameters and what can cross."""
+    from polyfed.cli import catalogue, catalogue_pages, starting
+
+    if recipe:
+        lines = starting.lines_for(name)
+        answer({"recipe": lines}, lines, as_json=as_json)
+        return
+    if name is None:
+        answer(catalogue.algorithm_list(), catalogue_pages.algorithm_list(), as_json=as_json)
+    else:
+        answer(catalogue.algorithm_facts(name), catalogue_pages.algorithm_page(name), as_json=as_json)
+
+
+@app.command()
+def data(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[NAME] | prepare NAME", show_default=False)] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="DIR", help="prepare: the folder of the published data set.")
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="prepare: the folder to write the features to.")
+    ] = None,
+    workers: Annotated[int, typer.Option(metavar="N", help="prepare: how many files are read at the same time.")] = 1,
+    on_corrupt: Annotated[
+        OnCorrupt, typer.Option(help="prepare: fail at a file that cannot be used, or skip it.")
+    ] = OnCorrupt.fail,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="key=value", help="prepare: an option of the data source.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the data sources, describe one (modalities, licence, options), or extract its features once."""
+    from polyfed.cli import catalogue, catalogue_pages, preparation
+
+    match words or []:
+        case []:
+            answer(catalogue.source_list(), catalogue_pages.source_list(), as_json=as_json)
+        case ["prepare", name]:
+            made = preparation.run_prepare(name, source, target, workers, on_corrupt.value, settings or [])
+            answer(preparation.facts_of(made), *preparation.summary(made), as_json=as_json)
+        case [name] if name != "prepare":
+            answer(catalogue.source_facts(name), catalogue_pages.source_page(name), as_json=as_json)
+        case _:
+            raise RecipeError(
+                "write `polyfed data`, `polyfed data NAME`, or `polyfed data prepare NAME --from DIR --to DIR`"
+            )
+
+
+@app.command()
+def init(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help=".npz, .csv, .tsv, .parquet or .jsonl.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(metavar="RECIPE.toml", help="The recipe to write.")] = Path("recipe.toml"),
+    label: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Array or column of the labels; once for each target of a row."),
+    ] = None,
+    client: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Array or column of the client that each row belongs to.")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Array or column of train, test, validation.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a complete recipe for a data file, and say what was guessed."""
+    from polyfed.cli import starting
+
+    labels = label[0] if label and len(label) == 1 else label or None
+    notes = starting.write_recipe(file, out, {"label": labels, "client": client, "split": split})
+    lines = [f"guessed: {note}" for note in notes]
+    lines.append(f"wrote {out}. Go on with: polyfed check {out}, polyfed run {out}")
+    answer({"recipe": str(out), "guessed": notes}, *lines, as_json=as_json)

@@ -1,0 +1,188 @@
+"""What `polyfed doctor` finds: versions, threads, GPU, optional parts, memory, disk, and what to install."""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from polyfed.cli.layout import plain_table, stacked, titled
+from polyfed.report.formatting import bytes_of
+
+REQUIRED = "required"
+"""The part of the packages that polyfed always needs; every other part is an extra of the package."""
+
+NOT_A_PART = ("dev",)
+"""Extras that are not for users."""
+
+PATIENCE_S = 120
+"""An import that takes longer than this many seconds counts as failed: the slowest known one takes about ten."""
+
+LOW_BYTES = 10**9
+"""With less free memory or disk than this, runs on real data are likely to fail."""
+
+_REQUIREMENT = re.compile(r"""([A-Za-z0-9._-]+)[^;]*(?:;.*extra\s*==\s*["']([\w-]+)["'])?""")
+
+
+def examine() -> dict[str, Any]:
+    """The content that `doctor --json` prints.
+
+    Packages are imported in processes of their own: a broken shared library may end the process that loads it.
+    """
+    wanted = sorted(requirements(requires("polyfed") or []))
+    modules = _modules()
+    with ThreadPoolExecutor(max_workers=max(1, _usable_cores())) as pool:
+        packages = list(pool.map(lambda entry: _package(entry[0], entry[1], modules), wanted))
+    found: dict[str, Any] = {
+        "polyfed": version("polyfed"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": packages,
+    }
+    found |= {"processor": _processor(), "gpu": _gpu(), "memory": _memory(), "disk": _disk(Path.cwd())}
+    found["works"] = all(entry["works"] for entry in packages if entry["part"] == REQUIRED)
+    found["advice"] = list(advice(found))
+    return found
+
+
+def requirements(lines: list[str]) -> set[tuple[str, str]]:
+    """Pairs of part and package, from the requirements in the package's metadata.
+
+    >>> sorted(requirements(["torch>=2.6", "av>=12; extra == 'video'", "ruff; extra == 'dev'"]))
+    [('required', 'torch'), ('video', 'av')]
+    """
+    found = (_REQUIREMENT.match(line) for line in lines)
+    pairs = {(entry[2] or REQUIRED, entry[1]) for entry in found if entry}
+    return {(part, name) for part, name in pairs if part not in NOT_A_PART}
+
+
+def advice(found: Mapping[str, Any]) -> Iterator[str]:
+    """What the user can do: install, repair, free."""
+    broken = [entry for entry in found["packages"] if entry["problem"]]
+    for entry in broken:
+        yield f"{entry['name']} is installed and cannot be imported ({entry['problem']}): install it again"
+    for part in dict.fromkeys(entry["part"] for entry in found["packages"] if entry["version"] is None):
+        what = "polyfed" if part == REQUIRED else f"'polyfed[{part}]'"
+        names = ", ".join(e["name"] for e in found["packages"] if e["part"] == part and e["version"] is None)
+        yield f"pip install {what} brings {names}"
+    if found["gpu"]["driver"] and not found["gpu"]["devices"]:
+        yield (
+            "this machine has an NVIDIA driver, but PyTorch finds no GPU: install a build of PyTorch for CUDA, see "
+            "https://pytorch.org/get-started/locally"
+        )
+    for what, free in (("memory", found["memory"]["available_bytes"]), ("disk", found["disk"]["free_bytes"])):
+        if free is not None and free < LOW_BYTES:
+            yield f"only {bytes_of(free)} of {what} are free: runs on real data may fail"
+
+
+def page(found: Mapping[str, Any]) -> RenderableType:
+    """The findings as tables."""
+    machine = plain_table("", "", left=2)
+    processor, gpu, memory = found["processor"], found["gpu"], found["memory"]
+    threads = f"{processor['usable_cores']} of {processor['cores']} cores usable, PyTorch uses {processor['threads']}"
+    devices = [f"{one['name']}, {bytes_of(one['bytes'])}" for one in gpu["devices"]]
+    free = "unknown" if memory["available_bytes"] is None else bytes_of(memory["available_bytes"])
+    for what, words in (
+        ("polyfed", f"{found['polyfed']}, Python {found['python']}, {found['platform']}"),
+        ("threads", f"{threads} (OMP_NUM_THREADS: {processor['omp_num_threads'] or 'not set'})"),
+        ("GPU", ", ".join(devices) or f"none that PyTorch can use (built for CUDA: {gpu['built_for'] or 'no'})"),
+        ("memory", f"{free} free of {bytes_of(memory['total_bytes'])}"),
+        ("disk", f"{bytes_of(found['disk']['free_bytes'])} free in {found['disk']['folder']}"),
+    ):
+        machine.add_row(what, Text(words))
+    packages = plain_table("part", "package", "version", "", left=4)
+    for entry in found["packages"]:
+        works = Text("works") if entry["works"] else Text(entry["problem"] or "not installed", "yellow")
+        packages.add_row(entry["part"], entry["name"], entry["version"] or "", works)
+    lines = [Text(line, "yellow") for line in found["advice"]] or [Text("Nothing needs to be installed.")]
+    return stacked(titled("This machine", machine), titled("Packages", packages), *lines)
+
+
+def _package(part: str, name: str, modules: Mapping[str, str]) -> dict[str, Any]:
+    """Whether a package is installed and can be imported."""
+    entry: dict[str, Any] = {"part": part, "name": name, "version": None, "works": False, "problem": None}
+    try:
+        entry["version"] = version(name)
+    except PackageNotFoundError:
+        return entry
+    entry["problem"] = problem_of(modules.get(_plain(name), name.replace("-", "_")))
+    return entry | {"works": entry["problem"] is None}
+
+
+def problem_of(module: str) -> str | None:
+    """Why a module cannot be imported in a fresh process, in one line; None if it can."""
+    words = [sys.executable, "-c", f"import {module}"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, errors="replace", check=False)
+    except subprocess.TimeoutExpired:
+        return f"the import took longer than {PATIENCE_S} s"
+    if done.returncode == 0:
+        return None
+    if done.returncode < 0:
+        return f"signal {-done.returncode} ended the process"
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+
+
+def _modules() -> dict[str, str]:
+    """Distribution -> the module that it is imported by: the one of the same name, else the first public one."""
+    found: dict[str, list[str]] = {}
+    for module, distributions in packages_distributions().items():
+        for name in distributions:
+            if module.isidentifier() and not module.startswith("_"):
+                found.setdefault(_plain(name), []).append(module)
+    return {name: min(own, key=lambda m: (_plain(m) != name, m)) for name, own in found.items()}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _processor() -> dict[str, Any]:
+    import torch
+
+    return {
+        "cores": os.cpu_count(),
+        "usable_cores": _usable_cores(),
+        "threads": torch.get_num_threads(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def _gpu() -> dict[str, Any]:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    facts = [torch.cuda.get_device_properties(number) for number in range(count)]
+    return {
+        "built_for": torch.version.cuda,
+        "driver": shutil.which("nvidia-smi") is not None,
+        "devices": [{"name": one.name, "bytes": one.total_memory} for one in facts],
+    }
+
+
+def _memory() -> dict[str, int | None]:
+    """The memory of the machine; only Linux says how much of it is available."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    table = Path("/proc/meminfo")
+    lines = table.read_text().splitlines() if table.exists() else []
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return {"total_bytes": total, "available_bytes": available[0] if available else None}
+
+
+def _disk(folder: Path) -> dict[str, Any]:
+    return {"folder": str(folder), "free_bytes": shutil.disk_usage(folder).free}
+
+
+def _usable_cores() -> int:
+    """The cores that this process may use; macOS and Windows do not limit them."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

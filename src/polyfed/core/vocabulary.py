@@ -1,0 +1,90 @@
+"""Words of other frameworks for keys of a recipe: Flower, PyTorch, FedJAX, pfl-research, NVFlare, FedML and papers.
+
+An error text about an unknown key looks here for a key that means the same, however it is spelled.
+"""
+
+import re
+
+MEANINGS: dict[str, str] = {
+    "train.lr": "learning_rate lr_client client_lr client_learning_rate local_lr local_learning_rate eta eta_l",
+    "train.batch_size": "batch bs batchsize local_batch_size client_batch_size local_bs minibatch_size"
+    " train_batch_size",
+    "train.epochs": "local_epochs num_epochs n_epochs epoch num_local_epochs local_num_epochs client_epochs local_ep",
+    "train.steps": "local_steps num_steps local_num_steps max_steps local_iterations num_local_steps tau",
+    "train.optimiser": "optimizer optim client_optimizer local_optimizer client_optimiser opt",
+    "train.weight_decay": "wd l2 decay l2_reg",
+    "train.clip_norm": "max_grad_norm grad_clip gradient_clipping clip max_norm local_max_grad_norm clip_grad_norm",
+    "train.lr_schedule": "scheduler lr_scheduler learning_rate_schedule lr_decay",
+    "train.beta1": "betas adam_beta1",
+    "train.beta2": "adam_beta2",
+    "train.eps": "adam_epsilon epsilon",
+    "clients.num": "num_clients n_clients nclients num_partitions num_supernodes n_parties total_clients"
+    " client_num_in_total num_users n_silos num_users_total",
+    "clients.participation": "fraction_fit fraction_train client_fraction sample_fraction cohort_size cohort"
+    " participation_rate clients_per_round client_num_per_round num_clients_per_round min_fit_clients frac join_ratio"
+    " sample_rate",
+    "clients.alpha": "dirichlet_alpha dir_alpha dirichlet beta_dirichlet concentration partition_alpha",
+    "clients.partition": "partitioner partition_method split_method non_iid noniid heterogeneity distribution",
+    "clients.min_size": "min_partition_size min_samples min_rows",
+    "clients.classes_per_client": "num_classes_per_partition classes_per_user shards_per_client num_classes_per_client",
+    "clients.missing": "missing_rate missing_ratio missing_modality missing_modalities modality_missing",
+    "clients.validation": "val_fraction val_split validation_split val_ratio",
+    "clients.personal_test": "local_test test_fraction local_test_fraction",
+    "rounds": "n_rounds num_rounds nrounds num_server_rounds comm_round comm_rounds communication_rounds"
+    " central_num_iterations global_epochs global_rounds",
+    "seed": "random_seed random_state rng_seed manual_seed",
+    "data.name": "dataset dataset_name data_name",
+    "data.path": "data_dir data_path root data_root dataset_path folder",
+    "data.standardise": "standardize normalize normalise",
+    "algorithm.name": "algorithm_name strategy method aggregator algo fl_algorithm federated_optimizer",
+    "model.embedding": "embedding_size embed_dim embedding_dim hidden_size d_hid latent_dim",
+    "model.head": "head_hidden classifier",
+    "model.fusion": "fusion_method fusion_type",
+    "model.encoders": "encoder backbone backbones",
+    "server.optimiser": "server_optimizer server_optimiser central_optimizer global_optimizer",
+    "server.lr": "server_lr server_learning_rate global_lr eta_g central_lr",
+    "server.momentum": "server_momentum",
+    "selection.name": "client_selection selector sampler client_sampler client_sampling client_manager",
+    "evaluate.every": "eval_every evaluate_every evaluation_frequency frequency_of_the_test eval_interval test_every"
+    " eval_gap",
+    "engine.name": "backend simulator backend_name runner",
+    "engine.device": "gpu cuda use_gpu use_cuda accelerator",
+    "engine.threads": "num_threads num_workers n_threads",
+    "engine.min_replies": "min_available_clients min_replies_required min_completed_clients",
+    "engine.reply_seconds": "round_timeout timeout task_timeout",
+    "checkpoint.every": "save_every checkpoint_every checkpoint_frequency save_interval save_freq",
+    "tracking.name": "logger wandb mlflow tensorboard tracker report_to",
+    "network.bandwidth_hz": "bandwidth",
+    "network.latency_s": "latency delay",
+}
+"""Key of a recipe -> the words that people write for it, in lower case and with underscores."""
+
+PLACES = {word: place for place, words in MEANINGS.items() for word in words.split()}
+"""Foreign word -> key of a recipe."""
+
+
+def place_of(word: str) -> str | None:
+    """The key of a recipe that a word of another framework means, or None.
+
+    >>> place_of("learning-rate"), place_of("numClients"), place_of("aubergine")
+    ('train.lr', 'clients.num', None)
+    """
+    apart = re.sub(r"([a-z])([A-Z])|[-\s]+", r"\1_\2", word)
+    return PLACES.get(apart.strip("_").lower())
+
+
+def advice_for(word: str, section: str = "") -> str | None:
+    """The part of an error text that names the key of the same meaning, or None.
+
+    Args:
+        word: the unknown key.
+        section: the section that the key stands in, such as `train`; empty above the first section.
+
+    >>> advice_for("learning_rate", "train"), advice_for("learning_rate", "algorithm")
+    ("did you mean 'lr'?", 'did you mean train.lr?')
+    """
+    place = place_of(word)
+    if place is None:
+        return None
+    home, _, key = place.rpartition(".")
+    return f"did you mean '{key}'?" if home == section else f"did you mean {place}?"

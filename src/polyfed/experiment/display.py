@@ -1,0 +1,123 @@
+"""How runs and recipes look in a notebook, and the rounds of a run as data frames."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from polyfed.report.formatting import bytes_of, number_of, seconds_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class ShownRecipe(ABC):
+    """What a notebook and a terminal show of a recipe: one line, and in a notebook also a table that can be opened."""
+
+    @abstractmethod
+    def table(self) -> dict[str, Any]:
+        """The resolved recipe, section by section."""
+
+    def __repr__(self) -> str:
+        return recipe_line(self.table())
+
+    def _repr_html_(self) -> str:
+        return recipe_html(self.table())
+
+
+def recipe_line(table: Mapping[str, Any]) -> str:
+    """A recipe in one line: method, data, clients, rounds, seed.
+
+    Args:
+        table: the resolved recipe, as `Recipe.table` returns it.
+    """
+    clients, engine = table["clients"], table["engine"]["name"]
+    who = f"{clients['num']} clients" if "num" in clients else f"clients {clients['partition']}"
+    head = f"{table['algorithm']['name']} on {table['data']['name']}, {who}"
+    return f"Recipe({head}, {table['rounds']} rounds, seed {table['seed']}, engine {engine})"
+
+
+def recipe_html(table: Mapping[str, Any]) -> str:
+    """A recipe for a notebook: the line, and all sections in a block that can be opened."""
+    rows = [(f"{section}.{key}", value) for section, own in _sections(table) for key, value in own.items()]
+    rows = [("seed", table["seed"]), ("rounds", table["rounds"]), *rows]
+    inside = _table([(key, str(value)) for key, value in rows])
+    return f"<details><summary>{escape(recipe_line(table))}</summary>{inside}</details>"
+
+
+def run_html(result: Mapping[str, Any], line: str) -> str:
+    """A finished run for a notebook: its scores and its cost.
+
+    Args:
+        result: the content of result.json.
+        line: the text of the run's `repr`.
+    """
+    rows = [
+        (f"{group}: {name.replace('_', ' ')}", number_of(value, "number" if name == "loss" else "share"))
+        for group, scores in result["metrics"].items()
+        for name, value in scores.items()
+    ]
+    rows.append(("bytes up, down", f"{bytes_of(result['bytes_up'])}, {bytes_of(result['bytes_down'])}"))
+    rows.append(("time per round", seconds_of(result["seconds_per_round"])))
+    return f"<div>{escape(line)}{_table(rows)}</div>"
+
+
+def metrics_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
+    """The metrics of all evaluated rounds, one number in each row: columns `round`, `group`, `metric`, `value`.
+
+    Args:
+        rounds: rows of rounds.jsonl.
+    """
+    import pandas as pd  # here: it takes half a second, and a client may start a process per request
+
+    rows = [
+        (row["round"], group, metric, value)
+        for row in rounds
+        for group, scores in row.get("metrics", {}).items()
+        for metric, value in scores.items()
+    ]
+    return pd.DataFrame(rows, columns=["round", "group", "metric", "value"])
+
+
+def clients_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
+    """One row for each client that was asked or evaluated, by its number.
+
+    The columns are `asked` and `missing`, counts of rounds, and `personal_score`, the last one that was measured: the
+    accuracy, or the score of the task.
+
+    Args:
+        rounds: rows of rounds.jsonl.
+    """
+    import pandas as pd
+
+    asked: dict[int, int] = {}
+    missing: dict[int, int] = {}
+    accuracy: dict[int, float] = {}
+    for row in rounds:
+        for client in row.get("cohort", ()):
+            asked[client] = asked.get(client, 0) + 1
+        for client in map(int, row.get("missing", {})):
+            missing[client] = missing.get(client, 0) + 1
+        scores = row.get("personal_accuracy") or row.get("personal_score", {})
+        accuracy |= {int(client): value for client, value in scores.items()}
+    index = pd.Index(sorted({*asked, *missing, *accuracy}), name="client")
+    return pd.DataFrame(
+        {
+            "asked": [asked.get(client, 0) for client in index],
+            "missing": [missing.get(client, 0) for client in index],
+            "personal_score": pd.Series([accuracy.get(client) for client in index], index, dtype="float64"),
+        },
+        index=index,
+    )
+
+
+def _sections(table: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(name, own) for name, own in table.items() if isinstance(own, Mapping)]
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    cells = "".join(
+        f'<tr><th style="text-align:left">{escape(what)}</th><td style="text-align:left">{escape(value)}</td></tr>'
+        for what, value in rows
+    )
+    return f"<table>{cells}</table>"

@@ -1,0 +1,25 @@
+"""How many training rows of each class a client holds, for run.json."""
+
+from typing import Any
+
+import torch
+
+from polyfed.data import Population
+
+MOST_COUNTS = 100_000
+"""run.json holds at most this many counts of classes, about 300 kB."""
+
+
+def label_counts(population: Population, client: int) -> dict[str, Any]:
+    """The number of training rows of each class, for the first clients of a simulation.
+
+    A client of a deployment keeps its labels, so the server has nothing to count.
+    """
+    label = population.columns.label.cpu()
+    classes = population.columns.num_classes
+    if (client + 1) * classes > MOST_COUNTS or label.dim() != 1 or label.is_floating_point():
+        return {}
+    rows = population.train[client].cpu()
+    if bool((rows < 0).any()):
+        return {}
+    return {"labels": torch.bincount(label[rows], minlength=classes).tolist()}

@@ -1,0 +1,75 @@
+"""How far models move in a round, by block: the global model, and the models that clients send back.
+
+The server computes these numbers from what it has anyway; clients send nothing for them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyfed.core.messages import Message
+from polyfed.core.request import Send
+from polyfed.core.tree import Tree, block_of
+from polyfed.federation.replies import Replies
+
+
+def block_norms(new: Tree | None, old: Tree | None) -> dict[str, float]:
+    """The 2-norm of `new - old` in each block, over the floating-point tensors that both have; empty without a model.
+
+    Args:
+        new: the global model after a round.
+        old: the global model before it.
+    """
+    if new is None or old is None:
+        return {}
+    norms: dict[str, list[Tensor]] = {}
+    for name, value in new.items():
+        before = old.get(name)
+        if before is not None and before.shape == value.shape and value.is_floating_point():
+            norm = torch.linalg.vector_norm(value.detach() - before.detach().to(value.device), dtype=torch.float64)
+            norms.setdefault(block_of(name), []).append(norm)
+    return {block: float(torch.linalg.vector_norm(torch.stack(parts))) for block, parts in norms.items()}
+
+
+MOST_CLIENTS = 8
+"""The clients of a request whose updates are measured, spread evenly: measuring all would cost more than their mean."""
+
+
+class ClientUpdates:
+    """Norms of `reply - sent`, by block, over some clients of a round whose messages and replies have `params`."""
+
+    def __init__(self) -> None:
+        self._norms: dict[str, list[float]] = {}
+
+    def watch(self, send: Send, replies: Replies) -> None:
+        """Add the replies to a request in which every client received the same model.
+
+        Args:
+            send: what the clients received.
+            replies: their usable replies.
+        """
+        sent = getattr(send, "params", None)
+        if not isinstance(send, Message) or not isinstance(sent, dict) or not sent:
+            return
+        chosen = {*list(replies)[:: -(-len(replies) // MOST_CLIENTS) or 1]}
+        for part in replies.parts:
+            trained = getattr(part.message, "params", None)
+            places = [place for place, client in enumerate(part.clients) if client in chosen and client >= 0]
+            if isinstance(trained, dict) and places:
+                self._add(sent, trained, places)
+
+    def means(self) -> dict[str, float]:
+        """Block -> the mean norm over the measured clients that sent the block."""
+        return {block: sum(norms) / len(norms) for block, norms in self._norms.items()}
+
+    def _add(self, sent: Tree, trained: dict[str, Any], places: list[int]) -> None:
+        norms: dict[str, list[Tensor]] = {}
+        for name, stack in trained.items():
+            before = sent.get(name)
+            if before is None or stack.shape[1:] != before.shape or not stack.is_floating_point():
+                continue
+            moved = (stack.detach()[places] - before.detach().to(stack.device)).flatten(1)
+            norms.setdefault(block_of(name), []).append(torch.linalg.vector_norm(moved, dim=1, dtype=torch.float32))
+        for block, parts in norms.items():
+            self._norms.setdefault(block, []).extend(torch.stack(parts).norm(dim=0).tolist())

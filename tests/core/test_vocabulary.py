@@ -1,0 +1,57 @@
+"""Words of other frameworks lead to the key of a recipe that means the same."""
+
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+from polyfed.core.errors import RecipeError
+from polyfed.core.vocabulary import MEANINGS, PLACES, place_of
+from polyfed.data.sources.npz import Npz
+from polyfed.experiment.overrides import SECTIONS
+from polyfed.experiment.recipe import parse_recipe
+from world import algorithm, recipe
+
+
+@pytest.mark.parametrize("place", sorted(MEANINGS))
+def test_every_place_exists_and_its_words_are_unknown_there(place: str) -> None:
+    section, _, key = place.rpartition(".")
+    options = SECTIONS.get(section, ("seed", "rounds"))
+    known = {f.name for f in fields(options)} if isinstance(options, type) and is_dataclass(options) else {*options}
+    if section == "data":
+        known |= {f.name for f in fields(Npz)}
+    assert key in known
+    assert not known & set(MEANINGS[place].split()), "a word that is a key of the section is never unknown"
+
+
+def test_no_word_has_two_meanings() -> None:
+    words = [word for own in MEANINGS.values() for word in own.split()]
+    assert len(words) == len(set(words)) == len(PLACES)
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ({"learning_rate": 0.1}, "did you mean train.lr?"),
+        ({"num_clients": 5}, "did you mean clients.num?"),
+        ({"n_rounds": 5}, "did you mean 'rounds'?"),
+        ({"optimizer": {"lr": 0.1}}, "did you mean train.optimiser?"),
+        ({"train": {"learning_rate": 0.1}}, r"\[train\] has no option 'learning_rate'; did you mean 'lr'\? Allowed: "),
+        ({"train": {"batch": 4}}, "did you mean 'batch_size'"),
+        ({"train": {"local_epochs": 4}}, "did you mean 'epochs'"),
+        ({"clients": {"dirichlet-alpha": 0.1}}, "did you mean 'alpha'"),
+        ({"algorithm": {"name": "fedprox", "server_lr": 1.0}}, "did you mean server.lr?"),
+        ({"train": {"epcohs": 4}}, "did you mean 'epochs'"),
+    ],
+)
+def test_a_recipe_with_a_foreign_word_names_the_key(written: dict[str, object], says: str) -> None:
+    with pytest.raises(RecipeError, match=says.replace("?", r"\?") if "\\" not in says else says):
+        parse_recipe(recipe(algorithm("fedavg")).table() | written)
+
+
+def test_a_key_that_exists_in_another_section_is_named_there() -> None:
+    with pytest.raises(RecipeError, match=r"write train\.lr or server\.lr"):
+        parse_recipe(recipe(algorithm("fedavg")).table() | {"lr": 0.1})
+
+
+def test_spelling_does_not_matter() -> None:
+    assert place_of("Learning Rate") == place_of("LEARNING_RATE") == place_of("learning-rate") == "train.lr"
