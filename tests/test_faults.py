@@ -388,7 +388,7 @@ def test_labels_that_are_also_a_modality_are_refused(tmp_path: Path) -> None:
             RecipeError, match=f"data.{role} = 'both'; allowed: an array that is not in data.modalities"
         ):
             Npz(path=str(tmp_path / "one.npz"), modalities=("a", "both"), **{role: "both"})
-    with pytest.raises(RecipeError, match="data.label = 'x'; allowed: a column that is not in data.modalities"):
+    with pytest.raises(RecipeError, match=r"data.label = 'x'; allowed: a column that is not in data"):
         SOURCES["hf"](path="rows", modalities={"a": "values"}, columns={"a": "x"}, label="x")
 
 

@@ -22,7 +22,8 @@ def write_recipe(file: Path, out: Path, columns: Mapping[str, str | list[str] | 
     Args:
         file: the data.
         out: the recipe to write.
-        columns: `label`, `client` and `split`, each with the name of its array or column, or `label` with several names; None: it is guessed.
+        columns: `label`, `client` and `split`, each with the name of its array or column, or `label` with several
+            names; None: it is guessed.
 
     Returns:
         Sentences on everything that was guessed.

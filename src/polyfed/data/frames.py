@@ -105,8 +105,9 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str], notes: list[str]) -> 
         notes.append(f"modality '{modality}': {shown}")
     if texts:
         notes.append(
-            f"left out, because they hold texts: {', '.join(texts)}. If one of them names the client of a row, name it as "
-            "client. Texts to train on must be numbers or token ids; the source `hf` reads texts with a pretrained model"
+            f"left out, because they hold texts: {', '.join(texts)}. If one of them names the client of a row, name it "
+            "as client. Texts to train on must be numbers or token ids; the source `hf` reads texts with a pretrained "
+            "model"
         )
     return groups
 

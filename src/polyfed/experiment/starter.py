@@ -150,8 +150,8 @@ def _of_arrays(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     table = _roles(arrays.names, options, str(path))
     if not isinstance(table["label"], str):
         raise DataError(
-            f"'{path}': labels = {', '.join(table['label'])} are several arrays. Save the targets of a row as one array "
-            "(N, T) of floats, and name this array"
+            f"'{path}': labels = {', '.join(table['label'])} are several arrays. Save the targets of a row as one "
+            "array (N, T) of floats, and name this array"
         )
     if "modalities" not in table:
         special = (
