@@ -1,8 +1,8 @@
-"""Every method: what the server and the clients do in a round. One file, or one folder, for each method.
+"""Every method: what the server and the clients do in a round. Each method has its own file or folder.
 
-Open `base.py` first: `Algorithm` is the base class of every method and its docstring lists the hooks. `averaging.py`
-has `Averaging`, the template of most methods; `fedprox.py` is the shortest method on it. `blocks.py` and `towers.py`
-are helpers that several methods use. docs/algorithms/NAME.md explains the method NAME.
+Open `base.py` first. `Algorithm` is the base class of every method, and its docstring lists the hooks. `averaging.py`
+has `Averaging`, the template of most methods. `fedprox.py` is the shortest method that uses the template. `blocks.py`
+and `towers.py` are helpers that several methods use. docs/algorithms/NAME.md explains the method NAME.
 """
 
 from polyfed.algorithms.averaging import Averaging
@@ -38,7 +38,7 @@ PREDICTORS: dict[str, type[Predictor]] = {
     "nearest-prototype": NearestPrototype,
     "server-on-top": ServerOnTop,
 }
-"""How personal models predict, by the name in the description of a saved model."""
+"""How personal models predict. The keys are the names in the description of a saved model."""
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
@@ -64,4 +64,4 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "hfm": Hfm,
     "vfl": Vfl,
 }
-"""Methods by their name in `[algorithm] name`."""
+"""The methods, by the name that `[algorithm] name` gives."""

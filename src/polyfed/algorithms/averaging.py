@@ -3,24 +3,24 @@
 In each round the server sends the model to a cohort, every client trains it on its rows, and the server averages each
 block over the clients that have that block. The template without changes is FedAvg (`fedavg.py`).
 
-The table lists the hooks in the order in which they are called. `Algorithm` (`base.py`) has further ones, such as
+The table lists the hooks in the order in which they are called. `Algorithm` (`base.py`) has more hooks, such as
 `local`, `evaluate` and `will_send`:
 
 | hook | called on | when | default |
 |---|---|---|---|
 | `init` | server | once, before round 1 | `State` with the initial parameters |
-| `outgoing` | server | every round, once the cohort is chosen | `Broadcast(state.params)` to every client |
-| `direction` | client | before local training | None: the optimiser takes the gradient as it is |
-| `loss` | client | in every step of local training | `context.loss`, for classes the cross-entropy of the logits |
-| `reply` | client | after local training | `Update` with the trained parameters; the local state stays as it was |
-| `merge` | server | once the replies are in | weighted mean per block, then a step of the server optimiser |
-| `weights` | server | in `merge` | rows of each client, or 1 with `aggregation = "uniform"` |
+| `outgoing` | server | every round, after the cohort is chosen | `Broadcast(state.params)` to every client |
+| `direction` | client | before local training | None: the optimiser uses the unchanged gradient |
+| `loss` | client | in every step of local training | `context.loss`; for classes, the cross-entropy of the logits |
+| `reply` | client | after local training | `Update` with the trained parameters; the local state does not change |
+| `merge` | server | after the replies have arrived | weighted mean per block, then a step of the server optimiser |
+| `weights` | server | in `merge` | number of rows of each client, or 1 with `aggregation = "uniform"` |
 
 A method whose `outgoing` or `reply` returns another message class names that class in `sends` or `replies`. The
 template reads the field `params` of the message sent, and the fields `params`, `loss` and `num_rows` of the replies.
 
-Private blocks (`private`) stay at the client: its local state holds them, the hooks see the complete model, and neither
-message has them (`private.py`).
+Private blocks (`private`) stay on the client, in its local state. The hooks see the complete model, but neither the
+server's message nor the reply contains the private blocks (`private.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ class State:
     train_loss: float = float("nan")
 
     def with_(self, **changes: Any) -> Self:
-        """A copy with some fields replaced."""
+        """Return a copy with some fields replaced."""
         return replace(self, **changes)
 
 
@@ -93,16 +93,16 @@ class Averaging(Algorithm):
     Subclasses override the hooks that the module's docstring lists.
 
     Attributes:
-        aggregation: the weights of the mean: `weighted` is by number of rows (McMahan et al., 2017, Algorithm 1),
-            `uniform` is the same weight for every client.
-        selector: which clients take part; the [selection] section.
-        server: what the server does with the mean; the [server] section.
+        aggregation: the weights of the mean. `weighted` weights each client by its number of rows (McMahan et al.,
+            2017, Algorithm 1). `uniform` gives every client the same weight.
+        selector: the rule that chooses which clients take part; the [selection] section.
+        server: how the server uses the mean; the [server] section.
         private: blocks that every client keeps and never sends: `shared`, a modality, `head` (everything after the
-            encoders) or `encoders`. Clients then have models of their own; see docs/algorithms/private-blocks.md.
-        private_epochs: epochs in which a client trains its private blocks alone, before its local training of the
-            other blocks alone, as in FedRep; 0 trains all blocks together, as in FedPer.
+            encoders) or `encoders`. Every client then has its own model; see docs/algorithms/private-blocks.md.
+        private_epochs: epochs in which a client trains only its private blocks. It then trains only the other blocks,
+            as in FedRep. 0 trains all blocks together, as in FedPer.
         fine_tune: epochs in which every client trains a copy of its whole model after the last round, before the last
-            personal evaluation; 0 leaves it out.
+            personal evaluation. 0 disables fine-tuning.
     """
 
     aggregation: Literal["weighted", "uniform"] = "weighted"
@@ -121,41 +121,41 @@ class Averaging(Algorithm):
         """Check the options.
 
         Raises:
-            RecipeError: an option is out of range, or private blocks or fine-tuning do not go together with another.
+            RecipeError: an option is out of range, or private blocks or fine-tuning conflict with another option.
         """
         super().__post_init__()
         private.check(self, Averaging)
 
     def will_ask(self, task: str, *, tested: bool) -> bool:
-        """Clients are asked for class means only under `[evaluate] unimodal = "prototype"`; to tune only if wanted."""
+        """Ask for class means only under `[evaluate] unimodal = "prototype"`, and for fine-tuning only if it is on."""
         if task == Averaging.tune.__name__:
             return self.fine_tune > 0
         wanted = task != Averaging.class_means.__name__ or self.evaluation.unimodal == "prototype"
         return wanted and super().will_ask(task, tested=tested)
 
     def check_model(self, model: Model) -> None:
-        """Check that the model has the private blocks, and others beside them."""
+        """Check that the model has the private blocks and at least one other block."""
         super().check_model(model)
         if self.private:
             private.refuse_all_private(self.private, model)
 
     def private_names(self, model: Model) -> frozenset[str]:
-        """The parameters and buffers of the private blocks."""
+        """Return the names of the parameters and buffers in the private blocks."""
         return private.names_of(self.private, model) if self.private else frozenset()
 
     def first_local(self, context: ClientContext, key: int) -> Tree:
-        """What `local` returns, and the client's private parameters."""
+        """Return what `local` returns, together with the client's private parameters."""
         own = self.local(context, key)
         return own | private.kept_at_first(context, self.private_names(context.model)) if self.private else own
 
     def init(self, fed: Federation, params: Tree) -> Any:
-        """The first state: initial parameters, fresh moments of the server optimiser, the selector's first memory."""
+        """Return the first state: initial parameters, new server-optimiser moments and the selector's first memory."""
         kept = self.private_names(fed.context.model)
         params = {name: value for name, value in params.items() if name not in kept}
         return State(params, self.server.moments(fed.context.model.trainable(params)), self.selector.start(params))
 
     def round(self, state: Any, fed: Federation) -> Any:
-        """Choose a cohort, ask it to train, and merge the replies. If nobody replies, the model stays as it is."""
+        """Choose a cohort, ask it to train, and merge the replies. Without any reply, the model does not change."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         state = state.with_(memory=memory)
         enough = self.selector.enough(fed)
@@ -166,11 +166,11 @@ class Averaging(Algorithm):
         return self.merge(state.with_(memory=memory, train_loss=mean_loss(replies, fed)), replies, fed)
 
     def outgoing(self, state: Any, cohort: list[int], fed: Federation) -> Send:
-        """What the cohort receives: one message for all clients, or a mapping from client to message."""
+        """Return what the cohort receives: one message for all clients, or a mapping from client to message."""
         return Broadcast(state.params)
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
-        """The local training loss of a batch: a scalar, or (scalar, aux) if `direction` uses aux.
+        """Return the local training loss of a batch: a scalar, or (scalar, aux) if `direction` uses aux.
 
         Args:
             context: the client context.
@@ -184,7 +184,7 @@ class Averaging(Algorithm):
     def direction(
         self, context: ClientContext, data: ClientData, got: Any, local: Tree
     ) -> tuple[Direction, Tree] | None:
-        """A function that changes the gradient of every step, and its first carry; None leaves gradients unchanged.
+        """Return a function that changes the gradient of every step, and its first carry, or None for no change.
 
         Args:
             context: the client context.
@@ -197,7 +197,7 @@ class Averaging(Algorithm):
     def reply(
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Any, local: Tree
     ) -> tuple[Message, Tree]:
-        """The reply after local training, and the client's next local state.
+        """Return the reply after local training, and the client's next local state.
 
         Args:
             context: the client context.
@@ -209,7 +209,7 @@ class Averaging(Algorithm):
         return Update(fit.params, fit.loss, data.num_rows), local
 
     def merge(self, state: Any, replies: Replies, fed: Federation) -> Any:
-        """The next state: a step of the server optimiser towards the combined replies, per block."""
+        """Return the next state: a step of the server optimiser towards the combined replies, per block."""
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
         mean = aggregate(replies, "params", weights, state.params, self.server)
         trainable = fed.context.model.trainable(state.params)
@@ -217,13 +217,13 @@ class Averaging(Algorithm):
         return state.with_(params=params, moments=moments)
 
     def weights(self, replies: Replies, fed: Federation) -> Mapping[int, float]:
-        """Weight of each client in the mean: 1, or its row count in the client registry, whatever its reply claims."""
+        """Return each client's weight in the mean: 1, or its row count in the client registry, not in its reply."""
         if self.aggregation == "uniform":
             return dict.fromkeys(replies, 1.0)
         return fed.clients.rows_of(replies)
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
-        """Class means of the features over all clients' training rows. Clients receive the encoders only."""
+        """Return the class means of the features over all clients' training rows. Clients receive only the encoders."""
         if self.evaluation.unimodal != "prototype":
             return {}
         model = fed.context.model
@@ -237,7 +237,7 @@ class Averaging(Algorithm):
     def class_means(
         self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast
     ) -> tuple[ClassMeans, Tree]:
-        """Class means of the client's training rows; the server asks only before evaluating with class prototypes."""
+        """Compute class means of the client's training rows. The server asks only to evaluate with class prototypes."""
         model = context.model
         sizes = {m: model.feature_size(m) for m in context.modalities if m in model.modalities}
         means, rows = prototypes.class_means(data.fold, partial(model.vectors, got.params), sizes, context.num_classes)
@@ -268,7 +268,7 @@ class Averaging(Algorithm):
 
     @task()
     def tune(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Tuned, Tree]:
-        """Fine-tune a copy of the client's model and keep the copy; `loss` is that of the template."""
+        """Fine-tune a copy of the client's model with the template's `loss`, and keep the copy."""
         whole = private.completed(got, private.parted(local)[0])
         fit = data.minimise(
             lambda w, batch: Averaging.loss(self, context, w, batch, whole, {}),
@@ -279,33 +279,33 @@ class Averaging(Algorithm):
         return Tuned(), local | nested(private.TUNED, fit.params)
 
     def evaluate(self, state: Any, fed: Federation) -> Measured:
-        """Evaluate as `Algorithm.evaluate` does. After the last round, clients first fine-tune if wanted."""
+        """Evaluate like `Algorithm.evaluate`. After the last round, clients first fine-tune if `fine_tune` is set."""
         if self.fine_tune and fed.round == fed.rounds:
             fed.ask(self.tune, list(fed.clients.eligible), Broadcast(state.params))
         return super().evaluate(state, fed)
 
     @property
     def own_models(self) -> Literal["none", "server", "clients"]:
-        """With private blocks or fine-tuning, every client keeps a model of its own."""
+        """Return "clients" if private blocks or fine-tuning give every client its own model, otherwise "none"."""
         overridden = type(self).own_params is not Averaging.own_params
         return "clients" if self.private or self.fine_tune or overridden else "none"
 
     def global_params(self, state: Any) -> Tree | None:
-        """The global model; None with private blocks, because the server then has only a part of one."""
+        """Return the global model, or None with private blocks, because the server then has only a part of a model."""
         if self.fine_tune and not self.private:
             return state.params  # type: ignore[no-any-return]
         return super().global_params(state)
 
     def to_judge(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
-        """The averaged blocks, where a client completes them with its private ones."""
+        """Return the averaged blocks. Each client adds its private blocks to them."""
         return Broadcast(state.params) if self.private or self.fine_tune else super().to_judge(state, fed, clients)
 
     def own_params(self, got: Any, local: Tree) -> Tree:
-        """The received model with the client's private blocks, or the fine-tuned one."""
+        """Return the received model with the client's private blocks, or the fine-tuned model if there is one."""
         return private.personal(got.params, local)
 
 
 def mean_loss(replies: Replies, fed: Federation) -> float:
-    """Mean training loss of a cohort, weighted by the rows of each client in the client registry."""
+    """Return the mean training loss of a cohort, weighted by each client's row count in the client registry."""
     losses, rows = replies.numbers("loss"), fed.clients.rows_of(replies)
     return sum(losses[c] * rows[c] for c in replies) / max(sum(rows.values()), 1)

@@ -2,27 +2,27 @@
 
 The server half runs on the server: `init`, `round` and `evaluate`. The client half runs on the clients: the methods
 marked `@task`. A method that sends parameters, trains them locally and averages the results extends `Averaging`
-(`averaging.py`), which has further hooks; every other method extends `Algorithm`. No method extends another one; what
-two methods share are functions.
+(`averaging.py`), which has more hooks. Every other method extends `Algorithm`. No method extends another method: code
+that two methods share is a function.
 
-The table lists the hooks in the order in which they are called; all but `init` and `round` have a default:
+The table lists the hooks in the order in which they are called. All hooks except `init` and `round` have a default:
 
 | hook | called on | when | returns |
 |---|---|---|---|
 | `model_spec` | server | before the model is built | the model to build, and the modalities that it reads |
-| `check_model` | server | once the model is built | nothing; it refuses a model that the method cannot train |
-| `will_ask`, `will_send`, `private_names` | both | in `polyfed check`, and in the gate | what can leave |
+| `check_model` | server | after the model is built | nothing; refuses a model that the method cannot train |
+| `will_ask`, `will_send`, `private_names` | both | in `polyfed check`, and in the egress gate | what can leave |
 | `init` | server | once, as round 0 | the first state |
 | `local` | client | before the client's first task | its first local state |
 | `round` | server | every round; it asks clients with `fed.ask` | the next state |
 | `simulated_seconds` | server | after every round, if there is a network model | how long the round would take |
 | `observe`, `observe_tables` | server | after every round | numbers and matrices for the log |
-| `concerns` | server | once, after a third of the rounds | what has had no effect so far, for a warning |
+| `concerns` | server | once, after a third of the rounds | warnings about options that have had no effect so far |
 | `evaluate` | server | after every round that `[evaluate] every` names | scores; it calls the hooks below |
 | `global_params` | server | around every round, in `evaluate`, and in `Run.predict` | the global model, or None |
 | `class_prototypes` | server | in `evaluate` | class means, for `[evaluate] unimodal = "prototype"` |
 | `to_judge` | server | in `evaluate`, and in `Run.predict` | what clients receive for personal evaluation |
-| `own_params` | client | in personal evaluation, and in `Run.predict` | the model that the client is evaluated with |
+| `own_params` | client | in personal evaluation, and in `Run.predict` | the model with which the client is evaluated |
 
 The properties `own_models` and `predictor` say where personal models are kept and how they predict
 (`evaluation/scores.py`). The task `score` evaluates the global model on the evaluation clients; the task `score_own`
@@ -78,12 +78,12 @@ class Broadcast(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ModelHooks, TrainedModels):
-    """Base class of every method: its fields are the hyper-parameters, its methods are the server and client halves.
+    """The base class of every method. Its fields are the hyper-parameters, its methods the server and client halves.
 
     The module's docstring lists the hooks in the order in which they are called.
 
     Attributes:
-        train: local training; the [train] section.
+        train: options of local training; the [train] section.
         evaluation: when and how to evaluate; the [evaluate] section.
     """
 
@@ -91,18 +91,18 @@ class Algorithm(ModelHooks, TrainedModels):
     evaluation: Evaluation = Evaluation()
 
     handles_missing_rows: ClassVar[bool] = True
-    """Whether the method accepts clients that have a modality for only some of their rows; if not, it refuses them."""
+    """Whether the method accepts clients that have a modality for only some of their rows. If not, it refuses them."""
     aligns_rows: ClassVar[bool] = False
-    """Whether clients match their rows by sample ids; if so, a device whose data has no ids is refused."""
+    """Whether clients match their rows by sample ids. If so, a device whose data has no ids is refused."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Named sets of options: with `preset = "paper"`, a recipe takes these for the options that it does not set."""
+    """Named sets of options. With `preset = "paper"`, a recipe uses this set for every option that it does not give."""
     sends_class_means: ClassVar[bool] = False
     """Whether clients can send class means of the global model's features, for `[evaluate] unimodal = "prototype"`."""
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
-    """The kinds of task that the method can train: classes of `polyfed.objective`, of which `Objective` is every one. A
-    method that computes its loss by `context.loss` or `context.objective.loss` can train every kind."""
+    """The kinds of objective that the method can train: classes of `polyfed.objective`; `Objective` means every kind. A
+    method can train every kind if it computes its loss with `context.loss` or `context.objective.loss`."""
     objectives_because: ClassVar[str] = "its loss reads class numbers"
-    """Why the method trains no other kind of task; continues the words "cannot train ..., because"."""
+    """Why the method trains no other kind of objective; this text completes the message "cannot train ..., because"."""
 
     def __init_subclass__(cls) -> None:
         """Warn when a method's name nearly matches a hook: a class that defines `losses` would silently keep `loss`."""
@@ -118,7 +118,7 @@ class Algorithm(ModelHooks, TrainedModels):
                 )
 
     def __post_init__(self) -> None:
-        """Check that every option lies in the range of its type. A subclass with further checks calls this first.
+        """Check that every option lies in the range of its type. A subclass with more checks calls this method first.
 
         Raises:
             RecipeError: an option is out of range, or `unimodal = "prototype"` with a method that sends no class means.
@@ -133,10 +133,10 @@ class Algorithm(ModelHooks, TrainedModels):
 
     @abstractmethod
     def init(self, fed: Federation, params: Tree) -> Any:
-        """The server state before the first round: a frozen dataclass with `params` and `train_loss`.
+        """Return the server state before the first round: a frozen dataclass with `params` and `train_loss`.
 
         Args:
-            fed: the federation. The method may already send requests to clients; the ledger lists them as round 0.
+            fed: the federation. The method may already send requests; the ledger lists them as round 0.
             params: the model's initial parameters, drawn from the run's seed.
         """
 
@@ -152,7 +152,7 @@ class Algorithm(ModelHooks, TrainedModels):
     def model_spec(
         self, spec: ModelSpec, modalities: tuple[str, ...], policy: Policy
     ) -> tuple[ModelSpec, tuple[str, ...]]:
-        """The model to build and the modalities that it reads.
+        """Return the model to build and the modalities that it reads.
 
         Args:
             spec: the [model] section of the recipe.
@@ -162,11 +162,11 @@ class Algorithm(ModelHooks, TrainedModels):
         return spec, modalities
 
     def first_local(self, context: ClientContext, key: int) -> Tree:
-        """A client's local state before its first task: what `local` returns, and what a template keeps there."""
+        """Return a client's local state before its first task: the result of `local` and the entries of a template."""
         return self.local(context, key)
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """A client's local state before its first task. It never leaves the client.
+        """Return a client's local state before its first task. The local state never leaves the client.
 
         Args:
             context: the client context.
@@ -175,11 +175,11 @@ class Algorithm(ModelHooks, TrainedModels):
         return {}
 
     def observe(self, state: Any) -> dict[str, float]:
-        """Numbers about the state to log after every round, by name."""
+        """Return numbers about the state to log after every round, by name."""
         return {}
 
     def simulated_seconds(self, state: Any, times: Timetable) -> float:
-        """Simulated duration of the round, in seconds. By default, every request waits for its slowest client.
+        """Return the simulated duration of the round in seconds. By default, each request waits for its slowest client.
 
         Args:
             state: the state after the round.
@@ -188,34 +188,34 @@ class Algorithm(ModelHooks, TrainedModels):
         return times.barriers()
 
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
-        """Sentences that name the parts of the method that have had no effect so far, for the user.
+        """Return warnings for the user: sentences about parts of the method that have had no effect so far.
 
         Args:
-            logged: what `observe` returned in every round so far, which is a third of the rounds.
+            logged: what `observe` returned in every round so far. The hook runs after a third of the rounds.
         """
         return []
 
     def observe_tables(self, state: Any) -> dict[str, list[list[float]]]:
-        """Matrices to log after every round, by name, such as coefficients or similarities. Keep them small."""
+        """Return small matrices to log after every round, by name, such as coefficients or similarities."""
         return {}
 
     def will_ask(self, task: str, *, tested: bool) -> bool:
-        """Whether clients can be asked for a task, given these hyper-parameters.
+        """Return whether clients can be asked for a task, given these hyper-parameters.
 
-        If not, `polyfed check` does not announce the task's reply and the egress gate refuses it.
+        If not, `polyfed check` does not list the task's reply, and the egress gate refuses the reply.
 
         Args:
             task: the task's name.
-            tested: whether some clients have test rows of their own.
+            tested: whether some clients have their own test rows.
         """
         if task == Algorithm.score_own.__name__:
             return tested and self.evaluation.personal
         return task != Algorithm.score.__name__  # only evaluation clients are asked, and their replies leave nobody
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Whether a field of a task's reply can hold anything of a block, given these hyper-parameters.
+        """Return whether a field of a task's reply can hold anything of a block, given these hyper-parameters.
 
-        If not, `polyfed check` does not announce that part of the reply, and the egress gate refuses it.
+        If not, `polyfed check` does not list that part of the reply, and the egress gate refuses it.
 
         Args:
             task: the task's name.
@@ -235,7 +235,7 @@ class Algorithm(ModelHooks, TrainedModels):
         return Measured(measured | {"personal": group}, accuracies)
 
     def to_judge(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
-        """The message for personal evaluation: the global model, or an empty Tree if clients keep their own models.
+        """Return the message for personal evaluation: the global model, or an empty Tree if clients have own models.
 
         Args:
             state: the server's state.
@@ -261,12 +261,12 @@ class Algorithm(ModelHooks, TrainedModels):
         return measured
 
     def measured(self, scores: Scores, fed: Federation, *, tell: bool) -> dict[str, float]:
-        """The metrics that follow from the scores of an evaluation client.
+        """Compute the metrics from the scores of an evaluation client.
 
         Args:
-            scores: its reply.
+            scores: the reply of the evaluation client.
             fed: the federation.
-            tell: whether to emit the confusion matrix, if the task has one.
+            tell: whether to emit the confusion matrix, if the objective has one.
         """
         objective = fed.context.objective
         matrix = objective.confusion(scores.sums)
@@ -276,15 +276,15 @@ class Algorithm(ModelHooks, TrainedModels):
         return objective.measured(scores.sums) | {name: value for name, value in exact if value != UNDEFINED}
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
-        """Class means by modality for `[evaluate] unimodal = "prototype"`; empty for its other values."""
+        """Return class means by modality for `[evaluate] unimodal = "prototype"`, else an empty dictionary."""
         return {}
 
     def evaluate_personally(self, fed: Federation, send: Send) -> tuple[dict[str, float], dict[int, float]]:
-        """Evaluate clients' models: the group `personal` of result.json, and the score of each client."""
+        """Evaluate clients' models. Return the group `personal` of result.json, and the score of each client."""
         return self.over_clients(fed.ask(self.score_own, fed.clients.tested, send, accept=possible(fed)), fed)
 
     def over_clients(self, replies: Replies, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
-        """Statistics over clients of their scores, the metrics of their rows together, and the score of each client.
+        """Return statistics of the clients' scores, the metrics of all their rows, and the score of each client.
 
         Args:
             replies: `OwnScore` of each client.
@@ -307,12 +307,12 @@ class Algorithm(ModelHooks, TrainedModels):
 
     @task()
     def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[OwnScore, Tree]:
-        """Compute what the client reports of its own test rows, such as the number of correct predictions."""
+        """Compute what the client reports about its own test rows, such as the number of correct predictions."""
         return own_score(context, self.own_params(got, local), data.test, self.predictor), local
 
 
 def possible(fed: Federation) -> Accept:
-    """A check for `fed.ask(..., accept=)`: whether the own sums of a client can be those of its test rows."""
+    """Return a check for `fed.ask(..., accept=)`: whether a client's sums are possible for its number of test rows."""
 
     def flaw(client: int, reply: OwnScore) -> str:
         return fed.context.objective.flaw(reply.sums, float(reply.num_rows))

@@ -1,8 +1,8 @@
-"""Helpers of methods in which every client keeps its own model and the server combines single blocks of these models.
+"""Helpers for methods in which every client keeps its own model and the server combines single blocks of these models.
 
-FedAMP, FedFomo and PFMML use them. The server holds a block of many clients as a matrix with one row for each client,
-so a personal copy is a product of a small coefficient matrix with it, not a loop over pairs of clients. Shape letters:
-`K` clients, `S` clients that sent a block, `P` numbers of a block.
+FedAMP, FedFomo and PFMML use them. The server holds a block of many clients as a matrix with one row per client. It
+computes the personal copies by multiplying this matrix with a small coefficient matrix, without a loop over pairs of
+clients. Shape letters: `K` clients, `S` clients that sent a block, `P` numbers of a block.
 """
 
 from collections.abc import Mapping
@@ -44,12 +44,12 @@ class Installed(Message):
 class Layout:
     """How a block is flattened into a row of P numbers: parameters first, then floating-point buffers.
 
-    Integer buffers (counters) stay on their client: a mixture of counters means nothing.
+    Integer buffers (counters) stay on their client, because the mean of counters has no meaning.
 
     Attributes:
         names: names of the tensors, in the order of the row.
-        shapes: their shapes, in the same order.
-        num_trainable: how many of the leading numbers are parameters; only these have gradients and distances.
+        shapes: shapes of the tensors, in the same order.
+        num_trainable: how many of the leading numbers are parameters; only parameters have gradients and distances.
     """
 
     names: tuple[str, ...]
@@ -58,7 +58,7 @@ class Layout:
 
     @classmethod
     def of(cls, block: str, params: Tree, model: Model) -> "Layout":
-        """The layout of a block of the tree `params`."""
+        """Return the layout of a block of the tree `params`."""
         own = [n for n, v in params.items() if block_of(n) == block and v.is_floating_point()]
         own.sort(key=model.is_buffer)
         size = sum(params[name].numel() for name in own if not model.is_buffer(name))
@@ -66,15 +66,15 @@ class Layout:
 
     @property
     def num_bits(self) -> int:
-        """Size of the block in a message in bits, 32 for each number (Upsilon in the PFMML paper)."""
+        """Return the size of the block in a message in bits, 32 for each number (Upsilon in the PFMML paper)."""
         return 32 * sum(shape.numel() for shape in self.shapes)
 
     def tree(self, row: Tensor) -> Tree:
-        """A row (P,) as a tree; its tensors share the row's memory."""
+        """Return a row (P,) as a tree whose tensors share the row's memory."""
         return {name: value[0] for name, value in self.trees(row.unsqueeze(0)).items()}
 
     def trees(self, rows: Tensor) -> Tree:
-        """Rows (N, P) as a tree whose tensors have a leading axis of length N."""
+        """Return rows (N, P) as a tree whose tensors have a leading axis of length N."""
         parts = torch.split(rows, [shape.numel() for shape in self.shapes], 1)
         return {
             name: part.reshape(len(rows), *shape)
@@ -82,7 +82,7 @@ class Layout:
         }
 
     def gather(self, replies: Replies) -> tuple[Tensor, Tensor]:
-        """The clients that sent this block, ascending int64 (S,), and their rows (S, P)."""
+        """Return the clients that sent this block, ascending int64 (S,), and their rows (S, P)."""
         parts = [part for part in replies.parts if self.names and self.names[0] in part.message.params]  # type: ignore[attr-defined]
         if not parts:
             return torch.zeros(0, dtype=torch.int64), torch.zeros(0, 0)
@@ -101,13 +101,13 @@ class Layout:
 
 
 def layouts(fed: Federation, params: Tree) -> dict[str, Layout]:
-    """The layout of every block that has numbers: modalities first, in the order in which uploads are queued."""
+    """Return the layout of every block that has numbers: modalities first, in the order in which uploads are queued."""
     found = {m: Layout.of(m, params, fed.context.model) for m in (*fed.clients.modalities, SHARED)}
     return {block: layout for block, layout in found.items() if layout.names}
 
 
 def owners(fed: Federation, block: str) -> Tensor:
-    """Which clients have this block and rows to train it on, bool (K,)."""
+    """Return which clients have this block and rows to train it on, bool (K,)."""
     trains = fed.clients.num_rows > 0
     if block == SHARED:
         return trains
@@ -118,7 +118,7 @@ def check_uploads(uploads: float | int) -> None:
     """Check the option `uploads`: a count of at least 0, or a share above 0 and at most 1.
 
     Raises:
-        RecipeError: it is neither.
+        RecipeError: `uploads` is neither a count nor a share.
     """
     if not (uploads >= 0 if isinstance(uploads, int) else 0 < uploads <= 1):
         raise RecipeError(
@@ -128,14 +128,14 @@ def check_uploads(uploads: float | int) -> None:
 
 
 def num_uploads(uploads: float | int, num_clients: int) -> int:
-    """How many clients send a block in a round (K-hat in the PFMML paper)."""
+    """Return how many clients send a block in a round (K-hat in the PFMML paper)."""
     if isinstance(uploads, int):
         return min(uploads, num_clients)
     return max(1, round(uploads * num_clients))
 
 
 def draw_uploads(fed: Federation, count: int, blocks: Mapping[str, Layout]) -> dict[str, Tensor]:
-    """Draw `count` random owners of each block, bool (K,) each; all owners where there are fewer."""
+    """Draw `count` random owners of each block, bool (K,) each, or all owners if there are fewer than `count`."""
     chosen = {}
     for block in blocks:
         able = owners(fed, block).nonzero().flatten()
@@ -147,10 +147,10 @@ def draw_uploads(fed: Federation, count: int, blocks: Mapping[str, Layout]) -> d
 
 
 def wanted(chosen: Mapping[str, Tensor]) -> dict[int, Wanted]:
-    """The message to each client that is to send at least one block.
+    """Return the message to each client that the server asks for at least one block.
 
     Args:
-        chosen: block -> which clients are to send it, bool (K,).
+        chosen: block -> the clients that are asked for it, bool (K,).
     """
     flag = torch.ones(())  # one tensor for all: equal messages are then shared in a stack, not copied
     asked: dict[int, Tree] = {}
@@ -161,12 +161,12 @@ def wanted(chosen: Mapping[str, Tensor]) -> dict[int, Wanted]:
 
 
 def pick(params: Tree, got: Wanted) -> Blocks:
-    """The blocks of a client's model that the server asked for."""
+    """Return the blocks of a client's model that the server asked for."""
     return Blocks({n: v for n, v in params.items() if block_of(n) in got.blocks and v.is_floating_point()})
 
 
 def as_wanted(asked: Mapping[int, Wanted], layout: Mapping[str, Layout]) -> Accept:
-    """A check for `fed.ask(..., accept=)`: a reply must hold exactly the blocks that its client was asked for."""
+    """Return a check for `fed.ask(..., accept=)`: a reply must hold exactly the blocks that the server asked for."""
 
     def flaw(client: int, reply: Blocks) -> str:
         names = {name for block in asked[client].blocks for name in layout[block].names}

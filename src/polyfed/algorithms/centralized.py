@@ -1,10 +1,10 @@
-"""Centralized: all rows on one machine; the upper baseline that federated methods are compared with.
+"""Centralized: train on all rows in one place. This is the upper baseline for federated methods.
 
-No paper. Every client sends its samples and labels once, before round 1, through the egress gate like everything else:
-the policy must allow `raw` and `labels`. The server then trains on the pooled rows, rounds times epochs passes in all,
-with one optimiser that continues over rounds.
+The method has no paper. Every client sends its samples and labels once, before round 1, through the egress gate. The
+policy must therefore allow `raw` and `labels`. The server then trains on the pooled rows, with rounds times epochs
+passes in total. One optimiser continues over all rounds.
 
-What crosses: all training rows and labels, once; nothing afterwards. Page: docs/algorithms/centralized.md.
+What crosses: all training rows and labels, once, and nothing after that. Page: docs/algorithms/centralized.md.
 """
 
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class RowsWanted(Message):
 class AllRows(Message):
     """All training rows of a client: samples (n, ...) by modality, and labels (n,), or (n, T) if there are T targets.
 
-    `present` has bool (n,) for every modality that some of the rows lack.
+    `present` holds a bool (n,) for every modality that some of the rows lack.
     """
 
     samples: Tree = carries("raw", rows="num_rows", shape=("sample",))
@@ -56,7 +56,7 @@ class Pool(State):
         samples: modality -> (N, ...), zeros for rows that lack the modality.
         present: modality -> bool (N,), for modalities that some rows lack.
         labels: class of each row, int64 (N,), or targets, float32 (N, T).
-        optimiser: moments of the optimiser; the inherited `moments` stays empty.
+        optimiser: moments of the optimiser; the inherited field `moments` stays empty.
         num_steps: training steps so far.
     """
 
@@ -72,7 +72,7 @@ class Centralized(Algorithm):
     """The server trains on the pooled rows of all clients.
 
     Attributes:
-        width: factor on hidden sizes and the embedding; the PartialFL paper compares with a larger model.
+        width: factor for the hidden sizes and the embedding; the PartialFL paper compares with a larger model.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
@@ -83,7 +83,7 @@ class Centralized(Algorithm):
         """Check the options.
 
         Raises:
-            RecipeError: `train.steps` is set: training continues over rounds, which is counted in epochs.
+            RecipeError: `train.steps` is set. Training continues over the rounds and is counted in epochs.
         """
         super().__post_init__()
         if self.train.steps is not None:
@@ -95,7 +95,7 @@ class Centralized(Algorithm):
     def model_spec(
         self, spec: ModelSpec, modalities: tuple[str, ...], policy: Policy
     ) -> tuple[ModelSpec, tuple[str, ...]]:
-        """The recipe's model, `width` times as wide."""
+        """Return the recipe's model with its widths multiplied by `width`."""
         return spec.widened(self.width), modalities
 
     def init(self, fed: Federation, params: Tree) -> Pool:

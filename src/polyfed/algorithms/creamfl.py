@@ -1,16 +1,17 @@
-"""CreamFL: clients exchange representations of a public paired set instead of weights.
+"""CreamFL: clients exchange representations of a public set of paired samples instead of weights.
 
 Yu, Liu, Wang, Xu, Liu, "Multimodal Federated Learning via Contrastive Representation Ensemble", ICLR 2023. The server
-holds a public paired set and a model of all modalities. A client trains its own model on its rows, with two contrastive
-terms that keep its representations of the public set near the global ones, and uploads these representations. The
-server weights them sample by sample and distils the result into its model.
+holds a public set of paired samples and a model of all modalities. A client trains its own model on its rows. Two
+contrastive terms keep its representations of the public set close to the global ones. The client uploads these
+representations. The server weights them sample by sample and distils the result into its model.
 
-polyfed's choices: the public set is the pooled validation split with its labels ([clients] validation = 0.05); every
-step of a client takes a batch of its rows and as many public rows, drawn at random; with more than two modalities, "the
-other modality" is the mean of all others; representations are normalised to length 1 before they are compared.
+polyfed's choices: the public set is the pooled validation split with its labels ([clients] validation = 0.05). In every
+step, a client takes a batch of its rows and the same number of public rows, drawn at random. With more than two
+modalities, "the other modality" is the mean of all others. Representations are normalised to length 1 before they are
+compared.
 
-What crosses: the public samples to every client once; global representations to the clients and local representations
-to the server in every round. Page: docs/algorithms/creamfl.md.
+What crosses: once, the public samples to every client; in every round, global representations to the clients and local
+representations to the server. Page: docs/algorithms/creamfl.md.
 """
 
 from collections.abc import Mapping
@@ -41,8 +42,8 @@ from polyfed.training.losses import contrastive
 from polyfed.training.optimisers import Moments
 
 WEIGHT, PUBLIC, PREVIOUS, SEEN = "weight.", "public.", "previous.", "seen"
-"""Names in a client's local state: prefixes of its model, of the public samples and of its previous representations of
-them, and the flag that is 1 once the client has taken part."""
+"""Names in a client's local state. The first three are prefixes: of its model, of the public samples and of its
+previous representations of these samples. The last is a flag that is 1 after the client has taken part once."""
 
 
 @message
@@ -78,7 +79,8 @@ class Stored(Message):
 class GlobalRepresentations(Message):
     """Global representations of the public set, (P, E) by modality.
 
-    `own` has those of each modality of the client, `other` under the same name the mean of all other modalities.
+    `own` holds the representations of each modality of the client. `other` holds, under the same name, the mean of all
+    other modalities.
     """
 
     own: Tree = carries("embeddings", rows="num_public")
@@ -115,7 +117,7 @@ class CreamState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class CreamFL(Algorithm):
-    """Contrastive representation ensemble. Default weights are those of the authors' code.
+    """Contrastive representation ensemble. The default weights are the weights of the authors' code.
 
     Attributes:
         inter: weight of the inter-modal contrast, with the other modality's global representations.
@@ -123,7 +125,7 @@ class CreamFL(Algorithm):
         temperature: temperature of both contrastive terms.
         distil: weight of the server's mean squared distance to the aggregated representations.
         server_epochs: epochs of the server over the public set in a round.
-        selector: which clients take part in a round, the [selection] section; only `uniform`.
+        selector: the rule that chooses which clients take part in a round, the [selection] section; only `uniform`.
     """
 
     objectives_because: ClassVar[str] = "the server trains on the class numbers of its public set"
@@ -142,13 +144,13 @@ class CreamFL(Algorithm):
         """Refuse selectors other than `uniform`, which need a global model that clients train.
 
         Raises:
-            RecipeError: for another selector.
+            RecipeError: the selector is another one.
         """
         super().__post_init__()
         must_be_uniform(self.selector, "creamfl")
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Only an evaluation client is asked to `publish`, so no client's reply to it may leave."""
+        """Refuse the task `publish`: only an evaluation client runs it, so no client's reply to it may leave."""
         return task != "publish"
 
     # the clients' half
@@ -157,7 +159,7 @@ class CreamFL(Algorithm):
     def publish(
         self, context: ClientContext, data: ClientData, local: Tree, got: PublicSetWanted
     ) -> tuple[PublicSet, Tree]:
-        """Read the server's own rows; they do not leave the server."""
+        """Read the server's own rows. They do not leave the server."""
         rows = data.collect(lambda batch: dict(batch.x) | {"labels": batch.y})
         labels = rows.pop("labels")
         return PublicSet(rows, labels, data.num_rows), local
@@ -196,7 +198,7 @@ class CreamFL(Algorithm):
         return LocalRepresentations(z, fit.loss, data.num_rows, got.num_public), kept
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """A client is evaluated with its own model."""
+        """Return the client's own model, with which the client is evaluated."""
         return under(WEIGHT, local)
 
     # the server's half
@@ -275,7 +277,7 @@ def weights(sent: list[Tensor], other_PE: Tensor) -> Tensor:
     """Weights (K, P) of the clients for each public sample: a softmax over clients of a contrastive score.
 
     The score of a client's representation z_i of sample i is log softmax_j(z_i . g_j) at j = i, where g_j is the global
-    representation of sample j in the other modality: it is high where z_i identifies its counterpart.
+    representation of sample j in the other modality. The score is high if z_i identifies its counterpart.
     """
     z, g = F.normalize(torch.stack(sent), dim=-1), F.normalize(other_PE, dim=-1)
     score = torch.log_softmax(z @ g.T, -1).diagonal(dim1=1, dim2=2)
@@ -295,10 +297,10 @@ def public_batch(samples: Tree) -> Batch:
 
 
 def draw_public(samples: Tree, batch: Batch) -> Batch:
-    """As many random public rows as the batch has, drawn without replacement from the batch's own key.
+    """Draw as many random public rows as the batch has, without replacement, with the batch's own key.
 
-    A row that occurred twice would be its own negative. If the batch has more rows than the public set, the rest of
-    the drawn rows counts as padding.
+    A row that occurred twice would be its own negative. If the batch has more rows than the public set, the remaining
+    drawn rows count as padding.
     """
     assert batch.key is not None
     size, wanted = next(iter(samples.values())).shape[0], batch.y.shape[0]

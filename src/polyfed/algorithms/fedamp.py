@@ -1,12 +1,13 @@
-"""FedAMP: every client trains near a cloud model of its own, in which similar clients weigh more.
+"""FedAMP: every client trains near its own cloud model, in which similar clients have larger weights.
 
-Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021.
-Attentive message passing: the server keeps a personal cloud model for each client, a weighted mean of all clients'
-models whose weights come from A(x) = 1 - e^(-x / sigma) of squared distances, or from cosine similarities (HeurFedAMP).
-A client trains its own model with a proximal term towards its cloud model.
+Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021. The
+method is attentive message passing. The server keeps a personal cloud model for each client, which is a weighted mean
+of all clients' models. The weights come from A(x) = 1 - e^(-x / sigma) of squared distances, or from cosine
+similarities (HeurFedAMP). A client trains its own model with a proximal term towards its cloud model.
 
-polyfed's choice: all of this works per block, among the owners of the block. Every round `uploads` clients, drawn for
-each block separately, send it and get new cloud blocks; the others keep theirs.
+polyfed's choice: FedAMP works per block, among the owners of the block. In every round, `uploads` clients send a block
+and get new cloud blocks; the server draws these clients for each block separately. The other clients keep their cloud
+blocks.
 
 What crosses: blocks of personal models to the server, cloud blocks to the clients. Page: docs/algorithms/fedamp.md.
 """
@@ -43,7 +44,7 @@ class Clouds:
     """Cloud blocks that the server has yet to send.
 
     Attributes:
-        members: the clients they belong to, ascending int64 (S,).
+        members: the clients that own these cloud blocks, ascending int64 (S,).
         rows: their flattened blocks (S, P), in the same order.
     """
 
@@ -51,7 +52,7 @@ class Clouds:
     rows: Tensor
 
     def __post_init__(self) -> None:
-        """Keep the client numbers on the host; only the blocks are computed with."""
+        """Keep the client numbers on the CPU, because computations use only the blocks."""
         keep_on_host(self, "members")
 
     def of(self, clients: Collection[int]) -> "Clouds":
@@ -60,7 +61,7 @@ class Clouds:
         return Clouds(self.members[kept], self.rows[kept.to(self.rows.device)])
 
     def union(self, others: "Clouds") -> "Clouds":
-        """These cloud blocks and those of other clients; no client may be in both."""
+        """Join these cloud blocks with those of other clients; no client may be in both."""
         members = torch.cat([self.members, others.members])
         order = members.argsort()
         return Clouds(members[order], torch.cat([self.rows, others.rows])[order.to(self.rows.device)])
@@ -72,7 +73,8 @@ class FedAmpState:
 
     Attributes:
         params: the common initial model; there is no global model.
-        clouds: by block, cloud blocks to send in the next round: new ones, and those whose last sending failed.
+        clouds: by block, the cloud blocks to send in the next round: new ones, and those that the last round failed to
+        send.
         waited_for: clients asked for an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
@@ -92,11 +94,11 @@ class FedAmp(Algorithm):
         heuristic: use HeurFedAMP, with attention from cosine similarities.
         lam: lambda, weight of the proximal term lambda / (2 alpha) ||w - u||^2 towards the cloud model u.
         alpha: step size of message passing in round 1.
-        alpha_decay: factor on alpha after every `alpha_every` rounds.
+        alpha_decay: factor by which alpha is multiplied after every `alpha_every` rounds.
         alpha_every: rounds between two decays of alpha; 30 in the authors' code.
-        sigma: width of A(x) = 1 - e^(-x / sigma), or the sharpness of the heuristic's softmax; 0 means 1e6, or 25 for
-            the heuristic.
-        self_weight: weight of a client's own model under the heuristic; 0 means 1 / number of uploads.
+        sigma: width of A(x) = 1 - e^(-x / sigma), or the sharpness of the heuristic's softmax. The value 0 selects 1e6,
+            or 25 for the heuristic.
+        self_weight: weight of a client's own model under the heuristic; 0 selects 1 / number of uploads.
         start: where local training starts: from the client's `own` model, or from its `cloud` model.
     """
 
@@ -150,11 +152,11 @@ class FedAmp(Algorithm):
         return FedAmpState(state.params, clouds, sorted(asked), mean_loss(trained, fed))
 
     def alpha_at(self, round: int) -> float:
-        """Alpha in a round, counted from 1."""
+        """Return alpha in a round, counted from 1."""
         return self.alpha * self.alpha_decay ** ((round - 1) // self.alpha_every)
 
     def attention(self, w_SP: Tensor, round: int) -> Tensor:
-        """Weights (S, S) of the uploaded models in the cloud models, row i for client i; rows sum to 1.
+        """Return weights (S, S) of the uploaded models in the cloud models, row i for client i; rows sum to 1.
 
         Args:
             w_SP: flattened parameters of a block, one row for each upload.
@@ -176,11 +178,11 @@ class FedAmp(Algorithm):
         return others + eye * (1 - others.sum(1, keepdim=True)).clamp(min=0.0)
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """A client is evaluated with its own model."""
+        """Return the client's own model, with which the client is evaluated."""
         return own_model(local)
 
     def simulated_seconds(self, state: FedAmpState, times: Timetable) -> float:
-        """Simulated duration in seconds: clients do not wait for each other, the server waits for those that upload."""
+        """Return the duration in seconds: clients work independently, and the server waits for those that upload."""
         return times.chains(state.waited_for)
 
     @task()

@@ -1,4 +1,4 @@
-"""FedAvg: local training from the global model, then the mean of the results, per block.
+"""FedAvg: clients train locally from the global model, and the server averages the results per block.
 
 McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized
 Data", AISTATS 2017, Algorithm 1. With several modalities a block is averaged over the clients that own it. The FedOpt

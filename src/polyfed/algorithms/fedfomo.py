@@ -2,15 +2,15 @@
 
 Zhang, Sapra, Fidler, Yeung, Alvarez, "Personalized Federated Learning with First Order Model Optimization", ICLR 2021,
 Eqs. 3 and 4. Every client holds out some of its training rows. The weight of a candidate model is
-max(0, L(previous) - L(candidate)) / ||candidate - previous||, normalised over the candidates, where `previous` is the
-client's model at the start of the round and L the loss on the held-out rows.
+max(0, L(previous) - L(candidate)) / ||candidate - previous||, normalised over the candidates. `previous` is the
+client's model at the start of the round; L is the loss on the held-out rows.
 
-polyfed's choice: all of this works per block, so that clients with different modalities can use each other's blocks. To
-measure a candidate, only that block of the previous model is replaced. The client's own trained block is among the
-candidates, and is kept where no candidate has a lower loss. Every round `uploads` owners of a block send it, and all
-owners receive it.
+polyfed's choice: FedFomo works per block, so that clients with different modalities can use each other's blocks. To
+measure a candidate, the client replaces only that block of the previous model. The client's own trained block is among
+the candidates; the client keeps it if no candidate has a lower loss. Every round, `uploads` owners of a block send it,
+and all owners receive it.
 
-What crosses: blocks of personal models to the server and from there to other clients; the weights of the candidates to
+What crosses: blocks of personal models to the server, and from there to other clients; the weights of the candidates to
 the server. Page: docs/algorithms/fedfomo.md.
 """
 
@@ -43,7 +43,7 @@ PREVIOUS = "previous"
 """Prefix of the model at the start of the round in a client's local state."""
 
 TABLE_CLIENTS = 64
-"""Preferences between more clients than this are not logged: their heat map would not be readable."""
+"""Preferences between more clients than this are not logged, because their heat map would not be readable."""
 
 
 @message
@@ -55,7 +55,7 @@ class Candidates(Message):
 
 @message
 class Weights(Message):
-    """By block, the weights (N,) of the received candidates; the client's own block has the rest to 1."""
+    """By block, the weights (N,) of the received candidates. The client's own block has the remaining weight."""
 
     weights: Tree = carries("statistic", shape=(None,), within=NOT_NEGATIVE)
 
@@ -77,7 +77,7 @@ class FedFomoState:
     train_loss: float = float("nan")
 
     def __post_init__(self) -> None:
-        """Keep the preferences on the host, as they are read one by one."""
+        """Keep the preferences on the CPU, because they are read one by one."""
         keep_on_host(self, "preferences")
 
 
@@ -88,10 +88,10 @@ class FedFomo(Algorithm):
     Attributes:
         uploads: clients that send a block in a round: a share of all clients, or a count.
         every: a client holds out every n-th of its training rows; 5 gives the 20 % of the paper.
-        candidates: how many other clients' blocks a client receives at most, those it preferred so far; 0 means all,
-            as in the PFMML paper.
-        explore: epsilon, the probability in round 1 that a candidate is drawn at random instead.
-        explore_decay: how much epsilon decreases in every round.
+        candidates: the largest number of other clients' blocks that a client receives. It receives the blocks
+            that it has preferred so far. 0 means all, as in the PFMML paper.
+        explore: epsilon, the probability in round 1 that a candidate is drawn at random.
+        explore_decay: amount by which epsilon decreases in every round.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
@@ -143,15 +143,15 @@ class FedFomo(Algorithm):
         return FedFomoState(state.params, preferences, sorted(asked), mean_loss(trained, fed))
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """A client is evaluated with its own model."""
+        """Return the client's own model, with which the client is evaluated."""
         return split(local)[0]
 
     def simulated_seconds(self, state: FedFomoState, times: Timetable) -> float:
-        """Simulated duration in seconds: clients do not wait for each other, the server waits for those that upload."""
+        """Return the duration in seconds: clients work independently, and the server waits for those that upload."""
         return times.chains(state.waited_for)
 
     def observe_tables(self, state: FedFomoState) -> dict[str, list[list[float]]]:
-        """By block, the preferences, while there are few enough clients to draw them."""
+        """Return the preferences by block, if there are few enough clients to draw them."""
         tables = {f"preferences.{block}": table.tolist() for block, table in state.preferences.items()}
         return tables if all(len(table) <= TABLE_CLIENTS for table in tables.values()) else {}
 
@@ -204,7 +204,7 @@ class FedFomo(Algorithm):
             pools: by block, the candidates, tensors with a leading axis of length N.
 
         Returns:
-            The loss of the previous model, and by block the losses (N,) of this model with the candidate in the block.
+            The loss of the previous model, and by block the losses (N,) of this model with one candidate in the block.
         """
         sizes = {block: len(next(iter(pool.values()))) for block, pool in pools.items()}
         zero = torch.zeros((), device=data.num_rows.device)
@@ -231,7 +231,7 @@ class FedFomo(Algorithm):
     def _offers(
         self, state: FedFomoState, fed: Federation, uploads: Replies, layout: dict[str, Layout]
     ) -> "dict[int, Offer]":
-        """The candidates that each client receives, without its own."""
+        """Return the candidates that each client receives, without the client's own block."""
         offers: dict[int, Offer] = {}
         for block, form in layout.items():
             members, rows = form.gather(uploads)
@@ -252,7 +252,7 @@ class FedFomo(Algorithm):
         Args:
             preferences: the client's preferences (K,) in the block.
             members: clients that sent the block (S,).
-            others: places among `members` of those that are not the client itself.
+            others: positions in `members` of the clients that are not the client itself.
             who: the client and the block, for the key.
             fed: the federation.
         """

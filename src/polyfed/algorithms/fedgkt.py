@@ -1,16 +1,16 @@
-"""FedGKT: small models on the clients, a large one on the server, and distillation both ways instead of averaging.
+"""FedGKT: small models on the clients, a large model on the server, and distillation in both directions.
 
 He, Annavaram, Avestimehr, "Group Knowledge Transfer: Federated Learning of Large CNNs at the Edge", NeurIPS 2020. A
-client trains its feature extractor and classifier on its labels and on the server's logits for its rows, then uploads
-features, logits and labels of all its rows. The server trains a network that reads these features, and returns its
-logits. No parameters are averaged; every client keeps its extractor.
+client trains its feature extractor and classifier on its labels and on the server's logits for its rows. It then
+uploads features, logits and labels of all its rows. The server trains a network that reads these features, and returns
+its logits. No parameters are averaged, and every client keeps its extractor.
 
-polyfed's choices: rows are matched by their position in the client's dataset, which never changes; there is one
-extractor for each modality and one tower for each on the server, summed in the first common layer, where a missing
+polyfed's choices: rows are matched by their position in the client's dataset, which never changes. Each modality has
+one extractor on the clients and one tower on the server. The first common layer sums the towers' outputs, and a missing
 modality adds nothing.
 
-What crosses: features, logits and labels of all training rows to the server, which is why the default policy refuses
-the method; logits to the clients. Page: docs/algorithms/fedgkt.md.
+What crosses: features, logits and labels of all training rows to the server; logits to the clients. The default policy
+refuses the method because of these uploads. Page: docs/algorithms/fedgkt.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ from polyfed.training.losses import distillation
 from polyfed.training.optimisers import Moments
 
 TOP = "top"
-"""Prefix of the server's network in the model that a client is evaluated with."""
+"""Prefix of the server's network in the model with which a client is evaluated."""
 
 
 @message
@@ -67,10 +67,10 @@ class GktState(State):
     """Server state; `params` is the server's network.
 
     Attributes:
-        optimiser: moments of its optimiser.
-        steps: its training steps so far.
+        optimiser: moments of the network's optimiser.
+        steps: training steps of the network so far.
         logits: client -> logits (n, C) of the server's network for the client's rows.
-        server_loss: its mean training loss in the last round; NaN before the first round.
+        server_loss: mean training loss of the network in the last round; NaN before the first round.
     """
 
     optimiser: Moments = field(default_factory=dict)
@@ -81,7 +81,7 @@ class GktState(State):
 
 @dataclass(frozen=True)
 class ServerOnTop(Predictor):
-    """Predicts with a client's extractor and the server's network, whose names begin with `top.` in the Tree.
+    """Predicts with a client's extractor and the server's network, whose names in the Tree begin with `top.`.
 
     Attributes:
         hidden: hidden sizes of the server's towers.
@@ -109,12 +109,12 @@ class FedGKT(Algorithm):
     Attributes:
         alpha: weight of the distillation term on the clients, and of the cross-entropy on the server; 0.5 in the
             authors' configuration.
-        temperature: temperature of the distillation; the authors' configuration has 100, which makes the targets nearly
-            uniform, so the default here is 3.
+        temperature: temperature of the distillation. The default is 3, because the 100 of the authors' configuration
+            makes the targets nearly uniform.
         server_epochs: epochs of the server over the features of a round.
         server_hidden: hidden sizes of the server's towers.
         server_embedding: output size of the server's towers.
-        selector: which clients take part in a round, the [selection] section; only `uniform`.
+        selector: the rule that chooses which clients take part in a round, the [selection] section; only `uniform`.
     """
 
     objectives_because: ClassVar[str] = "client and server distil the probabilities of classes"
@@ -133,7 +133,7 @@ class FedGKT(Algorithm):
         """Refuse selectors other than `uniform`, which need a global model that clients train.
 
         Raises:
-            RecipeError: for another selector.
+            RecipeError: the selector is another one.
         """
         super().__post_init__()
         must_be_uniform(self.selector, "fedgkt")
@@ -173,13 +173,13 @@ class FedGKT(Algorithm):
         return self.predictor.top(model)
 
     def init(self, fed: Federation, params: Tree) -> GktState:
-        """The first state, with a freshly initialised server network. The recipe's model is that of the clients."""
+        """Return the first state, with a freshly initialised server network. The clients use the recipe's model."""
         start = self.top(fed.context.model).init(keys.key(fed.seed, "init", "top"))
         device = next(iter(params.values())).device
         return GktState({n: v.to(device) for n, v in start.items()}, memory=self.selector.start(params))
 
     def round(self, state: GktState, fed: Federation) -> GktState:
-        """Let the cohort train, then train the server's network; its logits reach each client in its next round."""
+        """Let the cohort train, then train the server's network. Each client gets the new logits in its next round."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         sends = {k: server_logits(state.logits.get(k)) for k in cohort}
         replies = fed.ask(self.extract, cohort, sends)
@@ -217,19 +217,19 @@ class FedGKT(Algorithm):
             train_loss=mean_loss(replies, fed),
         )
 
-    # evaluation: a client's extractor with the server's network, on the client's own test rows; no model is global
+    # evaluation, on the client's own test rows, uses its extractor with the server's network; no model is global
 
     @property
     def predictor(self) -> ServerOnTop:
-        """The client's extractor followed by the server's network."""
+        """Return the predictor: the client's extractor followed by the server's network."""
         return ServerOnTop(self.server_hidden, self.server_embedding)
 
     def to_judge(self, state: GktState, fed: Federation, clients: Sequence[int]) -> Broadcast:
-        """Every client receives the server's network."""
+        """Return the server's network, which every client receives."""
         return Broadcast(state.params)
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """The client's model and the server's network, whose names begin with `top.`."""
+        """Return the client's model and the server's network, whose names begin with `top.`."""
         return local | nested(TOP, got.params)
 
     def observe(self, state: GktState) -> dict[str, float]:

@@ -1,15 +1,16 @@
-"""FedMSplit: personal models at the server, mixed block by block with those of similar clients.
+"""FedMSplit: the server keeps personal models and mixes them block by block with the models of similar clients.
 
 Chen, Zhang, "FedMSplit: Correlation-Adaptive Federated Multi-Task Learning across Multimodal Split Networks", KDD 2022.
-Neither the paper's text nor its code is open, so this follows third-party descriptions. The server keeps a model for
-each client. After every round the blocks of the cohort are mixed: the weight of another client's block grows with the
-similarity of the parameters and with the number of modalities that the two clients share.
+Neither the paper's text nor its code is open, so this implementation follows third-party descriptions. The server keeps
+a model for each client. After every round, the server mixes the blocks of the cohort. The weight of another client's
+block grows with two things: the similarity of the parameters, and the number of modalities that the two clients share.
 
-polyfed's choices: dot products of whole parameter vectors make the attention one-hot on the client itself, so nothing
-would be shared; the default is the cosine with a temperature, and `similarity = "dot"` the literal version. The global
-model for server evaluation is the mean, by rows, of the personal models of all clients that took part.
+polyfed's choices: dot products of whole parameter vectors would give all attention to the client itself, so clients
+would share nothing. The default is therefore the cosine with a temperature, and `similarity = "dot"` is the literal
+version. The global model for server evaluation is the mean, by rows, of the personal models of all clients that took
+part.
 
-What crosses: as under FedAvg, with a model of its own for each client. Page: docs/algorithms/fedmsplit.md.
+What crosses: the same as under FedAvg, but with a separate model for each client. Page: docs/algorithms/fedmsplit.md.
 """
 
 import math
@@ -46,11 +47,11 @@ class FedMSplit(Averaging):
     """Personal models that are mixed by attention.
 
     Attributes:
-        mode: `personal`, or `block_mean`: FedAvg per block, which is what CMSFed's tables seem to report, according to
-            the unfinished file in the authors' code.
+        mode: `personal`, or `block_mean`, which is FedAvg per block. CMSFed's tables seem to report `block_mean`,
+            according to the unfinished file in the authors' code.
         lam: lambda, weight of the proximal term lambda * ||w - w_received||^2 in `personal`; 0.01 to 0.1.
-        similarity: of parameter vectors: `cosine`, divided by the temperature, or `dot`, the dot product divided by
-            the square root of the number of entries.
+        similarity: similarity of parameter vectors: `cosine`, divided by the temperature, or `dot`, the dot product
+            divided by the square root of the number of entries.
         temperature: temperature of `cosine`.
     """
 
@@ -64,7 +65,7 @@ class FedMSplit(Averaging):
         return SplitState(**vars(super().init(fed, params)))
 
     def round(self, state: SplitState, fed: Federation) -> SplitState:
-        """Let the cohort train its personal models, then mix them within the cohort; other clients keep theirs."""
+        """Let the cohort train its personal models, then mix them within the cohort. Other models do not change."""
         if self.mode == "block_mean":
             return super().round(state, fed)  # type: ignore[no-any-return]
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
@@ -79,7 +80,7 @@ class FedMSplit(Averaging):
         return state.with_(memory=memory, models=models, params=params, train_loss=mean_loss(replies, fed))
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
-        """Cross-entropy, plus in `personal` the proximal term towards the received model."""
+        """Return the cross-entropy, plus, in `personal`, the proximal term towards the received model."""
         loss = super().loss(context, w, batch, got, local)
         if self.mode == "block_mean":
             return loss
@@ -87,7 +88,7 @@ class FedMSplit(Averaging):
 
     @property
     def own_models(self) -> Literal["none", "server"]:
-        """In `personal` the server keeps the clients' models."""
+        """Return "server" in `personal`, because the server then keeps the clients' models."""
         return "server" if self.mode == "personal" else "none"
 
     def global_params(self, state: SplitState) -> Tree:
@@ -95,7 +96,7 @@ class FedMSplit(Averaging):
         return state.params
 
     def to_judge(self, state: SplitState, fed: Federation, clients: Sequence[int]) -> Send:
-        """In `personal` every client receives its own model."""
+        """Return, in `personal`, each client's own model for that client."""
         if self.mode == "block_mean":
             return super().to_judge(state, fed, clients)
         return {client: Broadcast(self._own(state, client, fed)) for client in clients}
@@ -129,7 +130,7 @@ class FedMSplit(Averaging):
         return after
 
     def _attention(self, trained: Mapping[int, Tree], clients: list[int], fed: Federation) -> dict[str, Tensor]:
-        """By block, attention (S, S) over the cohort: rows sum to 1 over the block's owners and are zero elsewhere."""
+        """Return attention (S, S) by block over the cohort: rows sum to 1 over the owners, other entries are zero."""
         found = {}
         for block in (*fed.clients.modalities, SHARED):
             own = [select(fed.context.model.trainable(trained[client]), [block]) for client in clients]
@@ -139,7 +140,7 @@ class FedMSplit(Averaging):
             flat = [vector(tree) for tree in own]
             longest = max(flat, key=len)
             rows = torch.stack([row if len(row) else torch.zeros_like(longest) for row in flat])
-            # on the host from here on: there are few numbers and they are read one by one
+            # on the CPU from here on, because there are few numbers and they are read one by one
             scores = self._scores(rows).cpu().masked_fill(~owners, float("-inf"))
             found[block] = torch.softmax(scores, 1) * owners.unsqueeze(1)
         return found

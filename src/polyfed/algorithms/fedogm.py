@@ -1,14 +1,14 @@
-"""FedOGM: local training with OGM-GE on every client, averaging as in FedAvg.
+"""FedOGM: local training with OGM-GE on every client, and averaging as in FedAvg.
 
 Peng, Wei, Deng, Wang, Hu, "Balanced Multimodal Learning via On-the-fly Gradient Modulation", CVPR 2022. In every batch,
-the modality that predicts better on its own has the gradients of its convolutions scaled down (on-the-fly gradient
-modulation, OGM); Gaussian noise with the standard deviation of these gradients is added for generalisation
-(generalisation enhancement, GE).
+the method scales down the gradients of the convolutions of the modality that predicts better on its own. This is
+on-the-fly gradient modulation (OGM). It also adds Gaussian noise with the standard deviation of these gradients, which
+improves generalisation (generalisation enhancement, GE).
 
-The coefficient reads the ratio itself, as in the authors' code, so it jumps from 1 to 1 - tanh(alpha) where the ratio
-crosses 1. polyfed's choice: with more than two modalities, each is compared with the mean of the others.
+The coefficient depends on the ratio itself, as in the authors' code. It therefore jumps from 1 to 1 - tanh(alpha) when
+the ratio crosses 1. polyfed's choice: with more than two modalities, each is compared with the mean of the others.
 
-What crosses: as under FedAvg. Page: docs/algorithms/fedogm.md.
+What crosses: the same as under FedAvg. Page: docs/algorithms/fedogm.md.
 """
 
 from collections.abc import Mapping
@@ -40,12 +40,12 @@ class FedOgm(Averaging):
     Attributes:
         alpha: strength of the modulation; 0.8 on CREMA-D, 0.1 on VGGSound in the authors' code.
         ge: whether to add noise (generalisation enhancement).
-        active_rounds: number of rounds, from the first, in which gradients are modulated; 71 in CMSFed's comparison,
-            which counts them from 0 to 70.
-        scale_params: which gradients are modulated: `conv4d`, those of the encoders' four-dimensional convolution
-            weights, or `all_weights`, those of all their weight matrices, for encoders without convolutions.
-        placebo: `constant` is a control: in every batch the gradients of all modalities are scaled by one number, the
-            mean of their coefficients, so that no modality is favoured; `none` is the method.
+        active_rounds: number of rounds, from the first, in which gradients are modulated. CMSFed's comparison uses 71,
+            and counts them from 0 to 70.
+        scale_params: which gradients are modulated. `conv4d` selects the four-dimensional convolution weights of the
+            encoders. `all_weights` selects all their weight matrices, for encoders without convolutions.
+        placebo: `constant` is a control: in every batch, the gradients of all modalities are scaled by one number, the
+            mean of their coefficients. No modality is then favoured. `none` is the method.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -75,7 +75,7 @@ class FedOgm(Averaging):
         return super().init(fed, params)
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
-        """Cross-entropy, and as aux the score of each modality alone."""
+        """Return the cross-entropy, and as aux the score of each modality alone."""
         features = context.model.features(w, batch)
         logits = context.model.fuse(w, features, batch)
         if len(context.modalities) < 2:
@@ -91,7 +91,7 @@ class FedOgm(Averaging):
     def direction(
         self, context: ClientContext, data: ClientData, got: Any, local: Tree
     ) -> tuple[Direction, Tree] | None:
-        """Modulate the gradients of the encoders."""
+        """Return a direction that modulates the gradients of the encoders."""
         if len(context.modalities) < 2 or data.round > self.active_rounds:
             return None
         targets = {m: self._scaled(context.model, got.params, m) for m in context.modalities}
@@ -131,7 +131,7 @@ def modality_score(logits_BC: Tensor, batch: Batch, modality: str) -> Tensor:
 
 
 def coefficient(modality: str, scores: Mapping[str, Tensor], alpha: float) -> Tensor:
-    """The paper's k: 1 - tanh(alpha * ratio) where the ratio of the score to the others' mean is above 1, else 1."""
+    """The paper's k: 1 - tanh(alpha * ratio) if the ratio of the score to the others' mean is above 1, else 1."""
     others = torch.stack([value for name, value in scores.items() if name != modality]).mean()
     ratio = scores[modality] / others.clamp(min=FLOOR)
     return torch.where(ratio > 1, 1 - torch.tanh(alpha * ratio), 1.0)

@@ -1,13 +1,13 @@
-"""FedPMR: local training with prototypical modal rebalance on every client, averaging as in FedAvg.
+"""FedPMR: local training with prototypical modal rebalance on every client, and averaging as in FedAvg.
 
-Fan, Xu, Wang, Wang, Guo, "PMR: Prototypical Modal Rebalance for Multimodal Learning", CVPR 2023. A client compares its
-modalities by the confidence of predictions from distances to its own class prototypes. A weaker modality gets the
-prototypical cross-entropy (PCE) as a second loss, with a weight that grows with the gap. Prototypes are computed from
-all of the client's rows, before every local epoch.
+Fan, Xu, Wang, Wang, Guo, "PMR: Prototypical Modal Rebalance for Multimodal Learning", CVPR 2023. A client predicts
+classes from distances to its own class prototypes, for each modality alone. It compares the confidence of these
+predictions. A weaker modality gets the prototypical cross-entropy (PCE) as a second loss, whose weight grows with the
+gap. The client computes the prototypes from all its rows, before every local epoch.
 
 polyfed's choice: with more than two modalities, each is compared with the strongest.
 
-What crosses: as under FedAvg; prototypes stay on the client. Page: docs/algorithms/fedpmr.md.
+What crosses: the same as under FedAvg. Prototypes stay on the client. Page: docs/algorithms/fedpmr.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,9 +37,9 @@ class FedPmr(Averaging):
 
     Attributes:
         alpha: weight of the prototypical cross-entropy; 1 or 2 in the paper.
-        coef: how the imbalance ratio scales it: `clip`, alpha * clip(ratio - 1, 0, 1), as in the paper, or `hard`,
-            alpha if the ratio is above 1 and else 0, as in CMSFed's comparison.
-        active_rounds: number of rounds, from the first, with this term; 71 in CMSFed's comparison, which counts them
+        coef: how the weight depends on the imbalance ratio. `clip` is alpha * clip(ratio - 1, 0, 1), as in the paper.
+            `hard` is alpha if the ratio is above 1 and otherwise 0, as in CMSFed's comparison.
+        active_rounds: number of rounds, from the first, with this term. CMSFed's comparison uses 71, and counts them
             from 0 to 70.
         per: whether to add prototypical entropy regularisation (PER) to the strongest modality.
         mu: weight of the regularisation; 1e-2 or 1e-3 in the paper.
@@ -63,7 +63,7 @@ class FedPmr(Averaging):
 
     @task()
     def update(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Update, Tree]:  # type: ignore[override]
-        """Train epoch by epoch, each with prototypes under the model that it starts from."""
+        """Train epoch by epoch. Each epoch uses prototypes computed with the model at its start."""
         balanced = len(context.modalities) > 1 and data.round <= self.active_rounds
         sizes = {m: context.model.feature_size(m) for m in context.modalities}
         fit: TrainingResult | None = None
@@ -80,7 +80,7 @@ class FedPmr(Averaging):
         return Update(fit.params, fit.loss, data.num_rows), local
 
     def _vectors(self, context: ClientContext, w: Tree, batch: Batch) -> dict[str, Tensor]:
-        """Features (B, D) of a batch by modality, ready for distances to prototypes."""
+        """Return features (B, D) of a batch by modality, ready for distances to prototypes."""
         return prototypes.at_length(context.model.vectors(w, batch), self.feature_norm)
 
     def _objective(
@@ -107,7 +107,7 @@ class FedPmr(Averaging):
 
 
 def modality_weights(scores: Mapping[str, Tensor], alpha: float, mode: str) -> dict[str, Tensor]:
-    """Weight of each modality's prototypical cross-entropy, from the strongest one's lead; 0 for the strongest.
+    """Return the weight of each modality's PCE, from the lead of the strongest one; 0 for the strongest.
 
     Args:
         scores: modality -> confidence of its prototype predictions, a sum over the batch.

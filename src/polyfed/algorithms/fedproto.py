@@ -1,12 +1,12 @@
-"""FedProto: clients share class prototypes.
+"""FedProto: clients share class prototypes. A prototype is the mean feature of a class.
 
 Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI
-2022. Two methods go by this name. `original`: every client keeps its own model, and the loss pulls features towards
-the global prototypes of their classes. `mm_fedavg`, the baseline of CMSFed's tables: parameters are averaged as under
-FedAvg, and the loss has the prototypical cross-entropy of every modality with the global prototypes.
+2022. Two methods have this name. In `original`, every client keeps its own model, and the loss pulls features towards
+the global prototypes of their classes. `mm_fedavg` is the baseline of CMSFed's tables. It averages parameters as FedAvg
+does, and its loss has the prototypical cross-entropy of every modality with the global prototypes.
 
-What crosses: class prototypes both ways, rows per class to the server; under `mm_fedavg` parameters too. Page:
-docs/algorithms/fedproto.md.
+What crosses: class prototypes in both directions, and the rows per class to the server; under `mm_fedavg` also
+parameters. Page: docs/algorithms/fedproto.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,12 +35,12 @@ from polyfed.training import ClientData, TrainingResult, prototypes
 from polyfed.training.prototypes import Prototypes, masked_mean, there
 
 PROTOTYPE = ".prototype"
-"""Suffix of the names of global prototypes in the model that a client is evaluated with."""
+"""Suffix of the names of global prototypes in the model with which a client is evaluated."""
 
 
 @message
 class Shared(Message):
-    """The model (`mm_fedavg` only) and global prototypes (C, D) by modality, zeros for a class without one."""
+    """The model (`mm_fedavg` only) and global prototypes (C, D) by modality, with zeros for a class without one."""
 
     params: Tree = carries("parameters")
     prototypes: Tree = carries("prototypes", shape=("classes", "features"))
@@ -70,18 +70,18 @@ class ProtoState(State):
 
 @dataclass(frozen=True)
 class NearestPrototype(Predictor):
-    """Predicts the class of the nearest global prototype; the Tree has them, (C, D) each, as `<modality>.prototype`.
+    """Predicts the class of the nearest global prototype. The Tree holds them, (C, D) each, as `<modality>.prototype`.
 
-    For samples of which the Tree has no modality's prototypes, the client's model predicts.
+    If a sample has only modalities without prototypes in the Tree, the client's model predicts.
 
     Attributes:
-        feature_norm: length to which features are normalised first; 0 leaves them as they are.
+        feature_norm: length to which features are scaled first; 0 does not scale them.
     """
 
     feature_norm: float = 0.0
 
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
-        """Scores (B, C), see `prototype_scores`."""
+        """Return scores (B, C); see `prototype_scores`."""
         near = {m: Prototypes.received(w[m + PROTOTYPE]) for m in batch.x if m + PROTOTYPE in w}
         if not near:
             return model.logits(w, batch)
@@ -93,16 +93,16 @@ class FedProto(Averaging):
     """Local training with class prototypes.
 
     Attributes:
-        mode: `original`, personal models of which only prototypes cross, or `mm_fedavg`, averaged parameters with
-            prototypes in the loss.
-        proto_weight: how clients are weighted in global prototypes: by rows of the class (`count`, the paper's
-            formula) or equally (`uniform`, the authors' code).
+        mode: `original` has personal models and sends only prototypes. `mm_fedavg` averages parameters, with prototypes
+            in the loss.
+        proto_weight: how clients are weighted in global prototypes: by rows of the class (`count`, the paper's formula)
+            or equally (`uniform`, the authors' code).
         lam: lambda, weight of the squared distance to the prototypes under `original`; 1 in the authors' code.
         alpha_p: weight of the prototypical cross-entropy under `mm_fedavg`.
-        active_rounds: number of rounds with the prototypical cross-entropy, from the second, as the first has no
-            prototypes; 70 in CMSFed's comparison.
-        feature_norm: length to which features are normalised before they are compared with prototypes; 0 leaves them
-            as they are, as published. Without it the term of `mm_fedavg` can grow without bound.
+        active_rounds: number of rounds with the prototypical cross-entropy; 70 in CMSFed's comparison. They start with
+            the second round, because the first has no prototypes.
+        feature_norm: length to which features are scaled before they are compared with prototypes; 0 does not scale, as
+            published. Without scaling, the term of `mm_fedavg` can grow without bound.
         predict_by: how a client's model predicts under `original`: by its `logits`, or by the nearest global
             `prototype`, with distances summed over modalities (the paper).
     """
@@ -133,7 +133,7 @@ class FedProto(Averaging):
             must_be_uniform(self.selector, "fedproto with mode = 'original'")
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Under `original`, models never leave the clients."""
+        """Refuse to send models under `original`."""
         return field != "params" or self.mode == "mm_fedavg"
 
     def init(self, fed: Federation, params: Tree) -> ProtoState:
@@ -141,11 +141,11 @@ class FedProto(Averaging):
         return ProtoState(**vars(super().init(fed, params)))
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Under `original` the client's own model, which is the common initial model; else nothing."""
+        """Return the common initial model as the client's own model under `original`; otherwise nothing."""
         return dict(context.initial) if self.mode == "original" else {}
 
     def outgoing(self, state: ProtoState, cohort: list[int], fed: Federation) -> Shared:
-        """The global prototypes, and under `mm_fedavg` the model."""
+        """Return the global prototypes, and under `mm_fedavg` also the model."""
         return self._shared(state)
 
     def merge(self, state: ProtoState, replies: Replies, fed: Federation) -> ProtoState:
@@ -160,21 +160,21 @@ class FedProto(Averaging):
 
     @property
     def own_models(self) -> Literal["none", "clients"]:
-        """Under `original` every client keeps its own model."""
+        """Return "clients" under `original`, because every client then keeps its own model."""
         return "clients" if self.mode == "original" else "none"
 
     @property
     def predictor(self) -> Predictor:
-        """The nearest global prototype under the client's model, or the model's logits."""
+        """Return the predictor: the nearest global prototype under the client's model, or the model's logits."""
         by_prototype = self.mode == "original" and self.predict_by == "prototype"
         return NearestPrototype(self.feature_norm) if by_prototype else Predictor()
 
     def to_judge(self, state: ProtoState, fed: Federation, clients: Sequence[int]) -> Shared:
-        """Clients receive the same as a cohort does."""
+        """Return the same message that a cohort receives."""
         return self._shared(state)
 
     def own_params(self, got: Shared, local: Tree) -> Tree:
-        """The global model; under `original` the client's own model with the global prototypes."""
+        """Return the global model, or under `original` the client's own model with the global prototypes."""
         if self.mode == "mm_fedavg":
             return got.params
         return local | {m + PROTOTYPE: mean for m, mean in got.prototypes.items()}
@@ -185,10 +185,10 @@ class FedProto(Averaging):
 
     @task()
     def update(self, context: ClientContext, data: ClientData, local: Tree, got: Shared) -> tuple[Learned, Tree]:  # type: ignore[override]
-        """Train with the term for the global prototypes, then compute class means under the trained model."""
+        """Train with the prototype term of the loss, then compute class means with the trained model."""
         own = self.mode == "original"
         near = {m: Prototypes.received(mean) for m, mean in got.prototypes.items()}
-        # the first round has no prototypes, so the term is in rounds 2 to active_rounds + 1
+        # the first round has no prototypes, so the term is active in rounds 2 to active_rounds + 1
         if not own and data.round > self.active_rounds + 1:
             near = {}
 

@@ -1,9 +1,10 @@
 """FedProx: FedAvg with a proximal term that keeps a client near the model it received.
 
 Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020, Eq. 2.
-The local loss is the cross-entropy plus (mu / 2) * ||w - w_received||^2 over trainable parameters; all else is FedAvg.
+The local loss is the cross-entropy plus (mu / 2) * ||w - w_received||^2 over trainable parameters. Everything else is
+FedAvg.
 
-What crosses: as under FedAvg. Page: docs/algorithms/fedprox.md.
+What crosses: the same as under FedAvg. Page: docs/algorithms/fedprox.md.
 """
 
 from dataclasses import dataclass
@@ -27,6 +28,6 @@ class FedProx(Averaging):
     mu: Annotated[float, NOT_NEGATIVE] = 0.01
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
-        """The loss of the task plus the proximal term."""
+        """Return the loss of the objective plus the proximal term."""
         distance = squared_distance(context.model.trainable(w), got.params)
         return super().loss(context, w, batch, got, local) + self.mu / 2 * distance

@@ -1,8 +1,8 @@
-"""HFL: FedAvg on early fusion, the horizontal control of HFM.
+"""HFL: FedAvg with early fusion. It is the horizontal control for HFM.
 
-Every silo is one client with one model of all modalities, which are stacked as channels beforehand (`[data] stack`).
-The server averages the silos' models, weighted by their rows. With `mu` it is FedProx (Eq. 4 of HFM's report). See
-docs/algorithms/hfl.md.
+Every silo is one client with one model of all modalities. The modalities are stacked as channels beforehand (`[data]
+stack`). The server averages the silos' models, weighted by their rows. With `mu`, HFL is FedProx (Eq. 4 of HFM's
+report). See docs/algorithms/hfl.md.
 """
 
 from dataclasses import dataclass
@@ -22,16 +22,16 @@ class Hfl(Averaging):
     """HFL: FedAvg, or FedProx with `mu`, on stacked modalities.
 
     Attributes:
-        mu: strength of the proximal term; 0 leaves it out.
+        mu: strength of the proximal term; 0 disables the term.
     """
 
     mu: Annotated[float, NOT_NEGATIVE] = 0.0
 
     def init(self, fed: Federation, params: Tree) -> Any:
-        """The state of `Averaging`.
+        """Return the state of `Averaging`.
 
         Raises:
-            RecipeError: the data has more than one modality, so it is not stacked.
+            RecipeError: the data has more than one modality, so the modalities are not stacked.
         """
         if len(fed.clients.modalities) > 1:
             names = ", ".join(f'"{name}"' for name in fed.clients.modalities)

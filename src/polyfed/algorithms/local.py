@@ -1,8 +1,8 @@
-"""Local: every client trains its own model alone; the baseline without any exchange.
+"""Local: every client trains its own model alone. This is the baseline without any exchange.
 
-No paper. Local is FedAvg without the averaging: the same initial model, the same batches and a fresh optimiser in every
-round, so that runs with equal numbers of local epochs compare. Each client's model is evaluated on the client's own
-test rows, and on the server's, for which clients upload their trained models (`global_test`).
+The method has no paper. Local is FedAvg without the averaging: the same initial model, the same batches and a fresh
+optimiser in every round. Runs with equal numbers of local epochs are therefore comparable. Each client's model is
+evaluated on the client's own test rows, and on the server's test rows if clients upload their models (`global_test`).
 
 What crosses: training loss and number of rows in every round; models only for the server evaluation. Page:
 docs/algorithms/local.md.
@@ -61,9 +61,9 @@ class Local(Algorithm):
     """Clients train alone.
 
     Attributes:
-        selector: which clients train in a round, the [selection] section; only `uniform`.
-        global_test: when every client uploads its model, which the server evaluates on its test rows: after the `last`
-            round, at every evaluation (`always`), or `never`.
+        selector: the rule that chooses which clients train in a round, the [selection] section; only `uniform`.
+        global_test: when every client uploads its model, so that the server can evaluate it on its test rows: after the
+            `last` round, at every evaluation (`always`), or `never`.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
@@ -72,18 +72,18 @@ class Local(Algorithm):
     global_test: Literal["last", "always", "never"] = "last"
 
     def __post_init__(self) -> None:
-        """Refuse selectors other than `uniform`: they need a global model, and there is none.
+        """Refuse selectors other than `uniform`, because they need a global model and Local has none.
 
         Raises:
-            RecipeError: for another selector.
+            RecipeError: the selector is another one.
         """
         super().__post_init__()
         must_be_uniform(self.selector, "local")
 
     def init(self, fed: Federation, params: Tree) -> State:
-        """The first state: the selector's memory; `params` stay the initial model.
+        """Return the first state: the selector's memory, and the initial model as `params`, which never changes.
 
-        Warns where the policy forbids the uploads: training does not need them, but the server evaluation does.
+        The method warns if the policy forbids the uploads. Training does not need them, but the server evaluation does.
         """
         if (
             self.global_test != "never"
@@ -99,7 +99,7 @@ class Local(Algorithm):
         return State(params, memory=self.selector.start(params))
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The client's own model: the common initial model."""
+        """Return the common initial model as the client's own model."""
         return dict(context.initial)
 
     def round(self, state: State, fed: Federation) -> State:
@@ -109,7 +109,7 @@ class Local(Algorithm):
         return state.with_(memory=memory, train_loss=mean_loss(replies, fed)) if replies else state
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Models are uploaded for the server evaluation only, and only where the policy allows it."""
+        """Allow model uploads only for the server evaluation, and only if the policy allows them."""
         return task != "upload" or (self.global_test != "never" and policy.allows("parameters", block, "server"))
 
     def evaluate(self, state: State, fed: Federation) -> Measured:
@@ -121,7 +121,7 @@ class Local(Algorithm):
         return Measured(measured | own.metrics, own.personal)
 
     def _evaluate_on_server(self, fed: Federation) -> dict[str, dict[str, float]]:
-        """Server evaluation of every client's model, without the clients that do not answer; see `over_clients`."""
+        """Evaluate every client's model on the server, without clients that do not answer; see `over_clients`."""
         scores: dict[int, dict[str, float]] = {}
         everyone = list(fed.clients.eligible)
         for first in range(0, len(everyone), MODELS_AT_ONCE):
@@ -132,7 +132,7 @@ class Local(Algorithm):
         return over_clients(scores, fed.clients.rows_of(scores), fed.context.objective)
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """A client is evaluated with its own model."""
+        """Return the client's own model, with which the client is evaluated."""
         return local
 
     @task()
@@ -159,11 +159,11 @@ def over_clients(
     Args:
         scores: client -> its model's metrics on the server's rows.
         rows: client -> number of training rows, the weights of `weighted`.
-        objective: the task.
+        objective: the objective of the run.
 
     Returns:
         `global`, the unweighted mean over clients of every metric, and `global_by_client`, statistics over clients of
-        the task's `SCORE`, as `metrics.personal` returns them. Empty without clients.
+        the objective's `SCORE` in the form of `metrics.personal`. Empty without clients.
     """
     if not scores:
         return {}

@@ -1,4 +1,4 @@
-"""`ModelHooks`: what a method says about the model that it trains. `Algorithm` extends it."""
+"""`ModelHooks`: the hooks with which a method describes the model that it trains. `Algorithm` extends it."""
 
 from typing import ClassVar
 
@@ -18,5 +18,5 @@ class ModelHooks:
             require_embeddings(model, type(self).__name__)
 
     def private_names(self, model: Model) -> frozenset[str]:
-        """The parameters and buffers that clients keep: the egress gate refuses a reply that holds one of them."""
+        """Return the names of tensors that clients keep. The egress gate refuses a reply that has one of them."""
         return frozenset()

@@ -1,15 +1,15 @@
-"""MOON: model-contrastive federated learning.
+"""MOON: federated averaging with a model-contrastive term in the local loss.
 
-Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, Eq. 3. The local loss has a contrastive term that pulls
-the representation of a sample towards that of the received model and pushes it away from that of the client's previous
-model, the one at the end of its last participation.
+Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, Eq. 3. The local loss has a contrastive term. It pulls
+the representation of a sample towards its representation under the received model, and away from its representation
+under the client's previous model. The previous model is the client's model at the end of its last participation.
 
-polyfed's choices: the representation is the concatenation of the modalities' features (with `per_modality` there is one
-term for each modality, and they are summed), mapped by the paper's two-layer projection head, which is sent with the
-model. When a client takes part for the first time, both reference models are the same and the term is the constant
-ln 2, so it is left out.
+polyfed's choices: the representation is the concatenation of the modalities' features, mapped by the paper's two-layer
+projection head. The head is sent with the model. With `per_modality`, there is one term for each modality, and the
+terms are summed. When a client takes part for the first time, both reference models are the same. The term would be the
+constant ln 2, so it is left out.
 
-What crosses: as under FedAvg; the previous model stays on the client. Page: docs/algorithms/moon.md.
+What crosses: the same as under FedAvg. The previous model stays on the client. Page: docs/algorithms/moon.md.
 """
 
 import math
@@ -38,7 +38,7 @@ PREVIOUS = "previous"
 """Prefix of the previous model in a client's local state."""
 
 SEEN = "seen"
-"""Name of the flag in a client's local state that is 1 once the client has taken part."""
+"""Name of the flag in a client's local state that is 1 after the client has taken part once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Moon(Averaging):
     Attributes:
         mu: weight of the contrastive term; the paper tries 0.1, 1, 5 and 10, and uses 5 on CIFAR-10.
         temperature: temperature tau of the cosine similarities; 0.5 in the paper.
-        projection: width of the projection head; 256 in the paper, 0 leaves the head out.
+        projection: width of the projection head; 256 in the paper; 0 removes the head.
         per_modality: contrast the features of each modality instead of their concatenation; without projection head.
     """
 
@@ -63,7 +63,7 @@ class Moon(Averaging):
         """Check the options.
 
         Raises:
-            RecipeError: private blocks beside a projection head, which belongs to no single client.
+            RecipeError: private blocks and a projection head are both set. The head belongs to no single client.
         """
         super().__post_init__()
         if self.private and self.projection and not self.per_modality:
@@ -73,16 +73,16 @@ class Moon(Averaging):
             )
 
     def init(self, fed: Federation, params: Tree) -> Any:
-        """The first state, as under FedAvg; the parameters of the projection head are added to the model's."""
+        """Return the first state as under FedAvg, with the parameters of the projection head added to the model's."""
         return super().init(fed, params | self._head(fed.context, fed.seed))
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Zeros in place of the previous model, which does not exist yet."""
+        """Return zeros in place of the previous model, which does not exist yet."""
         params = context.initial | self._head(context, 0)
         return nested(PREVIOUS, like(params)) | {SEEN: torch.zeros(())}
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Tensor:
-        """The loss of the task plus the model-contrastive term."""
+        """Return the loss of the objective plus the model-contrastive term."""
         features = context.model.features(w, batch)
         error = context.loss(w, batch, features)
         previous = under(PREVIOUS, local)
@@ -97,12 +97,12 @@ class Moon(Averaging):
     def reply(
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Broadcast, local: Tree
     ) -> tuple[Message, Tree]:
-        """The update; the client keeps the trained model as the previous model of its next round."""
+        """Return the update, and keep the trained model as the client's previous model for its next round."""
         kept = nested(PREVIOUS, fit.params) | {SEEN: torch.ones_like(local[SEEN])}
         return Update(fit.params, fit.loss, data.num_rows), kept
 
     def _represent(self, context: ClientContext, w: Tree, features: Mapping[str, Tensor], batch: Batch) -> list[Tensor]:
-        """The representations to contrast, one (B, P) or one for each modality; zero where a row lacks a modality."""
+        """Return the representations to contrast, one (B, P) or one per modality, zero if a row lacks the modality."""
         flat = [context.model.vector(z) for z in masked(features, batch.present).values()]
         if self.per_modality:
             return flat
@@ -116,7 +116,7 @@ class Moon(Averaging):
         return [F.linear(F.relu(hidden), w["shared.projection.1.weight"], w["shared.projection.1.bias"])]
 
     def _head(self, context: ClientContext, seed: int) -> Tree:
-        """The projection head; its first layer is split by modality, so that every client has the part for its own."""
+        """Return the projection head. Its first layer is split by modality, so every client has the parts it needs."""
         if not self.projection or self.per_modality:
             return {}
         return projection_head(context, self.projection, seed)
@@ -137,7 +137,7 @@ def projection_head(context: ClientContext, width: int, seed: int) -> Tree:
     """Initial parameters of the projection head, two linear layers initialised as in PyTorch.
 
     Args:
-        context: the client context, or that of the server.
+        context: the context of the client or of the server.
         width: output size of both layers.
         seed: the run's seed.
     """

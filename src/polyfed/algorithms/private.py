@@ -1,7 +1,7 @@
 """Private blocks: parts of the model that every client of an averaging method keeps to itself.
 
-`Averaging` uses these functions. A client's private parameters live in its local state, so they never cross, a
-checkpoint holds them, and on a device they stay in the device's own store.
+`Averaging` uses these functions. A client's private parameters are part of its local state, so they never leave the
+client. A checkpoint holds them. On a real device they stay in the device's own store.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -17,18 +17,18 @@ from polyfed.selection import must_be_uniform
 from polyfed.training.optimisers import Train
 
 HEAD, ENCODERS = "head", "encoders"
-"""Words of the option `private` beside the names of blocks: everything after the encoders, and all encoders."""
+"""Words that the option `private` accepts besides block names: everything after the encoders, and all encoders."""
 
 PRIVATE, TUNED = "@private", "@tuned"
-"""Prefixes in a client's local state: its private parameters, and its model after fine-tuning. No modality can have
-such a name."""
+"""Prefixes in a client's local state: its private parameters, and its model after fine-tuning. No modality can have a
+name that starts with @."""
 
 PRIVATE_STREAM, TUNE_STREAM = 1001, 1002
-"""Random streams of the batches on which private parameters train alone, and of fine-tuning."""
+"""Random streams of the batches for separate training of private parameters, and for fine-tuning."""
 
 
 _TEMPLATE = ("model_spec", "round", "update", "to_judge", "own_params", "global_params")
-"""Hooks of `Averaging` that complete a model by its private blocks; a method that replaces one cannot have them."""
+"""Hooks of `Averaging` that add the private blocks to a model. A method that overrides one cannot have such blocks."""
 
 
 def check(method: Any, template: type) -> None:
@@ -39,7 +39,7 @@ def check(method: Any, template: type) -> None:
         template: `Averaging`.
 
     Raises:
-        RecipeError: the method cannot keep private blocks, or another option does not go together with them.
+        RecipeError: the method cannot keep private blocks, or they conflict with another option.
     """
     if method.private_epochs and not method.private:
         raise RecipeError("[algorithm] private_epochs trains private blocks, and there are none: set private")
@@ -61,14 +61,14 @@ def check(method: Any, template: type) -> None:
 
 
 def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
-    """The names of parameters and buffers that the words of the option `private` stand for.
+    """Return the names of the parameters and buffers that the words of the option `private` select.
 
     Args:
-        words: `shared`, modalities, `head` or `encoders`. A modality that has one of these two names is meant itself.
+        words: `shared`, modalities, `head` or `encoders`. A modality with the name `head` or `encoders` has precedence.
         model: the model.
 
     Raises:
-        RecipeError: a word names nothing in the model.
+        RecipeError: a word matches nothing in the model.
     """
     head, found = frozenset(model.head()), set[str]()
     everything = model.names(model.modalities)
@@ -102,12 +102,12 @@ def refuse_all_private(words: Iterable[str], model: Model) -> None:
 
 
 def kept_at_first(context: ClientContext, names: Collection[str]) -> Tree:
-    """The entries of a first local state that hold a client's private parameters: the common initial ones."""
+    """Return a client's first private parameters, which are the common initial values, for its local state."""
     return nested(PRIVATE, {name: value for name, value in context.initial.items() if name in names})
 
 
 def parted(local: Tree) -> tuple[Tree, Tree]:
-    """Split a local state into the client's private parameters and what the method itself keeps."""
+    """Split a local state into the client's private parameters and the method's own entries."""
     prefixes = (f"{PRIVATE}.", f"{TUNED}.")
     if not any(name.startswith(prefixes) for name in local):
         return {}, local
@@ -115,12 +115,12 @@ def parted(local: Tree) -> tuple[Tree, Tree]:
 
 
 def completed(got: Any, private: Tree) -> Any:
-    """The message that a client received, with the client's private parameters in its field `params`."""
+    """Return a received message with the client's private parameters added to its field `params`."""
     return replace(got, params=got.params | private) if private else got
 
 
 def public(reply: Message, names: Collection[str]) -> Any:
-    """A reply without private parameters, in all of its trees that are named like the model."""
+    """Return a reply without private parameters; they are removed from all trees with the names of the model."""
 
     def without(field: str, value: Any) -> Any:
         if reply.kinds[field] not in OF_THE_MODEL:
@@ -131,10 +131,10 @@ def public(reply: Message, names: Collection[str]) -> Any:
 
 
 def personal(received: Mapping[str, Any], local: Tree) -> Tree:
-    """A client's own model: the fine-tuned one if there is one, else the received one with the private parameters."""
+    """Return a client's own model: the fine-tuned one, if any, else the received one with private parameters."""
     return under(TUNED, local) or {**received, **under(PRIVATE, local)}
 
 
 def epochs_of(train: Train, epochs: int) -> Train:
-    """The same local training with another number of epochs."""
+    """Return the same options of local training with another number of epochs."""
     return replace(train, epochs=epochs, steps=None)

@@ -1,11 +1,12 @@
 """SCAFFOLD: control variates that correct client drift in every step of local training.
 
-Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
-ICML 2020, Algorithm 1 with option II. A client replaces each gradient g by g - c_k + c. Letters as in the paper: x the
-global model, y a client's trained model, c the server's and c_k client k's control variate, K steps at rate eta.
+Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML
+2020, Algorithm 1 with option II. A client replaces each gradient g by g - c_k + c. Letters as in the paper: x is the
+global model and y a client's trained model. c is the server's control variate and c_k client k's. K is the number of
+steps, eta the learning rate.
 
-polyfed's choices: all of this works per block, so a client has no c_k for a block that it lacks, and the denominator N
-of the server's update of c counts the owners of that block. Buffers have no control variate.
+polyfed's choices: SCAFFOLD works per block. A client has no c_k for a block that it lacks, and the denominator N of the
+server's update of c is the number of the block's owners. Buffers have no control variate.
 
 What crosses: parameters and control variates, both ways. Page: docs/algorithms/scaffold.md.
 """
@@ -71,7 +72,7 @@ class Scaffold(Averaging):
         """Check the options.
 
         Raises:
-            RecipeError: the optimiser is not plain SGD, for which alone option II can compute the mean gradient from
+            RecipeError: the optimiser is not plain SGD. Only for plain SGD can option II compute the mean gradient from
                 x - y.
         """
         super().__post_init__()
@@ -79,7 +80,7 @@ class Scaffold(Averaging):
             raise RecipeError("scaffold needs plain SGD: set [train] optimiser = 'sgd', momentum = 0, clip_norm = 0")
 
     def init(self, fed: Federation, params: Tree) -> ScaffoldState:
-        """The first state, with c = 0."""
+        """Return the first state, with c = 0."""
         state = super().init(fed, params)
         return ScaffoldState(**vars(state), control=like(fed.context.model.trainable(state.params)))
 
@@ -89,7 +90,7 @@ class Scaffold(Averaging):
         return like({n: v for n, v in context.model.trainable(context.initial).items() if n not in kept})
 
     def outgoing(self, state: ScaffoldState, cohort: list[int], fed: Federation) -> Controlled:
-        """Every client receives x and c."""
+        """Return x and c, which every client receives."""
         return Controlled(state.params, state.control)
 
     def direction(
@@ -106,7 +107,7 @@ class Scaffold(Averaging):
     def reply(
         self, context: ClientContext, data: ClientData, fit: TrainingResult, got: Controlled, local: Tree
     ) -> tuple[ControlledUpdate, Tree]:
-        """Reply with y and the change of c_k, and keep the new c_k = c_k - c + (x - y) / (K eta) (option II)."""
+        """Return y and the change of c_k, and keep the new c_k = c_k - c + (x - y) / (K eta) (option II)."""
         lr = self.train.lr_at(data.round, data.rounds)
         moved = {name: got.params[name] - fit.params[name] for name in local}
         scale = 1.0 / (fit.num_steps.clamp(min=1) * lr) if lr else torch.zeros_like(fit.loss)
@@ -116,7 +117,7 @@ class Scaffold(Averaging):
         return ControlledUpdate(fit.params, change, fit.loss, data.num_rows), after
 
     def merge(self, state: ScaffoldState, replies: Replies, fed: Federation) -> ScaffoldState:
-        """Set x to the mean of y, and add to c the mean change times the share of a block's owners that took part."""
+        """Set x to the mean of y. Add to c the mean change times the share of the block's owners that took part."""
         after: ScaffoldState = super().merge(state, replies, fed)
         mean = aggregate(replies, "control", dict.fromkeys(replies, 1.0), like(state.control), self.server)
         took_part = {m: sum(m in fed.clients.owned(c) for c in replies) for m in fed.clients.modalities}

@@ -1,7 +1,7 @@
-"""Helpers of methods that train a second model beside the recipe's: one MLP for each modality and a linear head.
+"""Helpers for methods that train a second model besides the recipe's model: one MLP per modality and a linear head.
 
-FedGKT uses it as the server's network, PartialFL as the clients' private models. `embed` gives embeddings of the
-recipe's model that those of the second model can be compared with.
+FedGKT uses such a model as the server's network. PartialFL uses it for the tower and for the clients' local models.
+`embed` returns embeddings of the recipe's model that can be compared with the embeddings of the second model.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ def embedding_size(model: Model) -> int:
 
 
 def shapes_of(model: Model, modalities: Iterable[str]) -> Shapes:
-    """Sample shapes of the given modalities, whether or not the model reads them."""
+    """Return the sample shapes of the given modalities. The model need not read them."""
     return tuple((m, model.shapes[m]) for m in modalities)
 
 
@@ -44,7 +44,7 @@ def shapes_of(model: Model, modalities: Iterable[str]) -> Shapes:
 def mlps(shapes: Shapes, hidden: tuple[int, ...], embedding: int, num_outputs: int) -> Model:
     """Build a model of one MLP per modality and a linear head.
 
-    Equal arguments return the same object, as building one takes time.
+    Equal arguments return the same object, because building a model takes time.
 
     Args:
         shapes: sample shapes by modality.

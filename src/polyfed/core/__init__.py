@@ -1,10 +1,10 @@
-"""Which words do all parts of polyfed share? Trees, keys, messages, tasks, requests, errors; no other room is imported.
+"""The types that all parts of polyfed share: Trees, keys, messages, tasks, requests, errors. It imports no other room.
 
 - `tree.py`: Trees, flat dictionaries from names to tensors, and their blocks.
 - `batch.py`: `Batch`, the rows that a loss receives.
 - `keys.py`: random numbers as functions of a key.
-- `messages.py`: messages, their parts as policy and ledger see them, and functions over all their tensors.
-- `fields.py`: what a field of a message declares.
+- `messages.py`: messages, their parts for policy and ledger, and functions over all their tensors.
+- `fields.py`: the declaration of a field of a message.
 - `tasks.py`: `@task`, which marks the methods that run on clients.
 - `request.py`: `Request`, one question of the server to some clients.
 - `schema.py`: checks the values of a recipe's section against the types of a dataclass.
@@ -13,5 +13,5 @@
 - `vocabulary.py`: words of other frameworks for keys of a recipe.
 - `files.py`: names of the files of a run, and writing them safely.
 - `signals.py`: handling the signals that stop a process.
-- `moved.py`: where modules of earlier versions are now.
+- `moved.py`: the new places of modules of earlier versions.
 """

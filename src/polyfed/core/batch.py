@@ -1,4 +1,4 @@
-"""`Batch`: some rows of a client, as a loss receives them.
+"""`Batch`: some rows of a client, in the form that a loss receives.
 
 Shape letters: `B` rows of the batch.
 """
@@ -12,14 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """Some rows of one client. The batch, not the model, says whether the model is in training or evaluation mode.
+    """Some rows of one client. The batch, not the model, decides between training mode and evaluation mode.
 
     Attributes:
         x: the inputs by modality, float32 (B, ...); only modalities that the client owns.
         y: the labels, int64 (B,).
         rows: position of each row among the client's own rows, int64 (B,).
-        ok: False for padding, which must not count, bool (B,); None when every row is real.
-        present: by modality that some rows of the data lack, whether each row has it, bool (B,).
+        ok: False for padding, which must not count, bool (B,); None if every row is real.
+        present: by modality, whether each row has the modality, bool (B,); only for modalities that some rows lack.
         key: dropout key of (run, round, client, step). None means evaluation mode: no dropout, and BatchNorm uses its
             running statistics.
     """
@@ -37,7 +37,7 @@ class Batch:
         return self.key is not None
 
     def evaluation(self) -> "Batch":
-        """The same rows in evaluation mode: no dropout, and BatchNorm uses its running statistics."""
+        """Return the same rows in evaluation mode: no dropout, and BatchNorm uses its running statistics."""
         return replace(self, key=None)
 
     @property
@@ -52,11 +52,11 @@ class Batch:
         if self.ok is None:
             return values.sum(0)
         ok = self.ok.view(-1, *(1,) * (values.dim() - 1))
-        # not a product with the mask: padding may hold infinities, and 0 * inf is NaN
+        # not a product with the mask, because padding may hold infinities, and 0 * inf is NaN
         return torch.where(ok, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(0)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean of `values` (B, ...) over the real rows: shape (...), zero when there are none."""
+        """Mean of `values` (B, ...) over the real rows: shape (...), zero if there are no real rows."""
         if self.ok is None:
             return values.mean(0)
         return self.sum(values) / self.num_real.clamp(min=1.0)

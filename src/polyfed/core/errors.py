@@ -1,7 +1,8 @@
-"""The exceptions of polyfed: faults of the user, and failures of a run.
+"""The exceptions of polyfed: mistakes of the user, and failures of a run.
 
-The text of each says where the fault is, what is wrong, what is allowed and what to do next. The command line prints
-it without a traceback, and exits with the `exit_code` of the class. Faults of polyfed itself are failed `assert`s.
+The text of each exception says where the fault is, what is wrong, what is allowed and what to do next. The command line
+prints the text without a traceback, and exits with the `exit_code` of the class. Mistakes in polyfed itself are failed
+`assert`s.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ class PolyfedError(Exception):
     """Base of all exceptions whose text is written for the user.
 
     Attributes:
-        key: the place in a recipe that is wrong, as `("train", "lr")`; empty if it is not known.
+        key: the wrong entry of a recipe, such as `("train", "lr")`; empty if it is not known.
         several: the single faults, if this exception reports several at once.
     """
 
@@ -45,7 +46,7 @@ class NotAllowed(RecipeError):
 
 
 class EgressError(PolyfedError):
-    """A message would carry data out of a client that its policy forbids or that `polyfed check` did not announce."""
+    """A message would take data out of a client, although its policy forbids it or `polyfed check` did not list it."""
 
     exit_code = 3
 
@@ -57,7 +58,7 @@ class TooFewReplies(PolyfedError):
 
 
 class TransportError(PolyfedError):
-    """The connection between server and clients failed for good; the text says how to go on."""
+    """The connection between server and clients failed permanently; the text says how to continue."""
 
     exit_code = 6
 
@@ -75,11 +76,11 @@ class CheckpointError(PolyfedError):
 
 
 class PolyfedWarning(UserWarning):
-    """An entry of a recipe has no effect or another effect than its name suggests; the run goes on."""
+    """An entry of a recipe has no effect, or an effect that its name does not suggest. The run continues."""
 
 
 class Diverged(PolyfedError):
-    """Training produced NaN or infinity. The text names the client and the term of the loss where they are known."""
+    """Training produced NaN or infinity. The text names the client and the term of the loss, if they are known."""
 
     exit_code = 4
 
@@ -89,7 +90,7 @@ class BadReply(Exception):
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
-    """The part of an error text that suggests a similar name and lists the allowed ones.
+    """Return the part of an error text that suggests a similar name and lists the allowed names.
 
     >>> did_you_mean("fedavgg", ["fedavg", "moon"])
     "did you mean 'fedavg'? Allowed: fedavg, moon"

@@ -1,4 +1,4 @@
-"""What a field of a message declares: its kind, whose data it holds, its shape and its range.
+"""The declaration of a message field: the kind of its content, whose data it holds, its shape and its range.
 
 Methods import these names from `polyfed.core.messages`.
 """
@@ -21,39 +21,38 @@ KINDS = (
     "ids",
     "statistic",
 )
-"""What a field can carry. `gradients` are gradients of parameters; the gradient of an embedding is `embeddings`."""
+"""The kinds of content. `gradients` are gradients of parameters; the gradient of an embedding has kind `embeddings`."""
 
 HISTOGRAM = "how many rows of each class a client has"
-"""The text for `tells` of a field that counts rows per class."""
+"""The text for the option `tells` of a field that counts rows per class."""
 
 LABELS = "labels"
-"""The policy row that decides about kind `labels`: labels belong to no modality, whichever field carries them."""
+"""The row of the policy that decides about kind `labels`. Labels belong to no modality, in whichever field they are."""
 
 OF_THE_MODEL = ("parameters", "gradients")
-"""Kinds whose trees are keyed by the names of the model's tensors; the trees of other kinds are keyed by block."""
+"""Kinds whose trees have the names of the model's tensors as keys. Trees of other kinds have blocks as keys."""
 
 MODALITIES, READ = "modalities", "read"
-"""Words for `blocks`: `modalities` are all modalities of the client, `read` only those that the model reads."""
+"""Words for the option `blocks`: `modalities` are all modalities of the client, `read` only those of the model."""
 
 HELD_BY_DEFAULT = dict.fromkeys((*OF_THE_MODEL, "statistic"), (MODALITIES, SHARED)) | {
     "labels": (MODALITIES, SHARED, LABELS)
 }
-"""The `blocks` of a tree that does not declare any, by kind; for kinds not listed here they are `modalities`."""
+"""The default of the option `blocks` for trees, by kind. For kinds that are not listed, it is `modalities`."""
 
 DESTINATIONS = ("server", "silo")
-"""Where a client's reply may go. The ledger books what a client receives under `client`, and no policy refuses it."""
+"""Where a client's reply may go. The ledger lists what a client receives under `client`; no policy refuses it."""
 
 Sizes = tuple[str | None, ...]
-"""The shape of a tensor, with a name for each size: `classes`, the number of classes; `features`, the width of a
-modality's embedding; `own`, the sums that a client reports of its own test rows; `label`, the label of a row, a class
-number or T targets; `encoded`, the shape of its encoder's output; `sample`, the shape of its samples. None stands for
-any size. `own`, `label`, `encoded` and `sample` may be
-any number of axes."""
+"""The shape of a tensor, with a name for each size. `classes` is the number of classes, and `features` the width of a
+modality's embedding. `own` stands for the sums that a client reports about its own test rows. `label` stands for the
+label of a row: a class number or T targets. `encoded` stands for the shape of the encoder's output, `sample` for the
+shape of a sample. None means any size. `own`, `label`, `encoded` and `sample` may cover any number of axes."""
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What a field declares; the docstring of `carries` explains the other attributes.
+    """The declaration of a field. The docstring of `carries` explains the other attributes.
 
     Attributes:
         bare: whether the field is annotated as a tensor, not as a tree.
@@ -85,25 +84,25 @@ def carries(
 ) -> Any:
     """Declare a field of a message.
 
-    The egress gate refuses to send a reply that holds names that its fields do not declare. The server drops a reply
-    that differs from its declaration in any other way (shape, range, type).
+    The egress gate refuses to send a reply with names that its fields do not declare. The server drops a reply that
+    differs from its declaration in any other way (shape, range, type).
 
     Args:
         kind: one of `KINDS`.
         of: for a tensor, the modality that it describes. Default: the tensor belongs to no modality.
         rows: for a field whose tensors have one entry per row, the name of the 0-dim field that holds the number of
             rows without padding.
-        whole: for a tree that crosses with all its blocks. By default, a client receives only the blocks of its own
-            modalities and may send no others. A head over the embeddings of several parties needs `whole`,
-            because it is useless without all of its parts.
+        whole: whether a tree is sent with all its blocks. By default, a client receives only the blocks of its own
+            modalities and may send no others. A head over the embeddings of several parties needs `whole`, because such
+            a head is useless without all of its parts.
         shape: shape of each tensor, without the axis of `rows`; see `Sizes`. None means one number for a `statistic`,
             the model's shapes for parameters and gradients, and any shape for other kinds. Labels of shape () are
             class numbers.
         partial: for parameters and gradients, whether a tree may hold only some tensors of a block.
         within: the range in which every entry must lie.
-        tells: what the field reveals beyond what its kind suggests; `polyfed check` prints it.
-        blocks: for a tree, the blocks that it may hold: any of `modalities` (those of the client, or with `whole` those
-            of the federation), `read` (only those that the model reads), `shared` and `labels`. Default:
+        tells: information that the field reveals beyond its kind; `polyfed check` prints this text.
+        blocks: for a tree, the blocks that it may hold. Allowed words: `modalities` (all of the client, or with `whole`
+            all of the federation), `read` (only those that the model reads), `shared` and `labels`. Default:
             `HELD_BY_DEFAULT`.
     """
     assert kind in KINDS, f"kind {kind!r} is not one of {KINDS}"

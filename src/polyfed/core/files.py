@@ -1,4 +1,4 @@
-"""The names of the files of a run, and writing files safely."""
+"""The names of the files of a run, and functions that write files safely."""
 
 import os
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ AUDIT, PUBLIC_KEY = "audit.jsonl", "audit-key.pub"
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that readers see either the old or the whole new text, even after a power failure."""
+    """Write a file. Readers see either the old or the whole new text, even after a power failure."""
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text, encoding="utf-8")
     sync(draft)
@@ -32,7 +32,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -41,10 +41,10 @@ def sync(path: Path) -> None:
 
 
 def append_whole(path: Path, text: bytes) -> int:
-    """Add a text to the end of a file, or nothing of it. Returns the file's previous size.
+    """Append a text to a file, either completely or not at all. Returns the file's previous size.
 
     Raises:
-        OSError: the text cannot be written; half of it would make the next line unreadable too.
+        OSError: the text cannot be written. A partly written line would make the next line unreadable too.
     """
     with path.open("ab", buffering=0) as file:
         whole = file.tell()

@@ -1,12 +1,12 @@
-"""Random numbers as a pure function of a key; no generator state is stored.
+"""Random numbers as a pure function of a key. No generator state is stored.
 
-A key stands for (run seed, purpose, round, client, ...). Its numbers are hashes of the key and a position: a
+A key is made from (run seed, purpose, round, client, ...). Its numbers are hashes of the key and a position. This is a
 counter-based generator as described by Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. The hash
-is the 32-bit function "triple32" of C. Wellons' hash-prospector (public domain), chosen because its bias is near the
-noise floor and 32-bit products vectorise on every CPU.
+is the 32-bit function "triple32" of C. Wellons' hash-prospector (public domain). It was chosen because its bias is near
+the noise floor, and because 32-bit products vectorise on every CPU.
 
-The numbers of a key therefore do not depend on what was drawn before. A resumed run draws the same numbers, CPU and GPU
-agree, and the functions run under `torch.func.vmap` with one key for each client.
+The numbers of a key therefore do not depend on earlier draws. A resumed run draws the same numbers, and CPU and GPU
+agree. The functions also run under `torch.func.vmap` with one key for each client.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _MASK = 0xFFFFFFFF
 
 
 def key(*parts: int | str) -> int:
-    """A 31-bit key of some parts; their order and types matter.
+    """Make a 31-bit key from some parts; their order and types matter.
 
     >>> key(1, "cohort", 3) == key(1, "cohort", 3), key(1, "cohort", 3) == key(1, "cohort", 4)
     (True, False)
@@ -58,7 +58,7 @@ def bits(base: int | Tensor, shape: int | tuple[int, ...], device: torch.device 
         device = base.device
     counter = torch.arange(math.prod(shape), dtype=torch.int32, device=device) * _signed(_GOLDEN)
     offset = base.to(torch.int32) if isinstance(base, Tensor) else _signed(base & _MASK)
-    # The key enters between two rounds of mixing, so that streams of neighbouring keys do not overlap.
+    # The key enters between two rounds of mixing, so that the streams of neighbouring keys do not overlap.
     return _mix(_mix(counter ^ _SALT) + offset).view(shape)
 
 
@@ -83,8 +83,8 @@ def permutation(base: int | Tensor, n: int, device: torch.device | str | None = 
 def permutations(bases: Sequence[int], counts: Sequence[int], device: torch.device | str | None = None) -> Tensor:
     """Several permutations at once, int64 (K, max(counts)).
 
-    Row k begins with `permutation(bases[k], counts[k])`; the remaining numbers follow in ascending order. Computed with
-    NumPy on the CPU, because for short rows the overhead of tensor operations dominates.
+    Row k begins with `permutation(bases[k], counts[k])`; the remaining numbers follow in ascending order. NumPy
+    computes them on the CPU, because the overhead of tensor operations dominates for short rows.
     """
     longest = max(counts, default=0)
     noise = _noise(np.array(bases, dtype=np.uint32)[:, None], longest)
@@ -116,7 +116,7 @@ def _below(base: int, step: int, limit: int) -> int:
 
 @lru_cache(maxsize=4)
 def _positions(count: int) -> np.ndarray:
-    """The first round of mixing of `bits` at positions 0 to `count` - 1; it does not depend on the key."""
+    """Compute the first round of mixing of `bits` at positions 0 to `count` - 1; it does not depend on the key."""
     counter = np.arange(count, dtype=np.uint32) * np.uint32(_GOLDEN)
     return _mix_array(counter ^ np.uint32(_SALT))
 

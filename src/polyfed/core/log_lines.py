@@ -1,7 +1,7 @@
-"""Log lines with a time and a level, as text or as JSON. No text in a record can look like a line of its own.
+"""Log lines with a time and a level, as text or as JSON. The text of a record cannot look like another log line.
 
-This file imports the standard library only. A device's SuperNode loads it by its path, because importing the package
-would bring PyTorch into a process that does not need it (`polyfed.engines.flower.supernode_process`).
+This file imports only the standard library. A device's SuperNode loads the file by its path, because importing the
+package would load PyTorch into a process that does not need it (`polyfed.engines.flower.supernode_process`).
 """
 
 import json
@@ -15,17 +15,17 @@ LOG_FORMAT = "POLYFED_LOG_FORMAT"
 """Environment variable that selects the format: `text`, which is the default, or `json`."""
 
 CONTINUED = "    | "
-"""What the lines of a traceback begin with, so that they cannot be taken for log lines. As text only."""
+"""Prefix of the lines of a traceback, so that they cannot be mistaken for log lines. Only in the format text."""
 
 
 class LogLines(logging.Formatter):
     """Formats a record as one line: `2026-11-22T08:31:02.123Z INFO polyfed: text`, or a JSON object.
 
-    A JSON object has `time` (UTC, ISO 8601), `level`, `role`, `text`, a `trace` if there is one, and the facts of the
-    record. A record takes `extra={"trace": text, "facts": {...}}`.
+    A JSON object has `time` (UTC, ISO 8601), `level`, `role`, `text`, and `trace` if there is one. It also has the
+    facts of the record. A record takes `extra={"trace": text, "facts": {...}}`.
 
     Args:
-        role: who writes: `server`, `device` or `superlink`.
+        role: the writer: `server`, `device` or `superlink`.
     """
 
     def __init__(self, role: str) -> None:
@@ -33,7 +33,7 @@ class LogLines(logging.Formatter):
         self.role = role
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record; as text, followed by the indented lines of its traceback."""
+        """Return the line of a record; as text, followed by the indented lines of its traceback."""
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         trace = getattr(record, "trace", "") or (self.formatException(record.exc_info) if record.exc_info else "")
         source = record.name.partition(".")[0]
@@ -47,24 +47,24 @@ class LogLines(logging.Formatter):
 
 
 class _Screen(logging.Handler):
-    """Writes to what `sys.stdout` or `sys.stderr` is at that moment; Flower replaces both while an app runs."""
+    """Writes to the current `sys.stdout` or `sys.stderr`, because Flower replaces both while an app runs."""
 
     def __init__(self, stream: str) -> None:
         super().__init__()
         self.stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record and flush, since the process may be killed."""
+        """Write a record and flush, because the process may be killed."""
         print(self.format(record), file=getattr(sys, self.stream), flush=True)
 
 
 def says_something(record: logging.LogRecord) -> bool:
-    """Whether a record has any text; a filter, since Flower logs empty lines."""
+    """Whether a record has any text. Used as a filter, because Flower logs empty lines."""
     return bool(record.getMessage().strip())
 
 
 def logger_of(role: str, stream: str) -> logging.Logger:
-    """The logger of a server or of a device.
+    """Return the logger of a server or of a device.
 
     Args:
         role: see `LogLines`.
@@ -81,7 +81,7 @@ def logger_of(role: str, stream: str) -> logging.Logger:
 
 
 def escaped(text: str) -> str:
-    r"""Text on one line: characters that are not printable become escapes, so that they cannot forge a line.
+    r"""Return a text as one line. Characters that are not printable become escapes, so they cannot forge a log line.
 
     >>> escaped("late\n2026-11-22T08:31:02.123Z INFO polyfed: round 2")
     'late\\n2026-11-22T08:31:02.123Z INFO polyfed: round 2'

@@ -1,6 +1,6 @@
-"""Messages: the only data that crosses between clients and the server.
+"""Messages: the only data that is sent between clients and the server.
 
-A message is a frozen dataclass. Each field is a tensor or a Tree, and declares the kind of data that it carries:
+A message is a frozen dataclass. Each field is a tensor or a Tree, and declares the kind of its data:
 
 >>> @message
 ... class Update(Message):
@@ -8,14 +8,14 @@ A message is a frozen dataclass. Each field is a tensor or a Tree, and declares 
 ...     num_rows: Tensor = carries("statistic")
 
 Policy and ledger treat every block of a tree separately, so that a rule can name a modality, a kind and a destination.
-Trees of parameters are split into blocks by the names of the model's tensors; the keys of other trees (prototypes,
-embeddings) are the blocks themselves. `blocks=` says which blocks a tree may hold; no other block may leave the client.
-An empty tree means that nothing was sent.
+Trees of parameters are split into blocks by the names of the model's tensors. The keys of other trees (prototypes,
+embeddings) are the blocks themselves. `blocks=` lists the blocks that a tree may hold. No other block may leave the
+client. An empty tree means that nothing was sent.
 
-A field with one entry per row names the field that counts the rows: `carries("embeddings", rows="num_rows")`. When
-clients of unequal length are stacked, such a field is padded, and the padding is removed before the message crosses.
+A field with one entry per row names the field that counts the rows: `carries("embeddings", rows="num_rows")`. In a
+stack of clients, such a field is padded; the padding is removed before the message is sent.
 
-The author of a message declares the kinds; nothing proves that they are true (docs/egress.md).
+The author of a message declares the kinds. Nothing proves that the declarations are true (docs/egress.md).
 """
 
 import dataclasses
@@ -68,15 +68,15 @@ __all__ = [
 
 
 class Message:
-    """Base of all messages. `@message` fills in `declared`, and derives the other class attributes from it.
+    """Base class of all messages. `@message` sets `declared`, and derives the other class attributes from it.
 
     Attributes:
-        declared: what each field declares, by field name.
+        declared: the declaration of each field, by field name.
         kinds: the kind of each field.
         owners: the modality of each tensor field; None for trees and for tensors that belong to no modality.
         counts: for each field with one entry per row, the field that holds the number of rows.
-        tells: for some fields, what they reveal beyond their kind.
-        whole: the fields that cross with all their blocks.
+        tells: for some fields, the information that they reveal beyond their kind.
+        whole: the fields that are sent with all their blocks.
     """
 
     declared: ClassVar[Mapping[str, Declared]] = {}
@@ -92,7 +92,7 @@ _M = TypeVar("_M", bound=type[Message])
 
 @dataclass_transform(frozen_default=True, field_specifiers=(carries,))
 def message(cls: _M) -> _M:
-    """Make a class a frozen message; every field must declare a kind.
+    """Make a class a frozen message. Every field must declare a kind.
 
     Raises:
         RecipeError: a field is neither a tensor nor a tree, or declares an option that its type does not allow.
@@ -115,7 +115,7 @@ def message(cls: _M) -> _M:
 
 
 def _completed(where: str, declared: Declared, hint: Any) -> Declared:
-    """A field's declaration, completed with what follows from its annotation."""
+    """Return a field's declaration, completed with the facts that follow from its annotation."""
     if hint is not Tensor and hint != Tree:
         raise RecipeError(f"{where} is annotated {hint}; a field of a message is a Tensor or a Tree")
     if hint is Tensor:
@@ -143,7 +143,7 @@ def map_fields(msg: Message, change: Callable[..., Any], *others: Message) -> An
         msg: the message; it is not changed.
         change: `change(name, value, *values)` returns the field's new value. `name` is the field's name, `value` its
             Tensor or Tree, and `values` are the values of the same field in `others`.
-        others: further messages of the same type.
+        others: more messages of the same type.
 
     Returns:
         A message of the same type; `msg` itself if `change` returned every value unchanged.
@@ -164,7 +164,7 @@ def map_value(value: Tensor | Tree, change: Callable[..., Any], *others: Any) ->
     Args:
         value: the Tensor or Tree.
         change: `change(tensor, *tensors)`, where `tensors` are the tensors of the same name in `others`.
-        others: further values with the same structure as `value`.
+        others: more values with the same structure as `value`.
     """
     if isinstance(value, Tensor):
         return change(value, *others)
@@ -179,25 +179,25 @@ def map_tensors(msg: Message, change: Callable[..., Any], *others: Message) -> A
     Args:
         msg: the message; it is not changed.
         change: `change(tensor, *tensors)`, where `tensors` are the corresponding tensors of `others`.
-        others: further messages of the same type, whose trees have the same names.
+        others: more messages of the same type, whose trees have the same names.
     """
     return map_fields(msg, lambda _, value, *values: map_value(value, change, *values), *others)
 
 
 def tensors(msg: Message) -> Iterator[tuple[str, str | None, Tensor]]:
-    """Every tensor of a message as (field, name in its tree or None, tensor)."""
+    """Iterate over every tensor of a message as (field, name in its tree or None, tensor)."""
     for name in msg.kinds:
         for key, tensor in _named(getattr(msg, name)):
             yield name, key, tensor
 
 
 def _named(value: Tensor | Tree) -> Iterable[tuple[str | None, Tensor]]:
-    """The tensors of a field with their names in its tree; None for a field that is a tensor."""
+    """Return the tensors of a field with their names in its tree; the name is None if the field is a tensor."""
     return ((None, value),) if isinstance(value, Tensor) else value.items()
 
 
 def malformed(msg: Message) -> str:
-    """Describe the first field whose value is not of the annotated type; empty if all values are."""
+    """Describe the first field whose value does not have the annotated type; empty if all values have it."""
     for name, declared in msg.declared.items():
         value = getattr(msg, name)
         if declared.bare:
@@ -213,7 +213,7 @@ def malformed(msg: Message) -> str:
 
 
 def cut(msg: Message, blocks: frozenset[str]) -> Any:
-    """The message for a client that owns these blocks: trees without other blocks, except those declared `whole`."""
+    """Return the message for a client that owns these blocks: trees lose other blocks, unless declared `whole`."""
 
     def own(name: str, value: Tensor | Tree) -> Tensor | Tree:
         if name in msg.whole or isinstance(value, Tensor) or all(block_of(key) in blocks for key in value):
@@ -224,7 +224,7 @@ def cut(msg: Message, blocks: frozenset[str]) -> Any:
 
 
 def trimmed(msg: Message) -> Any:
-    """One client's message, after removing the padding from the fields that have one entry per row."""
+    """Return one client's message without the padding in fields that have one entry per row."""
     if not msg.counts:
         return msg
 
@@ -239,16 +239,16 @@ def trimmed(msg: Message) -> Any:
 
 @dataclass(frozen=True)
 class Crossing:
-    """One part of a message as policy and ledger see it: a tensor field, or one block of a tree.
+    """One part of a message for policy and ledger: a tensor field, or one block of a tree.
 
     Attributes:
         field: name of the field.
         kind: its kind.
         block: the modality that the part belongs to, or `shared` or `labels`.
-        dtype: data type of its tensors; `mixed` if they have several.
-        shape: shape of its tensor; if there are several, their total number of entries.
-        bytes: size of its tensors in bytes.
-        names: names of its tensors in the tree; for parameters and gradients only the block; empty for a tensor field.
+        dtype: data type of the tensors; `mixed` if they have several.
+        shape: shape of the tensor; if there are several tensors, their total number of entries.
+        bytes: size of the tensors in bytes.
+        names: names of the tensors in the tree; for parameters and gradients only the block; empty for a tensor field.
     """
 
     field: str
@@ -261,11 +261,11 @@ class Crossing:
 
 
 def crossings(msg: Message, *, stacked: bool = False, rows: Mapping[str, int] | None = None) -> tuple[Crossing, ...]:
-    """The parts of a message, as policy and ledger see them.
+    """Return the parts of a message for policy and ledger.
 
     Args:
         msg: the message of one client, or a stack of messages.
-        stacked: whether every tensor has a leading client axis; the parts are then those of one client.
+        stacked: whether every tensor has a leading client axis; the result then describes one client.
         rows: for each padded field, the number of rows without padding.
     """
     form: list[_Form] = []
@@ -287,7 +287,7 @@ def _shape(tensor: Tensor, stacked: bool, rows: int | None) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _crossings(kind_of_message: type[Message], form: tuple[_Form, ...]) -> tuple[Crossing, ...]:
-    """The parts of any message of this form. They are cached, because the messages of a round have only a few forms."""
+    """Return the parts of any message of this form. They are cached, because a round has only a few forms."""
     parts: list[Crossing] = []
     for (name, kind), tensors_ in zip(kind_of_message.kinds.items(), form, strict=True):
         groups: dict[str, _Form] = {}

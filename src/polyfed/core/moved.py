@@ -1,4 +1,4 @@
-"""Where modules of earlier versions are now, for scripts that still import them by their old name."""
+"""The new places of modules of earlier versions, for scripts that still import the old names."""
 
 import sys
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ MODULES = {
     "view": "training",
     "wire": "federation.wire_format",
 }
-"""The present place of each earlier module; both without `polyfed.`."""
+"""The new place of each earlier module, both without `polyfed.`."""
 
 NAMES = {
     "algorithm": {"Algorithm": "algorithms.base.Algorithm", "Averaging": "algorithms.averaging.Averaging"},
@@ -60,22 +60,22 @@ NAMES = {
         "View": "training.ClientData",
     },
 }
-"""By earlier module, its names that have another name now or are not in the module that replaced it."""
+"""For each earlier module, the names that were renamed or that are not in the module that replaced it."""
 
 
 class MovedModules(MetaPathFinder):
-    """Says where a module is now when a script imports it by an earlier name.
+    """Explains where a module is now, if a script imports it by an earlier name.
 
-    Python asks finders in order, and this one is the last: it sees only modules that no other finder has found, so it
-    cannot hide one that exists and adds nothing to the time of a successful import.
+    Python asks finders in order, and this finder is the last. It sees only modules that no other finder has found. It
+    therefore cannot hide an existing module, and adds no time to a successful import.
     """
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Find nothing, and explain why when the module has moved.
+        """Find nothing, and raise an error with an explanation if the module has moved.
 
         Raises:
-            ModuleNotFoundError: the module is in `MODULES`. The error has no `name`: with one, Python would replace
-                its text when a script writes `from polyfed import algorithm`.
+            ModuleNotFoundError: the module is in `MODULES`. The error has no `name`. With a `name`, Python would
+            replace its text if a script writes `from polyfed import algorithm`.
         """
         package, _, old = fullname.partition(".")
         if package == "polyfed" and old in MODULES:
@@ -86,13 +86,13 @@ _FINDER = MovedModules()
 
 
 def install() -> None:
-    """Let Python ask `MovedModules` last; a second call changes nothing."""
+    """Register `MovedModules` as Python's last finder. A second call changes nothing."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.append(_FINDER)
 
 
 def advice(old: str) -> str:
-    """What to import in place of an earlier module.
+    """Return what to import instead of an earlier module.
 
     >>> advice("replies")
     'polyfed.replies is now polyfed.federation.replies (Part is now ReplyStack in polyfed.federation.replies)'

@@ -1,8 +1,8 @@
-"""Parse JSON and TOML files that somebody else may have written or damaged.
+"""Parse JSON and TOML files that another person may have written or damaged.
 
-Text that is nested very deeply, or that holds an integer of thousands of digits, parses and then breaks the code that
-walks through it or converts it to a float. The functions here refuse such text with a ValueError, like any other text
-that is not valid.
+Some texts parse but break the code that walks through the result or converts it to a float. These texts are nested very
+deeply, or hold an integer of thousands of digits. The functions here refuse them with a ValueError, like any other
+invalid text.
 """
 
 import json
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 MOST_DEPTH = 200
-"""The deepest nesting that is accepted, counted in lists and tables; no file that polyfed writes comes near it."""
+"""The deepest nesting that is accepted, counted in lists and tables. No file that polyfed writes comes near it."""
 
 LARGEST = 10**300
-"""Integers from here on are refused: a float cannot hold them."""
+"""Integers from this value on are refused, because a float cannot hold them."""
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -37,7 +37,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _guarded(parse: Callable[[], Any]) -> Any:
-    """Parse text, and refuse what is nested too deeply or holds an integer that is too large."""
+    """Parse text, and refuse content that is nested too deeply or holds an integer that is too large."""
     try:
         content = parse()
     except RecursionError:
@@ -50,7 +50,7 @@ def refuse_extremes(content: Any) -> None:
     """Refuse nested lists and dictionaries that are too deep, or that hold an integer that is too large.
 
     Raises:
-        ValueError: with the limit.
+        ValueError: the content exceeds a limit; the text names the limit.
     """
     level, depth = [content], 0
     while level:

@@ -1,4 +1,4 @@
-"""Collects the faults of a recipe or of a data set, so that a user learns of all of them at once."""
+"""Collects the faults of a recipe or of a data set, so that a user sees all of them at once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,15 +38,16 @@ class Problems:
         return None
 
     def raise_all(self) -> None:
-        """Raise the only fault as it is, or several faults as one exception; see `joined`."""
+        """Raise the only fault unchanged, or several faults as one exception; see `joined`."""
         if self.found:
             raise joined(self.found)
 
 
 def joined(errors: Sequence[PolyfedError], places: Sequence[str] | None = None) -> PolyfedError:
-    """One exception for several faults: the number of faults, then a line for each.
+    """Combine several faults into one exception: the number of faults, then a line for each.
 
-    Faults of the class `NotAllowed` come alone: whoever sent a recipe to a device learns only what is not allowed.
+    Faults of the class `NotAllowed` are not combined with others. A server that sends a recipe to a device then learns
+    only what is not allowed.
 
     Args:
         errors: at least one fault.
@@ -67,7 +68,7 @@ def joined(errors: Sequence[PolyfedError], places: Sequence[str] | None = None) 
 
 
 def copied(error: PolyfedError, text: str) -> PolyfedError:
-    """The same fault with another text."""
+    """Return the same fault with another text."""
     made = type(error)(text)
     made.key, made.several = error.key, error.several
     return made

@@ -1,8 +1,8 @@
-"""Which class does a name in a recipe stand for? A registered name, or the user's own class as `package.module:Class`.
+"""Finds the class that a name in a recipe means: a registered name, or the user's own class `package.module:Class`.
 
-Importing a module runs its code. Whoever runs a recipe on their own machine accepts that, as with `python module.py`.
-On a device the recipe comes from a server, so the device's owner decides: inside `only(allowance)`, nothing is imported
-and no saved model is read unless the allowance lists it.
+Importing a module runs its code. A user who runs a recipe on their own machine accepts that, as with `python
+module.py`. On a device, the recipe comes from a server, so the device's owner decides. Inside `only(allowance)`,
+polyfed imports nothing and reads no saved model unless the allowance lists it.
 """
 
 import re
@@ -25,12 +25,11 @@ _READS = "It must read 'package.module:Class'"
 
 @dataclass(frozen=True, kw_only=True)
 class Allowance:
-    """What a recipe that comes from a server may use: the [allow] section of a device's policy file.
+    """What a recipe from a server may use: the [allow] section of a device's policy file.
 
     Attributes:
-        imports: classes that may be imported, as `package.module:Class`; or `package.*`, which allows every class in a
-            package.
-        models: values of the encoder `hf`'s `path` that are allowed, compared as texts.
+        imports: classes that may be imported, as `package.module:Class`, or `package.*` for every class in a package.
+        models: allowed values of the option `path` of the encoder `hf`, compared as texts.
     """
 
     imports: tuple[str, ...] = ()
@@ -68,12 +67,12 @@ class Allowance:
 
 
 _ALLOWANCE: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
-"""None outside of `only`: the user chose the recipe, so everything is allowed."""
+"""None outside of `only`, because the user chose the recipe and everything is allowed."""
 
 
 @contextmanager
 def only(allowance: Allowance) -> Iterator[None]:
-    """While the block runs, refuse imports and saved models that the allowance does not list."""
+    """Refuse imports and saved models that the allowance does not list, while the block runs."""
     token = _ALLOWANCE.set(allowance)
     try:
         yield
@@ -85,7 +84,7 @@ def check_import(path: str) -> None:
     """Refuse to import a class that the owner of this device has not allowed. Outside of `only`, nothing is refused.
 
     Raises:
-        NotAllowed: the text holds the line that would allow it.
+        NotAllowed: the class is not allowed; the text holds the line that would allow it.
     """
     allowance = _ALLOWANCE.get()
     if allowance is not None and not allowance.has_import(path):
@@ -99,7 +98,7 @@ def check_model(path: str) -> None:
     """Refuse a saved model that the owner of this device has not allowed. Outside of `only`, nothing is refused.
 
     Raises:
-        NotAllowed: the text holds the line that would allow it.
+        NotAllowed: the model is not allowed; the text holds the line that would allow it.
     """
     allowance = _ALLOWANCE.get()
     if allowance is not None and path not in allowance.models:
@@ -110,19 +109,19 @@ def check_model(path: str) -> None:
 
 
 def find(name: str, registered: Mapping[str, type], base: type) -> Any:
-    """Look up the class that a name in a recipe stands for.
+    """Look up the class that a name in a recipe means.
 
     Args:
         name: a registered name, or the path `package.module:Class` of the user's own class.
         registered: classes by name.
-        base: the class that the user's own must extend; it must also be a dataclass.
+        base: the class that the user's own class must extend; the user's class must also be a dataclass.
 
     Returns:
         The class.
 
     Raises:
         NotAllowed: the owner of this device has not allowed the path.
-        RecipeError: the name is unknown, the path cannot be imported, or it leads to something else.
+        RecipeError: the name is unknown, the path cannot be imported, or it leads to another kind of object.
     """
     if ":" not in name:
         if name not in registered:
@@ -140,11 +139,11 @@ def find(name: str, registered: Mapping[str, type], base: type) -> Any:
 
 
 def own(path: str, base: type) -> Any:
-    """Import the class at `package.module:Class`, which must extend `base`. What is found there is not called.
+    """Import the class at `package.module:Class`, which must extend `base`. The class is not called.
 
     Raises:
         NotAllowed: the owner of this device has not allowed the class; nothing was imported.
-        RecipeError: it cannot be imported, or does not extend `base`.
+        RecipeError: the class cannot be imported, or does not extend `base`.
     """
     module, name = _parsed(path)
     check_import(path)
@@ -156,14 +155,14 @@ def own(path: str, base: type) -> Any:
             f"'{path}' cannot be imported ({why}). {_READS}, and the folder of the package must be on PYTHONPATH "
             "(PYTHONPATH=. for a module in this folder)"
         ) from error
-    # checked by type(): an object can claim by its __class__ to be a class
+    # checked by type(), because an object can claim by its __class__ to be a class
     if not (issubclass(type(found), type) and issubclass(found, base)):
         raise RecipeError(f"'{path}' must be a class that extends {_public(base)}; it is {_described(found)}")
     return found
 
 
 def name_of(part: Any, registered: Mapping[str, type]) -> str:
-    """The name in a recipe that stands for the class of `part`: a registered name, or `package.module:Class`."""
+    """Return the name in a recipe for the class of `part`: a registered name, or `package.module:Class`."""
     for name, cls in registered.items():
         if type(part) is cls:
             return name
@@ -174,7 +173,7 @@ def _parsed(path: str) -> tuple[str, str]:
     """Split a path into module and class, before anything is imported.
 
     Raises:
-        RecipeError: it is not such a path, or its module is one of Python's own or a command.
+        RecipeError: the text is not such a path, or its module is one of Python's own modules or a command.
     """
     match = _PATH.fullmatch(path)
     if match is None:
@@ -192,7 +191,7 @@ def _parsed(path: str) -> tuple[str, str]:
 
 
 def _public(cls: type) -> str:
-    """The shortest path from which a class can be imported, as documentation names it."""
+    """Return the shortest path from which a class can be imported, as documentation names it."""
     names = cls.__module__.split(".")
     modules = [".".join(names[: depth + 1]) for depth in range(len(names))]
     home = next((name for name in modules if vars(sys.modules[name]).get(cls.__name__) is cls), cls.__module__)
@@ -200,14 +199,14 @@ def _public(cls: type) -> str:
 
 
 def _described(found: Any) -> str:
-    """Describe what a path leads to, without calling any of its methods."""
+    """Describe the object that a path leads to, without calling any of its methods."""
     if issubclass(type(found), type):
         return f"the class {found.__module__}.{found.__qualname__}"
     return f"of type {type(found).__name__}"
 
 
 def _refuse_undeclared(path: str, found: Any) -> None:
-    """Refuse a class that annotates options and lacks the dataclass decorator: it would ignore them without a word."""
+    """Refuse a class that annotates options but is not a dataclass, because it would silently ignore the options."""
     if "__dataclass_fields__" in vars(found):
         return
     inherited = {f.name for f in fields(found)}

@@ -1,4 +1,4 @@
-"""`Request`: one question of the server to some clients. Engines answer it, and egress gates check replies with it."""
+"""`Request`: one question of the server to some clients. Engines answer it, and egress gates check the replies."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ Task = Callable[..., tuple[Message, Tree]]
 """A method marked with `@task`, bound to its algorithm or to a part of it."""
 
 Accept = Callable[[int, Any], str]
-"""`accept(client, reply)` returns what is wrong with a reply; empty if nothing is."""
+"""`accept(client, reply)` returns what is wrong with a reply, or an empty text if nothing is wrong."""
 
 Send = Message | Mapping[int, Message]
 """One message for all clients, or one for each."""
@@ -30,9 +30,9 @@ class Request:
         number: number of the request in its round, from 0.
         seed: seed of the run.
         turn: requests of one round with the same turn give a client the same random numbers.
-        enough: how many replies close the request; None where all are waited for.
+        enough: how many replies close the request; None means that the server waits for all.
         got: the type of message that the task receives.
-        reply: the type of message that the task declares to answer with.
+        reply: the type of message that the task declares as its reply.
         scope: how far replies may travel, as the task declares: `server` or `silo`.
         loop_because: why the task cannot run under vmap; empty if it can.
     """
@@ -51,7 +51,7 @@ class Request:
     loop_because: str = field(init=False)
 
     def __post_init__(self) -> None:
-        """Take `got`, `reply`, `scope` and `loop_because` from the task; callers cannot override them."""
+        """Set `got`, `reply`, `scope` and `loop_because` from the task; callers cannot override them."""
         (got, reply), info = types_of(self.task), info_of(self.task)
         known = {"got": got, "reply": reply, "scope": info.scope, "loop_because": info.loop_because}
         for name, value in known.items():
@@ -59,7 +59,7 @@ class Request:
 
 
 def names_as_sent(field: str, sent: Mapping[int, Message]) -> Accept:
-    """Make an `Accept` for replies that must hold a Tree with the names of the one that the client was sent.
+    """Make an `Accept` that requires a Tree with the same names as the Tree that the client received.
 
     Args:
         field: name of the field in the message sent and in the reply.

@@ -22,7 +22,7 @@ class Within:
     """The range of an option, as metadata of its type: `mu: Annotated[float, NOT_NEGATIVE] = 0.0`.
 
     Attributes:
-        words: what a value must be; continues the words "must be".
+        words: the allowed values in words, which complete the text "must be".
         holds: whether a finite value is in the range; for a tensor, entry by entry.
     """
 
@@ -50,14 +50,14 @@ def between(low: int, high: int) -> Within:
 def check_ranges(section: str, spec: object) -> None:
     """Check the options of a dataclass against their types: simple types, allowed words and ranges.
 
-    For objects made in Python; `checked` does the same for recipes. None is inside every range.
+    Use it for objects made in Python. `checked` does the same for recipes. None is inside every range.
 
     Args:
         section: the section of the recipe, for error texts.
         spec: an object of the dataclass.
 
     Raises:
-        RecipeError: options are wrong. The text gives section, name, value and what is allowed, for each of them.
+        RecipeError: options are wrong. For each of them, the text gives section, name, value and the allowed values.
     """
     problems, cls = Problems(), type(spec)
 
@@ -80,14 +80,14 @@ def check_ranges(section: str, spec: object) -> None:
 
 
 def _outside(value: Any, within: Within) -> str:
-    """A value that is not in a range, and what it must be; empty if it is in the range or None."""
+    """Describe a value outside of a range and what is allowed; empty if it is in the range or None."""
     if value is None or (math.isfinite(value) and within.holds(value)):
         return ""
     return f"{value}: must be {'finite, ' if math.isinf(value) else ''}{within.words}"
 
 
 def key_of(section: str, *names: str) -> tuple[str, ...]:
-    """The place of an option in a recipe's file.
+    """Return the place of an option in a recipe's file.
 
     >>> key_of("[model.encoders]", "audio")
     ('model', 'encoders', 'audio')
@@ -97,7 +97,7 @@ def key_of(section: str, *names: str) -> tuple[str, ...]:
 
 @cache
 def simple_types(cls: type) -> dict[str, tuple[type, ...]]:
-    """The options of a dataclass whose type is a simple type or a union of simple types, and these types."""
+    """Return the options of a dataclass whose type is a simple type or a union of simple types, with these types."""
     hints, found = get_type_hints(cls), {}
     for name in (f.name for f in fields(cls)):
         several = get_origin(hints[name]) in (Union, UnionType)
@@ -113,7 +113,7 @@ def _is_a(value: Any, kind: type) -> bool:
 
 @cache
 def ranges(cls: type) -> dict[str, Within]:
-    """The options of a dataclass whose type has a range, and their ranges."""
+    """Return the options of a dataclass whose type has a range, with their ranges."""
     hints = get_type_hints(cls, include_extras=True)
     found = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(cls)}
     return {name: entry for name, extras in found.items() for entry in extras if isinstance(entry, Within)}
@@ -121,7 +121,7 @@ def ranges(cls: type) -> dict[str, Within]:
 
 @cache
 def choices(cls: type) -> dict[str, tuple[Any, ...]]:
-    """The options of a dataclass whose type is a `Literal`, and the allowed words."""
+    """Return the options of a dataclass whose type is a `Literal`, with the allowed words."""
     hints = get_type_hints(cls)
     return {f.name: get_args(hints[f.name]) for f in fields(cls) if get_origin(hints[f.name]) is Literal}
 
@@ -129,21 +129,21 @@ def choices(cls: type) -> dict[str, tuple[Any, ...]]:
 def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozenset[str] = frozenset()) -> dict[str, Any]:
     """Check the values of a section against the types of a dataclass.
 
-    A dataclass that once had options under other names says so in a class variable:
+    If options of a dataclass were renamed, the dataclass lists them in a class variable:
     `renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds"}`, old name -> new name.
 
     Args:
         where: the section, such as `[train]`; empty for keys above the first section.
         cls: the dataclass.
-        table: keys and values as the recipe has them.
-        elsewhere: fields of the dataclass that a recipe has in another section.
+        table: keys and values as they are in the recipe.
+        elsewhere: fields of the dataclass that belong to another section of the recipe.
 
     Returns:
         The values by key, converted to their types.
 
     Raises:
-        RecipeError: keys are unknown or values are wrong. The text gives section, key, value and what is allowed, and
-            the new name of an option that was renamed, for each of them.
+        RecipeError: keys are unknown or values are wrong. For each of them, the text gives section, key, value and the
+        allowed values. For a renamed option, it also gives the new name.
     """
     values, problems = sifted(where, cls, table, elsewhere)
     problems.raise_all()
@@ -153,7 +153,7 @@ def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozense
 def sifted(
     where: str, cls: type, table: Mapping[str, Any], elsewhere: frozenset[str] = frozenset()
 ) -> tuple[dict[str, Any], Problems]:
-    """The values of a section that are right, by key, and what is wrong with the others; see `checked`."""
+    """Return the correct values of a section by key, and the faults of the other values; see `checked`."""
     hints, limits = get_type_hints(cls), ranges(cls)
     allowed = [f.name for f in fields(cls) if f.init and f.name not in elsewhere]
     values: dict[str, Any] = {}
@@ -213,11 +213,11 @@ SIMPLE = {
 
 
 def _wanted(error: ValidationError) -> str:
-    """What a value must be: an alternative for each type that its field allows."""
+    """Return what a value must be, with an alternative for each type that its field allows."""
     wishes = (WANTED.get(e["type"], e["msg"].removeprefix("Input should be ")) for e in error.errors())
     return " or ".join(dict.fromkeys(wishes))
 
 
 def _shown(value: Any) -> str:
-    """A value as an error text shows it; booleans as TOML writes them."""
+    """Return a value in the form of error texts, with booleans as in TOML."""
     return str(value).lower() if isinstance(value, bool) else repr(value)

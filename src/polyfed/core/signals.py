@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def handling(handler: Any, *kinds: signal.Signals) -> Iterator[None]:
-    """Handle these signals with `handler` inside the `with` block; does nothing outside of the main thread."""
+    """Handle these signals with `handler` inside the `with` block. Outside of the main thread, this does nothing."""
     if current_thread() is not main_thread():
         yield
         return

@@ -1,9 +1,9 @@
 """`@task`: marks the methods that run on clients.
 
 A task is a pure function `(context, data, local, got) -> (reply, local)`. It depends only on these arguments and on the
-frozen hyper-parameters of its object. So the same code runs in a loop, under `vmap`, in another process and on a real
-device. The annotations of a task declare what it sends, so that `polyfed check` can list what will leave the clients
-before anything runs.
+frozen hyper-parameters of its object. The same code therefore runs in a loop, under `vmap`, in another process and on a
+real device. The annotations of a task declare what it sends. `polyfed check` uses them to list what will leave the
+clients before anything runs.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ def task(*, scope: str = "server", loop_because: str = "") -> Callable[[_F], _F]
 
 
 def parts(algorithm: Any) -> Iterator[tuple[str, Any]]:
-    """The algorithm and its parts that may have tasks, such as a selector, each with the prefix of its tasks' names."""
+    """Iterate over the algorithm and its parts with tasks (a selector), each with the prefix of its task names."""
     yield "", algorithm
     for field in dataclasses.fields(algorithm):
         value = getattr(algorithm, field.name)
@@ -56,7 +56,7 @@ def parts(algorithm: Any) -> Iterator[tuple[str, Any]]:
 
 
 def tasks_of(algorithm: Any) -> dict[str, Callable[..., Any]]:
-    """All tasks of an algorithm and of its parts, as bound methods by name."""
+    """Return all tasks of an algorithm and of its parts, as bound methods by name."""
     found: dict[str, Callable[..., Any]] = {}
     for prefix, owner in parts(algorithm):
         for name in dir(type(owner)):
@@ -77,13 +77,13 @@ def info_of(task: Callable[..., Any]) -> TaskInfo:
 
 
 def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
-    """The types of message that a bound task receives and answers with.
+    """Return the types of the messages that a bound task receives and replies with.
 
-    They are taken from the task's annotations. Where a task is annotated with plain `Message`, as in a base class, the
-    class attributes `sends` and `replies` of its object give the types.
+    They come from the task's annotations. If a task is annotated with plain `Message`, as in a base class, they come
+    from the class attributes `sends` and `replies` of its object.
 
     Raises:
-        RecipeError: a type is missing or is not a single message type, so that it is unknown what the task sends.
+        RecipeError: a type is missing or is not a single message type, so polyfed cannot know what the task sends.
     """
     hints = get_type_hints(task)
     answer = get_args(hints.get("return")) or (None,)
@@ -102,15 +102,15 @@ def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
 
 
 def answers_of(algorithm: Any) -> dict[str, tuple[type[Message], str]]:
-    """By name of each task of an algorithm, the type of its reply and how far that may travel."""
+    """Return, by task name, the type of the task's reply and how far the reply may travel."""
     return {name: (types_of(task)[1], info_of(task).scope) for name, task in tasks_of(algorithm).items()}
 
 
 def path_of(task: Callable[..., Any], algorithm: Any) -> str:
-    """The name of a bound task as seen from the algorithm, such as `update` or `selector.score`.
+    """Return the name of a bound task as seen from the algorithm, such as `update` or `selector.score`.
 
     Raises:
-        RecipeError: the algorithm has no such task, so `polyfed check` has not announced what it sends.
+        RecipeError: the algorithm has no such task, so `polyfed check` has not listed what it sends.
     """
     owner, function = getattr(task, "__self__", None), getattr(task, "__func__", None)
     for prefix, part in parts(algorithm):

@@ -1,8 +1,9 @@
-"""Trees: flat dictionaries of tensors, parameters and buffers alike, with the names of the PyTorch module.
+"""Trees: flat dictionaries of tensors (parameters and buffers) with the names of the PyTorch module.
 
-The first dotted part of a name is its *block*: `audio.encoder.0.weight` belongs to block `audio` (the encoder of the
-modality and its own part of the first fusion layer), `shared.bias` to the block `shared`, which no single modality
-owns. Trees stay flat: a block is selected by name. All functions return new trees and do not change their arguments.
+The part of a name before the first dot is its *block*. `audio.encoder.0.weight` belongs to the block `audio`, which
+holds the encoder of this modality and its own part of the first fusion layer. `shared.bias` belongs to the block
+`shared`, which no single modality owns. Trees stay flat, and blocks are selected by name. All functions return new
+trees and do not change their arguments.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ SHARED = "shared"
 
 
 def block_of(name: str) -> str:
-    """The block a name belongs to.
+    """Return the block that a name belongs to.
 
     >>> block_of("audio.encoder.0.weight")
     'audio'
@@ -27,20 +28,20 @@ def block_of(name: str) -> str:
 
 
 def blocks(tree: Iterable[str]) -> tuple[str, ...]:
-    """The blocks that occur in a tree, in order of first appearance."""
+    """Return the blocks that occur in a tree, in order of first appearance."""
     return tuple(dict.fromkeys(block_of(name) for name in tree))
 
 
 def select(tree: Mapping[str, Tensor], wanted: Iterable[str]) -> Tree:
-    """The entries of a tree that belong to the wanted blocks."""
+    """Return the entries of a tree that belong to the wanted blocks."""
     keep = set(wanted)
     return {name: value for name, value in tree.items() if block_of(name) in keep}
 
 
 def nested(prefix: str, tree: Mapping[str, Tensor]) -> Tree:
-    """The tree with `prefix.` before every name, so that several trees fit into one; `under` takes it out again.
+    """Return the tree with `prefix.` before every name, so that several trees fit into one; `under` reverses this.
 
-    The prefix becomes the first part of the names, and so their block.
+    The prefix becomes the first part of each name, and so the block.
 
     >>> nested("previous", {"audio.weight": torch.zeros(1)})
     {'previous.audio.weight': tensor([0.])}
@@ -49,7 +50,7 @@ def nested(prefix: str, tree: Mapping[str, Tensor]) -> Tree:
 
 
 def under(prefix: str, tree: Mapping[str, Tensor]) -> Tree:
-    """The entries whose names begin with `prefix.`, named without it; empty if there are none.
+    """Return the entries whose names begin with `prefix.`, without this prefix; empty if there are none.
 
     >>> under("previous", {"previous.audio.weight": torch.zeros(1), "audio.weight": torch.ones(1)})
     {'audio.weight': tensor([0.])}
@@ -59,18 +60,18 @@ def under(prefix: str, tree: Mapping[str, Tensor]) -> Tree:
 
 
 def like(tree: Mapping[str, Tensor], fill: float = 0.0) -> Tree:
-    """A tree with the same names, shapes and dtypes, filled with one value."""
+    """Return a tree with the same names, shapes and dtypes, filled with one value."""
     return {name: torch.full_like(value, fill) for name, value in tree.items()}
 
 
 def clone(tree: Mapping[str, Tensor]) -> Tree:
-    """An independent copy, detached from any graph."""
+    """Return an independent copy, detached from any graph."""
     with torch.no_grad():
         return {name: value.clone() for name, value in tree.items()}
 
 
 def zip_map(function: Callable[..., Tensor], first: Mapping[str, Tensor], *rest: Mapping[str, Tensor]) -> Tree:
-    """`function(a, b, ...)` of the tensors of the same name, for every name of the first tree."""
+    """Return `function(a, b, ...)` of the tensors of the same name, for every name of the first tree."""
     return {name: function(value, *(other[name] for other in rest)) for name, value in first.items()}
 
 
@@ -95,15 +96,15 @@ def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor
 
 
 def vector(tree: Mapping[str, Tensor]) -> Tensor:
-    """All entries in one vector (P,), with the names in sorted order."""
+    """Return all entries as one vector (P,), with the names in sorted order."""
     return torch.cat([tree[name].reshape(-1) for name in sorted(tree)]) if tree else torch.zeros(0)
 
 
 def keep_on_host(record: object, *fields: str) -> None:
     """Move fields of a frozen dataclass to the CPU; called from its `__post_init__`.
 
-    For the server's bookkeeping, which it combines with other tensors on the CPU. Reading a checkpoint puts all of its
-    tensors onto the run's device, so the dataclass has to move these fields back.
+    Use it for records of the server that are combined with other tensors on the CPU. Reading a checkpoint puts all of
+    its tensors on the run's device, so the dataclass has to move these fields back.
 
     Args:
         record: an instance of a frozen dataclass.

@@ -1,19 +1,20 @@
-"""What is on the clients? Data sources, the table that each loads, and how its rows are split over clients.
+"""The data on the clients: data sources, the table that each source loads, and the split of its rows over clients.
 
-A data source loads a `Columns` table; `populate` splits its rows over clients by a partition, decides who holds which
-modality, and sets test and validation rows aside: the result is a `Population`.
+A data source loads a `Columns` table. `populate` splits its rows over clients by a partition, assigns modalities to
+clients, and sets test and validation rows aside. The result is a `Population`.
 
 - `columns`: the table: `Columns`, with one `Column` for each modality.
 - `sources/`: the data sources, one file for each, and their registry `SOURCES`.
 - `clients`: `ClientsSpec`, the schema of `[clients]`.
-- `partitions/`: which training rows go to which client; one file for each family, and their registry `PARTITIONS`.
-- `assignment`: which client holds which modality.
+- `partitions/`: the rules that assign training rows to clients; one file for each family, and the registry
+`PARTITIONS`.
+- `assignment`: the rules that assign modalities to clients.
 - `population`: `populate` and its result, `Population`.
 - `stacking`: several modalities concatenated into one (early fusion).
-- `features/`: extracts the features of media files once, into a folder that runs read memory mapped.
+- `features/`: extracts the features of media files once, into a folder that runs read with memory mapping.
 - `media/`: the extractors: spectrograms, frames, embeddings.
-- `files`: reads `.npz`, `.npy` and idx files, however damaged or malicious they are.
-- `splits`: draws test sets and subsets that stay the same whatever the run's seed.
+- `files`: reads `.npz`, `.npy` and idx files safely, even if they are damaged or malicious.
+- `splits`: draws test sets and subsets that do not depend on the run's seed.
 - `checks`: a check that the schemas share.
 
 Pages: docs/data.md (sources and features) and docs/partitions.md (clients).

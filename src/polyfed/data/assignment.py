@@ -1,4 +1,4 @@
-"""Which client holds which modality; docs/partitions.md has the rules."""
+"""The assignment of modalities to clients; docs/partitions.md has the rules."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,10 +11,10 @@ from polyfed.data.clients import ClientsSpec
 
 
 def assign(spec: ClientsSpec, modalities: Sequence[str], num: int, key: int) -> Tensor:
-    """Which modalities each client may hold; every client holds at least one.
+    """Return which modalities each client may hold. Every client holds at least one.
 
     Args:
-        spec: `[clients]`; `holdings`, `keep_both`, `only` or `missing` decide, or the partition `silos`.
+        spec: `[clients]`. Its option `holdings`, `keep_both`, `only` or `missing` decides, or the partition `silos`.
         modalities: The M modalities of the data, in order.
         num: Number of clients K.
         key: Key of the draw.
@@ -23,7 +23,7 @@ def assign(spec: ClientsSpec, modalities: Sequence[str], num: int, key: int) -> 
         bool (K, M).
 
     Raises:
-        RecipeError: An option names a modality or a client that does not exist, or takes too much away.
+        RecipeError: An option names a modality or a client that does not exist, or leaves a client without a modality.
     """
     if spec.holdings is not None:
         return _cycle(spec.holdings, modalities, num)
@@ -37,7 +37,7 @@ def assign(spec: ClientsSpec, modalities: Sequence[str], num: int, key: int) -> 
 
 
 def devices_per_silo(spec: ClientsSpec, modalities: Sequence[str]) -> int:
-    """Number of clients that share the rows of one silo."""
+    """Return the number of clients that share the rows of one silo."""
     return len(modalities) if spec.holdings is None else len(spec.holdings)
 
 
@@ -83,7 +83,7 @@ def _missing(spec: ClientsSpec, modalities: Sequence[str], num: int, key: int) -
     for place, name in enumerate(modalities):
         count = round(spec.missing.get(name, 0.0) * num)
         order = torch.from_numpy(keys.generator(keys.key(key, name)).permutation(num))
-        # a client whose only modality this is keeps it
+        # a client keeps the modality if it has no other
         able = order[holds[order].sum(1) > 1]
         if count > len(able):
             raise RecipeError(

@@ -1,4 +1,4 @@
-"""The cells of one column of a table, such as lists, token ids and pictures, as one array."""
+"""Converts the cells of one column of a table, such as lists, token ids and pictures, to one array."""
 
 import io
 from collections.abc import Sequence
@@ -24,18 +24,18 @@ def is_list(cell: Any) -> bool:
 
 
 def array_of(cells: Sequence[Any], where: str) -> tuple[Array, NDArray[np.bool_], str]:
-    """All cells as one array.
+    """Return all cells as one array.
 
-    Lists of numbers must have one shape. Two kinds may differ in length and are filled up with zeros at their end:
-    lists of whole numbers (token ids) and lists of lists (time series), whose steps of zeros the encoders leave out.
+    Lists of numbers must have one shape. Two kinds of lists may differ in length, and are padded with zeros at their
+    end: lists of whole numbers (token ids) and lists of lists (time series). Encoders leave out time steps of zeros.
 
     Args:
         cells: the cells; None where a row lacks the modality.
-        where: what messages call the column.
+        where: the name of the column in messages.
 
     Returns:
-        The array (N, ...), with zeros where a row lacks the modality; bool (N,), which rows have it; and a note on what
-        was filled up, or an empty text.
+        The array (N, ...), with zeros if a row lacks the modality; bool (N,), which rows have it; and a note on the
+        padding, or an empty text.
 
     Raises:
         DataError: a cell cannot be read, or the cells differ in shape.
@@ -64,8 +64,8 @@ def array_of(cells: Sequence[Any], where: str) -> tuple[Array, NDArray[np.bool_]
 
 
 def _dense(cell: Any, where: str) -> Array:
-    """One cell as an array of numbers."""
-    if isinstance(cell, dict):  # a picture as the library `datasets` stores it
+    """Return one cell as an array of numbers."""
+    if isinstance(cell, dict):  # the form in which the library `datasets` stores a picture
         if not isinstance(cell.get("bytes"), bytes):
             raise DataError(f"{where} is a table with the keys {', '.join(map(str, cell))}: give lists of numbers")
         image = optional("PIL.Image", "image")

@@ -13,7 +13,7 @@ def require(ok: bool, where: str, value: object, allowed: str) -> None:
         allowed: What is allowed, in words.
 
     Raises:
-        RecipeError: `ok` is false; the message has the other three.
+        RecipeError: `ok` is false; the message contains the other three arguments.
     """
     if not ok:
         raise RecipeError(f"{where} = {value!r}; allowed: {allowed}", tuple(where.split(".")))

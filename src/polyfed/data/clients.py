@@ -1,4 +1,4 @@
-"""The schema of `[clients]`: how many clients there are, and which rows and modalities each holds."""
+"""The schema of `[clients]`: the number of clients, and the rows and modalities that each client holds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -21,46 +21,47 @@ _ASSIGNMENTS = ("missing", "keep_both", "only", "holdings")
 class ClientsSpec:
     """The clients of a run. Options of a partition that is not chosen have no effect.
 
-    At most one of `missing`, `keep_both`, `only` and `holdings` may be given. Without any, every client holds all
-    modalities that its rows have. No client is ever left without a modality.
+    At most one of `missing`, `keep_both`, `only` and `holdings` may be given. Without these options, every client holds
+    all modalities that its rows have. No client is ever left without a modality.
 
     Attributes:
-        partition: How training rows are split over clients: "iid", "dirichlet", "dirichlet-authors", "by-client",
-            "classes-per-client", "main-class", "silos", or a partition of your own, "package.module:Class": a dataclass
-            that extends `polyfed.data.Partition`; its fields take the values of the keys of this section with the same
-            names. In Python also an object with the method `split`.
-        num: Number of clients; a recipe without it has 10. "by-client" and "silos" take none: their number follows from
-            the data and from `silos`.
+        partition: The rule that splits training rows over clients: "iid", "dirichlet", "dirichlet-authors",
+            "by-client", "classes-per-client", "main-class", "silos", or your own partition, "package.module:Class".
+            Your own partition is a dataclass that extends `polyfed.data.Partition`. Its fields take the values of the
+            keys of this section with the same names. In Python, also an object with the method `split`.
+        num: Number of clients; 10 if a recipe does not give it. "by-client" and "silos" do not accept it, because their
+            number follows from the data and from `silos`.
         alpha: Concentration of the Dirichlet partitions, and of the cut of natural clients into shards.
         min_size: Rows of the smallest client in a Dirichlet draw; 10 as in NIID-Bench.
-        shards: With "by-client": number of clients that each natural client is cut into.
+        shards: With "by-client": number of clients into which each natural client is cut.
         classes_per_client: With "classes-per-client": classes of each client; 3 in the FMML paper.
         main_share: With "main-class": share of the main class; 0.5 is non-IID-2, 0.3 non-IID-3 of the FMML paper.
-        exclude_main: With "main-class": take the rest of a client's rows from the other classes only.
-        on_shortage: With "main-class": what to do if a class is too rare for its clients: "reduce" makes every client
-            smaller, "cap" lets a client take what is left of its class and fills it up from the others.
+        exclude_main: With "main-class": take the other rows of a client only from other classes.
+        on_shortage: With "main-class": what to do if a class is too rare for its clients. "reduce" makes every client
+            smaller. "cap" lets a client take the rest of its class and adds rows of other classes.
         silos: With "silos": number of silos; a silo has one device per entry of `holdings`, or per modality.
         participation: Clients in each round: a float is a share of all clients in (0, 1], an int is their number.
-        overselect: Ask so many clients more than `participation` says, as a share of them (0.3 in Bonawitz et al.,
-            2019), and close the request when as many as `participation` says have replied. The slowest are left out of
-            the round. None asks no more.
-        missing: Modality -> share of clients that lack it: exactly round(share * K), drawn among the clients that hold
-            another modality.
-        keep_both: Share p of clients that keep all modalities, int(p * K) of them. The other clients are divided evenly
-            over the modalities, in order, and hold one each; of two modalities the first goes to the smaller half.
-        only: Modality -> clients that hold nothing else; a client that is not listed holds all.
+        overselect: How many more clients are asked than `participation` says, as a share of them (0.3 in Bonawitz et
+            al., 2019). The request closes when as many clients as `participation` says have replied, so the round
+            leaves out the slowest clients. None asks no more clients.
+        missing: Modality -> share of clients that lack it. Exactly round(share * K) clients lack it, drawn among the
+            clients that hold another modality.
+        keep_both: Share p of clients that keep all modalities, int(p * K) of them. The other clients hold one modality
+            each, and are divided evenly over the modalities, in order. Of two modalities, the first gets the smaller
+            half.
+        only: Modality -> clients that hold only this modality; a client that is not listed holds all modalities.
         holdings: Client k holds the modalities `holdings[k mod len]`.
-        personal_test: Each client's own test rows. A share: split off its training rows. "split_personal": the rows
-            that the data marks as such; guard rows are left out. "matched": drawn from the global test set in the
-            proportions of the client's labels, about the client's share of it; clients may overlap. None: no own
+        personal_test: Each client's own test rows. A share: taken from its training rows. "split_personal": the rows
+            that the data marks as test rows; guard rows are left out. "matched": drawn from the global test set in the
+            proportions of the client's labels, about the client's share of this set; clients may overlap. None: no own
             test rows.
-        seed: Seed of the partition, the validation split and the modality assignment; None: the run's own seed. With a
-            fixed seed, runs with different seeds differ only by what training itself draws.
-        validation: Share of each client's training rows that is pooled at the server, to choose the best round by. With
-            "by-client" it is taken from each natural client before the client is cut into shards.
-        measure_on: "validation": use no test row. The pooled validation rows take the place of the global test set. A
-            `validation` share of each client's training rows takes the place of its own test rows. `polyfed sweep`
-            chooses options with it. None: measure on the test rows.
+        seed: Seed of the partition, the validation split and the modality assignment. None uses the run's own seed.
+            With a fixed seed, runs with different seeds differ only in the random numbers of training.
+        validation: Share of each client's training rows that is pooled at the server, to choose the best round. With
+            "by-client", it is taken from each natural client before the client is cut into shards.
+        measure_on: "validation" uses no test rows. The pooled validation rows then replace the global test set, and a
+            `validation` share of each client's training rows replaces its own test rows. `polyfed sweep` uses this to
+            choose options. None: measure on the test rows.
     """
 
     partition: Any = "iid"
@@ -100,18 +101,18 @@ class ClientsSpec:
         problems.raise_all()
 
     def counted(self) -> "ClientsSpec":
-        """This section with `num` set to `MANY` if the partition needs a number of clients and none is given."""
+        """Return this section with `num` set to `MANY` if the partition needs a number of clients and none is given."""
         cls = self._partition_class()
         if self.num is not None or not (isinstance(self.partition, str) and "num" in {f.name for f in fields(cls)}):
             return self
         return replace(self, num=MANY)
 
     def build_partition(self) -> Partition:
-        """The chosen partition, with the values of this section's keys as its options.
+        """Return the chosen partition, with the values of this section's keys as its options.
 
         Raises:
-            RecipeError: `num` is missing, or is given to a partition that counts its clients itself; or the class of
-                the recipe's own partition has a field that is not a key of this section.
+            RecipeError: `num` is missing, or is given to a partition that counts its clients itself. Or the class of
+            the recipe's own partition has a field that is not a key of this section.
         """
         if not isinstance(self.partition, str):
             given: Partition = self.partition
@@ -127,12 +128,12 @@ class ClientsSpec:
             )
         try:
             partition: Partition = cls(**options)
-        except TypeError as error:  # a field that is not a key of this section, or a method that is missing
+        except TypeError as error:  # a field is not a key of this section, or a method is missing
             raise RecipeError(f"clients.partition = '{self.partition}': {error}") from None
         return partition
 
     def _partition_class(self) -> Any:
-        """The class that `partition` names or, if it is an object, its class."""
+        """Return the class that `partition` names, or the class of the object that it is."""
         if isinstance(self.partition, str):
             return find(self.partition, PARTITIONS, Partition)
         if not hasattr(self.partition, "split"):

@@ -19,11 +19,11 @@ TRAIN, TEST, VALIDATION, LEFT_OUT = 0, 1, 2, 3
 """Codes of `Columns.split`."""
 
 OWN_TRAIN, OWN_TEST, GUARD = 0, 1, 2
-"""Codes of `Columns.split_personal`; a guard row is left out because it overlaps a test row, as sliding windows do."""
+"""Codes of `Columns.split_personal`. A guard row is left out because it overlaps a test row, as in sliding windows."""
 
 _CHUNK = 1 << 22  # entries read at a time: 16 MiB as float32, whatever the size of the file
 
-_FINGERPRINT_ROWS = 256  # rows whose features enter a fingerprint
+_FINGERPRINT_ROWS = 256  # rows whose features are part of a fingerprint
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Column:
 
     Attributes:
         values: (N, *shape), of any real type; may be memory-mapped. With `index`, (U, *shape) for U distinct samples.
-        shift: Subtracted from the values; it broadcasts over one sample. None means 0.
-        scale: Divides the shifted values; it broadcasts over one sample. None means 1.
-        index: int64 (N,), the entry of `values` for each row, if rows share entries; None means that row i has entry i.
+        shift: This tensor is subtracted from the values; it broadcasts over one sample. None means 0.
+        scale: The shifted values are divided by this tensor; it broadcasts over one sample. None means 1.
+        index: int64 (N,), the entry of `values` for each row, if rows share entries. None means that row i has entry i.
     """
 
     values: Tensor
@@ -67,7 +67,7 @@ class Column:
         return picked.view((*entries.shape, *self.shape))
 
     def take(self, rows: Tensor) -> Tensor:
-        """The samples of `rows`, shifted and scaled.
+        """Return the samples of `rows`, shifted and scaled.
 
         Args:
             rows: int64 (...); `torch.func.vmap` may batch it.
@@ -83,29 +83,29 @@ class Column:
         return x
 
     def to(self, device: torch.device | str) -> "Column":
-        """The same column on another device."""
+        """Return the same column on another device."""
         moved = (None if t is None else t.to(device) for t in (self.shift, self.scale, self.index))
         return Column(self.values.to(device), *moved)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """A data set as a table. Building one checks that its arrays fit together.
+    """A data set as a table. The constructor checks that its arrays match each other.
 
     Attributes:
-        name: Name of the data set, as results show it.
-        modalities: The column of each modality. Their order here is the order of modalities everywhere.
-        label: int64 (N,), class numbers in range(num_classes); or float32 (N,) or (N, T), T targets for each row, NaN
-            where nobody knows a target.
+        name: Name of the data set in results.
+        modalities: The column of each modality. Their order here is the order of modalities in all of polyfed.
+        label: int64 (N,), class numbers in range(num_classes). Or float32 (N,) or (N, T), T targets for each row; NaN
+            means that a target is unknown.
         num_classes: C, at least the largest label + 1; T for targets.
         split: int8 (N,): 0 train, 1 test, 2 validation, 3 left out.
-        ids: int64 (N,), stable and distinct sample ids, by which the devices of a silo align their rows.
+        ids: int64 (N,), stable and distinct sample ids, with which the devices of a silo align their rows.
         class_names: The names of the C classes, or of the T targets.
         present: By modality, whether each row has it, bool (N,); only for modalities that some rows lack.
         client: int64 (N,), the natural client (speaker, subject, video) of each row.
         split_personal: int8 (N,): 0 training row of its natural client, 1 test row of that client, 2 guard row.
-        numbered: Whether `ids` are row numbers because the source has no ids, so that they say nothing outside of it.
-        notes: Sentences on what was guessed, converted or left out while reading; `polyfed check` prints them.
+        numbered: Whether `ids` are row numbers because the source has no ids. They mean nothing outside of this table.
+        notes: Sentences about what was guessed, converted or left out during reading; `polyfed check` prints them.
 
     Raises:
         DataError: There is no modality or no row, lengths differ, or a label or code is out of range.
@@ -149,7 +149,7 @@ class Columns:
         return len(self.label)
 
     def column(self, modality: str) -> Column:
-        """The column of a modality.
+        """Return the column of a modality.
 
         Raises:
             DataError: There is no such modality; the message suggests the one with the most similar name.
@@ -160,14 +160,15 @@ class Columns:
         return self.modalities[modality]
 
     def rows(self, *splits: int) -> Tensor:
-        """Positions of the rows whose split code is one of `splits`, in ascending order, int64 on the CPU."""
+        """Return the positions of the rows whose split code is in `splits`, in ascending order, int64 on the CPU."""
         codes = torch.tensor(splits, dtype=self.split.dtype)
         return torch.isin(self.split.cpu(), codes).nonzero()[:, 0]
 
     def fingerprint(self) -> str:
-        """SHA-256 of what a run depends on: labels, splits, ids and presence of all rows, and features of some rows.
+        """Return the SHA-256 of the labels, splits, ids and presence of all rows, and of the features of some rows.
 
-        Those rows are evenly spaced. Reading all features of a large data set would take as long as a training round.
+        The rows for the features are evenly spaced. Reading all features of a large data set would take as long as a
+        round of training. A run depends on all of these values.
         """
         some = torch.linspace(0, len(self) - 1, min(len(self), _FINGERPRINT_ROWS), dtype=torch.float64).long()
         sha = hashlib.sha256(f"{self.name}|{self.num_classes}".encode())
@@ -181,7 +182,7 @@ class Columns:
         return sha.hexdigest()
 
     def to(self, device: torch.device | str) -> "Columns":
-        """The same table with features, labels and presence on another device; the other tensors are not moved."""
+        """Return the table with features, labels and presence on another device; the other tensors are not moved."""
         return replace(
             self,
             modalities={name: column.to(device) for name, column in self.modalities.items()},
@@ -217,7 +218,7 @@ class Columns:
 
 
 def check_finite(columns: Columns) -> None:
-    """Raise DataError if a row that has a modality holds NaN or infinity in it, after conversion to float32."""
+    """Raise DataError if the samples of a modality hold NaN or infinity as float32, in rows that have the modality."""
     problems = Problems()
     for name, column in columns.modalities.items():
         if not column.values.is_floating_point():
@@ -236,16 +237,16 @@ def check_finite(columns: Columns) -> None:
 
 
 def standardised(columns: Columns, which: bool | Sequence[str] = True) -> Columns:
-    """The same table, with features scaled to mean 0 and deviation 1 over the training rows.
+    """Return the table with features scaled to mean 0 and deviation 1 over the training rows.
 
     Training rows are the rows of split 0 that are neither own test rows nor guard rows of a client. Every feature has
     its own mean and deviation. Features lie along the last axis of vectors (F,) and sequences (T, F), and along the
-    first axis of images (C, H, W) and larger samples. The statistics are summed in float64, chunk by chunk, so that a
-    memory-mapped column is never copied. A constant feature is only centred.
+    first axis of images (C, H, W) and larger samples. The statistics are summed in float64, chunk by chunk, so a
+    memory-mapped column is never copied. A constant feature is centred, but not scaled.
 
     Args:
         columns: The table.
-        which: The modalities to scale; True stands for all of them, False for none.
+        which: The modalities to scale; True means all of them, False none.
 
     Raises:
         DataError: There is no training row, no such modality, or a feature is not finite.
@@ -272,7 +273,7 @@ def standardised(columns: Columns, which: bool | Sequence[str] = True) -> Column
 
 
 def moments(column: Column, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population deviation of each feature over `rows`, both float64; they broadcast over a sample."""
+    """Return mean and population deviation of each feature over `rows`, in float64; they broadcast over a sample."""
     kept = 0 if len(column.shape) > 2 else len(column.shape) - 1
     axes = [axis for axis in range(len(column.shape) + 1) if axis != kept + 1]
     count, mean, squares = 0, torch.zeros(()), torch.zeros(())
@@ -285,7 +286,7 @@ def moments(column: Column, rows: Tensor) -> tuple[Tensor, Tensor]:
         squares = squares + (x - part_mean).square().sum(axes, keepdim=True)[0] + delta.square() * count * n / total
         mean, count = mean + delta * n / total, total
     deviation = (squares / max(count, 1)).sqrt()
-    # a deviation below the spacing of float32 numbers around the mean is rounding, not signal
+    # a deviation smaller than the spacing of float32 numbers around the mean is rounding, not signal
     constant = deviation <= 1e-6 * mean.abs().clamp(min=1e-30)
     return mean, torch.where(constant, torch.ones_like(deviation), deviation)
 

@@ -1,4 +1,4 @@
-"""The parts of a table before they are checked, and their conversion to `Columns`, with all faults at once."""
+"""`Draft`: the parts of a table before they are checked. Converts them to `Columns`, and reports all faults at once."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Draft:
 
     Attributes:
         name: Name of the data set.
-        where: How messages call the data, such as `'my.csv'`.
+        where: The name of the data in messages, such as `'my.csv'`.
         modalities: Modality -> array or tensor (N, ...), or (N,), which becomes (N, 1). A row whose entries are all NaN
             lacks the modality.
         labels: (N,) or (N, T); see `labels_of`.
@@ -32,8 +32,8 @@ class Draft:
         split: Split of each row (N,), or None.
         present: Modality -> bool (N,), for modalities that some rows lack.
         class_names: Names of the classes or targets, or None.
-        layout: Modality -> axes of a sample, where the guess of `laid_out` is wrong.
-        notes: What was guessed, converted or left out so far.
+        layout: Modality -> axes of a sample, for modalities where `laid_out` guesses wrong.
+        notes: Sentences about what was guessed, converted or left out so far.
     """
 
     name: str
@@ -56,17 +56,17 @@ def columns_of(
     standardise: bool | Sequence[str] = False,
     problems: Problems | None = None,
 ) -> Columns:
-    """Check a draft and make a table of it.
+    """Check a draft and make a table from it.
 
     Args:
         draft: The parts.
         test_share: Share of every class that becomes the test set, if the draft has no split.
-        seed: Seed of that draw.
+        seed: Seed for drawing that test set.
         standardise: The modalities to standardise, or all of them; see `standardised`.
-        problems: Faults that were found while the draft was read; they are raised together with those found here.
+        problems: Faults that were found while the draft was read. They are raised together with the faults found here.
 
     Raises:
-        DataError: With all faults that were found.
+        DataError: The draft has faults; the message lists all of them.
     """
     problems = problems or Problems()
     labels = problems.attempt(lambda: labels_of(draft.labels, f"{draft.where}: the label column", draft.class_names))
@@ -120,7 +120,7 @@ def _table(
 
 
 def _modality(draft: Draft, name: str, values: Any) -> tuple[Column, Tensor | None]:
-    """The column of a modality, and which rows have it, or None if all have it."""
+    """Return the column of a modality, and which rows have it, or None if all rows have it."""
     where = f"{draft.where}: modality '{name}'"
     tensor = _numbers(values, where)
     there = torch.ones(len(tensor), dtype=torch.bool)
@@ -144,10 +144,10 @@ def _modality(draft: Draft, name: str, values: Any) -> tuple[Column, Tensor | No
 
 
 def _numbers(values: Any, where: str) -> Tensor:
-    """A tensor (N, ...) on the CPU with at least two axes.
+    """Return a tensor (N, ...) on the CPU with at least two axes.
 
     Raises:
-        DataError: The values are not numbers of one shape.
+        DataError: The values are not numbers, or not of one shape.
     """
     if isinstance(values, Tensor):
         tensor = values.detach().cpu()
@@ -182,7 +182,7 @@ def _dense(values: Any, where: str) -> NDArray[Any]:
 def _check_rows(
     draft: Draft, num: int, arrays: Mapping[str, Any], present: Mapping[str, Tensor], problems: Problems
 ) -> None:
-    """Note arrays whose length is not that of the labels, and rows without any modality."""
+    """Add a fault for arrays that are not as long as the labels, and for rows without any modality."""
     unequal = {name: len(array) for name, array in arrays.items() if array is not None and len(array) != num}
     for name, length in unequal.items():
         problems.add(

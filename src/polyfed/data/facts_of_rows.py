@@ -1,4 +1,4 @@
-"""Reads what a table says of each row: its label, its natural client and its split, as numbers, floats or words."""
+"""Reads the label, natural client and split of each row of a table from numbers, floats or words."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,8 @@ from polyfed.core.errors import DataError, PolyfedWarning
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 
 MANY_CLASSES = 1000
-"""Labels that give more classes than rows, and more than this, are refused: they must be something else (inferred)."""
+"""Labels with more classes than rows, and more classes than this, are refused, because they cannot be classes
+(inferred)."""
 
 SPLITS: Mapping[str, int] = {
     "train": TRAIN,
@@ -25,7 +26,7 @@ SPLITS: Mapping[str, int] = {
     "val": VALIDATION,
     "dev": VALIDATION,
 }
-"""Words for the codes of `Columns.split`."""
+"""The words for the codes of `Columns.split`."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ class Labels:
     """The labels of a table.
 
     Attributes:
-        values: int64 (N,) for classes; float32 (N,) or (N, T) for other targets, as they are.
+        values: int64 (N,) for classes; float32 (N,) or (N, T), unchanged, for other targets.
         names: names of the classes, if the labels were words or names are given.
         num_classes: number of classes, or of targets T.
-        note: a sentence on labels that were words; otherwise empty.
+        note: a sentence about labels that were words; otherwise empty.
     """
 
     values: Tensor
@@ -49,11 +50,11 @@ def labels_of(values: Any, where: str, names: Sequence[str] | None = None) -> La
     """Read labels.
 
     Words become class numbers in sorted order, and the words are kept as names. Whole numbers and booleans are class
-    numbers. Floats, and arrays with several targets for each row, are passed on as float32, unknown targets as NaN.
+    numbers. Floats, and arrays with several targets for each row, become float32, with NaN for unknown targets.
 
     Args:
         values: (N,) or (N, T).
-        where: what messages call the labels.
+        where: the name of the labels in messages.
         names: names of the classes in order of their numbers; None if they are not known.
 
     Raises:
@@ -77,10 +78,10 @@ def labels_of(values: Any, where: str, names: Sequence[str] | None = None) -> La
 
 
 def clients_of(values: Any, where: str) -> Tensor:
-    """The natural client of each row, int64 (N,): words or whole numbers, numbered in sorted order.
+    """Return the natural client of each row, int64 (N,). Words or whole numbers are numbered in sorted order.
 
     Raises:
-        DataError: They are neither, or some are missing.
+        DataError: The values are neither words nor whole numbers, or some are missing.
     """
     array = plain(values, where)
     if array.dtype.kind not in "iuU" or array.ndim != 1:
@@ -89,10 +90,10 @@ def clients_of(values: Any, where: str) -> Tensor:
 
 
 def splits_of(values: Any, where: str) -> Tensor:
-    """Split codes, int8 (N,), of an array of codes or of the words in `SPLITS`.
+    """Return split codes, int8 (N,), from an array of codes or of the words in `SPLITS`.
 
     Raises:
-        DataError: There is another word or type.
+        DataError: The array has another word or type.
     """
     array = plain(values, where)
     if array.dtype.kind == "U" and array.ndim == 1:
@@ -106,7 +107,7 @@ def splits_of(values: Any, where: str) -> Tensor:
 
 
 def plain(values: Any, where: str) -> NDArray[Any]:
-    """An array of one plain type: booleans, whole numbers, floats or words.
+    """Return an array of one plain type: booleans, whole numbers, floats or words.
 
     Raises:
         DataError: Entries are missing, or words and numbers are mixed.
@@ -152,7 +153,7 @@ def _words(array: NDArray[Any], where: str, names: Sequence[str] | None) -> Labe
 
 
 def missing(gone: NDArray[np.bool_], where: str) -> DataError:
-    """The error for facts that are missing in some rows, `gone` bool (N,)."""
+    """Return the error for facts that are missing in some rows, `gone` bool (N,)."""
     return DataError(
         f"{where} is empty in {int(gone.sum())} of {gone.size} rows, first row {int(np.flatnonzero(gone)[0])}. "
         "Fill these cells in, or leave the rows out"
@@ -160,13 +161,13 @@ def missing(gone: NDArray[np.bool_], where: str) -> DataError:
 
 
 def check_numbering(label: Tensor, where: str) -> None:
-    """Check labels of classes without names, whose number is known from the largest label only.
+    """Check class labels without names. Their number of classes is known only from the largest label.
 
     Raises:
         DataError: The largest label makes far more classes than there are rows.
     """
     if not len(label) or int(label.min()) < 0:
-        return  # `Columns` refuses these
+        return  # `Columns` refuses these labels
     num_classes, seen = int(label.max()) + 1, torch.unique(label)
     if num_classes > max(len(label), MANY_CLASSES):
         raise DataError(

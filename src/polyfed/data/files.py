@@ -1,8 +1,8 @@
-"""Read arrays from untrusted files: without pickle, and without allocating more than the file's size justifies.
+"""Reads arrays from untrusted files, without pickle and without allocating more than the file's size justifies.
 
-`Arrays` reads `.npz` files and folders of `.npy` files, `read_npy` a single `.npy` file, `read_idx` MNIST's format.
-Each checks what a header claims against the bytes that are there before it allocates anything. Every fault is a
-`DataError` that names the file, the array and what to do.
+`Arrays` reads `.npz` files and folders of `.npy` files, `read_npy` reads a single `.npy` file, and `read_idx` reads
+MNIST's format. Before it allocates memory, each of them compares the header with the bytes in the file. Every fault is
+a `DataError` that names the file, the array and what to do.
 """
 
 import gzip
@@ -38,21 +38,21 @@ _UNREADABLE = (
     RuntimeError,  # an encrypted member, a header nested too deeply
     MemoryError,
 )
-"""What numpy, zipfile and the decompressors raise at a damaged or crafted file."""
+"""The exceptions that numpy, zipfile and the decompressors raise for a damaged or malicious file."""
 
 _HEADER_BYTES = 16_384  # numpy writes headers of at most 10,000 characters
 
 _LARGE, _HIGHEST_RATIO = 1 << 28, 100
-"""A compressed member of more than 256 MiB must not expand more than a hundredfold: else it counts as a zip bomb."""
+"""A compressed member of more than 256 MiB that expands more than a hundredfold counts as a zip bomb."""
 
 _MOST_AXES = 8  # of an idx file; MNIST's images have three
 
 
 def existing(path: str | Path, what: str) -> Path:
-    """The path, with `~` expanded.
+    """Return the path, with `~` expanded.
 
     Raises:
-        DataError: Nothing is there; the message names `what` was looked for.
+        DataError: The path does not exist; the message contains `what`, the description of the wanted data.
     """
     found = Path(path).expanduser()
     if not found.exists():
@@ -61,7 +61,7 @@ def existing(path: str | Path, what: str) -> Path:
 
 
 class Arrays:
-    """Named arrays of an `.npz` file, or of a folder of `<name>.npy` files, which are memory mapped.
+    """Named arrays of an `.npz` file, or of a folder of `<name>.npy` files, which are memory-mapped.
 
     Object arrays are refused, because reading one would run code from the file.
 
@@ -69,7 +69,7 @@ class Arrays:
         path: The `.npz` file or the folder.
 
     Raises:
-        DataError: Nothing is there, the folder has no `.npy` file, or the file is not a zip archive.
+        DataError: The path does not exist, the folder has no `.npy` file, or the file is not a zip archive.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -100,7 +100,7 @@ class Arrays:
                 file = self.path / f"{name}.npy"
                 with file.open("rb") as stream:
                     _check_header(stream, file.stat().st_size, where)
-                # copy on write: pages come from the file, and PyTorch gets an array that it may call writable
+                # copy on write: pages come from the file, and PyTorch gets an array that it may treat as writable
                 return np.asarray(np.load(file, mmap_mode="c", allow_pickle=False))
             with zipfile.ZipFile(self.path) as archive:
                 member = archive.getinfo(f"{name}.npy" if f"{name}.npy" in archive.namelist() else name)
@@ -117,7 +117,7 @@ class Arrays:
     def _check_member(self, member: zipfile.ZipInfo, where: str) -> None:
         """Raise DataError if a member of the archive claims more bytes than the archive can hold, or cannot be read."""
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            # numpy writes no others, and the header of an LZMA member may ask the decoder for gigabytes
+            # numpy writes no other compression, and an LZMA header may make the decoder allocate gigabytes
             raise DataError(
                 f"{where} is compressed by method {member.compress_type}, which numpy never writes. "
                 "Build the file with numpy.savez or numpy.savez_compressed"
@@ -137,8 +137,8 @@ class Arrays:
         """An array of whole numbers (N,) as int64.
 
         Raises:
-            DataError: The array is missing, unreadable, not of one axis or not of integers. Floats are refused, since
-                rounding them would hide a mistake.
+            DataError: The array is missing, unreadable, has several axes, or does not hold integers. Floats are
+                refused, because rounding them would hide a mistake.
         """
         array = self[name]
         if array.dtype.kind not in "iub" or array.ndim != 1:
@@ -152,7 +152,7 @@ class Arrays:
         """An array of labels: int64 (N,) for whole numbers (N,), else float32 (N,) or (N, T), T targets for each row.
 
         Raises:
-            DataError: The array is missing, unreadable, or neither.
+            DataError: The array is missing or unreadable, or its entries are no labels.
         """
         array = self[name]
         if array.dtype.kind not in "iubf" or array.ndim not in (1, 2) or 0 in array.shape[1:]:
@@ -178,14 +178,14 @@ class Arrays:
             )
         try:
             return tuple(text.decode() if isinstance(text, bytes) else str(text) for text in array.tolist())
-        except ValueError as error:  # bytes that are no text
+        except ValueError as error:  # the bytes are not text
             raise DataError(f"'{self.path}': array '{name}' holds no valid text ({error}). Save it again") from error
 
     def features(self, name: str) -> Tensor:
         """An array of numbers (N, ...) in the nearest type that PyTorch can index.
 
         Raises:
-            DataError: The array is missing, unreadable, not of numbers, or has one axis only.
+            DataError: The array is missing, unreadable, not numeric, or has only one axis.
         """
         array = self[name]
         if array.dtype.kind not in "fiub" or array.ndim < 2:
@@ -212,17 +212,17 @@ def read_npy(path: Path) -> Array:
 
 
 def stored_name(path: Path) -> str:
-    """A name for the data set in this file or folder."""
+    """Return a name for the data set in this file or folder."""
     return path.stem if path.is_file() else path.name
 
 
 def read_idx(path: Path) -> Tensor:
-    """An idx file of unsigned bytes (MNIST's format), plain or `.gz`: uint8, of the shape in its header.
+    """Read an idx file of unsigned bytes (MNIST's format), plain or `.gz`: uint8, of the shape in its header.
 
     The header is two zero bytes, the type 0x08, the number of axes, then each axis as a big-endian 32-bit integer.
 
     Raises:
-        DataError: The file is damaged, of another type, or its header claims another length than the file has.
+        DataError: The file is damaged, has another type, or is not as long as its header says.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
@@ -239,7 +239,7 @@ def _idx(stream: io.BufferedIOBase, path: Path) -> Tensor:
         )
     axes = stream.read(4 * start[3])
     shape = struct.unpack(f">{start[3]}I", axes) if len(axes) == 4 * start[3] else (-1,)
-    # deflate, behind .gz, expands a byte to 1,032 at most: a header that claims more is wrong
+    # deflate, used in .gz, expands a byte to at most 1,032 bytes, so a header that claims more is wrong
     claimed, possible = math.prod(shape), path.stat().st_size * (1032 if path.suffix == ".gz" else 1)
     raw = stream.read(claimed + 1) if 0 <= claimed <= possible else b""
     if len(raw) != claimed:
@@ -251,7 +251,7 @@ def _idx(stream: io.BufferedIOBase, path: Path) -> Tensor:
 
 
 def _check_header(stream: IO[bytes], size: int, where: str) -> None:
-    """Compare the header of a `.npy` stream of `size` bytes with that size, before anything is allocated.
+    """Compare the header of a `.npy` stream of `size` bytes with this size, before anything is allocated.
 
     Raises:
         DataError: The array holds Python objects, or claims more bytes than the stream has.
@@ -261,7 +261,7 @@ def _check_header(stream: IO[bytes], size: int, where: str) -> None:
     version = np.lib.format.read_magic(head)
     if version not in ((1, 0), (2, 0), (3, 0)):
         raise ValueError(f"unknown version {version} of the .npy format")
-    # headers of version 3 differ from those of version 2 in their encoding only, which matters to names of fields
+    # headers of versions 2 and 3 differ only in their encoding, which affects only the names of fields
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = read(head)
     if dtype.hasobject:
@@ -280,5 +280,5 @@ def _check_header(stream: IO[bytes], size: int, where: str) -> None:
 
 
 def _words(error: BaseException) -> str:
-    """The message of an error, or its name where it has none (as MemoryError)."""
+    """Return the message of an error, or the error's name if it has no message (such as MemoryError)."""
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Reads a pandas data frame: which columns are modalities, labels, natural clients and splits."""
+"""Reads a pandas data frame: decides which columns are modalities, labels, natural clients and splits."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ Modalities = Mapping[str, str | Sequence[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """What the columns of a table mean.
+    """The meaning of a table's columns.
 
     Attributes:
-        modalities: modality -> its column, a pattern with `*`, or a list of these; None guesses by `grouped`.
+        modalities: modality -> its column, a pattern with `*`, or a list of these; None guesses with `grouped`.
         label: column of the labels, or a list of columns of targets.
         client: column of the natural clients; empty if there is none.
         split: column of the splits; empty if there is none.
-        partial: what to do with a row that has some cells of a modality and lacks others.
-        optional: columns of `client` and `split` that may be missing, because nobody asked for them by name.
+        partial: what to do with a row that has only some cells of a modality.
+        optional: columns of `client` and `split` that may be missing, because the user did not name them.
     """
 
     modalities: Modalities | None = None
@@ -43,20 +43,20 @@ class Roles:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The columns of the labels."""
+        """Return the names of the label columns."""
         return (self.label,) if isinstance(self.label, str) else tuple(self.label)
 
 
 def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems: Problems, **more: Any) -> Draft:
-    """Read the parts of a data frame.
+    """Read the parts of a data frame into a draft.
 
     Args:
         frame: the data frame.
-        where: what messages call it.
+        where: the name of the data frame in messages.
         name: name of the data set.
-        roles: what its columns mean.
-        problems: faults are added here.
-        more: further attributes of `Draft`.
+        roles: the meaning of its columns.
+        problems: faults are added to this object.
+        more: more attributes of `Draft`.
     """
     frame = frame.rename(columns=str)
     if doubled := sorted(set(frame.columns[frame.columns.duplicated()])):
@@ -93,7 +93,7 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems
 
 
 def guessed(frame: "pd.DataFrame", special: Iterable[str], notes: list[str]) -> dict[str, list[str]]:
-    """The columns of each modality, guessed from names and types; what was guessed is added to `notes`."""
+    """Guess the columns of each modality from names and types, and add a sentence about the guess to `notes`."""
     found: dict[str, list[str]] = {"number": [], "list": [], "text": []}
     for column in frame.columns:
         if column in special:
@@ -113,7 +113,7 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str], notes: list[str]) -> 
 
 
 def kind_of(column: "pd.Series[Any]") -> Literal["number", "list", "text"]:
-    """What the cells of a column hold: single numbers, several numbers, or words."""
+    """Return what the cells of a column hold: single numbers, several numbers, or words."""
     if column.dtype.kind in "iufb":
         return "number"
     held = [cell for cell in column.head(100).tolist() if not is_missing(cell)]
@@ -134,7 +134,7 @@ def _refuse_answers(groups: Mapping[str, Sequence[str]], roles: Roles, where: st
 
 
 def _fact(frame: "pd.DataFrame", role: str, column: str, roles: Roles, where: str, problems: Problems) -> Any:
-    """The column of the natural clients or of the splits; None if there is none."""
+    """Return the column of the natural clients or of the splits; None if there is no such column."""
     if not column or (column not in frame.columns and role in roles.optional):
         return None
     if column not in frame.columns:
@@ -154,13 +154,13 @@ def _labels(frame: "pd.DataFrame", roles: Roles, where: str) -> Any:
     found = _facts(frame, roles.label)
     if found.dtype.kind == "f" and len(found):
         gone = np.isnan(found)
-        if gone.any() and (found[~gone] == np.round(found[~gone])).all():  # whole numbers, but for the empty cells
+        if gone.any() and (found[~gone] == np.round(found[~gone])).all():  # whole numbers, except for empty cells
             raise missing(gone, f"{where}: column '{roles.label}'")
     return found
 
 
 def _facts(frame: "pd.DataFrame", column: str) -> NDArray[Any]:
-    """A column as NumPy array: numbers as they are, words and anything else as objects."""
+    """Return a column as a NumPy array: numbers unchanged, words and anything else as objects."""
     series = frame[column]
     if series.dtype.kind in "iufb" and hasattr(series.dtype, "itemsize") and not hasattr(series.array, "_mask"):
         found: NDArray[Any] = series.to_numpy()
@@ -173,7 +173,7 @@ def _facts(frame: "pd.DataFrame", column: str) -> NDArray[Any]:
 def _values(
     frame: "pd.DataFrame", group: Sequence[str], where: str, partial: Partial
 ) -> tuple[Any, NDArray[np.bool_], str]:
-    """The values of a modality (N, ...), which rows have it, and a note."""
+    """Return the values of a modality (N, ...), which rows have it, and a note."""
     if len(group) == 1 and kind_of(frame[group[0]]) == "list":
         return array_of(frame[group[0]].tolist(), where)
     problems = Problems()
@@ -196,8 +196,8 @@ def _values(
 
 
 def _numbers(frame: "pd.DataFrame", column: str, where: str) -> NDArray[np.float32]:
-    """A column of single numbers as float32, with NaN for empty cells."""
-    import pandas as pd  # here: it takes half a second
+    """Return a column of single numbers as float32, with NaN for empty cells."""
+    import pandas as pd  # imported here, because the import takes half a second
 
     numbers = pd.to_numeric(frame[column], errors="coerce") if frame[column].dtype.kind not in "iufb" else frame[column]
     values: NDArray[np.float32] = numbers.to_numpy(dtype=np.float32, na_value=np.nan)

@@ -1,4 +1,4 @@
-"""Which columns of a table belong to which modality? By a mapping, by patterns, or guessed from their names."""
+"""Assigns the columns of a table to modalities: by a mapping, by patterns, or by a guess from their names."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from polyfed.core.errors import DataError, did_you_mean
 from polyfed.core.problems import Problems
 
 REST = "features"
-"""The modality of the number columns whose names share no prefix with others."""
+"""The modality of the numeric columns whose names share no prefix with other columns."""
 
 _NUMBERED = re.compile(r"(.+?)[_.\-:/ ]?\d+(?:[_.\-:x]\d+)*")
 _PREFIXED = re.compile(r"([^_.\-:/ ]+)[_.\-:/ ].+")
@@ -17,12 +17,12 @@ _PREFIXED = re.compile(r"([^_.\-:/ ]+)[_.\-:/ ].+")
 def grouped(columns: Iterable[str], lists: Iterable[str] = ()) -> dict[str, list[str]]:
     """Guess the modalities of a table from the names of its columns.
 
-    Columns that differ in a number at their end are one modality (`audio_0`, `audio_1`), and so are columns with the
-    same first word (`audio_mean`, `audio_std`). Columns that belong to no group are one modality `features`.
+    Columns that differ only in a number at their end form one modality (`audio_0`, `audio_1`). So do columns with the
+    same first word (`audio_mean`, `audio_std`). All remaining columns form one modality `features`.
 
     Args:
         columns: names of columns of single numbers.
-        lists: names of columns whose cells are lists or images; each is a modality of its own.
+        lists: names of columns whose cells are lists or images; each of these columns is a separate modality.
 
     >>> grouped(["audio_0", "audio_1", "eeg.a", "eeg.b", "age"], ["image"])
     {'audio': ['audio_0', 'audio_1'], 'eeg': ['eeg.a', 'eeg.b'], 'features': ['age'], 'image': ['image']}
@@ -46,7 +46,7 @@ def grouped(columns: Iterable[str], lists: Iterable[str] = ()) -> dict[str, list
 
 
 def identifier(name: str) -> str:
-    """A name that a modality may have: letters, digits and `_`, no digit first.
+    """Return a valid name for a modality: letters, digits and `_`, without a digit at the start.
 
     >>> identifier("left eye"), identifier("3d")
     ('left_eye', 'm_3d')
@@ -56,15 +56,15 @@ def identifier(name: str) -> str:
 
 
 def chosen(modalities: Mapping[str, str | Sequence[str]], columns: Sequence[str], where: str) -> dict[str, list[str]]:
-    """The columns that a mapping names.
+    """Return the columns that a mapping names.
 
     Args:
         modalities: modality -> a column, a pattern with `*`, or a list of these.
         columns: the columns of the table.
-        where: what messages call the table.
+        where: the name of the table in messages.
 
     Raises:
-        DataError: with every name that fits no column, and every column that two modalities name.
+        DataError: some names match no column, or two modalities name one column; the message lists all of them.
     """
     problems = Problems()
     found: dict[str, list[str]] = {}

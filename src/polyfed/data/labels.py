@@ -1,4 +1,4 @@
-"""The two forms of labels: class numbers, and targets. This file checks them.
+"""Checks labels. Labels have two forms: class numbers, and targets.
 
 Shapes: N rows of the whole data set, C classes, T targets of a row.
 """
@@ -10,21 +10,21 @@ from polyfed.core.errors import DataError
 
 
 def num_targets(label: Tensor) -> int:
-    """Number of targets T in float labels (N,) or (N, T)."""
+    """Return the number of targets T in float labels (N,) or (N, T)."""
     return 1 if label.dim() == 1 else label.shape[1]
 
 
 def check_labels(data: str, label: Tensor, num_classes: int, class_names: tuple[str, ...] | None) -> None:
-    """Check that labels are class numbers or targets, in their range.
+    """Check that labels are class numbers or targets, and that they are in range.
 
     Args:
-        data: name of the data set, for texts.
+        data: name of the data set, for error texts.
         label: int64 (N,), or float32 (N,) or (N, T).
         num_classes: C, or T.
-        class_names: their names, or None.
+        class_names: names of the classes or targets, or None.
 
     Raises:
-        DataError: they are neither, or out of range.
+        DataError: the labels are neither class numbers nor targets, or are out of range.
     """
     if label.dtype == torch.float32 and label.dim() in (1, 2) and label.shape[1:] != (0,):
         _check_targets(data, label, num_classes)

@@ -1,4 +1,4 @@
-"""The layout of samples: which axes an array has, and its conversion to (F), (T, F) or (C, H, W)."""
+"""The layout of samples: the axes of an array, and its conversion to (F), (T, F) or (C, H, W)."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -21,7 +21,7 @@ _AXES: Mapping[str, Any] = {
     "CHW": lambda x: x,
 }
 
-# NumPy types that PyTorch lacks or cannot index, and the next one that it can
+# NumPy types that PyTorch lacks or cannot index, with the nearest type that it can index
 _SUBSTITUTES: Mapping[str, str] = {
     "uint16": "int32",
     "uint32": "int64",
@@ -32,20 +32,20 @@ _SUBSTITUTES: Mapping[str, str] = {
 
 
 def tensor_of(array: Any) -> Tensor:
-    """A NumPy array of numbers as a tensor, in the nearest type that PyTorch can index."""
+    """Convert a NumPy array of numbers to a tensor, in the nearest type that PyTorch can index."""
     native = array.dtype.newbyteorder("=")
     return torch.from_numpy(np.asarray(array).astype(_SUBSTITUTES.get(native.name, native), copy=False))
 
 
 def laid_out(values: Tensor, layout: str | None, where: str) -> Column:
-    """The column of an array (N, ...) whose samples have this layout; images of bytes are scaled to [0, 1].
+    """Return the column of an array (N, ...) whose samples have this layout; uint8 images are scaled to [0, 1].
 
     Args:
         values: (N, ...).
         layout: axes of a sample; None guesses. One axis is a vector (F). Two axes are an image (H, W) if uint8,
             otherwise a sequence (T, F). Three axes are (H, W, C) if the last has 1, 3 or 4 entries, otherwise
             (C, H, W).
-        where: what messages call the array.
+        where: the name of the array in messages.
 
     Raises:
         DataError: The samples do not have the axes of the layout.

@@ -1,4 +1,4 @@
-"""Makes a table of objects in memory: tensors, arrays, data frames, and datasets of PyTorch and Hugging Face."""
+"""Makes a table from objects in memory: tensors, arrays, data frames, and datasets of PyTorch and Hugging Face."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,18 +24,18 @@ ALLOWED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a caller says about data in memory.
+    """The caller's description of data in memory.
 
     Attributes:
-        labels: labels of the rows; for data frames and datasets also the name of a column or key, default `label`.
+        labels: labels of the rows. For data frames and datasets, also the name of a column or key, by default `label`.
         clients: natural client of each row, or the name of a column.
         split: split of each row, or the name of a column.
-        modalities: for data frames: modality -> columns, a pattern or a column. For datasets: the names of the parts of
-            a sample.
-        present: modality -> bool (N,), false where a row lacks the modality.
+        modalities: for data frames: modality -> a column, a pattern, or a list of these. For datasets: the names of the
+            parts of a sample.
+        present: modality -> bool (N,), False if a row lacks the modality.
         class_names: names of the classes in order of their numbers.
-        layout: modality -> axes of a sample, where the guess is wrong; see `laid_out`.
-        partial: what to do with rows of a data frame that lack some cells of a modality.
+        layout: modality -> axes of a sample, for modalities where the guess is wrong; see `laid_out`.
+        partial: what to do with rows of a data frame that have only some cells of a modality.
     """
 
     labels: Any = None
@@ -51,19 +51,19 @@ class Given:
 def table_of(
     data: Any, given: Given, *, test_share: float = 0.2, seed: int = 0, standardise: bool | Sequence[str] = False
 ) -> Columns:
-    """Make a table of data in memory.
+    """Make a table from data in memory.
 
     Args:
         data: one of `ALLOWED`, except a path; or a dictionary with one such object for each split (`train`, `test`,
             `validation`).
         given: labels, natural clients, splits and more.
         test_share: share of every class that becomes the test set, if there is no split.
-        seed: seed of that draw.
+        seed: seed for drawing that test set.
         standardise: the modalities to standardise, or all of them.
 
     Raises:
-        DataError: with all faults of the data.
-        RecipeError: `data` is of another type, or an argument has no meaning beside it.
+        DataError: the data has faults; the message lists all of them.
+        RecipeError: `data` has another type, or an argument does not apply to this type.
     """
     if isinstance(data, Columns):
         given_too = [name for name, value in vars(given).items() if value is not None and name != "partial"]
@@ -114,7 +114,7 @@ def _of_arrays(data: Mapping[str, Any], given: Given) -> Draft:
 
 
 def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
-    """A draft of a data frame: labels, clients and splits are names of columns or arrays."""
+    """Make a draft from a data frame. Labels, clients and splits are names of columns, or arrays."""
     if given.modalities is not None and not isinstance(given.modalities, Mapping):
         raise RecipeError("modalities of a data frame is a dictionary, as in modalities={'audio': 'audio_*'}")
     arrays: dict[str, Any] = {}
@@ -145,7 +145,7 @@ def _are_columns(value: Sequence[Any], frame: Any) -> bool:
 
 
 def _of_dataset(data: Any, given: Given) -> Draft:
-    """A draft of a PyTorch dataset, whose samples are (x, label), (x1, ..., label) or a dictionary."""
+    """Make a draft from a PyTorch dataset whose samples are (x, label), (x1, ..., label) or a dictionary."""
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         raise RecipeError(
             f"data is a {type(data).__name__} without a length: give a Dataset with len(data) and data[i]"
@@ -182,7 +182,7 @@ def _of_dataset(data: Any, given: Given) -> Draft:
 
 
 def _parts(sample: Any, key: str, labelled: bool, given: Given, row: int) -> tuple[dict[str, Any], Any]:
-    """The modalities and the label of one sample."""
+    """Return the modalities and the label of one sample."""
     label = None
     if isinstance(sample, Sequence) and not isinstance(sample, str):
         *inputs, label = sample if labelled else (*sample, None)
@@ -210,7 +210,7 @@ def _cell(value: Any) -> Any:
 
 
 def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Draft:
-    """A draft of one data frame or dataset for each split."""
+    """Make a draft from one data frame or dataset for each split."""
     if strange := [name for name in data if str(name).lower() not in SPLITS]:
         raise RecipeError(f"data has a part '{strange[0]}', which is no split. Allowed: {', '.join(SPLITS)}")
     if any(isinstance(value, Tensor | np.ndarray | list) for value in (given.labels, given.clients, given.split)):
@@ -255,7 +255,7 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
 
 
 def _joined(arrays: Sequence[Any], name: str, problems: Problems) -> Any:
-    """The arrays of all splits, one after another."""
+    """Return the arrays of all splits, joined one after another."""
     shapes = {np.shape(array)[1:] for array in arrays}
     if len(shapes) > 1:
         found = " and ".join(map(str, sorted(shapes)))
@@ -273,7 +273,7 @@ def _is_hugging_face(data: Any) -> bool:
 
 
 def _names(data: Any, given: Given) -> Sequence[str] | None:
-    """The names of the classes that a Hugging Face data set keeps with its column of labels."""
+    """Return the class names that a Hugging Face dataset stores with its label column."""
     label = given.labels if isinstance(given.labels, str) else "label"
     names = getattr(data.features.get(label), "names", None)
     return None if names is None else tuple(names)

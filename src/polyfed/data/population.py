@@ -1,4 +1,4 @@
-"""Split a table over clients: which rows and modalities each client holds, and which rows it is tested on."""
+"""Splits a table over clients: the rows and modalities that each client holds, and the rows that test it."""
 
 import warnings
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class Population:
     Attributes:
         columns: The table.
         train: Training rows of each client.
-        test: Own test rows of each client, of which some may have none; None: no client has any.
+        test: Own test rows of each client, which may be empty for some clients; None: no client has any.
         holds: bool (K, M), which modalities each client holds, in the order of `columns.modalities`.
         silo: int64 (K,), silo of each client; None: there are no silos.
-        test_rows: Global test set, int64, ascending; the union of the clients' own test rows if the data has no global
-            test set.
+        test_rows: Global test set, int64, ascending. If the data has no global test set, it is the union of the
+            clients' own test rows.
         validation_rows: Pooled validation set, int64, ascending.
     """
 
@@ -57,12 +57,12 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     Args:
         columns: The table; its features are checked for NaN and infinity here.
         clients: The schema of `[clients]`.
-        key: Key of the run; partition, validation split, own test rows and modality assignment each draw from a stream
-            of their own.
+        key: Key of the run. Partition, validation split, own test rows and modality assignment each draw from a
+            separate random stream.
 
     Raises:
         DataError: A feature is not finite, or a client has no row or no modality.
-        RecipeError: The data does not have what an option asks for.
+        RecipeError: The data lacks something that an option requires.
     """
     check_finite(columns)
     train, own_test, validation = _split(columns, clients, clients.build_partition(), key)
@@ -94,7 +94,7 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
 def _split(
     columns: Columns, clients: ClientsSpec, partition: Partition, key: int
 ) -> tuple[Shards, Shards | None, Tensor]:
-    """Training rows and own test rows of each client, and pooled validation rows, int64."""
+    """Return training rows and own test rows of each client, and pooled validation rows, int64."""
     own_test, trainable = _roles(columns, clients)
     rows = (trainable | own_test).nonzero()[:, 0].numpy()
     val_key, part_key, own_key = (keys.key(key, part) for part in ("validation", "partition", "own test"))
@@ -121,7 +121,7 @@ def _split(
 def _own_validation(
     train: Shards, own_test: Shards | None, pooled: Tensor, clients: ClientsSpec, key: int
 ) -> tuple[Shards, Shards | None]:
-    """Replace each client's own test rows by a share of its training rows, and return both.
+    """Replace each client's own test rows with a share of its training rows, and return both.
 
     Raises:
         RecipeError: there are no validation rows to measure on.
@@ -139,9 +139,9 @@ def _own_validation(
 def matched(columns: Columns, train: Shards, key: int) -> Shards:
     """Draw own test rows from the global test set, in the label proportions of each client's training rows.
 
-    A client gets about the share of the test set that it has of the training rows; fewer if a class is too rare in the
-    test set, but at least one row of every class that it owns and the test set has. A client's rows are distinct;
-    clients may overlap. For the FMML paper, which gives no size: docs/partitions.md.
+    A client gets about the same share of the test set as of the training rows. It gets fewer rows if a class is too
+    rare in the test set, but at least one row of every class that it owns and that the test set has. A client's rows
+    are distinct, and clients may overlap. The FMML paper gives no size, see docs/partitions.md.
 
     Args:
         columns: The table.
@@ -159,7 +159,7 @@ def matched(columns: Columns, train: Shards, key: int) -> Shards:
     counts = train.counts(label, columns.num_classes).double() * (available > 0)
     share = counts / counts.sum(1, keepdim=True).clamp(min=1.0)
     target = (train.sizes * len(test_rows) / max(1, len(train.rows))).round()
-    # largest size at which no class needs more rows than there are
+    # the largest size at which no class needs more rows than exist
     limit = torch.where(share > 0, available / share, torch.inf).amin(1)
     wanted = torch.minimum(_rounded(share, torch.minimum(target, limit).floor()).clamp(min=1.0), available)
     wanted = (wanted * (share > 0)).long()
@@ -169,7 +169,7 @@ def matched(columns: Columns, train: Shards, key: int) -> Shards:
         draw = keys.generator(keys.key(key, number))
         pool = pool[torch.from_numpy(draw.permutation(len(pool)))]
         owner = torch.repeat_interleave(torch.arange(len(train)), wanted[:, number])
-        # a slice of the shuffled class from a random place on: distinct rows within a client, and cheap
+        # a slice of the shuffled class from a random start: the rows are distinct within a client, and this is cheap
         first = torch.from_numpy(draw.integers(0, max(1, len(pool)), len(train)))[owner]
         begin = (wanted[:, number].cumsum(0) - wanted[:, number])[owner]
         rows.append(pool[(first + torch.arange(len(owner)) - begin) % max(1, len(pool))])
@@ -180,7 +180,7 @@ def matched(columns: Columns, train: Shards, key: int) -> Shards:
 
 
 def _rounded(share: Tensor, size: Tensor) -> Tensor:
-    """Whole numbers near `share * size` (K, C) that sum to `size` (K,): largest remainders first."""
+    """Return whole numbers near `share * size` (K, C) that sum to `size` (K,), by the largest-remainder method."""
     exact = share * size[:, None]
     order = torch.argsort(exact - exact.floor(), dim=1, descending=True, stable=True)
     rank = torch.argsort(order, dim=1)
@@ -188,7 +188,7 @@ def _rounded(share: Tensor, size: Tensor) -> Tensor:
 
 
 def _roles(columns: Columns, clients: ClientsSpec) -> tuple[Tensor, Tensor]:
-    """Which rows may become own test rows, and which training rows: both bool (N,); a guard row becomes neither."""
+    """Return which rows may be own test rows, and which may be training rows, bool (N,). Guard rows are neither."""
     train = columns.split.cpu() == TRAIN
     if clients.personal_test != "split_personal":
         return torch.zeros_like(train), train
@@ -202,7 +202,7 @@ def _roles(columns: Columns, clients: ClientsSpec) -> tuple[Tensor, Tensor]:
 
 
 def _holds(columns: Columns, clients: ClientsSpec, train: Shards, key: int) -> Tensor:
-    """Which modalities each client holds, bool (K, M): those that it may hold and at least one of its rows has."""
+    """Return which modalities each client holds, bool (K, M): allowed, and present in at least one of its rows."""
     holds = assign(clients, tuple(columns.modalities), len(train), key)
     for place, name in enumerate(columns.modalities):
         if name in columns.present:
@@ -211,7 +211,7 @@ def _holds(columns: Columns, clients: ClientsSpec, train: Shards, key: int) -> T
 
 
 def _check_partition(partition: Partition, shards: Shards, rows: np.ndarray, num_rows: int) -> None:
-    """Raise RecipeError unless the partition returned rows that it was given, each at most once."""
+    """Raise RecipeError unless the partition returned only rows that it received, each at most once."""
     given = np.zeros(num_rows, dtype=np.bool_)  # a byte for each row: counts would be the peak of a run's memory
     given[rows] = True
     used = shards.rows.numpy()
@@ -232,7 +232,7 @@ def _check_partition(partition: Partition, shards: Shards, rows: np.ndarray, num
 
 
 def _check(population: Population, clients: ClientsSpec) -> None:
-    """Raise if a client has no row or no modality, or if a round needs more clients than there are."""
+    """Raise an error if a client has no row or no modality, or if a round needs more clients than exist."""
     empty = (population.train.sizes == 0).nonzero()[:, 0]
     if len(population.train) == 0 or len(empty):
         who = f"client {int(empty[0])} has no training rows" if len(empty) else "there are no clients"

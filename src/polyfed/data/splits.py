@@ -1,4 +1,4 @@
-"""Test sets and subsets that a source draws with a seed of its own, so that they are the same in every run."""
+"""Draws test sets and subsets with the seed of a source, so that they are the same in every run."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from polyfed.data.columns import TEST, TRAIN
 
 
 def stratified(label: Tensor, share: float, key: int) -> Tensor:
-    """Draw a test set: `round(share * rows)` random rows of every class, the rest is for training.
+    """Draw a test set of `round(share * rows)` random rows of every class; the other rows are for training.
 
     Args:
         label: int64 (N,).
@@ -29,7 +29,7 @@ def stratified(label: Tensor, share: float, key: int) -> Tensor:
 
 
 def drawn(label: Tensor, share: float, seed: int) -> Tensor:
-    """Draw the test set of a table that has none: a share of every class, or of all rows if labels are no classes.
+    """Draw a test set for a table without one: a share of every class, or of all rows if labels are not classes.
 
     Args:
         label: int64 (N,) class numbers, or other targets (N, ...).

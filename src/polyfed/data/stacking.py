@@ -3,8 +3,8 @@
     [data]
     stack = { image = ["rgb", "gray"] }
 
-concatenates rgb (3, H, W) and gray (1, H, W) to one modality `image` (4, H, W), which HFM's controls Local and HFL
-train on (docs/algorithms/hfl.md). A row that lacks one of the parts lacks the new modality.
+concatenates rgb (3, H, W) and gray (1, H, W) to one modality `image` (4, H, W). HFM's controls Local and HFL train on
+it (docs/algorithms/hfl.md). A row that lacks one of the parts lacks the new modality.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,14 @@ from polyfed.data.columns import Column, Columns
 
 
 def stacked(columns: Columns, stack: Mapping[str, Sequence[str]]) -> Columns:
-    """The table with some modalities concatenated.
+    """Return the table with some modalities concatenated.
 
-    Samples that agree in all axes but the first are concatenated along it (channels of images, features of vectors). If
-    one of them is a vector, all are flattened first.
+    If samples agree in all axes except the first, they are concatenated along the first axis (channels of images,
+    features of vectors). If one of them is a vector, all are flattened first.
 
     Args:
         columns: The table.
-        stack: New modality -> its parts, in order; the parts are no longer modalities of their own.
+        stack: New modality -> its parts, in order. The parts are then no longer separate modalities.
 
     Raises:
         RecipeError: A part is named twice, there are fewer than two parts, or the new name is taken.
@@ -68,7 +68,7 @@ def _shaped(values: Tensor, flat: bool) -> Tensor:
 
 
 def _norms(norms: Sequence[Tensor | None], parts: Sequence[Column], flat: bool, neutral: float) -> Tensor | None:
-    """Shifts or scales of the parts as one tensor, with an entry for every entry of a concatenated sample."""
+    """Return shifts or scales of the parts as one tensor, with an entry for every entry of a concatenated sample."""
     if all(norm is None for norm in norms):
         return None
     wide = [torch.tensor(neutral) if norm is None else norm for norm in norms]

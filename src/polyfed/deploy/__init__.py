@@ -1,28 +1,29 @@
-"""How does a recipe run on other processes and machines?
+"""Deployment: run a recipe on a server and on devices, as processes of one machine or on several machines.
 
 Files:
     app_folder: writes the Flower app of a recipe, and folders of data for a demonstration.
     credentials: writes the server's certificate, and keys of devices for trials.
     launch: starts the SuperLink of a server and the SuperNode of a device.
-    server: what the ServerApp does: wait for clients, then run the recipe.
-    admission: which clients take part, and what the server believes of what they say.
-    membership: which device has which client number.
+    server: the main function of the ServerApp, which waits for clients and runs the recipe.
+    admission: decides which clients take part, and checks the facts that they report.
+    membership: stores which device has which client number.
     installed_client: the process of a device that answers messages, with installed code only.
-    handlers: what a client makes of a packet, on a device and in a simulation.
-    device: what the owner of a device configures: its data, its policy, what recipes may use there.
-    device_check: what a device would do with a recipe, found out before anything is started.
-    client_runtime: does a task, lets the reply through the egress gate, keeps local state and ledger.
-    request_limits: how often a server may ask a device.
+    handlers: answer packets for clients, on a device and in a simulation.
+    device: the configuration by a device's owner: its data, its policy, and the code that recipes may use.
+    device_check: checks a recipe on a device before a run.
+    client_runtime: runs a task, passes the reply through the egress gate, and stores local state and ledger.
+    request_limits: limits the requests of a server to a device.
     state_store: a client's local state on its own disk.
-    faults: what a device says of its faults, in its own log and to the server.
-    run_log: lines of a server's log, and the status of its run in a file.
-    server_monitor: health, metrics and status of a server; status_client asks for them from another machine.
+    faults: reports errors of a device to its own log and, in short, to the server.
+    run_log: writes a server's log, and the status of its run to a file.
+    server_monitor: health, metrics and status of a server.
+    status_client: gets the status of a server from another machine.
     device_monitor: health and metrics of a device.
     metrics: the text format of Prometheus.
     local_federation: a server and its devices as processes of this machine.
     processes: process groups, signals and ports of this machine.
 
-The functions here need the extra `polyfed[flower]` and say so where it is not installed.
+The functions here need the extra `polyfed[flower]`. Without it, they raise an error that names the extra.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,7 @@ __all__ = [
 
 @contextmanager
 def _needing_flower(what: str) -> Iterator[None]:
-    """Turn a failed import of Flower into a sentence that says what to install."""
+    """Turn a failed import of Flower into an error that names the extra to install."""
     try:
         yield
     except ImportError as error:
@@ -54,7 +55,7 @@ def _needing_flower(what: str) -> Iterator[None]:
 
 
 def write_credentials(folder: Path, nodes: int, hosts: Sequence[str] = ()) -> Path:
-    """Write a server's certificate for `hosts`, and `nodes` keys; see `polyfed.deploy.credentials.write_credentials`.
+    """Write a server's certificate for `hosts`, and `nodes` device keys; see `credentials.write_credentials`.
 
     Raises:
         RecipeError: an argument is wrong, or Flower is not installed.
@@ -71,7 +72,7 @@ def run_locally(recipe_path: Path, folder: Path) -> Path:
         The folder of the run.
 
     Raises:
-        PolyfedError: what ended the run, or Flower is not installed.
+        PolyfedError: the run ended with an error, or Flower is not installed.
     """
     with _needing_flower("a local federation"):
         from polyfed.deploy import local_federation as local
@@ -92,7 +93,7 @@ def run_superlink(credentials: Path, ports: ServerPorts, database: Path | None) 
 def run_supernode(
     superlink: str, root_certificates: Path, key: Path, node_config: str, port: int, metrics_port: int
 ) -> None:
-    """Become a device's SuperNode; see `polyfed.deploy.launch.supernode`.
+    """Turn this process into a device's SuperNode; see `polyfed.deploy.launch.supernode`.
 
     Raises:
         RecipeError: an argument is wrong, or Flower is not installed.

@@ -1,8 +1,9 @@
-"""Which clients take part in a deployment, and what the server believes of what they say about themselves.
+"""Admission: decide which clients take part in a deployment, and check the facts that they report in their enrolments.
 
-The server cannot check an enrolment against data that it does not see, so no client decides anything alone: shapes and
-the number of classes come from the recipe, the server's own rows or more than half of the clients, and rows count only
-up to a multiple of their median. A client that contradicts this is left out with a reason; the others go on.
+The server cannot see the clients' data, so it cannot verify an enrolment. So no single client decides anything. Shapes
+and the number of classes come from the recipe, the server's own rows or more than half of the clients. A client's
+number of rows counts only up to a multiple of the median. The server leaves out a client that contradicts these values,
+and reports the reason. The run continues with the other clients.
 """
 
 import statistics
@@ -24,8 +25,8 @@ from polyfed.experiment.task_choice import task_of
 from polyfed.federation.wire_format import Packet
 
 FEW_CLIENTS, SPREAD = 1000, 10
-"""A client number must be below the larger of `FEW_CLIENTS` and `SPREAD` times the clients that are waited for: the
-server's tables have a row for every number, and those of some algorithms one for every pair of them."""
+"""A client number must be below the larger of `FEW_CLIENTS` and `SPREAD` times the number of expected clients. The
+reason is memory: the server's tables have a row for every number, and some algorithms need one for every pair."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -34,17 +35,17 @@ def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, 
     """Wait for the clients of a deployment and decide which of them take part.
 
     Args:
-        recipe: its [engine] section says how many clients to wait for, how long, and what is pinned.
+        recipe: its [engine] section sets the number of clients, the waiting time, and fixed shapes and classes.
         transport: asks the nodes to enrol.
-        emit: takes notes.
-        left_out: takes the clients that must not take part, with the reason.
+        emit: called with the name and the fields of each event.
+        left_out: this function adds the clients that must not take part, each with the reason.
 
     Returns:
-        what the server knows about the clients.
+        The server's knowledge about the clients.
 
     Raises:
-        TooFewReplies: fewer clients take part than `min_nodes`, or than `min_replies`.
-        EgressError: the policy of a client refused, and the recipe says that a refusal ends the run.
+        TooFewReplies: fewer than `min_nodes` or fewer than `min_replies` clients take part.
+        EgressError: the policy of a client refused to enrol, and the recipe's `on_refusal` is "stop".
     """
     spec, out = recipe.engine, {} if left_out is None else left_out
     wanted = spec.nodes or recipe.clients.num or 1
@@ -74,7 +75,7 @@ def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, 
 
 
 class _Waiting:
-    """Says how many clients have enrolled: when the number changes, and every `EVERY` seconds while it does not."""
+    """Emits the number of enrolled clients when the number changes, and otherwise every `EVERY` seconds."""
 
     EVERY = 30.0
 
@@ -101,8 +102,8 @@ def enrolment_in(answer: Packet) -> Enrolment:
     """Read the enrolment in an answer.
 
     Raises:
-        EgressError: the client's policy refused.
-        BadReply: the answer is not an enrolment for another reason.
+        EgressError: the client's policy refused to enrol.
+        BadReply: the answer is not a valid enrolment, for another reason.
     """
     if answer.header.get("verdict") == REFUSED:
         raise EgressError(one_line(answer.header.get("reason")))
@@ -113,11 +114,11 @@ def enrolment_in(answer: Packet) -> Enrolment:
 
 @dataclass(frozen=True)
 class Admission:
-    """The clients that take part, and what they agree on.
+    """The clients that take part, and the shapes and the number of classes for the run.
 
     Attributes:
-        clients: the enrolments of those that take part.
-        left_out: the others, with the reason.
+        clients: the enrolments of the clients that take part.
+        left_out: the other clients, each with the reason.
         shapes: shape of a sample by modality.
         num_classes: number of classes.
         columns: the server's own rows, or None.
@@ -133,7 +134,7 @@ class Admission:
 
     @classmethod
     def of(cls, recipe: Recipe, known: Sequence[Enrolment], wanted: int, emit: Emitter) -> "Admission":
-        """Decide who takes part: see the module."""
+        """Decide which clients take part, by the rules at the top of this module."""
         out: dict[int, str] = {}
         own = _own_rows(recipe, emit)
         highest = max(FEW_CLIENTS, SPREAD * wanted) - 1
@@ -149,7 +150,7 @@ class Admission:
         return cls(clients, out, shapes, num_classes, own, recipe)
 
     def population(self, emit: Emitter) -> Population:
-        """What the server knows about the clients; a number that nobody has is a client without rows."""
+        """Return the server's knowledge about the clients. An unused client number becomes a client without rows."""
         columns = self._table()
         size = max(told.client for told in self.clients) + 1
         rows, tested = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
@@ -171,7 +172,7 @@ class Admission:
         )
 
     def _table(self) -> Columns:
-        """The server's rows; where it has none, a single row that nobody uses."""
+        """Return the server's rows, or a single unused row if the server has no rows."""
         if self.columns is not None:
             return replace(self.columns, num_classes=self.num_classes)
         order = [name for name in getattr(self.recipe.data, "modalities", ()) if name in self.shapes]
@@ -183,9 +184,9 @@ class Admission:
 
 
 def capped_rows(clients: Sequence[Enrolment], cap: float, emit: Emitter) -> dict[int, int]:
-    """The rows of each client that count as its weight: at most `cap` times the median of those that have any.
+    """Return each client's number of rows, limited to `cap` times the median over the clients with rows.
 
-    A client whose rows were cut is named in a note. With `cap` = 0 every number counts as reported.
+    This function emits a note for each client above the limit. With `cap` = 0, there is no limit.
     """
     reported = [told.rows for told in clients if told.rows]
     most = int(cap * statistics.median_low(reported)) if cap and reported else max(reported, default=0)
@@ -208,7 +209,7 @@ def _own_rows(recipe: Recipe, emit: Emitter) -> Columns | None:
 
 
 def _agreed_shapes(recipe: Recipe, own: Columns | None, known: list[Enrolment], out: dict[int, str]) -> Shapes:
-    """The shape of a sample of every modality; clients with another shape are added to `out`."""
+    """Return the shape of a sample of every modality, and add clients with another shape to `out`."""
     pinned = {name: tuple(shape) for name, shape in recipe.engine.shapes.items()}
     source = dict.fromkeys(pinned, "[engine] shapes")
     for name, column in {} if own is None else own.modalities.items():
@@ -239,10 +240,10 @@ def _agreed_shapes(recipe: Recipe, own: Columns | None, known: list[Enrolment], 
 
 
 def _agreed_classes(recipe: Recipe, own: Columns | None, known: list[Enrolment], out: dict[int, str]) -> int:
-    """The number of classes; clients with larger labels are added to `out`.
+    """Return the number of classes, and add clients with larger labels to `out`.
 
-    A client with fewer classes may lack rows of the last ones, so it stays. Where the task has no classes it is the
-    number of targets, which is the same everywhere.
+    A client with fewer classes stays, because it may lack rows of the last classes. If the objective has no classes,
+    the result is the number of targets, which must be the same at every client.
     """
     of_classes = task_of(recipe).OF_CLASSES
     here = 0 if own is None else own.num_classes
@@ -264,9 +265,10 @@ def _agreed_classes(recipe: Recipe, own: Columns | None, known: list[Enrolment],
 
 
 def _classes_of_most(reported: list[int]) -> int:
-    """The smallest number of classes that holds the labels of more than half of the clients; 0 if it is undecided.
+    """Return the smallest number of classes that covers the labels of more than half of the clients, or 0.
 
-    One client among three or more cannot raise it. Two clients that differ decide nothing.
+    Among three or more clients, no single client can raise the number. The result is 0 if there are no clients, or if
+    there are two clients with different numbers.
     """
     if not reported or (len(reported) == 2 and len({*reported}) == 2):
         return 0
@@ -281,13 +283,13 @@ _V = TypeVar("_V", bound=Hashable)
 
 
 def majority(votes: Iterable[_V]) -> _V | None:
-    """The value that more than half of the votes name, or None."""
+    """Return the value with more than half of the votes, or None."""
     counts = Counter(votes)
     found = counts.most_common(1)
     return found[0][0] if found and 2 * found[0][1] > counts.total() else None
 
 
 def _elsewhere(sizes: torch.Tensor) -> Shards:
-    """Rows that are not on this machine: only their numbers are known."""
+    """Return placeholders for rows on other machines, of which the server knows only the count for each client."""
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     return Shards(offsets, torch.tensor([-1]).expand(int(offsets[-1])))

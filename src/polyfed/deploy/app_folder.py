@@ -26,7 +26,7 @@ from polyfed.privacy.policy import Policy
 APP, RECIPE, NODES = "polyfed_app.py", "recipe.toml", "nodes"
 
 CLIENT = "polyfed.deploy.installed_client:app"
-"""What an app names as its ClientApp: a device answers with the polyfed installed there (docs/deploy.md)."""
+"""The ClientApp that an app names. A device answers with its own installation of polyfed (docs/deploy.md)."""
 
 _APP = '''"""The server's half of a Flower app that runs recipe.toml; written by `polyfed app`."""
 
@@ -45,19 +45,19 @@ server = server_app(lambda transport, config: serve(RECIPE, transport, config, e
 def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str], None] = lambda text: None) -> Path:
     """Write an app that `flwr run` starts: the recipe, a module with the server's half, and Flower's project file.
 
-    The path of the recipe's [data], where the server's own rows are, is made absolute. It becomes the app's
-    configuration `data`.
+    The recipe's [data] may have a path, where the server's own rows are. The absolute form of this path becomes the
+    option `data` of the app's configuration.
 
     Args:
         recipe_path: the recipe.
-        folder: for the app; must be new or empty, or hold an app of this recipe's name.
-        warn: called with the reason why there may be no global evaluation, if the recipe's data cannot be read here.
+        folder: folder for the app. It must be new or empty, or hold an app of this recipe's name.
+        warn: called with a reason if the recipe's data cannot be read here, so there may be no global evaluation.
 
     Returns:
         The folder.
 
     Raises:
-        PolyfedError: the recipe is wrong, its replies are too large, or the folder holds something else.
+        PolyfedError: the recipe is wrong, its replies are too large, or the folder holds other files.
     """
     recipe, folder = load_recipe(recipe_path), Path(folder)
     _check(recipe, warn)
@@ -77,14 +77,16 @@ def _refuse_another(folder: Path, name: str) -> None:
     try:
         kept = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
     except (OSError, ValueError, KeyError, TypeError):
-        return  # there is none yet, or it was not written to its end: write it again
+        return  # there is no app yet, or an earlier write was interrupted: write it again
     if kept != name:
         raise RecipeError(f"{folder} holds the app {kept}, and this recipe's is {name}. Choose another folder")
 
 
 def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
-    """Find faults here that would end the run on the server: an encoder that cannot be imported, a model that cannot be
-    built, a reply that is too large."""
+    """Find errors before the app is written that would end the run on the server.
+
+    Examples are an encoder that cannot be imported, a model that cannot be built, and a reply that is too large.
+    """
     for name, path in recipe.model.classes().items():
         own.found(f"[model] {name}", path, nn.Module)
     for encoder in recipe.model.encoders.values():
@@ -101,22 +103,22 @@ def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
     model_of(recipe, shapes, columns.num_classes, Policy.parse(recipe.egress, shapes))
     try:
         assembly = assemble(recipe)
-    except PolyfedError:  # the server's rows need not make a simulation: they may be test rows only
+    except PolyfedError:  # the server's rows may be test rows only, from which no simulation can be made
         return
     refuse_large(assembly)
 
 
 def data_of(recipe: Recipe) -> str:
-    """The absolute path of the recipe's data; "" if its source has no path."""
+    """Return the absolute path of the recipe's data, or "" if its data source has no path."""
     path = getattr(recipe.data, "path", "")
     return str(Path(path).expanduser().absolute()) if path else ""
 
 
 def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
-    """Write a folder for each client of a recipe, as if it were a device: its rows and its policy.
+    """Write a folder for each client of a recipe, with the client's rows and policy, as on a device.
 
-    `data.npz` holds only the modalities that the client has. Its rows are in the order in which a simulation trains on
-    them, so that a deployment on these folders equals the simulation. A policy file that exists is kept.
+    `data.npz` holds only the modalities that the client has. The order of the rows is the same as in a simulation, so
+    a deployment with these folders gives the same results as the simulation. Existing policy files are kept.
 
     Returns:
         The folders `nodes/0`, `nodes/1`, ... below `folder`.
@@ -135,7 +137,7 @@ def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
 
 
 def _policy_for(recipe: Recipe) -> str:
-    """The text of a policy file with which this recipe runs as in a simulation."""
+    """Return the text of a policy file with which this recipe runs as in a simulation."""
     head = "# What may leave this client, and what a recipe may use on it ([allow]).\n"
     head += "# This file belongs to the client: the server's recipe can only forbid more.\n"
     rules = {block: {to: list(kinds) for to, kinds in row.items()} for block, row in recipe.egress.items()}
@@ -144,7 +146,7 @@ def _policy_for(recipe: Recipe) -> str:
 
 
 def node_config(place: Path, client: int, modalities: tuple[str, ...]) -> str:
-    """The value of `polyfed supernode --node-config` for a folder of `write_nodes`."""
+    """Return the value of `polyfed supernode --node-config` for a folder of `write_nodes`."""
     here = place.absolute()
     held = ",".join(modalities)
     return f'data="{here}/data.npz" client={client} modalities="{held}" policy="{here}/policy.toml"'

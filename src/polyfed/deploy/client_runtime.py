@@ -1,5 +1,5 @@
-"""A client's runtime: it reads a request, runs the task, passes the reply through the egress gate, and keeps the
-client's local state and ledger.
+"""A client's runtime: it reads a request, runs the task, and passes the reply through the egress gate. It also stores
+the client's local state and ledger.
 """
 
 from collections.abc import Iterable
@@ -36,11 +36,11 @@ class ClientRuntime:
 
     Attributes:
         engine: holds the clients' data and policy.
-        folder: folder of local states and ledgers; every run has a folder in it, with one folder for each client.
+        folder: folder of local states and ledgers. It has a folder for every run, with one folder for each client.
         relay: whether replies to the client's silo may pass through the server.
         limit: size in bytes of the largest message that the client reads.
-        discreet: whether errors of this client are raised as a `Fault`, so that the server learns only their kind.
-        audit: the device's audit log; None in a simulation.
+        discreet: whether to raise errors of this client as a `Fault`, so that the server learns only their type.
+        audit: the device's audit log, or None in a simulation.
     """
 
     engine: Sequential
@@ -51,7 +51,7 @@ class ClientRuntime:
     audit: AuditLog | None = None
 
     def answer(self, packet: Packet, client: int) -> Packet:
-        """Answer a request. An error is an answer too, so that no request can stop the client.
+        """Answer a request. Errors also become answers, so that no request can stop the client.
 
         Raises:
             Fault: an error occurred and the client is `discreet`.
@@ -107,7 +107,7 @@ class ClientRuntime:
         """Decode the server's message.
 
         Raises:
-            BadReply: the message is malformed; or it holds NaN or infinity, which is no fault of this client.
+            BadReply: the message is malformed or holds NaN or infinity. The server caused this error, not the client.
         """
         got: Message = decode(packet, request.got, limit=self.limit)
         for field, name, value in tensors(got):
@@ -123,18 +123,19 @@ class ClientRuntime:
             store.keep(request_id, left, self.engine.registry[request_id.client].modalities, kept)
 
     def _book(self, store: Store, request_id: RequestId, sent: bool) -> str:
-        """Write what crossed into the client's ledger and the device's audit log, before the reply leaves.
+        """Write the ledger's entries to the client's ledger file and the device's audit log, before the reply leaves.
 
         Returns:
-            The hash of the seal under the rows in the audit log; empty in a simulation.
+            The hash of the seal after the rows in the audit log, or "" in a simulation.
 
         Args:
             store: the client's store.
             request_id: id of the request.
-            sent: whether the reply will leave; if not, only what was received and what was refused is booked.
+            sent: whether the reply will leave. If not, this writes only received and refused parts.
 
         Raises:
-            OSError, CheckpointError: a file cannot be written. Then neither file has the entries and nothing may leave.
+            OSError, CheckpointError: a file cannot be written. Neither file has the entries then, and no reply may
+                leave.
         """
         entries = self.engine.ledger.drain()
         if not sent:
@@ -151,10 +152,10 @@ class ClientRuntime:
             raise
 
     def _begun(self, store: Store, request: Request, request_id: RequestId) -> Tree | None:
-        """The client's local state before a task; None if it has none yet.
+        """Return the client's local state before a task, or None if there is no state yet.
 
-        If the client's modalities have changed since the state was written, tensors that still fit are kept, and the
-        others start with their initial values.
+        If the client's modalities have changed since the state was written, tensors with the right shape are kept. All
+        other tensors start with their initial values.
         """
         found = store.begin(request_id)
         if found is None or found[1] == self.engine.registry[request_id.client].modalities:
@@ -165,7 +166,7 @@ class ClientRuntime:
         return {name: before[name] if name in fits else value for name, value in first.items()}
 
     def _check_held(self, packet: Packet, client: int) -> None:
-        """Refuse a request that names modalities other than those that the client has now.
+        """Refuse a request if its list of modalities differs from the client's current modalities.
 
         Raises:
             BadReply: the client's modalities have changed since it enrolled.
@@ -179,7 +180,7 @@ class ClientRuntime:
         return digest(self.engine.model.frozen)
 
     def _check_frozen(self, packet: Packet, client: int) -> None:
-        """Refuse a request if the server's frozen parameters differ from the client's, since these are never sent.
+        """Refuse a request if the server's frozen parameters differ from the client's. Messages never hold them.
 
         Raises:
             BadReply: the frozen parameters differ.
@@ -214,11 +215,11 @@ class ClientRuntime:
 
 
 def enrolment(population: Population, policy: Policy, client: int, limits: Limits = NO_LIMITS) -> Packet:
-    """A client's enrolment, which tells the server what it must know before its first request; or a refusal to enrol.
+    """Return a client's enrolment, with the facts that the server needs before its first request, or a refusal.
 
     Args:
         population: the data, with the client under its number.
-        policy: the client's policy; it must allow statistics of the `shared` block to reach the server.
+        policy: the client's policy. It must allow statistics of the `shared` block to go to the server.
         client: the client's number in the federation.
         limits: the limits that the client's device sets.
     """
@@ -228,7 +229,7 @@ def enrolment(population: Population, policy: Policy, client: int, limits: Limit
         return reason(REFUSED, None, f"{what}{why and f': {why}'}. It would enrol if the client's policy said: {fix}")
     columns, registry = population.columns, registry_of(population)
     known = registry[client]
-    if known.num_rows < limits.min_rows:  # the text hides the number of rows, because the client takes no part
+    if known.num_rows < limits.min_rows:  # the text hides the number of rows, because the client does not take part
         whose = "recipe" if limits.is_of_the_recipe("min_rows") else "device"
         line = f"[limits] min_rows = {limits.min_rows} of the {whose}"
         return reason(REFUSED, None, f"client {client} refused to enrol: it has fewer training rows than {line}")
@@ -245,9 +246,9 @@ def enrolment(population: Population, policy: Policy, client: int, limits: Limit
 
 
 def book(path: Path, rows: Iterable[str]) -> int:
-    """Add all rows to a client's ledger, or none of them. Returns the file's previous size.
+    """Add all rows to a client's ledger file, or none of them. Return the file's previous size.
 
     Raises:
-        OSError: the rows cannot be written; then no reply may leave.
+        OSError: the rows cannot be written. No reply may leave then.
     """
     return append_whole(path, "".join(row + "\n" for row in rows).encode())

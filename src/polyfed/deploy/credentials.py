@@ -1,8 +1,8 @@
 """Certificates for a server, and keys of devices for trials.
 
-The authority signs one certificate and its own key is not kept, so nobody can sign another in its name. Keys of devices
-that are made here are for trials on one machine: in a real federation each device makes its own key, which never
-leaves it.
+The certificate authority signs one certificate, and its private key is not stored. So nobody can sign another
+certificate in its name. The device keys from this module are for trials on one machine. In a real federation, each
+device makes its own key, and the private key never leaves the device.
 """
 
 import ipaddress
@@ -25,14 +25,15 @@ from cryptography.x509.oid import NameOID
 from polyfed.core.errors import RecipeError
 
 SERVER = ("ca.pem", "server.pem", "server.key")
-"""The authority and the server's certificate, which belong together."""
+"""The authority's certificate, the server's certificate and the server's key. They belong together."""
 
 DAYS = 30
-"""A development certificate is valid for so long: short, since nobody will remember to revoke it (inferred)."""
+"""Days for which a development certificate is valid. The time is short, because such certificates are rarely revoked
+(inferred)."""
 
 
 LOOPBACK = ("127.0.0.1", "localhost")
-"""Names in every server certificate: commands on the server reach it under them."""
+"""Names in every server certificate, under which commands on the server's machine reach the server."""
 
 _NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9-]{0,62}))*")
 
@@ -40,19 +41,19 @@ _NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]{0,62})(\.[A-Za-z0-9](
 def write_credentials(folder: str | Path, nodes: int, hosts: Sequence[str] = ()) -> Path:
     """Write `ca.pem`, `server.pem`, `server.key`, and `node-<k>.key` with `node-<k>.pub` for every device.
 
-    Files that exist are kept, since they may be in use: only what is missing is added.
+    This function keeps existing files, because they may be in use, and adds only missing files.
 
     Args:
-        folder: made if it does not exist; keys are readable by their owner only.
-        nodes: how many keys of devices; 0 where each device makes its own.
+        folder: the folder, which is made if it does not exist. Only the owner can read the keys.
+        nodes: number of device keys. Use 0 if each device makes its own key.
         hosts: names and addresses under which devices reach the server, besides this machine's loopback.
 
     Returns:
-        the folder.
+        The folder.
 
     Raises:
-        RecipeError: `nodes` is negative, a host is neither a name nor an address, or the server's certificate that
-            exists is not whole, has expired, or lacks one of the hosts.
+        RecipeError: `nodes` is negative, or a host is neither a name nor an address. Or the existing server certificate
+            is incomplete, has expired, or lacks one of the hosts.
     """
     folder = Path(folder)
     if nodes < 0:
@@ -80,12 +81,12 @@ def _write_server(folder: Path, hosts: Sequence[str]) -> None:
 
 
 def check_server(folder: Path, there: Sequence[str], hosts: Sequence[str] = ()) -> None:
-    """Refuse a server's certificate that cannot be used. The authority's key is not kept, so a new certificate needs a
-    new authority.
+    """Refuse an invalid server certificate. The authority's key is not stored, so a new certificate needs a new
+    authority.
 
     Args:
-        folder: of the credentials.
-        there: which of the files `SERVER` exist in it.
+        folder: folder of the credentials.
+        there: the files of `SERVER` that exist in the folder.
         hosts: names and addresses that the certificate must hold.
 
     Raises:
@@ -114,7 +115,7 @@ def _check_host(host: str) -> None:
 
 
 def _write_node(folder: Path, node: int) -> None:
-    # Flower 1.41 takes elliptic curve keys of NIST in OpenSSH's format
+    # Flower 1.41 accepts keys on NIST elliptic curves in OpenSSH's format
     key = ec.generate_private_key(ec.SECP384R1())
     _secret(folder / f"node-{node}.key", key, PrivateFormat.OpenSSH)
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
@@ -157,7 +158,7 @@ def _draft(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int = DAYS
 ) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
-    start = min(now, now + timedelta(days=days)) - timedelta(hours=1)  # clocks differ
+    start = min(now, now + timedelta(days=days)) - timedelta(hours=1)  # the clocks of machines differ
     draft = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
     draft = draft.serial_number(x509.random_serial_number())
     return draft.not_valid_before(start).not_valid_after(now + timedelta(days=days))

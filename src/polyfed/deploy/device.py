@@ -1,4 +1,4 @@
-"""What the owner of a device configures: its data, its policy, and what recipes may use on it."""
+"""The configuration of a device by its owner: its data, its policy, and the code that recipes may use on the device."""
 
 import re
 import tomllib
@@ -29,13 +29,13 @@ from polyfed.selection import SELECTORS, Selector
 WHERE = "--node-config"
 
 ELSEWHERE = Npz(path="")
-"""The source that replaces a recipe's [data] on a device: its rows are elsewhere."""
+"""The data source that replaces a recipe's [data] on a device, because the device has its own rows."""
 
 SECTIONS = "[egress.*], [allow] and [limits]"
-"""Sections of a policy file."""
+"""Names of the sections of a policy file, for error messages."""
 
 _PAIR = re.compile(r"""([\w-]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
-"""A key and its TOML value; pairs are separated by spaces, as in Flower's own syntax."""
+"""Pattern of a key and its TOML value. Spaces separate the pairs, as in Flower's own syntax."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +43,17 @@ class NodeConfig:
     """The configuration of a device: the option `--node-config` of `polyfed supernode`.
 
     Attributes:
-        data: an `.npz` file, or a folder of `.npy` files. The device trains on rows of split 0; rows of split 1 (if the
-            file has an array `split`) are its own test rows.
-        client: its number in the federation, from 0; no two devices may have the same number.
-        modalities: the arrays that it takes part with, separated by commas.
-        policy: its policy, a TOML file with the [egress.*] tables; without one, the default policy holds. A recipe can
-            forbid more. The section [allow] of the file lists the code and the saved models that a recipe may use on
-            this device; without it, a recipe may use none. The section [limits] sets how many rows, steps and
-            requests there must or may be.
-        state: folder for its local state and its ledger; by default `polyfed-state` beside the data.
-        silo: number of its silo, or -1 if it belongs to none.
-        relay: `server-sees` agrees that messages within the silo pass through the server.
+        data: an `.npz` file, or a folder of `.npy` files. The device trains on rows of split 0. If the data has an
+            array `split`, rows of split 1 are the device's own test rows.
+        client: the device's client number in the federation, from 0. No two devices may have the same number.
+        modalities: the arrays with which the device takes part, separated by commas.
+        policy: the policy file, a TOML file with the [egress.*] tables. Without a file, the default policy applies. A
+            recipe can forbid more. The section [allow] lists the code and the saved models that a recipe may use on
+            this device. Without this section, a recipe may use none. The section [limits] sets the least rows and
+            steps, and the most rounds and requests.
+        state: folder for local state and ledger. The default is `polyfed-state` in the same folder as the data.
+        silo: number of the device's silo, or -1 if the device belongs to no silo.
+        relay: `server-sees` allows messages within the silo to pass through the server.
 
     Raises:
         RecipeError: `client` is negative, or `relay` is neither `refused` nor `server-sees`.
@@ -76,17 +76,17 @@ class NodeConfig:
 
     @property
     def held(self) -> tuple[str, ...]:
-        """The modalities, as a tuple."""
+        """The modalities as a tuple."""
         return tuple(name.strip() for name in self.modalities.split(",") if name.strip())
 
     @property
     def folder(self) -> Path:
-        """The folder of its local state and ledger."""
+        """The folder of the local state and the ledger."""
         return Path(self.state) if self.state else Path(self.data).absolute().parent / "polyfed-state"
 
 
 def node_from(text: str) -> NodeConfig:
-    """Read a configuration as it is written on the command line.
+    """Read a configuration from its text on the command line.
 
     Raises:
         RecipeError: the text does not consist of pairs of key and TOML value, or a key or value is wrong.
@@ -102,7 +102,7 @@ def node_from(text: str) -> NodeConfig:
 
 
 def policy_on(node: NodeConfig, recipe: Recipe, modalities: tuple[str, ...]) -> Policy:
-    """The policy of the device, made stricter by the recipe's.
+    """Return the policy that allows only what both the device's policy and the recipe's policy allow.
 
     Raises:
         RecipeError: the policy file cannot be read, or is not a policy.
@@ -112,14 +112,14 @@ def policy_on(node: NodeConfig, recipe: Recipe, modalities: tuple[str, ...]) -> 
     if not node.policy:
         return Policy().for_client(node.held).stricter(told)
     table = _policy_table(node)
-    # one file may serve all sites, so it may have rows for modalities that this device lacks
+    # several sites may use the same file, so it may have rows for modalities that this device lacks
     rows = {**dict.fromkeys(recipe.model.modalities), **dict.fromkeys(modalities), **dict.fromkeys(node.held)}
     own = Policy.parse(table.get("egress", {}), rows, f"policy {node.policy}: [egress]")
     return own.for_client(node.held).stricter(told)
 
 
 def allowance_on(node: NodeConfig) -> Allowance:
-    """What a recipe may use on this device besides polyfed itself: the [allow] section of the policy file, or nothing.
+    """Return the code and models that a recipe may use on this device: the policy file's [allow] section, or nothing.
 
     Raises:
         RecipeError: the policy file cannot be read, or is not a policy.
@@ -130,10 +130,10 @@ def allowance_on(node: NodeConfig) -> Allowance:
 
 
 def limits_on(node: NodeConfig) -> Limits:
-    """How few rows and steps, and how many rounds and requests, this device accepts: [limits] of the policy file.
+    """Return the limits of this device: the section [limits] of the policy file.
 
     Raises:
-        RecipeError: the file is not there, or the section is not valid.
+        RecipeError: the file does not exist, or the section is invalid.
     """
     if not node.policy:
         return Limits()
@@ -151,20 +151,21 @@ def _policy_table(node: NodeConfig) -> dict[str, Any]:
 
 
 def recipe_on(node: NodeConfig, path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe as this device uses it.
+    """Read a recipe for use on this device.
 
-    Parts that only the server uses are left out, with the code they name: trackers, the source of the server's rows
-    (this device's rows are in `node.data`), and a partition of the user's own. Call this inside
+    This function removes parts that only the server uses, so their code is not imported: trackers, the source of the
+    server's rows, and custom partitions. This device's rows are in `node.data`. Call this function inside
     `registry.only(allowance_on(node))`.
 
     Raises:
-        NotAllowed: the recipe names code or a saved model that the device's owner has not allowed; it was not imported.
+        NotAllowed: the recipe names code or a saved model that the device's owner has not allowed. The code was not
+            imported.
         RecipeError: the recipe is wrong.
     """
     table = _of_a_client(read_table(path, overrides), has_data=bool(node.data))
     try:
         return parse_recipe(table, name=path.stem)
-    except NotAllowed:  # the server is told this text, which must not hold a path of this device
+    except NotAllowed:  # the server gets this text, so it must not hold a path of this device
         raise
     except RecipeError as error:
         raise type(error)(f"{called(path, overrides)}: {error}") from None
@@ -186,7 +187,7 @@ def _of_a_client(table: Mapping[str, Any], has_data: bool) -> dict[str, Any]:
 
 
 def used_on(recipe: Recipe) -> Allowance:
-    """What devices must allow, at least, for this recipe to run on them."""
+    """Return the code and models that devices must allow for this recipe."""
     algorithm, encoders = recipe.algorithm, recipe.model.encoders.values()
     named = [name_of(algorithm, ALGORITHMS)]
     named += [name_of(part, SELECTORS) for _, part in parts(algorithm) if isinstance(part, Selector)]
@@ -198,12 +199,12 @@ def used_on(recipe: Recipe) -> Allowance:
 
 
 def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Population:
-    """A population in which only this client has rows.
+    """Return a population in which only this client has rows.
 
     Args:
         node: the device's configuration.
-        recipe: if its [data] is an `.npz`, it names the array of the labels.
-        facts: shapes and classes of the federation; None before they are known.
+        recipe: the recipe. If its [data] is an `.npz`, it names the array of the labels.
+        facts: shapes and classes of the federation, or None if they are not known yet.
 
     Raises:
         DataError: the data cannot be read, is damaged, or does not fit the federation.
@@ -236,7 +237,7 @@ def check_held(node: NodeConfig, recipe: Recipe) -> None:
     """Refuse modalities for which the recipe has no encoder.
 
     Raises:
-        DataError: the text suggests the nearest name.
+        DataError: the recipe has no encoder for a modality. The text suggests the most similar name.
     """
     for name in node.held:
         if name not in recipe.model.modalities:

@@ -1,4 +1,4 @@
-"""What would a device do with a recipe? Checked on the device, before anything is started."""
+"""A check of a recipe on a device before a run: the parts it would send or refuse, and the limits it would break."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,17 +28,17 @@ from polyfed.privacy.policy import Policy
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `polyfed check --node` found.
+    """The result of `polyfed check --node`.
 
     Attributes:
-        node: the device's configuration; without data where only a policy file was given.
-        policy: what may leave: the device's policy, made stricter by the recipe's.
+        node: the device's configuration. It has no data if only a policy file was given.
+        policy: the device's policy, made stricter by the recipe's policy.
         rows: numbers of training rows and of own test rows, or None without data.
         shapes: shape of a sample, by modality.
         num_classes: the largest label plus one, or the number of targets of a row.
-        planned: what tasks of the recipe would send from this device, allowed or refused.
-        breaches: limits of the device, or of the recipe, that the recipe would break here.
-        limits: what holds on this device, each with a word on whose it is.
+        planned: the parts of replies that the recipe's tasks would send from this device, allowed or refused.
+        breaches: limits of the device or of the recipe that the recipe would break here.
+        limits: the limits on this device, each with its origin, device or recipe.
     """
 
     node: NodeConfig
@@ -52,20 +52,20 @@ class Inspection:
 
     @property
     def refused(self) -> tuple[Planned, ...]:
-        """What this device would refuse to send."""
+        """The parts of replies that this device would refuse to send."""
         return tuple(row for row in self.planned if not row.allowed)
 
 
 def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()) -> Inspection:
-    """Check a device's configuration, policy and data against a recipe, as the device itself would.
+    """Check a device's configuration, policy and data against a recipe, with the same rules as on the device.
 
     Args:
-        given: the recipe of the run, or its path; at a path it is read as the device reads it.
-        text: the value of `polyfed supernode --node-config`, or the path of a policy file alone.
-        overrides: `section.key=value`, applied to a recipe that is read.
+        given: the recipe of the run, or its path. A recipe at a path is read as on the device.
+        text: the value of `polyfed supernode --node-config`, or only the path of a policy file.
+        overrides: changes `section.key=value` to a recipe at a path.
 
     Raises:
-        NotAllowed: the recipe names what the device's owner has not allowed; no code that it names was imported.
+        NotAllowed: the recipe names code that the device's owner has not allowed. The code was not imported.
         PolyfedError: the configuration, the policy, the data or the recipe is wrong.
     """
     node = node_from(text) if "=" in text else _of_policy(text)
@@ -98,19 +98,20 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
 
 
 def _of_policy(path: str) -> NodeConfig:
-    """A device of which only the policy is known; it is taken to have all modalities of the recipe."""
+    """Return a configuration with only a policy. The check assumes that the device has all modalities of the recipe."""
     if not Path(path).is_file():
         raise RecipeError(f"--node '{path}' is neither a policy file nor key=value pairs; see docs/deploy.md")
     return NodeConfig(data="", client=0, modalities="", policy=path)
 
 
 def _planned(recipe: Recipe, node: NodeConfig, policy: Policy, population: Population | None) -> list[Planned]:
-    """What would be sent, with shapes from the device's own rows or else from the recipe's data, if readable here.
+    """Return the parts of replies that tasks would send. The result is empty if no data can be read here.
 
-    Sizes are those of a federation that has only the modalities of this device.
+    Shapes come from the device's own rows or, without them, from the recipe's data. Sizes are for a federation that has
+    only the modalities of this device.
     """
     everyone = recipe.model.modalities
-    # the device builds its model by it
+    # the device builds its model with the recipe's policy
     told = Policy.parse(recipe.egress, {**dict.fromkeys(everyone), **recipe.egress})
     mine = replace(recipe, model=recipe.model.reading(node.held), egress=told.table(node.held), network=None)
     if population is None and recipe.data == ELSEWHERE:

@@ -1,7 +1,7 @@
 """Health and metrics of a device, on a port of loopback.
 
-One process answers tasks and this port in turn, without threads: a task's process is a copy of it, and a copy of a
-process with threads may hang. So a request must arrive in one piece, and one that does not is dropped.
+One process handles tasks and this port in turn, without threads. The reason is that it forks a process for each task,
+and a fork of a process with threads may hang. So a request must arrive in one piece. Other requests are dropped.
 """
 
 import json
@@ -14,23 +14,23 @@ from polyfed.deploy.metrics import CONTENT_TYPE, text_of
 from polyfed.deploy.processes import HOST
 
 LONGEST_REQUEST = 8192
-"""Bytes of a request that are read: what web servers commonly take as a header."""
+"""Most bytes that are read of a request. Web servers commonly accept headers up to this size."""
 
 SECONDS = 0.5
-"""How long a request may take to arrive, and its answer to leave (inferred: the other side is on this machine)."""
+"""Most seconds to receive a request, and to send its answer (inferred: the other side is on this machine)."""
 
 UNKNOWN = "crashed"
-"""Verdict of a task whose process told nothing."""
+"""Verdict of a task whose process has reported no verdict."""
 
 
 class DeviceMonitor:
     """Counts the tasks of a device and answers `GET /health` and `GET /metrics`.
 
     Args:
-        port: port of loopback.
+        port: port on loopback.
 
     Raises:
-        OSError: the port is taken.
+        OSError: another process uses the port.
     """
 
     def __init__(self, port: int) -> None:
@@ -46,7 +46,7 @@ class DeviceMonitor:
         self.latest = time.time()
 
     def wait(self, seconds: float) -> None:
-        """Answer requests for so many seconds."""
+        """Answer requests for this number of seconds."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.socket.settimeout(left)
@@ -65,11 +65,11 @@ class DeviceMonitor:
             status, kind, body = self.page(path)
             head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close"
             connection.sendall(head.encode() + b"\r\n\r\n" + body)
-        except (OSError, UnicodeDecodeError):  # the other side is gone, slow, or speaks something else
+        except (OSError, UnicodeDecodeError):  # the other side has ended, is too slow, or does not send HTTP
             return
 
     def page(self, path: str) -> tuple[str, str, bytes]:
-        """Status, content type and body of a page."""
+        """Return HTTP status, content type and body of a page."""
         if path == "/health":
             return "200 OK", "application/json", json.dumps({"status": "ok", "last_task": self.latest}).encode()
         if path != "/metrics":

@@ -1,4 +1,4 @@
-"""Errors on a device: its own log says everything; the server is told in a few words, without the device's paths."""
+"""Errors on a device: the device's own log holds all details, and the server gets a short text without paths."""
 
 import errno
 import logging
@@ -13,18 +13,19 @@ from polyfed.core.log_lines import logger_of
 LOGGER = logger_of("device", "stderr")  # a ClientApp's log is its standard error
 
 TELLING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
-"""Errors of a disk whose names the server may be told."""
+"""Disk errors whose names the device may send to the server."""
 
 
 class Fault(Exception):
-    """An error on this device. Its text is for the server; its cause is for the device's log."""
+    """An error on this device. The text is for the server, and the cause is for the device's log."""
 
 
 @contextmanager
 def blamed(what: str) -> Iterator[None]:
     """Turn every error in the block into a `Fault` with this text.
 
-    Errors in the server's message (`BadReply`) and things that the device's owner has not allowed pass unchanged.
+    Two types of errors pass unchanged: errors in the server's message (`BadReply`), and uses that the device's owner
+    has not allowed.
     """
     try:
         yield
@@ -35,7 +36,7 @@ def blamed(what: str) -> Iterator[None]:
 
 
 def in_short(error: Exception) -> str:
-    """The class of an error, without the paths and names in its text."""
+    """Return the class of an error, without the paths and names in its text."""
     known = [os.strerror(number) for number in TELLING if os.strerror(number) in str(error)]
     return " ".join([type(error).__name__, *(f"({words})" for words in known[:1])])
 
@@ -43,7 +44,7 @@ def in_short(error: Exception) -> str:
 def log_fault(who: str, fault: Fault) -> None:
     """Write a fault with its cause to this device's log.
 
-    The cause is written as a sentence if it is a user's fault, and as a traceback otherwise.
+    If the cause is a user's mistake, the log shows its text. Otherwise the log shows a traceback.
     """
     cause = fault.__cause__
     if isinstance(cause, PolyfedError | OSError) or cause is None:
@@ -63,7 +64,7 @@ def log_problem(text: str) -> None:
 
 
 def log_event(event: str, **facts: Any) -> None:
-    """Write a failed task with its traceback to this device's log; a listener of events."""
+    """Write a failed task with its traceback to this device's log. This function is a listener of events."""
     if event == "client-failed":
         extra = {"trace": facts["trace"]}
         LOGGER.error("client %s: task %s failed", facts["client"], facts["task"], extra=extra)

@@ -1,4 +1,4 @@
-"""Handlers, which answer packets for clients: all clients of a simulation, or the client of one device."""
+"""Handlers: they answer packets for all clients of a simulation, or for the client of one device."""
 
 import uuid
 from collections.abc import Mapping
@@ -40,15 +40,15 @@ from polyfed.privacy.policy import Policy
 MEGABYTE = 2**20
 
 _RUNTIMES: dict[str, ClientRuntime] = {}
-"""Runtimes of this process by token. Ray copies a handler into its processes for every call; the data is kept."""
+"""Runtimes of this process, by token. Ray copies a handler for every call, but this table keeps the loaded data."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """Answers for every client of a recipe. Each process that holds a copy loads and deals the data itself.
+    """Answers for every client of a recipe. Each process that holds a copy loads and partitions the data.
 
     Attributes:
-        recipe: the recipe; its [egress] section is the policy of every client.
+        recipe: the recipe. Its [egress] section is the policy of every client.
         folder: folder of the clients' local states and ledgers.
         token: identifies this simulation within the process.
     """
@@ -58,7 +58,7 @@ class Simulated:
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __call__(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
-        """Answer as the client `partition-id`."""
+        """Answer a packet for the client with the number `partition-id`."""
         client = int(config["partition-id"])
         runtime = self.runtime()
         if packet.header.get("want") == ENROL:
@@ -67,9 +67,9 @@ class Simulated:
         return runtime.answer(packet, client)
 
     def runtime(self) -> ClientRuntime:
-        """The runtime of this process, made when it is first needed."""
+        """Return the runtime of this process. The first call makes the runtime."""
         if self.token not in _RUNTIMES:
-            torch.set_num_threads(1)  # one client, one CPU: several threads per process only get in each other's way
+            torch.set_num_threads(1)  # each client has one CPU, so more threads per process would slow each other down
             population = population_of(self.recipe)
             recipe = with_task(self.recipe, population.columns)
             policy = Policy.parse(recipe.egress, population.columns.modalities)
@@ -81,19 +81,19 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Deployed:
-    """Answers for the client of one device, whose data and policy are named in the node's configuration.
+    """Answers for the client of one device. The node's configuration names the device's data and policy.
 
     Attributes:
-        recipe_path: the recipe that came with the app.
+        recipe_path: path of the recipe that came with the app.
     """
 
     recipe_path: Path
 
     def __call__(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
-        """Answer a packet; a fault of this device is an answer too.
+        """Answer a packet. Errors on this device also become answers.
 
-        This device's log says in full what is wrong. The server is told which client has which kind of fault, but no
-        path and no name of this device.
+        This device's log holds all details of an error. The answer to the server names the client and the type of the
+        error, but no path and no name of this device.
         """
         number = config.get("client")
         who = f"client {number}" if type(number) is int else "a client without a number"
@@ -119,7 +119,7 @@ class Deployed:
             return self._work(packet, node)
 
     def _work(self, packet: Packet, node: NodeConfig) -> Packet:
-        """Answer within what the device's owner allows; the recipe came from the server."""
+        """Answer a packet. The recipe came from the server, so only code that the device's owner allows may run."""
         with blamed("the recipe cannot be read there"):
             recipe = recipe_on(node, self.recipe_path)
         with blamed("its policy file is not valid"):
@@ -144,7 +144,7 @@ class Deployed:
 
 
 def _request_id(packet: Packet) -> RequestId | None:
-    """The request id of a packet, or None."""
+    """Return the request id of a packet, or None if the packet has no valid id."""
     try:
         return RequestId.read(packet.header)
     except BadReply:
@@ -166,14 +166,14 @@ def runtime_of(
     Args:
         recipe: the recipe.
         population: the clients and their rows.
-        facts: what the server says about the federation.
+        facts: the server's facts about the federation.
         policy: the policy of these clients.
         folder: folder of local states and ledgers.
-        relay: whether this device lets messages within its silo pass through the server; None in a simulation, where
-            the recipe says so.
+        relay: whether this device allows messages within its silo to pass through the server. None, in a simulation,
+            uses the recipe's setting.
         limits: the limits that a device sets.
     """
-    told = Policy.parse(recipe.egress, facts.shapes)  # the model must be the one that the server builds
+    told = Policy.parse(recipe.egress, facts.shapes)  # the model must be the same as the server's model
     model = model_of(recipe, facts.shapes, facts.num_classes, told)
     own = relay is not None
     emit = Emitter([log_event] if own else [])

@@ -1,7 +1,7 @@
-"""The process of a device that answers messages with the polyfed installed there, never with code that arrives.
+"""The process of a device that answers messages with the installed polyfed, never with code from a message.
 
-`polyfed supernode` starts it as `python -m polyfed.deploy.installed_client HOST:PORT METRICS_PORT`, with a secret on
-its standard input. See docs/decisions/0013-deployed-code.md.
+`polyfed supernode` starts this process as `python -m polyfed.deploy.installed_client HOST:PORT METRICS_PORT`, with a
+secret on its standard input. See docs/decisions/0013-deployed-code.md.
 """
 
 import hashlib
@@ -25,11 +25,11 @@ from polyfed.federation.wire_format import Packet
 
 
 def handler_for(fab: bytes, folder: Path) -> Deployed:
-    """The installed client for the recipe of an app.
+    """Return the handler that answers with the installed polyfed, for the recipe of an app.
 
     Args:
-        fab: the app, as Flower packed it.
-        folder: where the text of the recipe is kept, below the digest of the text.
+        fab: the bytes of the app in Flower's format.
+        folder: folder in which to store the text of the recipe, under the digest of the text.
 
     Raises:
         BadReply: polyfed did not write this app, or its client is not the installed one.
@@ -44,12 +44,12 @@ def handler_for(fab: bytes, folder: Path) -> Deployed:
 
 
 def main(address: str, secret: bytes, metrics_port: int = 0) -> None:
-    """Answer for the SuperNode that started this process, until it ends.
+    """Run the tasks of a SuperNode until the SuperNode ends.
 
     Args:
-        address: where the SuperNode hands out tasks, `host:port` on this machine.
-        secret: what the SuperNode knows this process by.
-        metrics_port: port of loopback for health and metrics; 0: none.
+        address: address at which the SuperNode assigns tasks, `host:port` on this machine.
+        secret: the secret with which this process authenticates to the SuperNode.
+        metrics_port: port on loopback for health and metrics, or 0 for no such port.
     """
     folder = Path(tempfile.mkdtemp(prefix="polyfed-"))
     duties = Duties(lambda fab: handler_for(fab, folder), log_problem)
@@ -67,7 +67,7 @@ def _misplaced(packet: Packet, config: Mapping[str, Any]) -> Packet:
 
 
 app = client_app(_misplaced)
-"""What Flower's own `flwr-clientapp` finds: an answer that says how to start the device."""
+"""The ClientApp that Flower's own `flwr-clientapp` would run. Its answer explains how to start the device."""
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.stdin.buffer.read(), int(sys.argv[2]))

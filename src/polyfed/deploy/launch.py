@@ -24,26 +24,26 @@ from polyfed.engines.flower import QUIET
 WORKER = "polyfed.deploy.installed_client"
 
 SUPERNODE = Path(flower.__file__).with_name("supernode_process.py")
-"""The program that this process becomes; it does not import PyTorch."""
+"""The program that replaces this process as the SuperNode. It does not import PyTorch."""
 
 CONNECTION = "polyfed"
 """Name of the connection to this SuperLink in `FLWR_HOME/config.toml`."""
 
 
 def superlink(credentials: Path, ports: ServerPorts, database: Path | None = None) -> None:
-    """Run the SuperLink of a server until it is asked to end.
+    """Run the SuperLink of a server until a signal ends it.
 
-    `flwr` finds it on this machine with `FLWR_HOME=CREDENTIALS/flwr`, under the name `polyfed`.
+    On this machine, `flwr` reaches the SuperLink with `FLWR_HOME=CREDENTIALS/flwr`, under the name `polyfed`.
 
     Args:
         credentials: folder with `ca.pem`, `server.pem`, `server.key` and a public key `*.pub` for every device.
-        ports: where it listens.
-        database: where the SuperLink keeps its state; by default `link.db` in the folder of the credentials.
+        ports: the addresses and ports on which the SuperLink listens.
+        database: file in which the SuperLink stores its state. The default is `link.db` in the folder `credentials`.
 
     Raises:
-        RecipeError: a certificate or a key is missing or cannot be used, or a port is taken.
+        RecipeError: a certificate or a key is missing or invalid, or another process uses a port.
     """
-    from polyfed.engines.flower.public_port import run_superlink  # which imports a web server: for the server only
+    from polyfed.engines.flower.public_port import run_superlink  # imported here, as only a server needs a web server
 
     check_server(credentials, [name for name in SERVER if (credentials / name).exists()])
     keys = sorted(credentials.glob("*.pub"))
@@ -55,7 +55,7 @@ def superlink(credentials: Path, ports: ServerPorts, database: Path | None = Non
             raise RecipeError(f"port {number} of this machine is taken; choose another (--port, --control-port, ...)")
     database = database or credentials / "link.db"
     os.environ[STATUS_FILE] = str(database.absolute().with_suffix(".status.json"))
-    Path(os.environ[STATUS_FILE]).unlink(missing_ok=True)  # of a run that an earlier SuperLink had
+    Path(os.environ[STATUS_FILE]).unlink(missing_ok=True)  # the status of a run of an earlier SuperLink
     services = _services(credentials, ports, Path(os.environ[STATUS_FILE]))
     _write_connection(credentials, ports.control_port)
     os.environ.update(QUIET | {"FLWR_HOME": str((credentials / "flwr").absolute())} | dict(os.environ))
@@ -72,7 +72,7 @@ def superlink(credentials: Path, ports: ServerPorts, database: Path | None = Non
 
 
 def _services(credentials: Path, ports: ServerPorts, status: Path) -> list[Any]:
-    """The web applications for health, metrics and status that are wanted."""
+    """Return the web applications for health, metrics and status that `ports` asks for."""
     from polyfed.engines.flower.public_port import Service
 
     wanted = []
@@ -97,18 +97,18 @@ def _write_connection(credentials: Path, control_port: int) -> None:
 def supernode(
     superlink: str, root_certificates: Path, key: Path, node_config: str, port: int, metrics_port: int = 0
 ) -> NoReturn:
-    """Turn this process into a device's SuperNode, whose tasks are done by installed code only.
+    """Turn this process into a device's SuperNode. Only installed code runs the SuperNode's tasks.
 
     Args:
-        superlink: the server, `host:port`.
-        root_certificates: `ca.pem`, by which the server's certificate is checked.
-        key: this device's private key.
-        node_config: what Flower calls `--node-config`: the device's data, number, modalities and policy.
-        port: port on loopback between the SuperNode and the process that does its tasks.
-        metrics_port: port on loopback for health and metrics; 0: none.
+        superlink: address of the server, `host:port`.
+        root_certificates: path of `ca.pem`, with which the SuperNode checks the server's certificate.
+        key: path of this device's private key.
+        node_config: the value of Flower's option `--node-config`: the device's data, number, modalities and policy.
+        port: port on loopback between the SuperNode and the process that runs its tasks.
+        metrics_port: port on loopback for health and metrics, or 0 for no such port.
 
     Raises:
-        RecipeError: a file is missing, the configuration is wrong, or the port is taken.
+        RecipeError: a file is missing, the configuration is wrong, or another process uses the port.
     """
     node_from(node_config)
     for path in (root_certificates, key):
@@ -137,8 +137,8 @@ def supernode(
 
 
 def _start_worker(address: str, secret: bytes, metrics_port: int) -> None:
-    """Start the process that does the tasks; it ends when the SuperNode, which this process becomes, has ended."""
-    # -P: nothing is imported from this folder
+    """Start the process that runs the tasks. It ends when the SuperNode, which replaces this process, has ended."""
+    # -P: Python imports nothing from the current folder
     words: Sequence[str] = [sys.executable, "-P", "-m", WORKER, address, str(metrics_port)]
     worker = subprocess.Popen(words, stdin=subprocess.PIPE)
     assert worker.stdin is not None
@@ -147,7 +147,7 @@ def _start_worker(address: str, secret: bytes, metrics_port: int) -> None:
 
 
 def _readable(secret: bytes) -> str:
-    """A path under which the program that this process becomes reads the secret, once, without a file."""
+    """Return a path under which the program of the SuperNode can read the secret once, without a file on the disk."""
     reading, writing = os.pipe()
     os.write(writing, secret)
     os.close(writing)

@@ -1,6 +1,6 @@
 """A federation on this machine's loopback, for trials and tests: a SuperLink with TLS, and SuperNodes with keys.
 
-Every process is started by the commands that docs/deploy.md gives for real machines.
+This module starts every process with the same commands that docs/deploy.md gives for real machines.
 """
 
 import json
@@ -28,20 +28,20 @@ from polyfed.experiment.lock import alone_in
 from polyfed.experiment.recipe import Recipe, load_recipe
 
 START_SECONDS, STOP_SECONDS = 120.0, 5.0
-"""Seconds that a process may take until it listens (long, for a busy machine), and until it has ended."""
+"""Most seconds until a process listens (a long time, for busy machines), and until a process has ended."""
 
 
 class Local:
-    """A recipe's clients as processes of this machine, each with a folder of its own.
+    """The server and the clients of a recipe as processes of this machine, each client with its own folder.
 
     Args:
-        recipe_path: the recipe; its clients become folders by `write_nodes`.
-        folder: for the app, the nodes, credentials and logs.
+        recipe_path: the recipe. `write_nodes` writes a folder for each client.
+        folder: folder for the app, the nodes, credentials and logs.
 
     Attributes:
-        processes: by name: `link`, `node-0`, ...; each leads a process group.
-        public: port on which SuperNodes are served.
-        ports: port on which commands are taken, then one port for each SuperNode.
+        processes: the processes by name: `link`, `node-0`, ... Each process leads a process group.
+        public: port for SuperNodes.
+        ports: port for commands, then one port for each SuperNode.
     """
 
     def __init__(self, recipe_path: str | Path, folder: str | Path) -> None:
@@ -57,14 +57,14 @@ class Local:
 
     @property
     def out(self) -> Path:
-        """Where the server writes the run."""
+        """The folder to which the server writes the run."""
         return self.app / "run"
 
     def start(self) -> None:
-        """Start the SuperLink, which knows the nodes' keys, and the SuperNodes.
+        """Start the SuperLink and the SuperNodes.
 
-        The SuperLink's database of an earlier call is deleted, since it lists SuperNodes as alive that have ended. A
-        run goes on from the folders of the server and of the nodes.
+        This method deletes the SuperLink's database of an earlier call, because it lists SuperNodes that have ended as
+        alive. A run resumes from the folders of the server and of the nodes.
         """
         for old in self.folder.glob("link.db*"):
             old.unlink()
@@ -73,7 +73,7 @@ class Local:
             self.start_node(client)
 
     def start_link(self, *more: str) -> None:
-        """Start the SuperLink, with further words of its command, and wait until it listens on both its ports."""
+        """Start the SuperLink, with additional options, and wait until it listens on both ports."""
         options = f"--port {self.public} --control-port {self.ports[0]} --host {HOST} --database {self.folder}/link.db"
         self._start("link", *_polyfed("superlink", str(self.credentials), *options.split(), *more))
         end = time.monotonic() + START_SECONDS
@@ -83,7 +83,7 @@ class Local:
             time.sleep(0.2)
 
     def start_node(self, client: int, **changes: str) -> None:
-        """Start a SuperNode; `changes` replace words of its command, as `root_certificates="other.pem"`."""
+        """Start a SuperNode. `changes` replace options of its command, as in `root_certificates="other.pem"`."""
         place = self.nodes[client]
         options = {
             "superlink": f"{HOST}:{self.public}",
@@ -96,10 +96,10 @@ class Local:
         self._start(f"node-{client}", *_polyfed("supernode", *words))
 
     def return_node(self, client: int) -> None:
-        """Start a SuperNode again after a hard kill, repeatedly until the SuperLink lets it in.
+        """Start a SuperNode again after a hard kill, repeatedly until the SuperLink accepts it.
 
-        The SuperLink takes the old one for alive until its last heartbeat is a minute old, and sends the new one away.
-        A service manager with `Restart=always` does the same.
+        The SuperLink treats the old SuperNode as alive until its last heartbeat is a minute old, and rejects the new
+        SuperNode until then. A service manager with `Restart=always` also starts the SuperNode repeatedly.
         """
         end = time.monotonic() + 3 * START_SECONDS
         while time.monotonic() < end:
@@ -117,11 +117,11 @@ class Local:
         raise RecipeError(f"SuperNode {client} did not get in again; see {self.folder}/node-{client}.log")
 
     def run(self, app: Path | None = None) -> "subprocess.Popen[bytes]":
-        """Submit an app; the process streams the server's log until the run has ended."""
+        """Submit an app, and return the process that streams the server's log until the run has ended."""
         return self._start("run", _command("flwr"), "run", str(app or self.app), CONNECTION, "--stream")
 
     def flwr(self, *words: str) -> str:
-        """Run a command of Flower's to its end and return what it printed."""
+        """Run a Flower command to its end and return its output."""
         done = subprocess.run([_command("flwr"), *words], env=self._environment(), capture_output=True, check=False)
         text = (done.stdout + done.stderr).decode()
         if done.returncode:
@@ -129,13 +129,13 @@ class Local:
         return text
 
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
-        """End a process and all that it started, at once unless told otherwise."""
+        """End a process and its process group with a signal. The default signal ends them immediately."""
         process = self.processes.pop(name)
         signal_group(process.pid, how)
         process.wait()
 
     def stop(self) -> None:
-        """End all processes, also those that Flower started in sessions of its own; another Ctrl-C has no effect."""
+        """End all processes, including those that Flower started in other sessions. Ctrl-C has no effect meanwhile."""
         with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
             groups = {group for process in self.processes.values() for group in groups_of(process.pid)}
             for how in (signal.SIGTERM, signal.SIGKILL):
@@ -148,11 +148,11 @@ class Local:
 
     def _ended(self, groups: set[int]) -> bool:
         for process in self.processes.values():
-            process.poll()  # otherwise it remains as a zombie
+            process.poll()  # otherwise the process remains as a zombie
         return not any(lives(group) for group in groups)
 
     def log(self, name: str) -> str:
-        """What a process has written so far; "" if it has not been started."""
+        """Return the log of a process so far, or "" if the process has not been started."""
         path = self.folder / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -186,13 +186,14 @@ class Local:
 def run_locally(recipe_path: str | Path, folder: str | Path) -> Path:
     """Run a recipe as a federation on loopback, and print the server's log.
 
-    Ctrl-C ends all processes; the same call goes on with the run. If the run is at its end, nothing is started.
+    Ctrl-C ends all processes. A second call with the same arguments resumes the run. If the run has finished, the call
+    starts no process.
 
     Returns:
         The folder of the run.
 
     Raises:
-        PolyfedError: the error that ended the run; or another call uses the folder.
+        PolyfedError: the run ended with this error, or another call uses the folder.
     """
     folder = Path(folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -217,13 +218,13 @@ def run_locally(recipe_path: str | Path, folder: str | Path) -> Path:
 
 
 def finished(recipe: Recipe, out: Path) -> bool:
-    """Whether a folder holds the result of this recipe; the engine and the checkpoint settings may differ."""
+    """Return whether a folder holds the result of this recipe. Engine and checkpoint settings may differ."""
     if (out / ERROR).exists() or not (out / RESULT).exists():
         return False
     if json.loads((out / RESULT).read_text())["rounds"] != recipe.rounds:
         return False
     before, now = (load_recipe(out / RUN_RECIPE).table(), placed(recipe, data_of(recipe)).table())
-    if "task" not in now:  # a run writes out the task that follows from the data
+    if "task" not in now:  # a run adds the [task] section that it infers from the data
         before.pop("task", None)
     return all(before.get(key) == now.get(key) for key in {*before, *now} - {"engine", "checkpoint"})
 
@@ -246,7 +247,7 @@ def _say(text: str) -> None:
 
 
 def _held(nodes: list[Path]) -> list[tuple[str, ...]]:
-    """The modalities in each folder."""
+    """Return the modalities of the data in each folder."""
     import numpy as np
 
     special = {"label", "id", "split"}
@@ -258,10 +259,10 @@ def _held(nodes: list[Path]) -> list[tuple[str, ...]]:
 
 
 def _polyfed(*words: str) -> tuple[str, ...]:
-    """A `polyfed` command, also where its script is not installed; -P: nothing is imported from the current folder."""
+    """Return the words of a `polyfed` command. They do not need the installed script, and -P ignores local modules."""
     return (sys.executable, "-P", "-m", "polyfed", *words)
 
 
 def _command(name: str) -> str:
-    """The path of a command that is installed beside this Python."""
+    """Return the path of a command that is installed in the same folder as this Python interpreter."""
     return str(Path(sys.executable).with_name(name))

@@ -1,7 +1,7 @@
-"""Who takes part in the run of a folder: which device has which client number, and the number of the server's session.
+"""Membership in the run of a folder: the device of each client number, and the number of the server's session.
 
-A SuperNode signs every call with its private key, and the SuperLink tells the server which public key each node has.
-So a client number belongs to the key of the device that enrolled with the number first.
+A SuperNode signs every call with its private key, and the server gets each node's public key from the SuperLink. So a
+client number belongs to the key of the device that enrolled with the number first.
 """
 
 import json
@@ -16,7 +16,7 @@ from polyfed.engines.protocol import Enrolment
 from polyfed.federation.wire_format import Packet
 
 MEMBERS = ".clients.json"
-"""The file of a run folder that says which device has which client number. It may be written before the first run."""
+"""The file in a run folder with the device of each client number. You may write this file before the first run."""
 
 
 class Membership:
@@ -25,11 +25,12 @@ class Membership:
     Only one server may use the folder at a time (`polyfed.deploy.server.only_server`).
 
     Args:
-        folder: the run folder; it exists.
+        folder: the run folder, which must exist.
 
     Attributes:
-        session: number of this start of the server; larger than that of every earlier start, whatever the clock says.
-        left_out: clients that may not take part in this session, with the reason.
+        session: number of this start of the server. It is larger than the number of every earlier start, even if the
+            clock was set back.
+        left_out: clients that may not take part in this session, each with the reason.
 
     Raises:
         CheckpointError: the file in the folder is damaged.
@@ -43,11 +44,11 @@ class Membership:
         self._write()
 
     def refusal(self, packet: Packet, device: str) -> str:
-        """Why a device that enrols must be refused; empty if it may take part. Notes the device of a new number.
+        """Return why to refuse an enrolment, or "" to accept it. For a new number, record the device.
 
         Args:
-            packet: the enrolment; nothing in it has been checked.
-            device: what the device is known by: the fingerprint of its key, as `ssh-keygen -l` prints it.
+            packet: the enrolment, which has not been checked yet.
+            device: the name of the device: the fingerprint of its key, in the format of `ssh-keygen -l`.
         """
         try:
             enrolment = Enrolment.read(packet.header)
@@ -66,7 +67,7 @@ class Membership:
         return ""
 
     def _read(self) -> tuple[int, dict[str, str]]:
-        """The last session and the device of each client number."""
+        """Return the last session and the device of each client number."""
         if not self._path.exists():
             return -1, {}
         try:

@@ -1,6 +1,6 @@
-"""Metrics in the text format of Prometheus: counts, times and versions, no names of people, classes or rows.
+"""Metrics in the text format of Prometheus: counts, times and versions, but no names of people, classes or rows.
 
-A metric is computed when it is read; nothing is kept between reads.
+Every request computes the metrics anew, and nothing is stored between requests.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,14 +13,14 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The content type of Prometheus's text format."""
 
 Gauges = Mapping[str, tuple[str, float]]
-"""By name of a metric: what it says, and its value."""
+"""Name of a metric -> its description and its value."""
 
 
 def require_prometheus() -> None:
-    """Refuse to serve metrics where the package that writes them is not installed.
+    """Refuse to serve metrics if the package `prometheus_client` is not installed.
 
     Raises:
-        RecipeError: it is not installed.
+        RecipeError: the package is not installed.
     """
     try:
         import prometheus_client  # noqa: F401
@@ -29,12 +29,12 @@ def require_prometheus() -> None:
 
 
 def text_of(gauges: Gauges, counters: Gauges, labelled: Mapping[str, tuple[str, str, Mapping[str, float]]]) -> bytes:
-    """Metrics as text.
+    """Return metrics as text.
 
     Args:
-        gauges: values that go up and down; every name begins with `polyfed_`.
-        counters: values that only grow while a process or a run lives; `_total` is added to their names.
-        labelled: counters by one label: what they say, the name of the label, and the value by label.
+        gauges: values that can rise and fall. Every name begins with `polyfed_`.
+        counters: values that only rise during a process or a run. This function adds `_total` to their names.
+        labelled: counters with one label: description, name of the label, and the value for each label.
     """
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -54,7 +54,7 @@ def text_of(gauges: Gauges, counters: Gauges, labelled: Mapping[str, tuple[str, 
 
 
 class _Given:
-    """A collector of families that are known already."""
+    """A collector that returns given metric families."""
 
     def __init__(self, families: Iterable[Any]) -> None:
         self.families = list(families)

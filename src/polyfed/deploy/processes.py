@@ -11,14 +11,14 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class ServerPorts:
-    """Where a server listens.
+    """The address and the ports on which a server listens.
 
     Attributes:
         host: address of the ports for other machines.
-        port: for devices.
-        control_port: on loopback, for `flwr` and the processes of an app.
-        metrics_port: on loopback, for health and metrics; 0: none.
-        status_port: for other machines that have the token: health, metrics and status; 0: none.
+        port: port for devices.
+        control_port: port on loopback, for `flwr` and the processes of an app.
+        metrics_port: port on loopback, for health and metrics, or 0 for no such port.
+        status_port: port for other machines with the token, for health, metrics and status, or 0 for no such port.
     """
 
     host: str = "0.0.0.0"
@@ -29,7 +29,7 @@ class ServerPorts:
 
 
 def listens(port: int) -> bool:
-    """Whether a process listens on this port of loopback."""
+    """Return whether a process listens on this port of loopback."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex((HOST, port)) == 0
@@ -47,7 +47,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def signal_group(group: int, how: signal.Signals) -> None:
-    """Send a signal to a process group; do nothing if it has ended."""
+    """Send a signal to a process group. Do nothing if the group has ended."""
     try:
         os.killpg(group, how)
     except ProcessLookupError:
@@ -55,7 +55,7 @@ def signal_group(group: int, how: signal.Signals) -> None:
 
 
 def lives(group: int) -> bool:
-    """Whether a process group has a member."""
+    """Return whether a process group has a member."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -64,12 +64,12 @@ def lives(group: int) -> bool:
 
 
 def groups_of(pid: int) -> set[int]:
-    """The process groups of a process and of all processes that it started; without /proc, its own group only."""
+    """Return the process groups of a process and of all its descendants; without /proc, only its own group."""
     children: dict[int, list[tuple[int, int]]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             _, parent, group = stat.read_text().rpartition(")")[2].split()[:3]  # the name may hold spaces
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         children.setdefault(int(parent), []).append((int(stat.parent.name), int(group)))
     found, seen = {pid}, [pid]

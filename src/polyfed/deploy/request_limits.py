@@ -1,4 +1,4 @@
-"""How often a server may ask a device: `max_rounds` and `max_requests` of the device's [limits]."""
+"""Limits on the number of a server's requests: `max_rounds` and `max_requests` of the device's [limits]."""
 
 import json
 from pathlib import Path
@@ -10,20 +10,20 @@ from polyfed.core.request import Request
 from polyfed.privacy.limits import Limits
 
 REQUESTS = "requests.json"
-"""How many requests of each round were answered, beside the local state: a restart of either side does not reset it."""
+"""File with the number of requests in each round, next to the local state. So restarts do not reset the number."""
 
 
 def admit(limits: Limits, folder: Path, request: Request, client: int) -> None:
-    """Count a request before it is run, and refuse it if it is one too many.
+    """Count a request before it runs, and refuse the request if it exceeds a limit.
 
     Args:
-        limits: of the device.
-        folder: of the client and the run.
+        limits: the limits of the device.
+        folder: the folder of the client and the run.
         request: the request.
         client: the client's number.
 
     Raises:
-        EgressError: it breaks a limit.
+        EgressError: the request exceeds a limit.
         CheckpointError: the count on disk is damaged.
     """
     limits.refuse("max_rounds", request.round, client, request.name)

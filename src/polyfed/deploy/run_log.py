@@ -1,7 +1,7 @@
-"""What a server tells about its run while it runs: lines of its log, and a file for `polyfed status` and the metrics.
+"""Progress of a server's run: lines in the server's log, and a status file for `polyfed status` and the metrics.
 
-Both listen to the events of the run. The file holds counts, times and reasons, and nothing about labels: no class, no
-accuracy and no loss.
+Both listen to the events of the run. The status file holds counts, times and reasons. It reveals nothing about labels:
+it holds no class, no accuracy and no loss.
 """
 
 import json
@@ -15,22 +15,22 @@ from polyfed.core.files import replace_text
 from polyfed.core.log_lines import logger_of
 
 STATUS_FILE = "POLYFED_STATUS_FILE"
-"""Environment variable that says where a server writes its status; `polyfed superlink` sets it."""
+"""Environment variable with the path to which a server writes its status. `polyfed superlink` sets this variable."""
 
-LOGGER = logger_of("server", "stdout")  # the app's log is its screen
+LOGGER = logger_of("server", "stdout")  # Flower takes the app's standard output as its log
 
 LOGGED = ("client-missing", "late-reply")
-"""Events whose facts are written out; the others have sentences of their own."""
+"""Events whose log line lists all facts. Other events have their own sentences."""
 
 SCORES = ("accuracy", "mae", "recall1", "loss")
-"""Scores of the global model that a round's line shows, where they are measured."""
+"""Scores of the global model that a round's log line shows if they are available."""
 
 KEPT_REASONS = 20
-"""Clients whose newest reason for a missing reply is kept in the status."""
+"""Most clients for which the status holds the newest reason for a missing reply."""
 
 
 def log_run(event: str, **facts: Any) -> None:
-    """Write an event as a line of the app's log, which `flwr log` shows; a listener of events."""
+    """Write an event as a line of the app's log, which `flwr log` shows. This function is a listener of events."""
     level = logging.INFO
     if event == "round-finished":
         row = facts["row"]
@@ -50,10 +50,10 @@ def log_run(event: str, **facts: Any) -> None:
 
 
 class RunStatus:
-    """Writes what the run is doing to a file after every event; a listener of events.
+    """Writes the status of the run to a file after every event. An object of this class is a listener of events.
 
     Args:
-        path: the file. It is replaced as a whole, so a reader never sees half of it.
+        path: the file. Each write replaces the whole file atomically, so a reader never sees an incomplete file.
         run: the run folder.
     """
 
@@ -78,14 +78,14 @@ class RunStatus:
         self._write()
 
     def __call__(self, event: str, **facts: Any) -> None:
-        """Note an event; events that change nothing here are ignored."""
+        """Update the status for an event. Events that do not affect the status are ignored."""
         handler = getattr(self, f"_on_{event.replace('-', '_')}", None)
         if handler is not None:
             handler(**facts)
             self._write()
 
     def failed(self, error: str) -> None:
-        """Note what ended the run."""
+        """Record the error that ended the run."""
         self.facts |= {"state": "failed", "error": error}
         self._write()
 
@@ -128,7 +128,7 @@ class RunStatus:
 
 
 def listeners_of(run: Path) -> tuple[list[Any], RunStatus | None]:
-    """The listeners of a server's run, and the status among them; None where no status is wanted."""
+    """Return the listeners of a server's run, and the status listener, or None if `STATUS_FILE` is not set."""
     where = os.environ.get(STATUS_FILE)
     status = RunStatus(Path(where), run) if where else None
     return [log_run] if status is None else [log_run, status], status

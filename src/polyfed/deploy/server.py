@@ -1,6 +1,6 @@
-"""The server of a deployment or simulation: it waits for its clients and then runs the recipe as any run.
+"""The server of a deployment or of a Flower simulation: it waits for its clients and then runs the recipe.
 
-The only difference to a run in one process is the engine, which asks clients over a transport.
+The only difference from a run in one process is the engine, which sends requests to clients over a transport.
 """
 
 import json
@@ -31,15 +31,15 @@ from polyfed.privacy.audit import AuditLog
 from polyfed.privacy.ledger import Ledger
 
 ERROR = "error.json"
-"""The file of a run folder that says what ended the run; it is removed when the run goes on."""
+"""The file in a run folder with the error that ended the run. It is removed when the run resumes."""
 
 
 def reply_terms_of(spec: EngineSpec, session: int | None = None) -> ReplyTerms:
-    """The terms of the [engine] section.
+    """Make the reply terms from the [engine] section.
 
     Args:
         spec: the section.
-        session: number of this start of the server; by default the time in milliseconds.
+        session: number of this start of the server. The default is the time in milliseconds.
     """
     return ReplyTerms(
         session=int(time.time() * 1000) if session is None else session,
@@ -56,13 +56,13 @@ def reply_terms_of(spec: EngineSpec, session: int | None = None) -> ReplyTerms:
 def engine_by(
     transport: Any, spec: EngineSpec, session: int | None = None, *, audited: bool = False
 ) -> Callable[..., Engine]:
-    """The constructor of an engine that asks clients over this transport.
+    """Return a function that builds an engine with this transport.
 
     Args:
         transport: carries packets.
         spec: the section [engine].
-        session: number of this start of the server; by default the time in milliseconds.
-        audited: whether the ledger needs the SHA-256 of what crosses, for the audit log.
+        session: number of this start of the server. The default is the time in milliseconds.
+        audited: whether the ledger needs the SHA-256 of each part of a message, for the audit log.
     """
     terms = reply_terms_of(spec, session)
 
@@ -76,11 +76,11 @@ def engine_by(
 _T = TypeVar("_T")
 
 Execute = Callable[..., _T]
-"""`polyfed.experiment.loop.execute`: assembles a run and plays all of its rounds."""
+"""The type of `polyfed.experiment.loop.execute`, which sets up a run and executes all of its rounds."""
 
 
 def placed(recipe: Recipe, data: str) -> Recipe:
-    """The recipe as the server runs it: on the flower engine, with the path of the server's own rows, if any."""
+    """Return the recipe for the server: with the flower engine, and with the path of the server's own rows, if any."""
     source = replace(recipe.data, path=data) if data else recipe.data
     return replace(recipe, data=source, engine=replace(recipe.engine, name="flower"))
 
@@ -98,7 +98,7 @@ def simulate(recipe: Recipe, records: Records | None, emit: Emitter, execute: Ex
     with tempfile.TemporaryDirectory(prefix="polyfed-") as spare:
         folder = Path(spare) if records is None else (records.folder / "nodes").absolute()
         population = population_of(recipe)
-        recipe = with_encoders(recipe, population.columns)  # the clients build the model without the data of the others
+        recipe = with_encoders(recipe, population.columns)  # clients build the model without other clients' data
         finished: list[_T] = []
 
         def main(transport: flower.GridTransport) -> None:
@@ -116,7 +116,7 @@ def meet(recipe: Recipe, population: Population, transport: Any) -> None:
     """Wait until all simulated clients have started.
 
     Raises:
-        TooFewReplies: not all of them started within `enrol_seconds`.
+        TooFewReplies: not all clients started within `enrol_seconds`.
     """
     answers = transport.enrol(population.num_clients, recipe.engine.enrol_seconds)
     started = len([enrolment_in(answer) for answer in answers])
@@ -128,17 +128,17 @@ def meet(recipe: Recipe, population: Population, transport: Any) -> None:
 
 
 def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute: Execute[Any]) -> None:
-    """The main function of a ServerApp: wait for clients, then run the recipe, or resume the run that `out` holds.
+    """Wait for clients, then run the recipe or resume the run in `out`. This is the main function of a ServerApp.
 
     Args:
-        recipe_path: the recipe that came with the app.
+        recipe_path: path of the recipe that came with the app.
         transport: carries packets.
         config: the run's configuration: `out`, a folder on the server, and `data`, the path of the server's own rows,
             if the recipe's [data] has a path.
         execute: `polyfed.experiment.loop.execute`.
 
     Raises:
-        PolyfedError: the run ended; the text and exit code are also written to `out/error.json`.
+        PolyfedError: an error ended the run. The text and exit code are also written to `out/error.json`.
     """
     out = Path(str(config.get("out", "runs/flower"))).expanduser()
     listeners, status = listeners_of(out)
@@ -158,15 +158,15 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
 
 @contextmanager
 def told_in(out: Path, lost: Callable[[], bool], status: RunStatus | None = None) -> Iterator[None]:
-    """Write what ends the block to `error.json` in this folder, and as the last line of the app's log.
+    """Write an error that ends the block to `error.json` in this folder, and to the last line of the app's log.
 
     Args:
         out: folder of the run.
-        lost: whether the SuperLink is gone, so that an interrupt means a failed connection.
-        status: the status of the run, which notes what ended it.
+        lost: returns whether the SuperLink has ended, so that an interrupt means a failed connection.
+        status: the status of the run, which records the error.
 
     Raises:
-        PolyfedError: what ended the block; an error of the disk becomes a `DataError`.
+        PolyfedError: the error that ended the block. An error of the disk becomes a `DataError`.
     """
     (out / ERROR).unlink(missing_ok=True)
     try:
@@ -183,10 +183,10 @@ def told_in(out: Path, lost: Callable[[], bool], status: RunStatus | None = None
             gone = TransportError("the SuperLink is gone. Start it again; the same `flwr run` goes on")
             _tell(out, gone, status)
         raise
-    except Exception as error:  # a fault of polyfed's: its traceback follows in the log
+    except Exception as error:  # an error in polyfed: its traceback follows in the log
         _write_error(out, {"error": type(error).__name__, "text": str(error), "exit_code": 1})
         raise
-    (out / ERROR).unlink(missing_ok=True)  # another server may have written it when it was refused
+    (out / ERROR).unlink(missing_ok=True)  # a server that could not get the folder may have written this file
 
 
 def _tell(out: Path, error: PolyfedError, status: RunStatus | None) -> None:
@@ -199,14 +199,14 @@ def _tell(out: Path, error: PolyfedError, status: RunStatus | None) -> None:
 
 def _write_error(out: Path, told: Mapping[str, Any]) -> None:
     if out.is_dir():
-        with suppress(OSError):  # the disk may be full, and the log says the same
+        with suppress(OSError):  # the disk may be full, and the log holds the same text
             (out / ERROR).write_text(json.dumps(told, indent=1))
 
 
 def only_server(out: Path, seconds: float = 90.0) -> AbstractContextManager[None]:
-    """Hold the run folder. A server whose SuperLink was killed may live on for some seconds, so this one waits.
+    """Lock the run folder. Wait for a previous server, which may run for some seconds after its SuperLink was killed.
 
     Raises:
-        RecipeError: another server still holds it after `seconds`.
+        RecipeError: another server still holds the lock after `seconds`.
     """
     return alone_in(out, "another server is writing this run", "Stop it (flwr list, flwr stop) or end it", seconds)

@@ -1,6 +1,6 @@
 """Health, metrics and status of a server: without a password on loopback, with a token over TLS for other machines.
 
-Both are web applications beside the SuperLink, in its process. Neither is on the port that devices use.
+Both are web applications in the SuperLink's process. Neither listens on the port that devices use.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ RUN_NUMBERS = {
     "cohort": "Clients asked in the latest round.",
     "round_seconds": "Duration of the latest round in seconds.",
 }
-"""Numbers of the status of a run that are gauges, `polyfed_run_<name>`."""
+"""Numbers in the status of a run that become gauges, `polyfed_run_<name>`."""
 
 RUN_COUNTS = {
     "bytes_up": "Bytes that clients sent since the server of the current run started.",
@@ -37,7 +37,7 @@ RUN_COUNTS = {
     "missing_replies": "Times that a client gave no usable reply.",
     "late_replies": "Replies that came after their request had been closed.",
 }
-"""Numbers of the status of a run that are counters, `polyfed_run_<name>_total`."""
+"""Numbers in the status of a run that become counters, `polyfed_run_<name>_total`."""
 
 RUN_STATES = ("enrolling", "running", "finished", "failed")
 
@@ -45,10 +45,10 @@ Facts = Mapping[str, Any]
 
 
 def token_at(path: Path) -> str:
-    """Read the token for `polyfed status`, or draw one if the file does not exist.
+    """Read the token for `polyfed status`. If the file does not exist, make a random token and write the file.
 
     Raises:
-        RecipeError: the file holds no token, or everybody on this machine can read it.
+        RecipeError: the file holds no token, or everybody on this machine can read the file.
     """
     if not path.exists():
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -60,7 +60,7 @@ def token_at(path: Path) -> str:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file.
+    """Return the token in a file.
 
     Raises:
         RecipeError: the file is missing or holds no token of at least 32 printable characters.
@@ -75,10 +75,10 @@ def read_token(path: Path) -> str:
 
 
 def status_of(link: Facts, path: Path) -> dict[str, Any]:
-    """What a server is doing.
+    """Return the status of a server and its current run.
 
     Args:
-        link: `nodes` and `runs`, as the SuperLink knows them.
+        link: `nodes` and `runs` from the SuperLink.
         path: the file that the server of the current run writes; see `polyfed.deploy.run_log`.
     """
     try:
@@ -89,7 +89,7 @@ def status_of(link: Facts, path: Path) -> dict[str, Any]:
 
 
 def metrics_of(status: Facts) -> bytes:
-    """The status as metrics of Prometheus, without reasons, paths and names."""
+    """Return the status as Prometheus metrics, without reasons, paths and names."""
     nodes, run = status["nodes"], status["run"] or {}
     gauges = {
         "polyfed_nodes_registered": ("Devices whose public key is registered.", float(nodes["registered"])),
@@ -108,10 +108,10 @@ class ServerMonitor:
     """A web application with the pages `/health`, `/metrics` and `/status`.
 
     Args:
-        link: asks the SuperLink for its nodes and runs.
-        path: file of the status of the current run.
-        token: if not empty, every request must carry it, as `Authorization: Bearer TOKEN`; other requests are told
-            nothing, not even which pages exist. Without a token there is no `/status`.
+        link: a function that returns the SuperLink's nodes and runs.
+        path: path of the current run's status file.
+        token: if not empty, every request must carry this token, as `Authorization: Bearer TOKEN`. The answer to other
+            requests reveals nothing, not even which pages exist. Without a token, there is no page `/status`.
     """
 
     def __init__(self, link: Callable[[], Facts], path: Path, token: str = "") -> None:
@@ -130,7 +130,7 @@ class ServerMonitor:
         await send({"type": "http.response.body", "body": body})
 
     def page(self, method: str, path: str, headers: Any) -> tuple[int, str, bytes]:
-        """Status, content type and body of a page."""
+        """Return HTTP status, content type and body of a page."""
         if self._digest and not self._knows(headers):
             return 401, "text/plain", b"polyfed: a token is needed\n"
         pages = {"/health": self._health, "/metrics": self._metrics} | (
@@ -140,11 +140,11 @@ class ServerMonitor:
             return 404, "text/plain", f"polyfed: here are {', '.join(pages)}\n".encode()
         try:
             return 200, *pages[path]()
-        except Exception as error:  # the SuperLink's database failed, in whatever way
+        except Exception as error:  # any error of the SuperLink's database
             return 503, "application/json", json.dumps({"status": "failing", "error": type(error).__name__}).encode()
 
     def _knows(self, headers: Any) -> bool:
-        """Whether a request carries the token; how long the answer takes does not depend on the token."""
+        """Return whether a request carries the token. The time of the comparison does not depend on the token."""
         given = [value for name, value in headers if name.lower() == b"authorization"]
         scheme, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
         return hmac.compare_digest(_digest(token), self._digest) and scheme.lower() == b"bearer"

@@ -1,9 +1,9 @@
-"""A client's local state on its own disk. It survives a restart of the client and goes back with a resumed server.
+"""A client's local state on its own disk, with earlier states for a server that resumes from an earlier round.
 
-A state is stored under the place (round, number of the request) of the task that left it. A task begins with the newest
-state before its own place, so repeating it gives the same reply. Each state is a checkpoint of
-`polyfed.experiment.checkpoint`: safetensors and JSON, written atomically, with a checksum. Only the device's own user
-can read the files. States of runs that are over are deleted; ledgers are kept.
+A place is a pair (round, number of the request). Each state is stored under the place of the task that returned it. A
+task begins with the newest state before its own place, so a repeated task gives the same reply. Each state is a
+checkpoint of `polyfed.experiment.checkpoint`: safetensors and JSON, written atomically, with a checksum. Only the
+device's own user can read the files. The store deletes states of old runs, but keeps their ledgers.
 """
 
 import fcntl
@@ -31,17 +31,17 @@ BEFORE: Place = (-1, -1)
 """The place before every request."""
 
 KEPT_RUNS = 3
-"""Runs whose states a client keeps: those it has worked for most recently."""
+"""Number of the most recent runs whose states a client keeps."""
 
 
 @dataclass(frozen=True)
 class Journal:
-    """How far a client has come in a run.
+    """The progress of a client in a run.
 
     Attributes:
-        session: the newest session of the server that the client has answered.
+        session: the newest session (start of the server) that the client has answered.
         place: the newest place in that session.
-        floor: requests up to this place cannot be repeated, as the states before them have been deleted.
+        floor: requests up to this place cannot be repeated, because the states before them have been deleted.
     """
 
     session: int = -1
@@ -53,7 +53,7 @@ class Store:
     """The local states of one client in one run.
 
     Args:
-        folder: folder of this client and run, as `<state folder>/<run>/client-<number>`; made when it is first needed.
+        folder: folder of this client and run, `<state folder>/<run>/client-<number>`. The first use makes the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,15 +61,15 @@ class Store:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Wait until no other process works for this client, then hold its folder.
+        """Wait until no other process uses this client's folder, then lock the folder.
 
-        Files that are written meanwhile can be read by this user only.
+        Only this user can read files that are made inside the block.
         """
         before = os.umask(0o077)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for folder in (self.folder, self.folder.parent):
-                folder.chmod(0o700)  # it may have been made by an earlier version
+                folder.chmod(0o700)  # an earlier version may have made the folder with other rights
             with (self.folder / "lock").open("w") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 yield
@@ -77,9 +77,9 @@ class Store:
             os.umask(before)
 
     def prune(self) -> None:
-        """Delete the states of all but the `KEPT_RUNS` runs that this client has worked for most recently.
+        """Delete the states of all runs except the `KEPT_RUNS` most recent runs of this client.
 
-        Their ledgers stay, and a request of such a run is refused.
+        The ledgers of the old runs stay. The client refuses later requests of these runs.
         """
         journals = [*self.folder.parent.parent.glob(f"*/{self.folder.name}/{JOURNAL}")]
         newest = sorted(journals, key=lambda path: path.stat().st_mtime, reverse=True)
@@ -92,15 +92,15 @@ class Store:
                     shutil.rmtree(old._path(place))
 
     def begin(self, request_id: RequestId) -> tuple[Tree, tuple[str, ...]] | None:
-        """Begin a task; states of later places are deleted.
+        """Begin a task: delete the states of later places, and load the state before the task.
 
         Returns:
-            the state that the task begins with and the modalities that the client had when it was written, or None if
-            the client has no state yet.
+            The state and the modalities that the client had when the state was written, or None if the client has no
+            state yet.
 
         Raises:
-            BadReply: the request is stale, as a later one of this or of a later session has been answered; or the
-                states before it have been deleted.
+            BadReply: the client has already answered a later request or a later session, or the states before the
+                request have been deleted.
             CheckpointError: the state on disk is damaged.
         """
         journal = self._journal()
@@ -121,16 +121,17 @@ class Store:
         return found[1]["local"], tuple(found[1]["modalities"])
 
     def keep(self, request_id: RequestId, local: Tree, modalities: tuple[str, ...], kept: int) -> None:
-        """Write the state that a task left, and delete those that no request can need any more.
+        """Write the state that a task returned, and delete states that no request can need any more.
 
-        The server can repeat its newest request, and it can go back to the end of any round that is not settled. So
-        the state before this one is kept, the last of every such round, and the last of the settled rounds.
+        A round is settled if the server will never repeat it. The server can repeat its newest request, and can resume
+        from the end of any round that is not settled. So the store keeps three kinds of states: the previous state, the
+        last state of every round that is not settled, and the last state of the settled rounds.
 
         Args:
             request_id: id of the request.
             local: the state.
             modalities: the client's modalities.
-            kept: the newest settled round: the server will never ask for it or an earlier one again.
+            kept: the newest settled round.
         """
         content = {"local": local, "modalities": list(modalities)}
         checkpoint.save(self._path(request_id.place), request_id.round, content)
@@ -141,12 +142,12 @@ class Store:
         if len(settled) > 1:
             self._note(
                 Journal(request_id.session, request_id.place, settled[-1])
-            )  # a resumed server goes on from the last
+            )  # a resumed server continues from the last settled round
         for place in [place for place in places if place not in wanted]:
             shutil.rmtree(self._path(place))
 
     def forget(self, request_id: RequestId) -> None:
-        """Remove the state that a task left, since its reply does not leave."""
+        """Remove the state that a task returned, because its reply does not leave."""
         shutil.rmtree(self._path(request_id.place), ignore_errors=True)
 
     def _note(self, journal: Journal) -> None:
@@ -165,7 +166,7 @@ class Store:
     def _places(self) -> list[Place]:
         found = []
         for path in self.folder.glob("state-*-*"):
-            if (path / checkpoint.LATEST).exists():  # otherwise the writer died before it was whole
+            if (path / checkpoint.LATEST).exists():  # otherwise the process died before the checkpoint was complete
                 _, round, request = path.name.split("-")
                 found.append((int(round), int(request)))
         return sorted(found)

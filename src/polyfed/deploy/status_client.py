@@ -1,4 +1,4 @@
-"""`polyfed status`: ask a server what it is doing, from another machine."""
+"""`polyfed status`: get the status of a server from another machine."""
 
 import json
 import ssl
@@ -11,31 +11,31 @@ from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.deploy.server_monitor import read_token
 
 SECONDS = 15.0
-"""How long an answer may take (inferred)."""
+"""How many seconds an answer may take (inferred)."""
 
 LONGEST = 2**20
-"""Most bytes of an answer that are read."""
+"""Most bytes that are read of an answer."""
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: the token is for this server only."""
+    """Follows no redirect, because the token is only for this server."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Refuse."""
+        """Refuse every redirect."""
         return
 
 
 def ask(server: str, root_certificates: Path, token: Path) -> dict[str, Any]:
-    """The status of a server.
+    """Return the status of a server.
 
     Args:
-        server: `host:port` of its `--status-port`.
-        root_certificates: `ca.pem`, by which the server's certificate is checked; the token is sent to no other server.
-        token: file with the token.
+        server: `host:port` of the server's `--status-port`.
+        root_certificates: path of `ca.pem`, which verifies the server's certificate before the token is sent.
+        token: path of the file with the token.
 
     Raises:
-        RecipeError: a file is missing, or the address is none.
-        PolyfedError: the server does not answer, is not the one of `ca.pem`, or does not accept the token.
+        RecipeError: a file is missing, or the address is invalid.
+        PolyfedError: the server does not answer, does not match `ca.pem`, or does not accept the token.
     """
     host, _, port = server.rpartition(":")
     if not host or not port.isdigit():
@@ -45,7 +45,7 @@ def ask(server: str, root_certificates: Path, token: Path) -> dict[str, Any]:
         context = ssl.create_default_context(cafile=str(root_certificates))
     except (OSError, ssl.SSLError) as error:
         raise RecipeError(f"{root_certificates} cannot be used ({error}); copy ca.pem from the server") from None
-    # without proxies: a proxy of the environment has nothing to do with this server
+    # without proxies, because proxies in environment variables are not meant for this server
     handlers = [urllib.request.HTTPSHandler(context=context), urllib.request.ProxyHandler({}), _Stay()]
     opener = urllib.request.build_opener(*handlers)
     request = urllib.request.Request(f"https://{server}/status", headers=words)

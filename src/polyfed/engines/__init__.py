@@ -1,17 +1,18 @@
-"""Engines: how do the clients of a request run?
+"""Engines: they run the clients of a request.
 
-An algorithm asks clients through `polyfed.federation`; an engine runs them and brings back their replies. All engines
-give the same numbers up to rounding. No file here knows an algorithm.
+An algorithm sends requests through `polyfed.federation`. An engine runs the clients and returns their replies. All
+engines give the same numbers up to rounding. No file of this package depends on a particular algorithm.
 
-- `base`: what all engines share: client contexts, egress gates, running one client by itself.
-- `in_process`: what engines share that hold all clients in this process.
-- `sequential`: runs one client after another; the reference for every other engine.
-- `vectorised`: runs clients in stacks, as one tensor operation for many.
-- `remote`: asks clients in other processes or on other machines over a transport.
-- `protocol`: headers of the packets between a server and such clients, and what a transport must do.
+- `base`: the base class of all engines: client contexts, egress gates, running a single client.
+- `in_process`: the base class of the engines that hold all clients in this process.
+- `sequential`: runs one client after another. It is the reference for every other engine.
+- `vectorised`: runs clients in stacks, with one tensor operation for all clients of a stack.
+- `workers`, `worker_process`, `arena`: run clients in parallel on several processes of one machine.
+- `remote`: sends requests to clients in other processes or on other machines over a transport.
+- `protocol`: headers of the packets between a server and remote clients, and the interface of a transport.
 - `flower`: a transport over Flower (the extra `polyfed[flower]`).
 - `metered`: counts the work of clients for simulated time.
-- `heap`: keeps freed memory for the next round.
+- `heap`: keeps freed memory for the next training step.
 """
 
 from polyfed.engines.sequential import Sequential

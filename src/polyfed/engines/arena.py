@@ -1,7 +1,8 @@
-"""Shared memory of the server's process and a worker process: one of them writes tensors, the other one reads them.
+"""Shared memory between the server's process and a worker process: one process writes tensors, the other reads them.
 
-The memory is an anonymous file (Linux `memfd`), which a forked process inherits. It is not in /dev/shm, whose size
-containers limit to 64 MB by default, and the system frees it when the last process that holds it has ended.
+The memory is an anonymous file (Linux `memfd`), which a forked process inherits. It is not in /dev/shm, because
+containers limit the size of /dev/shm to 64 MB by default. The operating system frees the memory when the last process
+that holds it has ended.
 """
 
 import mmap
@@ -14,21 +15,21 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Tensors begin at multiples of this many bytes, a cache line, as PyTorch's own allocations do."""
+"""Tensors begin at multiples of this many bytes (a cache line), as in PyTorch's own allocations."""
 
 FIRST_SIZE = 2**20
-"""Size in bytes of a new arena; it grows when more is written."""
+"""Size in bytes of a new arena. The arena grows if a message needs more."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in an arena.
+    """The place of a tensor in an arena.
 
     Attributes:
-        start: offset of its first byte.
-        dtype: its type.
-        shape: its shape.
-        end: end in bytes of everything that was written with it; the reader maps at least this much.
+        start: offset of the tensor's first byte.
+        dtype: the tensor's type.
+        shape: the tensor's shape.
+        end: total size in bytes of all tensors of the same `write`. The reader maps at least this many bytes.
     """
 
     start: int
@@ -48,9 +49,9 @@ class Arena:
         self._close = weakref.finalize(self, os.close, self._file)
 
     def write(self, tensors: Iterable[Tensor]) -> list[Place]:
-        """Copy tensors into the arena, over what it held, and return their places.
+        """Copy tensors into the arena, overwrite its previous content, and return their places.
 
-        A tensor that occurs more than once is copied once, and all of its places are the same.
+        A tensor that occurs several times is copied once, and its places are equal.
         """
         given = list(tensors)
         starts: dict[int, int] = {}
@@ -71,9 +72,9 @@ class Arena:
         return places
 
     def read(self, places: Iterable[Place]) -> list[Tensor]:
-        """Return the tensors at these places as views of the shared memory; equal places give the same object.
+        """Return the tensors at these places as views of the shared memory. Equal places give the same object.
 
-        The views are valid until the other process writes again. Clone what has to live longer.
+        The views are valid until the other process writes again. Clone tensors that you need for longer.
         """
         found: dict[Place, Tensor] = {}
         for place in (given := list(places)):
@@ -83,11 +84,11 @@ class Arena:
         return [found[place] for place in given]
 
     def close(self) -> None:
-        """Give up this process's share of the memory; views that are still held stay valid."""
+        """Release the memory in this process. Views that still exist stay valid."""
         self._close()
 
     def _map(self, size: int) -> None:
-        """Map at least `size` bytes; views of an earlier mapping stay valid."""
+        """Map at least `size` bytes. Views of an earlier mapping stay valid."""
         if size <= self._size:
             return
         self._size = max(size, 2 * self._size)

@@ -1,4 +1,4 @@
-"""The base class of all engines: client contexts, egress gates, and running a task on a single client."""
+"""The base class of all engines: it makes client contexts and egress gates, and runs a task on a single client."""
 
 import traceback
 from abc import ABC, abstractmethod
@@ -48,29 +48,29 @@ class Method(Asking, Protocol):
         """Whether the algorithm handles rows that lack a modality which other rows of the same client have."""
 
     def first_local(self, context: ClientContext, key: int) -> Tree:
-        """Make a client's first local state; `key` seeds its random numbers."""
+        """Make a client's first local state. `key` seeds the random numbers."""
 
 
 class Engine(ABC):
-    """Runs clients. Subclasses decide where and how; evaluation clients always run in the server's process.
+    """Runs clients. Subclasses decide where and how. Evaluation clients always run in the server's process.
 
     Args:
-        population: the data, and which client holds which rows and modalities.
+        population: the data, and the rows and modalities of each client.
         model: the model.
         algorithm: the algorithm whose tasks the clients run and whose `first_local` makes a client's first local state.
         initial: the model's initial parameters, drawn from the run's seed.
-        policy: the egress policy, which says what may leave a client.
-        ledger: records every message between server and clients.
+        policy: the egress policy: the kinds of data that may leave a client.
+        ledger: records every message between the server and the clients.
         device: the PyTorch device that holds the data and trains.
         emit: called with the name and the fields of each event.
-        debug: whether a client's exception ends the run; otherwise the client is dropped from the request.
+        debug: whether a client's exception ends the run. Otherwise the engine drops the client from the request.
         clock: counts the work of the clients, or None if the recipe has no [network] section.
-        objective: the task that the model learns.
+        objective: what the model learns to predict.
     """
 
     name: str
     keeps_locals: ClassVar[bool] = True
-    """Whether `locals` holds the clients' local states. If not, each client keeps its own in its process."""
+    """Whether `locals` holds the clients' local states. If not, each client keeps its local state in its process."""
     limits: Limits = NO_LIMITS
     """Resource limits of the device on which this engine runs its client."""
 
@@ -95,11 +95,11 @@ class Engine(ABC):
         self.device, self.objective = torch.device(device), objective
         self.columns = population.columns.to(self.device)
         self.registry = registry_of(population)
-        # computed once: tasks added to the class later are not announced, so the gate refuses their replies
+        # computed once: later tasks of the class are missing from the announcement, so the gate refuses their replies
         self.answers = answers_of(algorithm)
         self._announcements: dict[tuple[str, ...], Announcement] = {}
         self.locals: dict[int, Tree] = {}
-        # the newest round that will not be repeated: clients in other processes may delete older local states
+        # the server will not repeat this round or earlier ones: clients in other processes may delete older states
         self.kept = 0
         self._contexts: dict[tuple[str, ...], ClientContext] = {}
         self._context_of: dict[int, ClientContext] = {}
@@ -126,10 +126,10 @@ class Engine(ABC):
         """
 
     def close(self) -> None:  # noqa: B027
-        """End the processes that the engine has started; it can still be used and starts them again when needed."""
+        """End the processes that the engine has started. The engine starts them again if it gets another request."""
 
     def context(self, client: int) -> ClientContext:
-        """Return the client's context; clients with the same modalities share one."""
+        """Return the client's context. Clients with the same modalities share a context."""
         if client not in self._context_of:
             self._context_of[client] = self._make_context(client)
         return self._context_of[client]
@@ -151,7 +151,7 @@ class Engine(ABC):
         return self._contexts[kind]
 
     def local(self, request: Request, client: int) -> Tree:
-        """Return the client's local state; the first call makes it."""
+        """Return the client's local state. The first call makes this state."""
         if client not in self.locals:
             context = self.context(client)
             self.locals[client] = first_local(self.algorithm, context, request.seed, client, self.device)
@@ -176,7 +176,7 @@ class Engine(ABC):
         return EgressGate(clients, context.blocks, self.ledger, announcement, context.evaluation_client)
 
     def announcement(self, modalities: tuple[str, ...]) -> Announcement:
-        """Return everything that replies of clients with these modalities can hold, with the policy's verdict on it."""
+        """Return the announcement for clients with these modalities: everything that their replies can hold."""
         if modalities not in self._announcements:
             holder = Holder(modalities, tuple(self.model.shapes), self.model.modalities)
             tested = bool(self.registry.tested)
@@ -185,7 +185,7 @@ class Engine(ABC):
         return self._announcements[modalities]
 
     def alone(self, request: Request, client: int, send: Send, missing: dict[int, str]) -> Message | None:
-        """Pass what is sent to one client through its gate and run the task; see `run_received`."""
+        """Pass the message to one client through its gate, and run the task; see `run_received`."""
         msg = self._to_device(send if isinstance(send, Message) else send[client])
         got = self.node((client,), self.context(client)).receive(request, msg)
         return self.run_received(request, client, got, missing)
@@ -194,11 +194,11 @@ class Engine(ABC):
         """Run the task on one client, given the message that it received.
 
         Returns:
-            The reply, or None if the client failed; the reason is then in `missing`.
+            The reply, or None if the client failed. This method then puts the reason into `missing`.
 
         Raises:
             PolyfedError: the gate refused the reply, or the task breaks a rule for tasks.
-            Exception: the task raised it, and the engine was made with `debug`.
+            Exception: the task raised this exception, and `debug` is set.
         """
         context = self.context(client)
         node = self.node((client,), context)
@@ -220,7 +220,7 @@ class Engine(ABC):
             reply, local = reply_and_local(request, returned)
             released = node.release(request, reply, stacked=False)
             if any(tensor.requires_grad for _, _, tensor in tensors(released)):
-                released = map_tensors(released, Tensor.detach)  # else the reply keeps its graph alive
+                released = map_tensors(released, Tensor.detach)  # otherwise the reply keeps the autograd graph alive
         except PolyfedError:
             raise
         except Exception as error:
@@ -236,7 +236,7 @@ class Engine(ABC):
         return released
 
     def metered(self, request: Request, clients: Sequence[int], view: ClientData) -> ClientData:
-        """Wrap the dataset of these clients so that it counts their work, if the recipe has a [network] section."""
+        """Wrap the dataset of these clients to count their work, or return it unchanged without a [network] section."""
         if self.clock is None or clients[0] < 0:
             return view
         rows = list(self.registry.rows_of(clients).values())
@@ -261,22 +261,22 @@ def registry_of(population: Population) -> ClientRegistry:
 
 
 def first_local(algorithm: Method, context: ClientContext, seed: int, client: int, device: torch.device | str) -> Tree:
-    """Make a client's first local state, on the device; an evaluation client's is empty."""
+    """Make a client's first local state, on the device. The local state of an evaluation client is empty."""
     made = algorithm.first_local(context, keys.key(seed, "local", client)) if client >= 0 else {}
     return {name: value.to(device) for name, value in made.items()}
 
 
 def client_key(request: Request, client: int) -> int:
-    """Return the key of all random numbers that a client draws in a round, or in one turn of a round."""
+    """Return the key from which a client derives its random numbers in a round, or in one turn of a round."""
     return keys.key(request.seed, "client", client, request.round, *((request.turn,) if request.turn else ()))
 
 
 @contextmanager
 def only_the_gate_refuses(request: Request) -> Iterator[None]:
-    """Turn an `EgressError` that a task raises into a `RuntimeError`; run the task in the `with` block.
+    """Turn an `EgressError` that a task raises in the `with` block into a `RuntimeError`.
 
-    The text of a refusal leaves the device, so only the egress gate may write one. A task that raises `EgressError`
-    itself fails like a task that raises any other exception.
+    The text of a refusal leaves the device, so only the egress gate may write this text. A task that raises
+    `EgressError` fails like a task that raises any other exception.
     """
     try:
         yield
@@ -288,8 +288,8 @@ def reply_and_local(request: Request, returned: Any) -> tuple[Message, Tree]:
     """Check what a task returned, and split it into the reply and the client's new local state.
 
     Raises:
-        RecipeError: the task did not return a message and a local state, a field of the message is not the tensor or
-            tree that it is declared as, or the local state is not a dict of tensors.
+        RecipeError: the task did not return a message and a local state. Or a field of the message differs from its
+            declaration (tensor or tree), or the local state is not a dict of tensors.
     """
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Message)):
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""Settings of the C allocator: memory that training frees and allocates again at every step stays with the process."""
+"""Settings of the C allocator that keep freed memory in the process, because every training step allocates it again."""
 
 import ctypes
 import sys
@@ -6,24 +6,24 @@ import sys
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """The parameters M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's `mallopt`, from `malloc.h`."""
 LARGEST = 32 * 2**20
-"""Size in bytes above which glibc maps each allocation on its own: the maximum of its dynamic threshold."""
+"""Size in bytes above which glibc maps each allocation separately. It is the maximum of glibc's dynamic threshold."""
 KEPT = 2**29
-"""Free memory in bytes that the process keeps: the memory budget of a stack of clients."""
+"""Most free memory in bytes that the process keeps. It equals the memory budget of a stack of clients."""
 
 
 def keep_freed_memory() -> bool:
     """Make glibc keep freed memory for the next training step.
 
-    By default, glibc returns the memory of a step's gradients to the system, and the next step faults it in again page
-    by page, which takes a sixth of a vectorised round of large models (docs/performance.md).
+    By default, glibc returns the memory of a step's gradients to the system. The page faults of the next step then take
+    a sixth of a vectorised round of large models (docs/performance.md).
 
     Returns:
-        Whether the C library accepted the settings. False where it is not glibc on Linux.
+        Whether the C library accepted the settings. The result is False if it is not glibc on Linux.
     """
     if not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None)
     mallopt, trim = (getattr(libc, name, None) for name in ("mallopt", "malloc_trim"))
     if trim is not None:
-        trim(0)  # first return what loading and partitioning freed, as training does not reuse it
+        trim(0)  # first return the memory that loading and partitioning have freed, because training does not reuse it
     return mallopt is not None and bool(mallopt(MMAP_THRESHOLD, LARGEST)) and bool(mallopt(TRIM_THRESHOLD, KEPT))

@@ -20,25 +20,25 @@ from polyfed.federation.replies import Answer, ReplyStack, stacked
 from polyfed.model import Model
 
 UNIT_FLOPS = 1e8
-"""Floating-point operations of local training that are worth a worker process: about 20 ms of one core for the small
-models of the benchmarks, beside 1 ms for sending the job (docs/performance.md)."""
+"""Floating-point operations of local training that justify a worker process. They take about 20 ms of one core for the
+small models of the benchmarks, and sending the job takes 1 ms (docs/performance.md)."""
 
 
 class InProcess(Engine):
     """Runs the clients of a population in this process, or on worker processes forked from it.
 
     Args:
-        population: as for `Engine`, like the arguments that are not listed here.
-        model: as for `Engine`.
-        algorithm: as for `Engine`.
-        initial: as for `Engine`.
-        workers: number of worker processes for requests that are worth it; 1 runs them in this process.
-        threads: threads that PyTorch uses for a request that is worth it, in every worker or in this process; 0 leaves
-            the number unchanged. The result depends on it, and not on `workers`.
-        kwargs: as for `Engine`.
+        population: see `Engine`.
+        model: see `Engine`.
+        algorithm: see `Engine`.
+        initial: see `Engine`.
+        workers: number of worker processes. With 1, or for requests with little work, clients run in this process.
+        threads: threads that PyTorch uses for requests with enough work, in every worker or in this process. 0 leaves
+            the number unchanged. The rounding of the result depends on `threads`, but not on `workers`.
+        kwargs: the other arguments of `Engine`.
 
     Raises:
-        RecipeError: some rows lack a modality that their client has, and the algorithm does not handle that.
+        RecipeError: some rows lack a modality that their client has, and the algorithm does not handle such rows.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class InProcess(Engine):
     def units(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[Unit]:
         """Divide the clients into units: stacks for `run_stack`, and single clients.
 
-        The recipe alone decides about the division, not the machine, because it decides how results are rounded.
+        The division depends only on the recipe, not on the machine, because the division affects the rounding.
         """
 
     @abstractmethod
     def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
-        """Run the task on several clients at once; None if these clients have to run one by one."""
+        """Run the task on several clients at once. Return None if these clients have to run one by one."""
 
     def answer(
         self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
@@ -82,7 +82,7 @@ class InProcess(Engine):
             request: the task, with its round, number and seed.
             clients: the clients' numbers, in ascending order.
             send: one message for all clients, or a mapping with one message for each.
-            units: the units to run here, in a worker process; None divides the clients into units.
+            units: the units, if this process is a worker process. None divides the clients into units.
         """
         threads = 0
         if units is None:
@@ -118,9 +118,9 @@ class InProcess(Engine):
         return float(TRAINING_PASSES * trained * sum(self.model.flops(block) for block in (*read, SHARED)))
 
     def received(self, request: Request, clients: Sequence[int], send: Send) -> dict[int, Any]:
-        """Pass what is sent through the clients' gates, and return the message that each client receives.
+        """Pass the messages through the clients' gates, and return the message that each client receives.
 
-        A message to all clients is cut and booked once for all clients with the same modalities.
+        For a message to all clients, one gate serves all clients with the same modalities, in one call.
         """
         if not isinstance(send, Message):
             nodes = {client: self.node((client,), self.context(client)) for client in clients}
@@ -137,7 +137,7 @@ class InProcess(Engine):
 
 @contextmanager
 def using_threads(num: int) -> Iterator[None]:
-    """Inside this block, let PyTorch use `num` threads for each operation; 0 leaves the number unchanged."""
+    """Let PyTorch use `num` threads for each operation in this block. 0 leaves the number unchanged."""
     before = torch.get_num_threads()
     if num:
         torch.set_num_threads(num)

@@ -1,4 +1,4 @@
-"""A client dataset that counts its client's work, for simulated time. Tasks see no difference."""
+"""A client dataset that counts the work of its client, for simulated time. Tasks use it like any client dataset."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -15,18 +15,18 @@ from polyfed.training.optimisers import Train
 
 
 class MeteredClientData(ClientData):
-    """Counts the work of each call on the host, and passes the call on to another client dataset.
+    """Counts the work of each call, and forwards the call to another client dataset.
 
-    Local training costs `TRAINING_PASSES` forward passes through each block that is trained, even if only in part, and
-    one through each block that is wholly frozen. A `fold` costs one forward pass through all blocks of the client,
-    whatever its step computes.
+    Local training costs `TRAINING_PASSES` forward passes through each block with a trained parameter. It costs one
+    forward pass through each block that is wholly frozen. A `fold` costs one forward pass through all blocks of the
+    client, independent of the computation in its step.
 
     Args:
         view: the dataset of one client, or of a stack of clients.
         num_rows: number of rows of each client.
         modalities: the modalities of these clients.
         model: the clients' model.
-        count: called with the operations for a row and the rows of each client.
+        count: called with the number of operations for a row and the number of rows of each client.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class MeteredClientData(ClientData):
         if job.on is not None:
             train = replace(train, steps=1)
         rows = [rows_trained(n, train, skip_single=model.has_batchnorm) for n in self._num_rows]
-        # a client in a silo also trains the parts of the head that read others' embeddings, not their encoders
+        # a client in a silo also trains parts of the head for other clients' embeddings, but not their encoders
         owned = self._modalities if job.model is None else model.modalities
         trained = {block_of(name) for name in job.trained(model)} & {*owned, SHARED}
         passes = TRAINING_PASSES * sum(model.flops(block) for block in trained)
-        if job.only is None:  # a wholly frozen block costs the forward pass only
+        if job.only is None:  # a wholly frozen block costs only the forward pass
             frozen = {*owned}.intersection(model.modalities) - {block_of(name) for name in model.template}
             passes += sum(model.flops(block) for block in frozen)
         self._count(passes, rows)
         return self._view.minimise(loss, params, **options)
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
-        """Return a batch of the wrapped dataset, uncounted; see `ClientData.batch`."""
+        """Return a batch of the wrapped dataset without counting it; see `ClientData.batch`."""
         return self._view.batch(train, number, model=model, stream=stream)
 
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
@@ -74,5 +74,5 @@ class MeteredClientData(ClientData):
 
     @property
     def test(self) -> ClientData:
-        """The client's test rows, without counting: evaluation takes no simulated time; see `ClientData.test`."""
+        """The client's test rows, without counting: evaluation takes no simulated time. See `ClientData.test`."""
         return self._view.test

@@ -1,11 +1,11 @@
 """The headers of packets between a server and clients in other processes.
 
-Every request has an id: run, session, round, number of the request, client. The client repeats it in its reply, so that
-the server can tell the reply it waits for from one that is late, duplicated or replayed. A *session* is one start of
-the server: a resumed server begins a new session and may repeat requests that it sent before it died. The client then
-repeats the work from the local state it had at that point, and the reply is the same bit for bit.
+Every request has an id: run, session, round, number of the request, client. The client repeats the id in its reply. So
+the server can distinguish the expected reply from a late, duplicated or replayed reply. A *session* is one start of the
+server. A resumed server begins a new session and may repeat requests that it sent before it died. The client then
+repeats the work from the local state that it had at that point, and the reply is the same bit for bit.
 
-Enrolments and requests carry the version of polyfed and of the wire format. Both sides refuse another version.
+Enrolments and requests carry the versions of polyfed and of the wire format. Both sides refuse other versions.
 """
 
 import math
@@ -23,17 +23,17 @@ from polyfed.core.request import Request
 from polyfed.federation.wire_format import NAME, WIRE_FORMAT, Header, Packet
 
 ENROL, ASK = "enrol", "ask"
-"""What a server sends: a question about the client, or a request to run a task."""
+"""The types of packets that a server sends: a request to enrol, or a request to run a task."""
 
 ENROLLED, REPLY, REFUSED, FAILED = "enrolled", "reply", "refused", "failed"
-"""What a client answers: `refused` when its policy forbids the reply, `failed` for every other reason."""
+"""The verdicts in a client's answer: `refused` if its policy forbids the reply, `failed` for every other error."""
 
 MAX_REASON = 2000
-"""Characters of a reason that are kept: enough for one line of a log (inferred)."""
+"""Most characters of a reason. Longer reasons are cut to this length, which suits one line of a log (inferred)."""
 
 MAX_CLIENTS, MAX_ROWS, MAX_SAMPLE, MAX_AXES = 10**6, 2**40, 2**24, 8
-"""Bounds of the numbers in an enrolment: client number, rows, numbers in one sample, axes of a sample. They are far
-above any deployment of today (inferred) and limit the memory that a forged enrolment can make the server allocate."""
+"""Upper bounds in an enrolment: client number, rows, numbers in one sample, axes of a sample. They are far above any
+deployment of today (inferred), and limit the memory that a forged enrolment can make the server allocate."""
 
 _WORD = re.compile(r"[A-Za-z0-9_\-]{1,100}")
 _SEAL = re.compile(r"[0-9a-f]{64}")
@@ -54,7 +54,7 @@ class RequestId:
         """Read the request id of a header.
 
         Raises:
-            BadReply: the id is missing or malformed. The run's name becomes the name of a folder, so it is checked too.
+            BadReply: the id is missing or malformed. This includes the run's name, which becomes the name of a folder.
         """
         match header.get("request_id"):
             case {"run": str(run), **numbers} if _WORD.fullmatch(run):
@@ -75,12 +75,12 @@ class RequestId:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the server tells every client about the federation, so that all build the same model.
+    """Facts about the federation that the server sends to every client, so that all clients build the same model.
 
     Attributes:
         shapes: shape of a sample by modality, in the federation's order.
-        num_classes: number of classes, or of targets where the task has no classes.
-        frozen: digest of the model's frozen parameters, which every client loads or draws by itself.
+        num_classes: number of classes, or number of targets if the objective has no classes.
+        frozen: digest of the model's frozen parameters. Every client loads or initialises these parameters locally.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -103,16 +103,16 @@ class Facts:
 
 @dataclass(frozen=True)
 class Enrolment:
-    """What a client says about itself when it enrols.
+    """The facts that a client reports about itself when it enrols.
 
     Attributes:
-        client: its number, from 0.
+        client: the client's number, from 0.
         rows: number of training rows.
-        modalities: the modalities it owns.
-        silo: number of its silo, or None.
-        tested: whether it has test rows of its own.
+        modalities: the modalities of the client.
+        silo: number of the client's silo, or None.
+        tested: whether the client has test rows of its own.
         shapes: shape of a sample by modality.
-        num_classes: its largest label plus one, or the number of targets of a row.
+        num_classes: the client's largest label plus one, or the number of targets of a row.
     """
 
     client: int
@@ -163,16 +163,16 @@ _FIELDS = tuple(field.name for field in fields(Enrolment))
 
 
 def versions() -> Header:
-    """The versions that every enrolment and every request carries."""
+    """Return the versions that every enrolment and every request carries."""
     return {"polyfed": version("polyfed"), "wire": WIRE_FORMAT}
 
 
 def check_versions(header: Mapping[str, Any], here: str) -> None:
-    """Refuse a packet from another version: both sides must draw the same model and run the same tasks.
+    """Refuse a packet from another version, because both sides must build the same model and run the same tasks.
 
     Args:
         header: header of the packet.
-        here: who reads it, as in "the server".
+        here: the reader of the packet, for the error text, as in "the server".
 
     Raises:
         BadReply: the versions differ, or the header has none.
@@ -186,7 +186,7 @@ def check_versions(header: Mapping[str, Any], here: str) -> None:
 
 
 def hello() -> Packet:
-    """The packet that asks a node to enrol."""
+    """Return the packet that asks a node to enrol."""
     return Packet({"want": ENROL, **versions()})
 
 
@@ -196,9 +196,9 @@ class Patience:
 
     Attributes:
         seconds: the deadline.
-        enough: stop as soon as so many clients have replied.
-        least: wait for clients that missed earlier deadlines until at least so many have replied.
-        away_seconds: how long a client whose node is offline may take to come back.
+        enough: stop as soon as this number of clients have replied.
+        least: wait for clients that missed earlier deadlines until at least this number of clients have replied.
+        away_seconds: how long the transport waits for a client whose node is offline.
     """
 
     seconds: float
@@ -219,29 +219,29 @@ class Transport(Protocol):
     def exchange(
         self, packets: dict[int, Packet], patience: Patience, sent: Callable[[Collection[int]], None]
     ) -> dict[int, Packet | str]:
-        """Send a packet to each client; return each client's answer, or the reason why there is none.
+        """Send a packet to each client, and return each client's answer or the reason why there is no answer.
 
         Args:
-            packets: by client.
+            packets: the packets, by client.
             patience: how long to wait.
             sent: called once with the clients whose packets have left.
 
         Raises:
-            TransportError: the connection failed for good.
+            TransportError: the connection failed permanently.
         """
         ...
 
 
 def request_packet(request_id: RequestId, request: Request, facts: Facts, content: Packet, **more: Any) -> Packet:
-    """The packet of a request to one client.
+    """Return the packet of a request to one client.
 
     Args:
         request_id: identifies the request.
         request: the task and its place in the run.
         facts: facts about the federation.
         content: the encoded message.
-        more: `kept`, the newest round that the server will never ask again, so that clients may delete older local
-            states; `modalities`, which the server believes the client has.
+        more: further entries of the header. `kept` is the newest round that the server will never repeat, so clients
+            may delete older local states. `modalities` are the client's modalities according to the server.
     """
     about = {"task": request.name, "seed": request.seed, "rounds": request.rounds, "turn": request.turn}
     header = request_id.header(want=ASK, facts=asdict(facts), **versions(), **about, **more)
@@ -249,21 +249,21 @@ def request_packet(request_id: RequestId, request: Request, facts: Facts, conten
 
 
 def reason(verdict: str, request_id: RequestId | None, text: str) -> Packet:
-    """A client's answer without a reply: the verdict `refused` or `failed`, and the reason."""
+    """Return the packet of a client's answer without a reply: the verdict `refused` or `failed`, and the reason."""
     header = {} if request_id is None else request_id.header()
     return Packet(header | {"verdict": verdict, "reason": one_line(text)})
 
 
 def seal_of(header: Mapping[str, Any]) -> str:
-    """The hash of the seal in a device's audit log that a reply carries; empty if there is none that can be read."""
+    """Return the hash of the audit log's seal in a reply's header, or "" if the header has no valid hash."""
     seal = header.get("seal")
     return seal if isinstance(seal, str) and _SEAL.fullmatch(seal) else ""
 
 
 def one_line(text: object) -> str:
-    """Text from the other side as one printable line of at most `MAX_REASON` characters.
+    """Turn text from the other side into one printable line of at most `MAX_REASON` characters.
 
-    Control characters could forge lines of a log or steer a terminal; each becomes a space.
+    Control characters could forge lines of a log or control a terminal, so each becomes a space.
 
     >>> one_line("late\\npolyfed: round 2")
     'late polyfed: round 2'

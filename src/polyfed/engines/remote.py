@@ -1,8 +1,8 @@
 """The engine for clients in other processes or on other machines. A `Transport` carries the packets.
 
-The server computes as with the sequential engine: it merges replies in ascending order of the clients, whatever the
-order of arrival, so the parameters do not depend on the clients' speed. The server's ledger records what it sent and
-what it accepted. Each client keeps a ledger of its own, which also lists what the client refused to send.
+The server computes as with the sequential engine. It merges replies in ascending order of the clients, not in the order
+of arrival, so the parameters do not depend on the clients' speed. The server's ledger records the messages that the
+server sent and the replies that it accepted. Each client keeps its own ledger, which also lists the refused parts.
 """
 
 import math
@@ -36,17 +36,18 @@ from polyfed.privacy.ledger import TO_CLIENT, Entry
 
 @dataclass(frozen=True)
 class ReplyTerms:
-    """How the server treats clients in other processes; taken from the [engine] section.
+    """The terms of requests to clients in other processes, from the [engine] section.
 
     Attributes:
-        session: number of this start of the server; a later start has a larger number.
-        reply_seconds: deadline of a request.
-        close_at: share of the clients asked whose replies close the request.
-        min_replies: replies for which the server waits until the deadline, even if other clients are often late.
+        session: number of this start of the server. A later start has a larger number.
+        reply_seconds: deadline of a request, in seconds.
+        close_at: share of the asked clients whose replies close the request.
+        min_replies: number of replies for which the server waits until the deadline, even for clients that are often
+            late.
         away_seconds: how long the server waits for a client whose SuperNode is offline.
-        stop_on_refusal: whether a client's refusal ends the run; otherwise the client is left out of the request.
-        relay: whether the server may pass on, and see, what clients of a silo send each other.
-        limit: size of the largest message that is read, in bytes.
+        stop_on_refusal: whether a client's refusal ends the run. Otherwise the request continues without the client.
+        relay: whether the server may relay, and so see, the messages between clients of a silo.
+        limit: size in bytes of the largest message that server and clients read.
     """
 
     session: int = 0
@@ -60,16 +61,16 @@ class ReplyTerms:
 
 
 class Remote(Engine):
-    """Sends requests to clients in other processes; the server's own evaluation clients run in this one.
+    """Sends requests to clients in other processes. The server's own evaluation clients run in this process.
 
     Args:
         transport: carries packets.
-        terms: deadlines, limits and what a refusal means.
-        *args: see `Engine`; `population` holds what the server knows about the clients.
+        terms: deadlines, limits and the effect of a refusal.
+        *args: see `Engine`. `population` holds the server's knowledge about the clients.
         **kwargs: see `Engine`.
 
     Raises:
-        RecipeError: the algorithm sends within silos and the recipe does not allow the server to see that.
+        RecipeError: the algorithm sends messages within silos, and the recipe does not allow the server to see them.
     """
 
     name = "flower"
@@ -110,7 +111,7 @@ class Remote(Engine):
     def _exchanged(
         self, request: Request, asked: Sequence[int], send: Send, missing: dict[int, str]
     ) -> dict[int, Message]:
-        """The usable replies of clients in other processes."""
+        """Send the request to clients in other processes and return their usable replies."""
         replies: dict[int, Message] = {}
         answers = self._answers(request, *self._packets(request, asked, send))
         refused: EgressError | None = None
@@ -129,9 +130,9 @@ class Remote(Engine):
     def _answers(
         self, request: Request, packets: dict[int, Packet], messages: Mapping[int, Message]
     ) -> dict[int, Packet | str]:
-        """Exchange the packets, and book those that left.
+        """Exchange the packets, and record the sent messages in the ledger.
 
-        An event is emitted for each client whose late reply to an earlier request was discarded.
+        This also emits an event for each client whose late reply to an earlier request was discarded.
         """
         terms, before = self.terms, self.transport.discarded.copy()
         least = min(terms.min_replies, len(packets))
@@ -155,10 +156,10 @@ class Remote(Engine):
     def _packets(
         self, request: Request, clients: Sequence[int], send: Send
     ) -> tuple[dict[int, Packet], dict[int, Message]]:
-        """Cut the message to each client's blocks and encode it; clients with the same blocks share one body.
+        """Encode each client's message without the blocks that it lacks. Clients with the same blocks share a body.
 
         Raises:
-            RecipeError: a message is larger than clients read.
+            RecipeError: a message is larger than the limit that clients accept.
         """
         packets: dict[int, Packet] = {}
         messages: dict[int, Message] = {}
@@ -182,10 +183,10 @@ class Remote(Engine):
         return packets, messages
 
     def _reply(self, request: Request, client: int, answer: Packet | str, missing: dict[int, str]) -> Message | None:
-        """Return the reply in an answer; where there is none, return None and put the reason into `missing`.
+        """Return the reply in an answer. If there is no reply, return None and put the reason into `missing`.
 
         Raises:
-            EgressError: the client's policy refused, and the recipe says that a refusal ends the run.
+            EgressError: the client's policy refused the reply, and a refusal ends the run under `terms`.
         """
         if isinstance(answer, str):
             missing[client] = one_line(answer)
@@ -207,8 +208,8 @@ class Remote(Engine):
         """Decode an answer to this request.
 
         Raises:
-            BadReply: it answers another request, is malformed, or says that the task failed.
-            EgressError: the client's policy refused.
+            BadReply: the answer is for another request, is malformed, or reports that the task failed.
+            EgressError: the client's policy refused the reply.
         """
         header: Mapping[str, Any] = answer.header
         verdict, why = header.get("verdict"), one_line(header.get("reason"))

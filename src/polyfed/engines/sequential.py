@@ -1,4 +1,4 @@
-"""The sequential engine: one client after another. It is the reference, and suits debugging and large models."""
+"""The sequential engine: it runs one client after another. It is the reference, and useful for debugging."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,9 +14,9 @@ class Sequential(InProcess):
     name = "sequential"
 
     def units(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[Unit]:
-        """Every client is a unit."""
+        """Return a unit for every client."""
         return ([client] for client in clients)
 
     def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
-        """Clients are never stacked."""
+        """Return None, because this engine never stacks clients."""
         return None

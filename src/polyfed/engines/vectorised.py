@@ -1,9 +1,9 @@
 """The vectorised engine: it runs the whole task of many clients at once, training loop included, under one `vmap`.
 
-Clients share a stack if they have the same modalities, and the messages that they receive and their local states have
-the same names, shapes and types. The engine sorts such clients by number of rows, which keeps padding small, and cuts
-them into stacks that fit a memory budget. Evaluation clients and single clients run one by one. So do clients whose
-task declares `loop_because` or raises an exception in a stack; the engine then emits the event `looped`.
+Clients share a stack if they have the same modalities, and if their messages and local states have the same names,
+shapes and types. The engine sorts these clients by number of rows, which keeps padding small, and divides them into
+stacks that fit a memory budget. Evaluation clients and single clients run one by one. If a task declares `loop_because`
+or raises an exception in a stack, its clients also run one by one, and the engine emits the event `looped`.
 """
 
 import math
@@ -27,23 +27,23 @@ from polyfed.training import StackedClientData
 from polyfed.training.step_plan import Rows
 
 STACK_BYTES = 512 * 2**20
-"""Memory budget of a stack in bytes, for the parameters, gradients, moments and batches of all its clients. Half a GiB
-keeps two cores busy and fits into the memory of a laptop (measured in docs/performance.md)."""
+"""Memory budget of a stack in bytes, for the parameters, gradients, optimiser moments and batches of all its clients.
+512 MiB keep two cores busy and fit into the memory of a laptop (measured in docs/performance.md)."""
 
 LEAST_STACK, MOST_STACKS = 8, 16
-"""Least clients in a stack that is cut so that worker processes can share the clients of a request, and most stacks of
-similar clients. A step costs about 1 ms of dispatch for each stack (docs/performance.md)."""
+"""Bounds on the division of similar clients among worker processes: the least clients in a stack, and the most stacks.
+A step costs about 1 ms of dispatch for each stack (docs/performance.md)."""
 
 CONVOLVES = "2-d convolutions fill a CPU as they are, stacked they take up to twice the time; [engine] stack insists"
-"""Reason in the event if image models run one client at a time on a CPU (measured in docs/performance.md)."""
+"""The reason in the event `looped` for image models on a CPU (measured in docs/performance.md)."""
 
 
 RECOMPUTES = "gradient checkpointing computes layers again in the backward pass, which vmap cannot"
-"""Reason in the event if a model with gradient checkpointing runs one client at a time."""
+"""The reason in the event `looped` for models with gradient checkpointing."""
 
 
 class Vectorised(InProcess):
-    """Runs stacks of similar clients; the other arguments are those of `Engine`.
+    """Runs stacks of similar clients. It also takes the arguments of `Engine`.
 
     Args:
         stack: most clients in a stack. With 0, the memory budget `STACK_BYTES` decides, and models with 2-d
@@ -59,7 +59,7 @@ class Vectorised(InProcess):
         self._noted: set[str] = set()
 
     def units(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[Unit]:
-        """Yield stacks of similar clients, and single clients where stacking is not possible or gains nothing."""
+        """Yield stacks of similar clients, and single clients if stacking is impossible or does not save time."""
         loop_because = request.loop_because or (RECOMPUTES if self.model.recomputes else "")
         if not loop_because and not self.stack and self.device.type == "cpu" and self.model.convolves:
             loop_because = CONVOLVES
@@ -73,7 +73,7 @@ class Vectorised(InProcess):
             kept = tuple((name, value.shape, value.dtype) for name, value in self.local(request, client).items())
             alike.setdefault((self.context(client).modalities, client < 0, form, kept), []).append(client)
         for (_, evaluation_client, _, _), group in alike.items():
-            if evaluation_client:  # a single large table: stacking gains nothing
+            if evaluation_client:  # evaluation clients have many rows, so stacking does not save time
                 yield from ([client] for client in group)
                 continue
             by_length = sorted((rows, client) for client, rows in self.registry.rows_of(group).items())
@@ -82,7 +82,10 @@ class Vectorised(InProcess):
             yield from (group[start : start + size] for start in range(0, len(group), size))
 
     def _fitting(self, group: list[int]) -> int:
-        """Return how many of these clients fit the budget: weights, gradient, two moments and a step's activations."""
+        """Return how many of these clients fit the memory budget.
+
+        A client needs memory for its parameters, gradients, two moments and the activations of a step.
+        """
         context = self.context(group[0])
         sample = sum(4 * math.prod(self.columns.modalities[m].shape) for m in context.modalities)
         # activations: 12 times the input is a rough upper bound for the encoders in model/encoders.py
@@ -90,13 +93,13 @@ class Vectorised(InProcess):
         return max(1, STACK_BYTES // (4 * size_bytes(context.initial) + batch + 1))
 
     def _share(self, group: list[int]) -> int:
-        """Return how many of these clients a stack holds, so that worker processes can share them."""
+        """Return how many of these clients a stack may hold, so that there are several stacks for worker processes."""
         work = sum(self.work(client) for client in group) if group[0] >= 0 else 0.0
         stacks = max(1, min(MOST_STACKS, len(group) // LEAST_STACK, int(work / UNIT_FLOPS)))
         return math.ceil(len(group) / stacks)
 
     def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
-        """Run the whole task of these clients under one `vmap`; None if it raises, so that they run one by one."""
+        """Run the task of these clients under one `vmap`. Return None if it raises: the clients then run one by one."""
         context = self.context(group[0])
         node = self.node(tuple(group), context)
         messages = [send] if isinstance(send, Message) else [send[client] for client in group]
@@ -144,7 +147,7 @@ class Vectorised(InProcess):
         if kind.counts and len(received) > 1:
             for client, msg in zip(group, received, strict=True):
                 self.node((client,), context).receive(request, msg)
-        else:  # all messages have the same names and shapes, so one ledger entry covers all clients
+        else:  # all messages have the same names and shapes, so one ledger entry is enough for all clients
             node.receive(request, received[0])
         made = reply_type[0](**values)
         _refuse_padding(request, made, rows.counts)
@@ -152,23 +155,23 @@ class Vectorised(InProcess):
         reply = node.release(request, _without_padding(made), stacked=True)
         for i, client in enumerate(group):
             self.locals[client] = {name: value[i].clone() for name, value in after.items()}
-        # ascending, so that sums over clients run in the same order whatever their numbers of rows
+        # in ascending order, so that the order of sums over clients does not depend on their numbers of rows
         return ReplyStack(tuple(group), reply).ascending()
 
     def _note(self, request: Request, reason: str) -> None:
-        """Emit, once for each task and reason, that its clients run one by one."""
+        """Emit the event `looped`, once for each task and reason."""
         if (text := f"{request.name}: {reason}") not in self._noted:
             self._noted.add(text)
             self.emit("looped", task=request.name, reason=reason)
 
 
 def _form(msg: Message) -> Any:
-    """Return the names, shapes and types of a message's tensors; messages stack if theirs are equal."""
+    """Return the names, shapes and types of a message's tensors. Messages can be stacked if these are equal."""
     form: list[Any] = []
     for name in msg.kinds:
         value = getattr(msg, name)
         trees = {"": value} if isinstance(value, Tensor) else value
-        first = 1 if name in msg.counts else 0  # numbers of rows may differ
+        first = 1 if name in msg.counts else 0  # the numbers of rows may differ
         form.append((name, tuple((key, tuple(tensor.shape[first:]), tensor.dtype) for key, tensor in trees.items())))
     return tuple(form)
 
@@ -178,7 +181,7 @@ def _stack_trees(trees: list[Tree]) -> tuple[Tree, dict[str, int | None]]:
 
 
 def _stack_messages(messages: list[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Stack fields along a new client axis; a tensor that all clients share gets no axis (dimension None)."""
+    """Stack fields along a new client axis. A tensor that all clients share gets no axis (dimension None)."""
     fields: dict[str, Any] = {}
     dims: dict[str, Any] = {}
     for name in messages[0].kinds:
@@ -206,7 +209,7 @@ def _pad_and_stack(values: list[Tensor]) -> tuple[Tensor, int | None]:
 
 
 def _without_padding(reply: Any) -> Any:
-    """Set the entries beyond each client's rows to zero, because what a task computes on padding is meaningless."""
+    """Set the entries of padding rows to zero, because the task's results for padding are meaningless."""
     changed: dict[str, Any] = {}
     for name, count in reply.counts.items():
         value, rows_K = getattr(reply, name), getattr(reply, count)
@@ -220,10 +223,10 @@ def _without_padding(reply: Any) -> Any:
 
 
 def _refuse_padding(request: Request, reply: Message, counts: Sequence[int]) -> None:
-    """Refuse a field that has an entry for each row and does not declare it, because it may contain padding.
+    """Refuse a field with an entry for each row that does not declare `rows`, because it may contain padding.
 
     Raises:
-        RecipeError: the field does not declare `rows` or a shape, and its length is that of the padded rows.
+        RecipeError: the field declares neither `rows` nor a shape, and its length equals the padded number of rows.
     """
     for name, key, value in tensors(reply):
         said = reply.declared[name]
@@ -240,7 +243,7 @@ def _refuse_kept_padding(request: Request, after: Tree, before: Tree, counts: Se
     """Refuse a new entry of the local state that has an entry for each row, because it may contain padding.
 
     Raises:
-        RecipeError: the length of the new entry is that of the padded rows.
+        RecipeError: the length of the new entry equals the padded number of rows.
     """
     for name, value in after.items():
         is_new = name not in before or before[name].shape != value.shape
@@ -253,5 +256,5 @@ def _refuse_kept_padding(request: Request, after: Tree, before: Tree, counts: Se
 
 
 def _may_be_padded(value: Tensor, counts: Sequence[int]) -> bool:
-    """Return whether clients differ in rows, and the tensor's second axis is as long as the longest of them."""
+    """Return whether clients have different numbers of rows, and the tensor's second axis has the largest number."""
     return len(set(counts)) > 1 and value.dim() > 1 and value.shape[1] == max(counts)

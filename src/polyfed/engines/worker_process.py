@@ -1,4 +1,4 @@
-"""A worker process: what it is sent, what it returns, and how it runs a job with its copy of the engine."""
+"""A worker process: the jobs that it receives, the results that it returns, and how it runs a job."""
 
 import signal
 import traceback
@@ -20,19 +20,19 @@ from polyfed.federation.replies import Answer
 from polyfed.privacy.ledger import Entry, Ledger
 
 Unit = list[int]
-"""Clients that an engine runs together."""
+"""Numbers of the clients that an engine runs together."""
 
 Named = tuple[str, str | None]
-"""The field of a message, and the name in its Tree; None if the field is a Tensor."""
+"""The name of a message's field, and the name in its Tree, or None if the field is a Tensor."""
 
 Entries = list[tuple[Named, Place]]
-"""The tensors of a message."""
+"""The names of a message's tensors, and their places in shared memory."""
 
 Sent = list[tuple[list[int], Entries]]
-"""Clients, and the message that they receive."""
+"""Pairs of clients and the message that these clients receive."""
 
 Kept = dict[int, list[tuple[str, Place]]]
-"""Client -> the names and places of its local state."""
+"""Client -> the names of the tensors in its local state, and their places in shared memory."""
 
 
 class Served(Protocol):
@@ -58,13 +58,13 @@ class Served(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is sent: some units of a request.
+    """A job for a worker: some units of a request, with their messages and local states.
 
     Attributes:
         task: name of the task.
         facts: other attributes of the `Request`, by name.
         units: the units.
-        sent: the messages, in the memory that all workers read or in the worker's own.
+        sent: the messages, either in the memory that all workers read or in the worker's own memory.
         shared: whether `sent` is one message in the memory that all workers read.
         locals: the clients' local states, in the worker's own memory.
     """
@@ -79,15 +79,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """What a worker returns. All tensors are in the worker's memory for replies.
+    """The results of a job. All tensors are in the worker's memory for replies.
 
     Attributes:
-        parts: clients of each reply stack, and the stacked message.
-        missing: clients without a reply, with the reason.
+        parts: for each reply stack, the clients and the stacked message.
+        missing: clients without a reply, each with the reason.
         locals: the local states that changed.
-        entries: what the worker's ledger recorded.
+        entries: the entries of the worker's ledger.
         events: names and fields of the events, in order.
-        spent_flops: client -> operations counted for the simulated time.
+        spent_flops: client -> floating-point operations, counted for simulated time.
         error: the exception that ends the run, or None.
     """
 
@@ -108,12 +108,12 @@ def serve(
     threads: int,
 ) -> None:
     """Run jobs in a worker process until the server's process closes the connection or ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the server's process decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the server's process handles it
     for other in foreign:
         other.close()
     torch.set_num_threads(threads)
     engine.pool = None
-    engine.ledger.drain()  # what the copied ledger holds is the server's own
+    engine.ledger.drain()  # the copied ledger holds entries that the server's process will write
     while True:
         try:
             job = connection.recv()
@@ -160,17 +160,17 @@ def _run(engine: Served, job: Job, broadcast: Arena, down: Arena, up: Arena) -> 
 
 
 def names(msg: Message) -> list[Named]:
-    """The names of a message's tensors, in the order of `values`."""
+    """Return the names of a message's tensors, in the order of `values`."""
     return [(field, key) for field, key, _ in tensors(msg)]
 
 
 def values(msg: Message) -> list[torch.Tensor]:
-    """The tensors of a message."""
+    """Return the tensors of a message."""
     return [value for *_, value in tensors(msg)]
 
 
 def message_of(kind: type[Message], entries: Entries, arena: Arena, *, copy: bool = False) -> Any:
-    """Rebuild a message from its tensors in an arena."""
+    """Rebuild a message from its tensors in an arena. With `copy`, the message holds copies of the tensors."""
     fields: dict[str, Any] = {name: None if declared.bare else {} for name, declared in kind.declared.items()}
     read = arena.read(place for _, place in entries)
     for ((name, key), _), value in zip(entries, read, strict=True):

@@ -1,13 +1,13 @@
-"""Worker processes: the clients of a request are shared out to several processes on one machine.
+"""Worker processes: a pool of processes on one machine that run the clients of a request in parallel.
 
-The processes are forked from the server's process before or during a run, so they hold the data, the model and the
-algorithm without a copy. Local states stay in the server's process: a worker receives them with the request and returns
-the new ones. So it does not matter which worker runs a client, a run can be resumed with another number of workers, and
-a worker that dies costs no state: its clients are run again by a new one. docs/decisions/0018-workers.md has the
-reasons.
+The processes are forked from the server's process before or during a run, so they share the data, the model and the
+algorithm without a copy. Local states stay in the server's process. A worker receives them with the request and returns
+the new local states. So any worker can run any client, and you can resume a run with another number of workers. If a
+worker dies, no state is lost, and a new worker runs its clients again. docs/decisions/0018-workers.md has the reasons.
 
-A request is cut into units: a stack of clients, or one client. What a unit computes does not depend on the process that
-runs it, because every worker uses the same number of threads. So the result does not depend on the number of workers.
+A request is divided into units: a unit is a stack of clients, or one client. Every worker uses the same number of
+threads, so the result of a unit does not depend on the process that runs it. So the result of a request does not depend
+on the number of workers.
 """
 
 import math
@@ -28,24 +28,24 @@ from polyfed.engines.worker_process import Done, Job, Sent, Served, Unit, messag
 from polyfed.federation.replies import Answer, ReplyStack
 
 BUNDLES = 4
-"""Bundles of units that a worker gets on average in a request: more balance the load better, and each costs about
-0.3 ms to send."""
+"""Average number of bundles of units that each worker gets in a request. More bundles balance the load better, but each
+bundle costs about 0.3 ms to send."""
 
 TRIES = 2
-"""How often a bundle is run if the worker process that runs it dies."""
+"""Most attempts to run a bundle if the worker process dies during an attempt."""
 
 
 class Workers:
-    """A pool of worker processes; they start with the first request that is worth it.
+    """A pool of worker processes. The processes start at the first call of `answer`.
 
     Args:
-        engine: the engine whose clients they run.
+        engine: the engine whose clients the workers run.
         num: number of processes, 2 or more.
-        threads: threads that PyTorch uses in each of them.
+        threads: number of threads that PyTorch uses in each process.
 
     Attributes:
         started: the running workers.
-        broadcast: memory that holds a message to all clients.
+        broadcast: shared memory for a message that all clients receive.
         returned: number of jobs that workers have returned.
     """
 
@@ -68,13 +68,13 @@ class Workers:
 
         Args:
             request: the request.
-            units: the clients, in the units that the engine runs together.
-            send: one message for all clients, or one for each.
-            work: an estimate of the work of each client, in any unit, to share it out evenly.
+            units: the clients, grouped into the units that the engine runs together.
+            send: one message for all clients, or a mapping with one message for each.
+            work: an estimate of the work of each client, in any measure, to balance the load.
 
         Returns:
-            The answer; None if the message is not of the class that the task declares, as only a class that both
-            processes know can be rebuilt.
+            The answer, or None if a message is not of the class that the task declares. Workers can rebuild only
+            messages of the declared class.
 
         Raises:
             PolyfedError: a worker's gate refused a reply, or a task breaks a rule.
@@ -92,11 +92,11 @@ class Workers:
         try:
             return self._collect(request, todo, send, sent)
         except BaseException:
-            self.close()  # what the workers still send belongs to this request, and nobody will read it
+            self.close()  # the workers may still send results of this request, and nobody will read them
             raise
 
     def _collect(self, request: Request, todo: dict[int, list[Unit]], send: Send, sent: Sent | None) -> Answer:
-        """Hand the bundles to idle workers, one after another, and collect what they return."""
+        """Send the bundles to idle workers, one after another, and collect the results."""
         answer = Answer([], {})
         waiting, tries = list(todo), dict.fromkeys(todo, 0)
         busy: dict[Connection, tuple[_Worker, int]] = {}
@@ -122,7 +122,7 @@ class Workers:
         return Answer.of(answer.parts, answer.missing)
 
     def _job(self, worker: "_Worker", request: Request, units: list[Unit], send: Send, sent: Sent | None) -> Job:
-        """Write what the units need into the worker's memory."""
+        """Write the messages and local states of the units into the worker's memory, and return the job."""
         clients = [client for unit in units for client in unit]
         own = {} if isinstance(send, Message) else {client: send[client] for client in clients}
         trees = {client: self.engine.local(request, client) for client in clients}
@@ -135,12 +135,12 @@ class Workers:
         return Job(request.name, facts, units, messages if sent is None else sent, sent is not None, locals_)
 
     def _merge(self, request: Request, worker: "_Worker", done: Done, answer: Answer) -> None:
-        """Add what a worker returned to the answer, the local states, the ledger, the clock and the events."""
+        """Add a worker's results to the answer, the local states, the ledger, the clock and the events."""
         self.returned += 1
         for entry in done.entries:
             self.engine.ledger.book(entry)
         for name, facts in done.events:
-            if name != "looped" or facts not in self._looped:  # each worker notices it once
+            if name != "looped" or facts not in self._looped:  # several workers emit the same event
                 self.engine.emit(name, **facts)
             if name == "looped":
                 self._looped.append(facts)
@@ -156,7 +156,7 @@ class Workers:
             self.engine.locals[client] = {name: v.clone() for (name, _), v in zip(tree, values, strict=True)}
 
     def _replace(self, dead: "_Worker", units: list[Unit]) -> str:
-        """Start a worker in the place of a dead one, and return how the dead one ended."""
+        """Replace a dead worker with a new one, and return a text on how the dead worker ended."""
         dead.process.join()
         code = dead.process.exitcode or 0
         reason = "its worker process was ended " + (
@@ -170,29 +170,29 @@ class Workers:
 
 
 class _Worker:
-    """One worker process, and the memory through which it receives and returns tensors."""
+    """One worker process, and the shared memory in which it receives and returns tensors."""
 
     def __init__(self, pool: Workers) -> None:
         self.down, self.up = Arena(), Arena()
         self.connection, theirs = multiprocessing.Pipe()
-        # a worker notices that the server's process has ended only if no other worker holds its end of the connection
+        # a worker notices the end of the server's process only if no other worker has the server's connection open
         foreign = [self.connection, *(worker.connection for worker in pool.started)]
         memory = (pool.broadcast, self.down, self.up)
         arguments = (pool.engine, theirs, foreign, memory, pool.threads)
         self.process = multiprocessing.get_context("fork").Process(target=serve, args=arguments, daemon=True)
         with warnings.catch_warnings():
-            # Python 3.12 warns about forks of processes with threads; a worker uses no lock that a thread may hold
+            # Python 3.12 warns about forks of processes with threads, but a worker uses no lock that a thread may hold
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()
         theirs.close()
 
     def give(self, job: Job) -> None:
-        """Send a job; a worker that has died is noticed by `take`."""
+        """Send a job. If the worker has died, this method does nothing, and `take` returns None."""
         with suppress(BrokenPipeError):
             self.connection.send(job)
 
     def take(self) -> Done | None:
-        """Receive what the worker returns; None if it has died."""
+        """Wait for the worker's results and return them, or None if the worker has died."""
         try:
             done = self.connection.recv()
         except (EOFError, ConnectionError):
@@ -201,7 +201,7 @@ class _Worker:
         return done
 
     def close(self) -> None:
-        """End the process and give its memory back."""
+        """End the process and free its memory."""
         self.connection.close()
         self.process.kill()
         self.process.join()
@@ -215,9 +215,9 @@ def _close_all(workers: list[_Worker]) -> None:
 
 
 def _bundles(units: Sequence[Unit], work: Mapping[int, float], most: int) -> list[list[Unit]]:
-    """Share units out to at most `most` bundles of about the same work, the one with the most work first.
+    """Divide units into at most `most` bundles with about equal work, and put the bundle with the most work first.
 
-    Single clients share a bundle; a stack of clients is a bundle of its own.
+    Several single clients share a bundle. A stack of clients is a bundle of its own.
     """
     total = sum(work[client] for unit in units for client in unit)
     bundles: list[list[Unit]] = []

@@ -1,6 +1,6 @@
-"""How good is a model? What clients and evaluation clients report about it, and the metrics made of their reports.
+"""Evaluation of models: the scores that clients and evaluation clients report, and the metrics computed from them.
 
-Open `scores.py` first: the [evaluate] section, which models a method trains (`TrainedModels`), the messages with which
-clients report scores, and `predict`. `metrics.py` turns confusion matrices and sums into the numbers of result.json.
-Page: docs/evaluation.md.
+Open `scores.py` first. It has the [evaluate] section, the models that a method trains (`TrainedModels`), and the
+messages with which clients report scores. `predictions.py` computes predictions for new samples. `metrics.py` computes
+the statistics over clients, models and seeds. docs/evaluation.md describes the metrics.
 """

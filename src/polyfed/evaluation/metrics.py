@@ -1,6 +1,6 @@
-"""Metrics over clients, models and seeds. The metrics of one model's predictions are in `polyfed.objective`.
+"""Statistics over clients, models and seeds. The metrics of one model's predictions are in `polyfed.objective`.
 
-Definitions: docs/evaluation.md.
+docs/evaluation.md defines the metrics.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 import torch
 
 TENTH = 0.1
-"""The share of clients that do worse than `p10`."""
+"""The share of clients that have a worse score than `p10`."""
 
 
 def personal(scores: Mapping[int, float], rows: Mapping[int, float], *, rising: bool = True) -> dict[str, float]:
-    """The `personal` group of result.json: statistics over clients of the score on their own test rows.
+    """Return the `personal` group of result.json: statistics over clients of the scores on their own test rows.
 
     Args:
-        scores: client -> its score, such as the accuracy; clients without one do not count.
+        scores: client -> score, such as the accuracy. Clients without a score do not count.
         rows: client -> number of test rows.
         rising: whether a larger score is better.
 
     Returns:
-        `mean`, `weighted` (by test rows), `worst`, `std` and `p10` over clients. A tenth of the clients do worse than
-        `p10`, which is interpolated linearly. Empty if no client has a score.
+        `mean`, `weighted` (by test rows), `worst`, `std` and `p10` over clients. A tenth of the clients have a worse
+        score than `p10`, which is interpolated linearly. The result is empty if no client has a score.
     """
     tested = sorted(scores)
     if not tested:
@@ -38,7 +38,7 @@ def personal(scores: Mapping[int, float], rows: Mapping[int, float], *, rising: 
 
 
 def mean_groups(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """The mean of every metric over several models, each over the models that have it. Empty without models."""
+    """Return the mean of every metric over the models that have this metric. The result is empty without models."""
     found: dict[str, dict[str, list[float]]] = {}
     for one in measured:
         for group, numbers in one.items():
@@ -50,6 +50,6 @@ def mean_groups(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[s
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation, over the seeds of a run for example; the deviation of one value is 0."""
+    """Return mean and sample standard deviation, for example over seeds. The deviation of one value is 0."""
     sample = torch.tensor(values, dtype=torch.float64)
     return float(sample.mean()), float(sample.std()) if len(values) > 1 else 0.0

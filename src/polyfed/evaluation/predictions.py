@@ -1,4 +1,4 @@
-"""Predictions of a trained model for samples of one's own."""
+"""Predictions of a trained model for new samples."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -25,20 +25,20 @@ def predict(
     present: Mapping[str, Any] | None = None,
     predictor: Predictor | None = None,
 ) -> Tensor:
-    """What a model predicts for the given samples, computed in batches as in an evaluation; see `Objective.predicted`.
+    """Return a model's predictions for samples, computed in batches as in an evaluation; see `Objective.predicted`.
 
     Args:
         model: the recipe's model.
-        objective: the task.
-        w: its parameters; the computation runs on their device.
-        x: modality -> samples (n, ...), tensors or arrays; modalities that are not read are ignored.
-        reads: the modalities to read; None means all of the model's.
+        objective: what the model predicts.
+        w: the model's parameters. The computation runs on their device.
+        x: modality -> samples (n, ...), tensors or arrays. Modalities outside `reads` are ignored.
+        reads: the modalities to read. None reads all modalities of the model.
         present: modality -> bool (n,), for modalities that some rows lack.
-        predictor: how `w` predicts; None: by its logits.
+        predictor: how to predict with `w`. None predicts with the model's logits.
 
     Raises:
         RecipeError: a modality is unknown, samples have the wrong shape, the modalities have different numbers of rows,
-            or none of the given modalities is read.
+            or the model reads none of the given modalities.
     """
     predictor = predictor or Predictor()
     read = [m for m in model.modalities if reads is None or m in reads]
@@ -60,7 +60,7 @@ def predict(
 
 
 def _rows_of(model: Model, x: Tree, present: Tree) -> int:
-    """The number of samples, after checking names, shapes and lengths."""
+    """Check names, shapes and lengths, and return the number of samples."""
     for m in (*x, *present):
         if m not in model.shapes:
             raise RecipeError(f"x has '{m}', which is no modality of this model; {did_you_mean(m, model.shapes)}")

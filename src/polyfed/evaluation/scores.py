@@ -1,8 +1,9 @@
-"""Scores of models: which models a method has trained, and what clients and evaluation clients report about them.
+"""Scores of models: the models that a method has trained, and the scores that clients and evaluation clients report.
 
-Server evaluation: the global model is sent to the evaluation clients, which hold the server's test and validation rows
-and answer with `Scores`. Personal evaluation: clients answer with an `OwnScore` on their own test rows. Both contain
-sums, which `metrics.py` turns into metrics. `TrainedModels` has the hooks by which a method names its models.
+In server evaluation, the server sends the global model to the evaluation clients, which hold the server's test and
+validation rows. They answer with `Scores`. In personal evaluation, clients answer with an `OwnScore` on their own test
+rows. Both messages contain sums, and the objective computes metrics from them. `TrainedModels` has the hooks with which
+a method declares its models.
 """
 
 from abc import ABC, abstractmethod
@@ -30,8 +31,8 @@ from polyfed.training.prototypes import Prototypes
 class ModelToEvaluate(Message):
     """The model to evaluate.
 
-    With `unimodal = "prototype"` also class means (C, E) of its features over the clients' training rows, by modality,
-    and which classes have one, bool (C,); both are empty otherwise.
+    With `unimodal = "prototype"`, `prototypes` holds class means (C, E) of each modality's features over the clients'
+    training rows. `known`, bool (C,), tells which classes have a mean. Otherwise both trees are empty.
     """
 
     params: Tree = carries("parameters")
@@ -43,8 +44,8 @@ class ModelToEvaluate(Message):
 class ClassMeans(Message):
     """Class means of a client's training rows.
 
-    Class means (C, E) of the features by modality, zeros for a class without rows, and rows per class (C,), under
-    `shared` and under each modality that some rows lack.
+    `prototypes` holds the class means (C, E) of each modality's features, with zeros for classes without rows.
+    `rows_per_class` holds numbers of rows (C,), under `shared` and under each modality that some rows lack.
     """
 
     prototypes: Tree = carries("prototypes", shape=("classes", "features"), blocks=(READ,))
@@ -55,10 +56,10 @@ class ClassMeans(Message):
 
 @message
 class Scores(Message):
-    """Sums over the rows of an evaluation client, which make the metrics of the task (`polyfed.objective`).
+    """Sums over the rows of an evaluation client, from which the objective computes its metrics (`polyfed.objective`).
 
-    The sums over all modalities (S,), the exact metrics that need all rows at once (E,), and for each modality the sums
-    of predictions from this modality alone.
+    `sums` (S,) is for predictions from all modalities. `exact` (E,) holds the metrics that need all rows at once.
+    `unimodal` holds, for each modality, the sums for predictions from only this modality.
     """
 
     sums: Tensor = carries("statistic", shape=(None,))
@@ -68,9 +69,9 @@ class Scores(Message):
 
 @message
 class OwnScore(Message):
-    """What a client reports of its own test rows: the task's sums, and how many rows there are.
+    """A client's report on its own test rows: the objective's sums, and the number of rows.
 
-    For classes the sums are one number, the rows that the client's model predicts correctly.
+    For classes, `sums` is a single number: the number of rows that the client's model predicts correctly.
     """
 
     sums: Tensor = carries("statistic", shape=("own",))
@@ -82,12 +83,13 @@ class Evaluation:
     """When and how to evaluate: the [evaluate] section.
 
     Attributes:
-        every: rounds between two evaluations; the last round is always evaluated; 0 evaluates only the last.
-        personal: whether clients with test rows of their own are evaluated on them.
-        unimodal: how one modality alone predicts: `head`, its slice of a linear head (as in OGM-GE); `zero`, the model
-            with all other features set to zero; `prototype`, the nearest class mean of its features over the training
-            rows, which every client sends before each evaluation (kind `prototypes`; only with methods that average
-            parameters). `auto` is `head` where the model has a linear head, else `zero`.
+        every: rounds between two evaluations. The last round is always evaluated. 0 evaluates only the last round.
+        personal: whether to evaluate clients on their own test rows, if they have any.
+        unimodal: how to predict from a single modality. `head` uses the modality's slice of a linear head (as in
+            OGM-GE). `zero` sets the features of all other modalities to zero. `prototype` predicts the class with the
+            nearest mean of the modality's features over the training rows. Every client sends these class means before
+            each evaluation (kind `prototypes`); this works only with methods that average parameters. `auto` is `head`
+            if the model has a linear head, else `zero`.
     """
 
     every: Annotated[int, EVERY] = 1
@@ -103,7 +105,7 @@ class Evaluation:
         check_ranges("[evaluate]", self)
 
     def due(self, round: int, rounds: int) -> bool:
-        """Whether round number `round` of `rounds` is evaluated."""
+        """Return whether to evaluate round number `round` of `rounds`."""
         return round == rounds or (self.every > 0 and round % self.every == 0)
 
 
@@ -113,7 +115,7 @@ class Measured:
 
     Attributes:
         metrics: group -> metric -> value, as in result.json.
-        personal: client -> the task's `SCORE`, such as accuracy, on its own test rows.
+        personal: client -> the objective's `SCORE`, such as accuracy, on the client's own test rows.
     """
 
     metrics: dict[str, dict[str, float]]
@@ -122,25 +124,25 @@ class Measured:
 
 @dataclass(frozen=True)
 class Predictor:
-    """How a client's own model predicts: here by the logits of the recipe's model. A subclass predicts otherwise."""
+    """Predicts with a client's own model. This class uses the logits of the recipe's model; subclasses override it."""
 
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
-        """Logits (B, C) of the model with parameters `w`, or other scores whose largest is the predicted class's.
+        """Return the logits (B, C) of the model with parameters `w`, or other scores. The largest one is predicted.
 
-        Runs under vmap.
+        This method runs under vmap.
         """
         return model.logits(w, batch)
 
 
 class TrainedModels(ABC):
-    """Which models a method trains. `Algorithm.evaluate` and `Run.predict` both use these hooks, so that they agree."""
+    """Hooks that declare the models of a method. Both `Algorithm.evaluate` and `Run.predict` use these hooks."""
 
     model_for: ClassVar[str] = "client"
-    """Whom a personal model belongs to: a `client`, or a `silo`, whose clients share one."""
+    """The owner of a personal model: a `client`, or a `silo` whose clients share a model."""
 
     @property
     def own_models(self) -> Literal["none", "server", "clients"]:
-        """Where personal models are kept: nowhere, in the server's state, or in the clients' local state.
+        """Where personal models are stored: nowhere, in the server's state, or in the clients' local states.
 
         The default is `clients` for a method that overrides `own_params`, else `none`.
         """
@@ -148,19 +150,19 @@ class TrainedModels(ABC):
 
     @property
     def predictor(self) -> Predictor:
-        """How a personal model predicts."""
+        """The predictor for personal models."""
         return Predictor()
 
     def global_params(self, state: Any) -> Tree | None:
-        """The global model, which is evaluated on the server's rows; None where the method has none."""
+        """Return the global model for evaluation on the server's rows, or None if the method has no global model."""
         return state.params if self.own_models == "none" else None
 
     @abstractmethod
     def to_judge(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
-        """What these clients receive for personal evaluation: one message, or a mapping with one for each."""
+        """Return the messages to these clients for personal evaluation: one for all, or a mapping with one for each."""
 
     def own_params(self, got: Any, local: Tree) -> Tree:
-        """The model that a client is evaluated with on its own test rows: the received one unless it keeps its own.
+        """Return the model for a client's personal evaluation. By default, this is the model in the message `got`.
 
         Args:
             got: the message from `to_judge`.
@@ -170,16 +172,18 @@ class TrainedModels(ABC):
         return params
 
     def client_modalities(self, client: int, fed: Federation) -> tuple[str, ...]:
-        """The modalities that a client's model reads: those of the client."""
+        """Return the modalities that a client's model reads. By default, these are the client's modalities."""
         return fed.clients.owned(client)
 
     def client_model(self, client: int, state: Any, fed: Federation, local: Callable[[int], Tree]) -> Tree:
-        """The model that a client is evaluated with, computed in a simulation, where all local states are available.
+        """Return the model for a client's personal evaluation, computed from the client's local state.
+
+        This works only in a simulation, where all local states are available.
 
         Args:
             client: the client's number.
             state: the server's state.
-            fed: the federation; this hook sends no requests.
+            fed: the federation. This hook sends no requests.
             local: returns the local state of a client, given its number.
         """
         send = self.to_judge(state, fed, [client])
@@ -188,20 +192,20 @@ class TrainedModels(ABC):
 
 
 def scores(context: ClientContext, got: ModelToEvaluate, data: ClientData, unimodal: str) -> Scores:
-    """Compute the scores of a model on all rows of a client dataset, from all modalities and from each one alone.
+    """Compute a model's scores on all rows of a client dataset, from all modalities and from each single modality.
 
     Args:
-        context: the context of the evaluation client; its modalities are also evaluated alone, under `prototype` only
-            those with class means.
-        got: the parameters, and class means under `unimodal = "prototype"`. Parameters of a client that lacks
-            modalities predict from the modalities that they have.
+        context: the context of the evaluation client. Each of its modalities is also evaluated alone. Under
+            `prototype`, this applies only to modalities with class means.
+        got: the parameters, and class means under `unimodal = "prototype"`. If the parameters come from a client that
+            lacks modalities, the model predicts from that client's modalities.
         data: the client dataset.
-        unimodal: how one modality alone predicts, see `Evaluation`.
+        unimodal: how to predict from a single modality, see `Evaluation`.
     """
     model, objective, w = context.model, context.objective, got.params
     near = {m: Prototypes(mean, got.known[m]) for m, mean in got.prototypes.items()}
     lacking = set(blocks(model.names(model.modalities))) - set(blocks(w))
-    # an explicit `head` is passed on even if the model has no linear head, so that the model raises its own error
+    # with an explicit `head`, a model without a linear head raises its own error
     by_head = unimodal == "head" or (unimodal == "auto" and model.linear_head)
     mode: Literal["head", "zero"] = "head" if by_head else "zero"
     known = near if unimodal == "prototype" else model.modalities
@@ -242,13 +246,13 @@ def scores(context: ClientContext, got: ModelToEvaluate, data: ClientData, unimo
 
 
 ALL = "all modalities"
-"""The sums from all modalities, beside those from each one alone; a modality's name has no space."""
+"""Key of the sums from all modalities, next to the keys of single modalities. A modality's name has no space."""
 
 
 def all_rows(data: ClientData, function: Callable[[Batch], Tensor]) -> tuple[Tensor, Batch] | None:
-    """The outputs for all rows of a client dataset, and these rows as one batch without samples; None without rows.
+    """Return the outputs for all rows of a client dataset, and these rows as one batch without samples.
 
-    Runs under vmap.
+    The result is None if there are no rows. This function runs under vmap.
     """
     found = data.collect(lambda batch: {"outputs": function(batch), "y": batch.y})
     if not found:
@@ -260,22 +264,22 @@ def all_rows(data: ClientData, function: Callable[[Batch], Tensor]) -> tuple[Ten
 def class_mean_scores(
     model: Model, features: Mapping[str, Tensor], modality: str, batch: Batch, near: Prototypes
 ) -> Tensor:
-    """The negative Euclidean distance of each row's feature to each class mean, (B, C); -inf for a class without one.
+    """Return the negative Euclidean distance of each row's feature to each class mean, (B, C).
 
-    A row that lacks the modality has a zero feature, as in training.
+    The entry is -inf for a class without a mean. A row that lacks the modality has a zero feature, as in training.
     """
     z = model.vector(masked({modality: features[modality]}, batch.present)[modality])
     return (-near.distances(z)).masked_fill(~near.active, float("-inf"))
 
 
 def own_score(context: ClientContext, w: Tree, data: ClientData, predictor: Predictor = Predictor()) -> OwnScore:
-    """Compute what a client reports of its own test rows.
+    """Compute a client's report on its own test rows.
 
     Args:
         context: the client context.
         w: the client's own model.
         data: the client's test rows.
-        predictor: how `w` predicts.
+        predictor: how to predict with `w`.
     """
     model, objective = context.model, context.objective
     kind = torch.float32 if objective.OF_CLASSES else torch.float64

@@ -1,13 +1,15 @@
-"""Federation: what does the server know about its clients, and how does it ask them?
+"""Federation: the server's knowledge of its clients, and its requests to them.
 
-An algorithm's round reaches the clients only through `Federation.ask`; an engine answers. This room knows messages and
-facts about clients, and neither engines nor algorithms.
+An algorithm's round reaches the clients only through `Federation.ask`, and an engine answers. This package uses
+messages and facts about clients. It imports neither engines nor algorithms.
 
 - `federation`: `Federation`, the server's view of the clients in a round, with its method `ask`.
-- `client_registry`: facts about every client: rows, modalities, silo.
-- `context`: what a task may know about the client that runs it.
+- `client_registry`: facts about every client: number of rows, modalities, silo.
+- `context`: the facts that a task may use about the client that runs it.
 - `replies`: stacked replies and their weighted means.
-- `reply_validation`: what a reply must look like before the server uses it.
-- `wire_format`: messages as bytes.
+- `reply_validation`: the checks that a reply must pass before the server uses it.
+- `aggregation`: robust alternatives to the mean of the replies.
+- `attack`: simulated attacks by clients that send false replies.
+- `wire_format`: conversion of messages to bytes and back.
 - `network`: simulated time of a round over given links.
 """

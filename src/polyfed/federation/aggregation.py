@@ -1,8 +1,8 @@
-"""Robust aggregation: estimates of the mean of the replies that a minority of lying clients cannot move at will.
+"""Robust aggregation: combine replies such that a minority of malicious clients has limited influence on the result.
 
 `aggregate` combines the replies block by block, over the clients that sent the block, as `Replies.mean` does. In
-shapes, `K` is the number of clients that sent a block, and `P` the number of the block's entries. Page:
-docs/robustness.md.
+shapes, `K` is the number of clients that sent a block, and `P` the number of entries in the block.
+docs/robustness.md describes the rules.
 """
 
 import math
@@ -18,22 +18,22 @@ from polyfed.federation.replies import Replies
 from polyfed.training.optimisers import ServerOptimiser
 
 WEISZFELD_STEPS, WEISZFELD_TOLERANCE = 100, 1e-6
-"""Most steps of Weiszfeld's algorithm, and the relative change of the objective at which it stops (Pillutla et al. stop
-after 4 steps at 1e-6; more steps cost little here, because the replies are already stacked)."""
+"""Most steps of Weiszfeld's algorithm, and the relative change of the objective at which the algorithm stops. Pillutla
+et al. stop after 4 steps at 1e-6. More steps cost little here, because the replies are already stacked."""
 
 SMOOTHING = 1e-6
-"""The least distance that a weight is divided by (Pillutla et al., 2022, Algorithm 2: nu)."""
+"""Lower bound of the distance by which a weight is divided (Pillutla et al., 2022, Algorithm 2: nu)."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Entries of one block that the same clients sent.
+    """The tensors of one block that the same clients sent, as one matrix.
 
     Attributes:
-        block: the block, for errors.
+        block: name of the block, for error messages.
         values: the entries, (K, P), with the clients in ascending order.
         weights: the weights of the clients, (K,), which add up to 1.
-        centre: the same entries of the tree that the clients started from, (P,).
+        centre: the entries before training, from the tree that the clients started from, (P,).
     """
 
     block: str
@@ -45,22 +45,22 @@ class Group:
 def aggregate(
     replies: Replies, name: str, weights: Mapping[int, float], centre: Mapping[str, Tensor], server: ServerOptimiser
 ) -> Tree:
-    """Combine a tree of all replies into one, as `[server] aggregate` says.
+    """Combine one tree from all replies into one tree, by the rule of `[server] aggregate`.
 
     Args:
         replies: the replies.
         name: a field of the message that holds a tree.
-        weights: non-negative weight of each client; clients of weight 0 do not count. `median`, `trimmed-mean` and
+        weights: non-negative weight of each client. Clients with weight 0 do not count. `median`, `trimmed-mean` and
             `krum` give all other clients the same influence.
-        centre: the tree that the clients started from. `norm-clip` limits how far a reply may be from it.
+        centre: the tree that the clients started from. `norm-clip` limits the distance of a reply from this tree.
         server: the options.
 
     Returns:
-        The combined tree, without names that no client sent. Integers, such as counters, take the median; under `mean`
-        they take the maximum.
+        The combined tree, without names that no client sent. For integers, such as counters, the result is the median,
+        or the maximum under `mean`.
 
     Raises:
-        TooFewReplies: the rule needs more replies than have a block.
+        TooFewReplies: too few clients sent a block for this rule.
     """
     if server.aggregate == "mean":
         return replies.mean(name, weights)
@@ -101,7 +101,7 @@ def _groups(
 
 
 def median(group: Group, server: ServerOptimiser) -> Tensor:
-    """The median of each entry; of an even number of values, the mean of the two in the middle.
+    """Return the median of each entry. For an even number of values, it is the mean of the two middle values.
 
     Source: Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning", ICML 2018, Definition 1.
     """
@@ -110,7 +110,7 @@ def median(group: Group, server: ServerOptimiser) -> Tensor:
 
 
 def trimmed_mean(group: Group, server: ServerOptimiser) -> Tensor:
-    """The mean of each entry without the `lying` share of its largest and of its smallest values.
+    """Return the mean of each entry, without a `lying` share of the largest and of the smallest values.
 
     Source: Yin et al., 2018, Definition 2, with beta = `lying`.
     """
@@ -120,7 +120,7 @@ def trimmed_mean(group: Group, server: ServerOptimiser) -> Tensor:
 
 
 def krum(group: Group, server: ServerOptimiser) -> Tensor:
-    """The reply with the smallest sum of squared distances to its K - f - 2 nearest replies, where f is `lying` of K.
+    """Return the reply with the smallest sum of squared distances to its K - f - 2 nearest replies; f = `lying` x K.
 
     Source: Blanchard, El Mhamdi, Guerraoui, Stainer, "Machine Learning with Adversaries", NIPS 2017, Section 4.
     """
@@ -128,7 +128,10 @@ def krum(group: Group, server: ServerOptimiser) -> Tensor:
 
 
 def multi_krum(group: Group, server: ServerOptimiser) -> Tensor:
-    """The weighted mean of the K - f replies with the smallest Krum scores (Blanchard et al., 2017, Section 5)."""
+    """Return the weighted mean of the K - f replies with the smallest Krum scores.
+
+    Source: Blanchard et al., 2017, Section 5.
+    """
     scores = _krum_scores(group, server)
     best = scores.argsort(stable=True)[: len(scores) - _liars(group, server)]
     share = group.weights[best]
@@ -136,7 +139,7 @@ def multi_krum(group: Group, server: ServerOptimiser) -> Tensor:
 
 
 def geometric_median(group: Group, server: ServerOptimiser) -> Tensor:
-    """The point with the smallest weighted sum of distances to the replies, by smoothed Weiszfeld steps.
+    """Return the point with the smallest weighted sum of distances to the replies, by smoothed Weiszfeld steps.
 
     Source: Pillutla, Kakade, Harchaoui, "Robust Aggregation for Federated Learning", IEEE TSP 2022, Algorithm 2.
     """
@@ -155,10 +158,11 @@ def geometric_median(group: Group, server: ServerOptimiser) -> Tensor:
 
 
 def norm_clip(group: Group, server: ServerOptimiser) -> Tensor:
-    """The weighted mean of the replies, each pulled back to at most `max_norm` from the model that was sent.
+    """Return the weighted mean of the replies, after clipping the norm of each update to at most `max_norm`.
 
-    With `max_norm = 0` the limit is the median distance of the replies. Source: Sun, Kairouz, Suresh, McMahan, "Can You
-    Really Backdoor Federated Learning?", 2019, Section 4; the median as limit is ours.
+    An update is the difference between a reply and the model that the server sent. With `max_norm = 0`, the limit is
+    the median norm of the updates. Source: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated
+    Learning?", 2019, Section 4. The median as the limit is polyfed's own choice.
     """
     updates = group.values - group.centre
     norms = updates.norm(dim=1)
@@ -180,10 +184,10 @@ RULES: Mapping[str, Callable[[Group, ServerOptimiser], Tensor]] = {
 
 
 def _liars(group: Group, server: ServerOptimiser) -> int:
-    """The number f of replies that may lie: `lying` of K, rounded up.
+    """Return f, the number of replies that may be false: `lying` x K, rounded up.
 
     Raises:
-        TooFewReplies: the rule would have no reply left to rely on.
+        TooFewReplies: there are too few replies for the rule to tolerate f false ones.
     """
     num = len(group.values)
     count = math.ceil(server.lying * num - 1e-9)  # 0.2 x 5 is 1.0000000000000002 in floating point
@@ -198,9 +202,9 @@ def _liars(group: Group, server: ServerOptimiser) -> int:
 
 
 def _krum_scores(group: Group, server: ServerOptimiser) -> Tensor:
-    """For each reply the sum of squared distances to its K - f - 2 nearest others, (K,)."""
+    """Return, for each reply, the sum of squared distances to its K - f - 2 nearest other replies, (K,)."""
     near = len(group.values) - _liars(group, server) - 2
-    # differences of large models would take K x K x P numbers; products of centred rows take K x K
+    # all pairwise differences would take K x K x P numbers, but products of centred rows take only K x K
     rows = (group.values - group.values.mean(0)).double()
     squares = rows.square().sum(1)
     apart = (squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * rows @ rows.T).clamp(min=0.0)

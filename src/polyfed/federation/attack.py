@@ -1,8 +1,7 @@
-"""Simulated attacks by lying clients, to measure what a robust aggregation rule is worth: the [attack] section.
+"""Simulated attacks by malicious clients: the [attack] section. Use them to measure robust aggregation rules.
 
-An attacker either lies about what it has learnt (`scaling`, `sign-flip`, `alie` change its reply) or learns something
-false (`label-flip` changes the labels of its training rows). Attacks exist in simulations only. Page:
-docs/robustness.md.
+With `scaling`, `sign-flip` and `alie`, an attacker changes its reply. With `label-flip`, an attacker trains on false
+labels. Attacks exist in simulations only. docs/robustness.md describes them.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,17 +23,18 @@ from polyfed.federation.replies import Answer, ReplyStack
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """Which clients lie, and how: the [attack] section of a recipe.
+    """The clients that attack, and the type of the attack: the [attack] section of a recipe.
 
     The update of a client is the difference between the parameters that it returns and those that it received.
 
     Attributes:
-        name: `scaling` multiplies the attacker's update by `scale`; `sign-flip` by -`scale`; `alie` ("a little is
-            enough", Baruch, Baruch, Goldberg, NeurIPS 2019) shifts the mean of the attackers' updates by as many of
-            their standard deviations as still hide among the honest replies; `label-flip` trains on label C - 1 - y in
-            place of y (Tolpegin et al., ESORICS 2020, flip one class; here all classes are flipped).
-        share: share of all clients that attack; they are drawn from the run's seed.
-        clients: the numbers of the clients that attack, in place of `share`.
+        name: the attack. `scaling` multiplies the attacker's update by `scale`, and `sign-flip` by -`scale`. `alie`
+            shifts the mean of the attackers' updates by several standard deviations. It takes the largest shift that
+            still hides among the honest replies (Baruch, Baruch, Goldberg, "A Little Is Enough", NeurIPS 2019).
+            `label-flip` trains on label C - 1 - y instead of y. Tolpegin et al., ESORICS 2020, flip one class. Here,
+            all classes are flipped.
+        share: share of all clients that attack. polyfed draws these clients from the run's seed.
+        clients: the numbers of the clients that attack. If given, `share` has no effect.
         scale: the factor of `scaling` and `sign-flip`.
     """
 
@@ -49,12 +49,12 @@ class Attack:
 
     @property
     def idle(self) -> dict[str, str]:
-        """Options without effect, each with the setting that makes it so."""
+        """Options without effect, each with the setting that is the reason."""
         unused = {} if self.name in ("scaling", "sign-flip") else {"scale": f"name = '{self.name}'"}
         return unused | ({"share": "clients"} if self.clients else {})
 
     def attackers(self, num_clients: int, seed: int) -> frozenset[int]:
-        """The clients that attack.
+        """Return the numbers of the clients that attack.
 
         Raises:
             RecipeError: `clients` holds a number that no client has.
@@ -67,10 +67,10 @@ class Attack:
         return frozenset(drawn)
 
     def poison(self, population: Population, seed: int) -> Population:
-        """The population with the false labels of the attackers, under `label-flip`; else the population itself.
+        """Return the population with the attackers' false labels under `label-flip`, else the same population.
 
         Raises:
-            RecipeError: a row belongs to several clients, as in silos, so that one client cannot lie about its label.
+            RecipeError: clients share rows, as in silos. One client alone could not change the label of such a row.
         """
         if self.name != "label-flip":
             return population
@@ -84,9 +84,9 @@ class Attack:
         return replace(population, columns=replace(columns, label=label))
 
     def falsify(self, answer: Answer, send: Send, attackers: Collection[int]) -> Answer:
-        """The answer to a request with the false replies of the attackers.
+        """Return the answer to a request, with the attackers' replies replaced by false ones.
 
-        Only fields of kind `parameters` are changed, and only those that the client received under the same name.
+        This changes only fields of kind `parameters` that the client also received under the same name.
         """
         if self.name == "label-flip":
             return answer
@@ -101,7 +101,7 @@ class Attack:
         return sent + factor * (own - sent)
 
     def _little_is_enough(self, answer: Answer, there: Sequence[int]) -> Any:
-        """Every attacker sends mean - z x deviation of the attackers' own parameters (Baruch et al., Algorithm 3)."""
+        """Return the change to mean - z x deviation of the attackers' parameters (Baruch et al., Algorithm 3)."""
         num, lying = sum(len(part.clients) for part in answer.parts), len(there)
         supporters = num // 2 + 1 - lying
         share = (num - lying - supporters) / max(num - lying, 1)
@@ -119,7 +119,7 @@ class Attack:
 
 
 def _changed(part: ReplyStack, send: Send, attackers: Collection[int], change: Any) -> ReplyStack:
-    """The stack with changed parameters at the places of the attackers."""
+    """Return the stack with changed parameters at the positions of the attackers."""
     places = [i for i, client in enumerate(part.clients) if client in attackers]
     if not places:
         return part

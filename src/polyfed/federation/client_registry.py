@@ -10,8 +10,8 @@ from torch import Tensor
 from polyfed.core.tree import SHARED
 
 TEST, VALIDATION = -1, -2
-"""Numbers of the evaluation clients: pseudo-clients that hold the server's own test and validation rows and run only
-evaluation tasks. Their replies never leave the server, so neither the egress gate nor the ledger handles them."""
+"""Numbers of the evaluation clients: pseudo-clients that hold the server's own test and validation rows. They run only
+evaluation tasks. Their replies never leave the server, so no policy applies to them, and the ledger omits them."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Client:
 
 @dataclass(frozen=True)
 class ClientRegistry:
-    """The facts about all clients, which are numbered from 0. `K` is the number of clients, `M` of modalities.
+    """The facts about all clients. Clients have numbers from 0. In shapes: `K` clients, `M` modalities.
 
     Attributes:
         modalities: all modalities of the federation.
         num_rows: number of training rows of each client, int64 (K,).
-        holds: which client has which modality, bool (K, M).
+        holds: whether each client has each modality, bool (K, M).
         silo: the silo of each client, int64 (K,), or None if the federation has no silos.
         tested: clients that have test rows of their own.
-        eligible: clients that have training rows; the others are never asked to train.
+        eligible: clients that have training rows. The server never asks other clients to train.
     """
 
     modalities: tuple[str, ...]

@@ -19,11 +19,11 @@ class ClientContext:
     Attributes:
         model: the model, as pure functions of a tree of parameters.
         modalities: the modalities of this client, in the federation's order.
-        num_classes: number of classes of the label, or of targets where the task has no classes.
+        num_classes: number of classes of the label, or number of targets if the objective has no classes.
         initial: this client's blocks of the model's initial parameters, drawn from the run's seed.
         evaluation_client: whether this is an evaluation client, which holds the server's own test or validation rows.
-        policy: the egress policy, which says what may leave this client.
-        objective: what the model learns to predict, with the loss: the section [task].
+        policy: the egress policy: the kinds of data that may leave this client.
+        objective: what the model learns to predict, and the loss: the [task] section.
     """
 
     model: Model
@@ -40,15 +40,15 @@ class ClientContext:
         return frozenset((*self.modalities, SHARED))
 
     def loss(self, w: Tree, batch: Batch, features: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The loss of the task for a batch, a 0-dim tensor; for classes, the cross-entropy.
+        """Return the objective's loss for a batch, a 0-dim tensor. For classes, this is the cross-entropy.
 
         Args:
             w: parameters of the model.
             batch: the rows, with their labels.
-            features: the result of `model.features`, if it is known already.
+            features: the result of `model.features`, if you have already computed it.
         """
         return self.objective.loss(self.objective.outputs(self.model, w, batch, features), batch)
 
     def row_losses(self, w: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
-        """For each row the sum of the losses of its known targets, and the sum of their weights, (B,) each."""
+        """Return, for each row, the sum of its known targets' losses and the sum of their weights, (B,) each."""
         return self.objective.row_losses(self.objective.outputs(self.model, w, batch), batch)

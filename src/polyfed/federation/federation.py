@@ -1,7 +1,7 @@
-"""The server's view of the clients: facts about them, and one method to reach them, `ask`.
+"""The server's view of the clients: facts about them, and the method `ask`, which sends requests to them.
 
 An algorithm's `round` reaches the clients only through `fed.ask(task, clients, send)`. The engine decides where and how
-the clients run; this module works with every engine. The server trusts no reply: it validates each one before use,
+the clients run. This module works with every engine. The server trusts no reply. It validates each reply before use,
 drops a bad reply with a reason, and continues the round if enough clients have answered.
 """
 
@@ -30,7 +30,7 @@ from polyfed.training import SingleClientData
 
 HUGE = 1e8
 """Largest absolute value of a healthy model. If the server sends larger values and a client replies with NaN or
-infinity, the reason names the model as the cause."""
+infinity, the error text names the model as the cause."""
 
 
 class Answering(Protocol):
@@ -51,13 +51,13 @@ class Federation:
         clients: the client registry.
         engine: runs the clients.
         owner: the algorithm whose tasks the clients run.
-        context: the server's own context, with all modalities, for what the server itself computes.
-        template: the model's tree; parameters and gradients in replies must match its names, shapes and types.
+        context: the server's own context, with all modalities, for computations on the server.
+        template: the model's tree. Parameters and gradients in replies must match its names, shapes and types.
         seed: the run's seed.
         rounds: number of rounds of the run.
-        evaluation_clients: which of TEST and VALIDATION exist.
-        min_replies: the quorum: the run ends if fewer clients give a usable reply. A request to fewer clients needs
-            the replies of all of them.
+        evaluation_clients: the evaluation clients that exist, among TEST and VALIDATION.
+        min_replies: the quorum: the run ends if fewer clients give a usable reply. A request to fewer than
+            `min_replies` clients needs a reply from each of them.
         emit: called with the name and the fields of each event.
         clock: simulated time and the links of the clients, or None if the recipe has no [network] section.
         attack: the simulated attack of the [attack] section, or None.
@@ -117,18 +117,18 @@ class Federation:
             clients: the clients' numbers, in any order.
             send: one message for all clients, or a mapping with one message for each. A client receives only the blocks
                 that it has.
-            quorum: whether too few replies end the run. Pass False if this is one of several requests that count
-                together, and call `require_quorum` on the joined replies.
+            quorum: whether too few replies end the run. If several requests count together, pass False and call
+                `require_quorum` on the joined replies.
             turn: a different number each time a round repeats a request, so that batches and dropout masks differ.
-            accept: `accept(client, reply)` returns what is wrong with a valid reply that does not fit the request, or
-                something falsy. Such a reply is dropped with that reason.
-            enough: how many replies close the request; the slowest clients are not waited for. None waits for all.
+            accept: an additional check of valid replies. `accept(client, reply)` returns a reason to drop the reply,
+                or a falsy value to keep it.
+            enough: how many replies close the request, without waiting for slower clients. None waits for all.
 
         Raises:
             EgressError: a client's policy refused to release its reply.
             RecipeError: `clients` holds something that is not the number of a client.
             TooFewReplies: fewer clients than the quorum gave a usable reply.
-            Diverged: no client replied with finite numbers; or the message to all clients is not finite.
+            Diverged: no client replied with finite numbers, or the message to all clients is not finite.
         """
         enough = None if enough is None else max(enough, min(self.min_replies, len(clients)))
         place = (self.round, self.rounds, self.asked, self.seed)
@@ -162,7 +162,7 @@ class Federation:
         return replies
 
     def _check_sent(self, request: Request, send: Send) -> float:
-        """Return the largest absolute value in a message to all clients; 0 if each client gets its own message.
+        """Return the largest absolute value in a message to all clients, or 0 if each client gets its own message.
 
         The first message after a merge shows whether the server's model is still finite. If no value exceeds `HUGE`,
         the replies merged so far did no harm, and this method clears the list of clients that an error would name.
@@ -172,7 +172,7 @@ class Federation:
         """
         if not isinstance(send, Message):
             return 0.0
-        peaks: dict[torch.device, list[Tensor]] = {}  # a message may hold tensors of the host beside those of a GPU
+        peaks: dict[torch.device, list[Tensor]] = {}  # a message may hold tensors on the CPU and on a GPU
         for _, _, value in tensors(send):
             if value.is_floating_point() and value.numel():
                 peaks.setdefault(value.device, []).append(value.abs().amax().float())
@@ -205,8 +205,8 @@ class Federation:
 
         Raises:
             TooFewReplies: fewer than `min_replies` clients gave a usable reply.
-            Diverged: there is no usable reply, and at least one client replied with NaN or infinity. While others
-                reply with finite numbers, such a client is only dropped.
+            Diverged: there is no usable reply, and at least one client replied with NaN or infinity. If other clients
+                reply with finite numbers, the server only drops the client with NaN or infinity.
         """
         missing, asked = replies.missing, len(replies) + len(replies.missing)
         lost = {client: why for client, why in sorted(missing.items()) if NOT_FINITE in why}
@@ -229,11 +229,11 @@ class Federation:
         present: Mapping[str, Tensor] | None = None,
         number: int = 0,
     ) -> SingleClientData:
-        """Make a client dataset of rows that the server received, to train on them as a client would.
+        """Make a client dataset from rows that the server received, so that the server can train on them.
 
         Args:
             x: modality -> values, (n, ...) float32.
-            y: labels, int64 (n,), or targets, float32 (n, T); class 0 if None.
+            y: labels, int64 (n,), or targets, float32 (n, T). With None, all labels are class 0.
             present: modality -> which rows have it, bool (n,); only for modalities that some rows lack.
             number: a different number for each dataset made in a round, so that their batch orders differ.
         """
@@ -253,7 +253,7 @@ class Federation:
         return SingleClientData(columns, rows, tuple(x), self.context.model, key, self.round, self.rounds)
 
     def _in_time(self, request: Request, parts: list[ReplyStack], missing: dict[int, str]) -> list[ReplyStack]:
-        """Drop the clients that reply, in simulated time, after the deadline or after the request was closed."""
+        """Drop the clients whose replies come too late in simulated time: after the deadline or after the closing."""
         if self.clock is None:
             return parts
         replied = [client for part in parts for client in part.clients]
@@ -267,7 +267,7 @@ class Federation:
     def _inspect(
         self, request: Request, part: ReplyStack, missing: dict[int, str], accept: Accept | None
     ) -> ReplyStack | None:
-        """Return the stack without unusable replies, or None if none is left; put the reasons into `missing`."""
+        """Return the stack without unusable replies, or None if it is empty, and put the reasons into `missing`."""
         try:
             self.validator.check(part.message, request.reply)
         except BadReply as error:
@@ -280,7 +280,7 @@ class Federation:
         return part.without(bad)
 
     def _foreign(self, part: ReplyStack) -> dict[int, str]:
-        """Return the clients that sent a block of a modality they lack, with the reason: it would enter the means."""
+        """Return the clients that sent blocks of modalities they lack, each with the reason to drop the reply."""
         msg = part.message
         sent = {block_of(key) for name, key, _ in tensors(msg) if key is not None and name not in msg.whole}
         known = {client: {*self.clients.owned(client), SHARED, LABELS} for client in part.clients if client >= 0}

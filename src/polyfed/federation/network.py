@@ -1,9 +1,10 @@
-"""Simulated time: how long a round would take over given links and on given devices. The run does not wait for it.
+"""Simulated time: how long a round would take over given links and on given devices. The run itself does not wait.
 
-There are two channels. `wireless` is the cell of the PFMML paper (docs/algorithms/pfmml.md): devices placed uniformly
-in a disc around the base station, path loss by distance, one Rayleigh draw for each device and round, and Shannon's
-rate. `fixed` gives every client the same rates. Every algorithm can be timed: the ledger gives the bytes of each
-message, and the client datasets count the work of local training (docs/network.md).
+There are two channels. `wireless` simulates the cell of the PFMML paper (docs/algorithms/pfmml.md). It places devices
+uniformly in a disc around the base station. It computes path loss by distance, draws Rayleigh fading for each device
+and round, and applies Shannon's formula for the rate. `fixed` gives every client the same rates. Simulated time works
+with every algorithm: the ledger gives the bytes of each message, and the client datasets count the work of local
+training (docs/network.md).
 
 Names end with their unit: `_s` seconds, `_bps` bits per second, `_hz` hertz, `_w` watts, `_m` metres, `_flops`
 floating-point operations. In shapes, `K` is the number of clients. All numbers are in double precision.
@@ -34,22 +35,24 @@ class Network:
     """The [network] section. The defaults are calibrated on the PFMML paper (docs/algorithms/pfmml.md, decision W9).
 
     Attributes:
-        channel: `wireless` (rates follow from distance, fading and power) or `fixed` (`rate_up_bps`, `rate_down_bps`).
+        channel: `wireless` computes rates from distance, fading and power; `fixed` uses `rate_up_bps` and
+            `rate_down_bps`.
         bandwidth_hz: bandwidth of a device's channel.
         power_up_w: a device's transmit power.
         power_down_w: the base station's transmit power for each device.
         noise_dbm_per_hz: power spectral density of the noise.
         carrier_ghz: carrier frequency f in the path loss 32.4 + 20 log10(f in GHz) + 20 log10(d in m) dB.
         cell_radius_m: radius of the disc in which devices are placed uniformly, at least 1 m from its centre.
-        fading: whether the channel has Rayleigh fading; without it, the gain equals its mean.
-        log_base: base of the logarithm in Shannon's rate; 2 gives bits per second.
+        fading: whether the channel has Rayleigh fading. Without fading, the gain equals its mean.
+        log_base: base of the logarithm in Shannon's formula. Base 2 gives bits per second.
         rate_up_bps: rate from client to server with `channel = "fixed"`.
         rate_down_bps: rate from server to client with `channel = "fixed"`.
-        latency_s: delay of each message in either direction, whatever its size.
+        latency_s: delay of each message in either direction, independent of its size.
         compute_flops_per_s: a device's speed.
-        stragglers: share of the devices that compute more slowly; drawn once for the run.
+        stragglers: share of the devices that compute more slowly. polyfed draws them once for the run.
         straggler_slowdown: factor by which stragglers are slower.
-        deadline_s: a client whose own time in a round exceeds this is dropped from the round; None waits for all.
+        deadline_s: longest time of a client in a round. The server drops slower clients from the round. None waits for
+            all clients.
     """
 
     channel: Literal["wireless", "fixed"] = "wireless"
@@ -140,14 +143,14 @@ class Timetable:
 
     Attributes:
         seconds: request number -> client -> seconds of download, compute and upload, in the order of the requests.
-        deadline_s: longest time that the server waits in a round; None if it waits for all clients.
+        deadline_s: longest time that the server waits in a round, or None if the server waits for all clients.
     """
 
     seconds: Mapping[int, Mapping[int, float]]
     deadline_s: float | None = None
 
     def barriers(self) -> float:
-        """Return the seconds of a round in which every request waits for its slowest client before the next starts."""
+        """Return the seconds of a round in which each request starts after all replies to the previous one."""
         return self._limited(sum(max(of.values(), default=0.0) for of in self.seconds.values()))
 
     def chains(self, waited_for: Iterable[int]) -> float:
@@ -210,7 +213,7 @@ class Clock:
         return count
 
     def forget(self, request: int, clients: Iterable[int]) -> None:
-        """Discard the work counted for these clients in this request, because it failed and is repeated."""
+        """Discard the work that these clients have counted in this request, because the engine repeats the request."""
         for client in clients:
             self.spent_flops.get(request, {}).pop(client, None)
 
@@ -238,15 +241,15 @@ class Clock:
     def closed_before(self, request: int, clients: Sequence[int], enough: int) -> dict[int, str]:
         """Close a request when `enough` of the clients have replied, in the order of their simulated times.
 
-        The times of a round no longer hold this request for clients that are slower.
+        From then on, the times of the round leave out this request for slower clients.
 
         Args:
             request: the number of the request.
-            clients: those that reply.
-            enough: how many replies close the request; at equal times the lower number comes first.
+            clients: the clients that reply.
+            enough: how many replies close the request. At equal times, the client with the lower number comes first.
 
         Returns:
-            The clients whose replies come later, each with the reason.
+            The clients whose replies come after the closing, each with the reason.
         """
         if self.round == 0 or len(clients) <= enough:
             return {}
@@ -259,7 +262,7 @@ class Clock:
         return dict.fromkeys(order[enough:], why)
 
     def late(self, clients: Iterable[int]) -> dict[int, str]:
-        """Return those of these clients that have exceeded the round's deadline, each with the reason."""
+        """Return which of these clients have exceeded the round's deadline, each with the reason."""
         deadline = self.links.network.deadline_s
         if deadline is None or self.round == 0:
             return {}

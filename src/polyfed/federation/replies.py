@@ -11,11 +11,11 @@ from polyfed.core.messages import Message, map_tensors, tensors, trimmed
 from polyfed.core.tree import Tree
 
 SMALL = 2**18
-"""Largest size in bytes of a reply that is copied into a stack: up to this size, the copy costs less than processing
-the reply on its own (docs/performance.md)."""
+"""Largest size in bytes of a reply that is copied into a stack. Up to this size, the copy costs less than processing
+the reply alone (docs/performance.md)."""
 
 MOST = 64
-"""Most small replies in one stack: more would hardly save time, and with this number a stack takes at most 16 MiB."""
+"""Most small replies in one stack. With this number, a stack takes at most 16 MiB; more would hardly save time."""
 
 Piece = tuple[tuple[int, ...], Tensor]
 """Clients, and the stack of the tensors that they sent under one name of a tree, (K, ...)."""
@@ -23,7 +23,7 @@ Piece = tuple[tuple[int, ...], Tensor]
 
 @dataclass(frozen=True)
 class ReplyStack:
-    """Stacked replies of some clients: the leading axis of every tensor of `message` follows the order of `clients`."""
+    """Stacked replies of several clients. The leading axis of every tensor in `message` has the order of `clients`."""
 
     clients: tuple[int, ...]
     message: Message
@@ -51,7 +51,7 @@ def stacked(replies: dict[int, Message]) -> Iterator[ReplyStack]:
     """Yield stacks of replies that arrived one by one.
 
     Small replies with the same shapes and types share a stack, so that one operation checks or averages many of them.
-    The generator removes each reply from `replies` when it stacks it, so that memory holds few replies twice.
+    The generator removes each reply from `replies` when it copies the reply into a stack, to save memory.
     """
     alike: dict[Hashable, list[int]] = {}
     for client, reply in sorted(replies.items()):
@@ -87,13 +87,13 @@ class Answer:
 
     @classmethod
     def of(cls, parts: Iterable[ReplyStack], missing: dict[int, str]) -> "Answer":
-        """Sort the parts and make an answer of them. A generator of parts may fill `missing` while it runs."""
+        """Make an answer from parts, and sort them. If `parts` is a generator, it may fill `missing` while it runs."""
         return cls(sorted(parts, key=lambda part: part.clients[0]), missing)
 
 
 @dataclass(frozen=True)
 class Replies(Mapping[int, Any]):
-    """The replies to a request, as a mapping from client to reply. They stay stacked; indexing returns views.
+    """The replies to a request, as a mapping from client to reply. Replies stay stacked, and indexing returns views.
 
     Attributes:
         parts: the stacks of replies.
@@ -109,7 +109,7 @@ class Replies(Mapping[int, Any]):
         object.__setattr__(self, "_place", dict(sorted(place.items())))
 
     def __getitem__(self, client: int) -> Any:
-        """Return a client's reply, as views of the stack: clone what you keep for longer than the round."""
+        """Return a client's reply as views of the stack. Clone the tensors that you keep for longer than the round."""
         part, i = self._place[client]  # type: ignore[attr-defined]
         return trimmed(map_tensors(part.message, lambda t: t[i]))
 
@@ -131,8 +131,8 @@ class Replies(Mapping[int, Any]):
 
         The weights are renormalised over those clients. The result lacks names that no client sent, and names whose
         senders all have weight 0. Integers, such as counters, take the maximum instead of the mean
-        (docs/algorithms/conventions.md). For an entry of at most `SMALL` bytes, the result does not depend on how the
-        replies are stacked; for a larger entry, the stacking changes the rounding.
+        (docs/algorithms/conventions.md). For a tensor of at most `SMALL` bytes, the result does not depend on how the
+        replies are stacked. For a larger tensor, the stacking changes the rounding.
 
         Args:
             name: a field of the message that holds a tree.
@@ -148,7 +148,7 @@ class Replies(Mapping[int, Any]):
 
 
 def joined(requests: Iterable[Replies]) -> Replies:
-    """Join the replies to several requests, which went to different clients, as if they answered one request."""
+    """Join the replies to several requests to different clients, as if all replies answered one request."""
     asked = list(requests)
     missing = {client: why for replies in asked for client, why in replies.missing.items()}
     return Replies([part for replies in asked for part in replies.parts], missing)
@@ -160,7 +160,7 @@ def _mean(pieces: list[Piece], weights: Mapping[int, float], total: float) -> Te
     if not any(kind.is_floating_point or kind.is_complex for kind in kinds):
         return torch.stack([stack.amax(0) for _, stack in pieces]).amax(0)
     one = pieces[0][1][0]
-    wide = torch.promote_types(one.dtype, torch.float32)  # a sum of hundreds loses half of the digits of a 16-bit type
+    wide = torch.promote_types(one.dtype, torch.float32)  # in a 16-bit type, a sum of hundreds loses half of its digits
     mean = torch.zeros_like(one, dtype=wide)
     for clients, stack in _ascending(pieces) if one.nbytes <= SMALL else pieces:
         share_K = [weights[client] / total for client in clients]
@@ -173,7 +173,7 @@ def _mean(pieces: list[Piece], weights: Mapping[int, float], total: float) -> Te
 
 
 def _ascending(pieces: list[Piece]) -> list[Piece]:
-    """Regroup the pieces: clients in ascending order, at most `MOST` in a piece, whatever the grouping before."""
+    """Return the same rows in pieces of at most `MOST` clients, with the clients in ascending order."""
     clients = [client for group, _ in pieces for client in group]
     order = sorted(range(len(clients)), key=clients.__getitem__)
     whole = pieces[0][1] if len(pieces) == 1 else torch.cat([stack for _, stack in pieces])

@@ -1,7 +1,7 @@
 """Reply validation: the checks that a reply must pass before the server uses it.
 
-The server trusts no reply. It compares names, shapes, types and values with what the message class declares and with
-the model.
+The server trusts no reply. It compares names, shapes, types and values with the declarations of the message class and
+with the model.
 """
 
 import math
@@ -22,16 +22,16 @@ from polyfed.objective import CLASSES, Objective
 from polyfed.privacy.announcement import Holder
 
 NOT_FINITE = "is not finite"
-"""End of the reason for dropping a reply that holds NaN or infinity."""
+"""The last words of the reason for dropping a reply that holds NaN or infinity."""
 
 REAL = ("embeddings", "prototypes", "predictions")
 """Kinds that must have the floating-point type of the model, because computing with another type would fail."""
 
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-"""Types that a number of rows may have."""
+"""Tensor types that a field with a number of rows may have."""
 
 OF_A_MODALITY = frozenset({"features", "encoded", "sample"})
-"""Words for sizes that depend on the modality."""
+"""Words in a declared shape that stand for sizes that depend on the modality."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class ReplyValidator:
         template: the server's parameters and buffers, by name.
         model: the model with all modalities.
         modalities: the modalities of the federation.
-        objective: the task.
-        size: its number of classes or targets; 0 stands for the outputs of the model.
+        objective: what the model learns to predict.
+        size: number of classes or targets. 0 stands for the number of outputs of the model.
     """
 
     template: Tree
@@ -60,14 +60,14 @@ class ReplyValidator:
 
     @cached_property
     def floats(self) -> frozenset[torch.dtype]:
-        """The floating-point types of the model; float32 if it has none."""
+        """The floating-point types of the model's tensors, or float32 if the model has no such tensors."""
         return frozenset(t.dtype for t in self.template.values() if t.is_floating_point()) or frozenset({torch.float32})
 
     def check(self, msg: Message, expected: type[Message]) -> None:
         """Check the class of a stacked message, and the names, shapes and types of its tensors.
 
         Raises:
-            BadReply: something differs from the declaration; the text names the field and the fault.
+            BadReply: the message differs from its declaration. The text names the field and the fault.
         """
         if type(msg) is not expected:
             raise BadReply(f"sent {type(msg).__name__}, expected {expected.__name__}")
@@ -106,7 +106,7 @@ class ReplyValidator:
         floats = [
             (name, key, self._known(part, name, value)) for name, key, value in found if value.is_floating_point()
         ]
-        # one cheap pass first: a finite sum has only finite terms; otherwise check every tensor (sums can overflow)
+        # cheap check first: if the sum is finite, all terms are. Otherwise check every tensor, since sums can overflow
         sums = [value.sum(dtype=torch.float32) for _, _, value in floats]
         if floats and not math.isfinite(torch.stack(sums).sum().item()):
             for name, key, value in floats:
@@ -114,18 +114,18 @@ class ReplyValidator:
         return bad
 
     def _of_classes(self, said: Declared) -> bool:
-        """Whether a field of labels holds class numbers."""
+        """Return whether a field of labels holds class numbers."""
         return said.shape == () or (said.shape == ("label",) and self.objective.OF_CLASSES)
 
     def _exact_type(self, said: Declared) -> torch.dtype | None:
-        """The type that a field must have; None if several are allowed."""
+        """Return the type that a field must have, or None if several types are allowed."""
         if said.kind == "ids" or (said.kind == "labels" and self._of_classes(said)):
             return torch.int64
         targets = said.shape == ("label",) and self.objective.label_shape(1) != ()
         return torch.float32 if targets else None
 
     def _known(self, part: ReplyStack, field: str, value: Tensor) -> Tensor:
-        """The tensor with 0 in place of unknown targets, which are NaN."""
+        """Return the tensor with unknown targets, which are NaN, replaced by 0."""
         targets = part.message.declared[field].shape == ("label",)
         return torch.where(value.isnan(), torch.zeros_like(value), value) if targets else value
 
@@ -178,7 +178,7 @@ class ReplyValidator:
                 raise AssertionError(f"a size is classes, own, label, features, encoded, sample or None, not {word!r}")
 
     def _flaw(self, field: str, said: Declared, names: tuple[str, ...]) -> str:
-        """Return what is wrong with the names of a tree, or "". Cached, because most clients send the same names."""
+        """Return the fault in the names of a tree, or "". Results are cached: most clients send the same names."""
         place = field, said, names
         if place not in self._named:
             find = self._unlike_model if said.kind in OF_THE_MODEL else self._unlike_federation
@@ -208,7 +208,7 @@ class ReplyValidator:
         return ""
 
     def _group(self, name: str) -> tuple[str, bool]:
-        """Return a name's group: a block's parameters, or its buffers. Clients send a group whole or not at all."""
+        """Return a name's group: its block, and whether it is a buffer. A client sends all names of a group or none."""
         return block_of(name), self.model.is_buffer(name)
 
 

@@ -1,9 +1,9 @@
-"""The wire format of messages: a JSON header that describes every tensor, and a body with their values. No pickle.
+"""The wire format of messages: a JSON header that describes every tensor, and a body with the values, without pickle.
 
 The header holds the name of the message class, the kind of every field, and the name, type and shape of every tensor.
-The body holds the tensors' bytes one after another, little-endian. `decode` does not trust the sender: it checks class,
-fields, kinds, names, types, shapes, sizes and, on request, finiteness against the message class that the receiver
-expects.
+The body holds the tensors' bytes one after another, little-endian. `decode` does not trust the sender. It checks class,
+fields, kinds, names, types, shapes and sizes against the message class that the receiver expects. On request, it also
+refuses NaN and infinity.
 """
 
 import math
@@ -37,13 +37,13 @@ DTYPES = {
         torch.bool,
     )
 }
-"""The tensor types that a message may hold, by the name in the header."""
+"""The tensor types that a message may hold, by their names in a header."""
 
 WIRE_FORMAT = 2
-"""Version of the format of headers and bodies. Increase it with every change that an older peer would misread."""
+"""Version of the format of headers and bodies. Increase it with every change that an older version would misread."""
 
 MAX_TENSORS, MAX_AXES = 40_000, 16
-"""Limits on the work that a forged header can cause; no model of today comes near them."""
+"""Limits on the work that a forged header can cause. Today's models are far below these limits."""
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
 """Pattern of the names of parameters and modalities."""
@@ -60,7 +60,7 @@ class Packet:
 
 
 def encode(msg: Message) -> Packet:
-    """Encode a message of one client; a stack of messages cannot be encoded."""
+    """Encode a message of one client as a packet. A stack of messages cannot be encoded."""
     entries, parts = [], []
     for field, name, value in tensors(msg):
         flat = value.detach().cpu().contiguous().reshape(-1)
@@ -80,7 +80,7 @@ def decode(packet: Packet, expected: type[Message], *, limit: int, finite: bool 
         finite: whether to refuse NaN and infinity.
 
     Raises:
-        BadReply: the packet does not hold a valid message of this class; the text says why.
+        BadReply: the packet does not hold a valid message of this class. The text gives the reason.
     """
     header, body = packet.header, packet.body
     if len(body) > limit:

@@ -1,23 +1,23 @@
-"""What is trained? A model: an encoder for each modality, and a fusion of their embeddings into logits.
+"""The model that is trained: an encoder for each modality, and a fusion of their embeddings into logits.
 
 - `model.py`: `Model`, a pure function of a Tree and a batch.
 - `spec.py`: `ModelSpec`, the `[model]` section of a recipe.
 - `build.py`: makes a model from that section and the shapes of the data.
 - `encoder_spec.py`: `EncoderSpec`, the base of all encoders, and the multilayer perceptron.
 - `image_encoders.py`, `sequence_encoders.py`, `hugging_face.py`: encoders of images and clips, of time series, and
-  pre-trained ones.
-- `default_encoders.py`: the encoder of a modality for which a recipe names none.
-- `encoders.py`: the encoders that a recipe can name, and encoders of the user's own.
+  pre-trained encoders.
+- `default_encoders.py`: the default encoder of a modality for which a recipe names no encoder.
+- `encoders.py`: the encoders that a recipe can name, and the user's own encoders.
 - `fusion.py`: the fusions that a recipe can name.
-- `own.py`: fusions and whole modules of the user's own.
+- `own.py`: the user's own fusions and whole modules.
 - `whole.py`: a whole module as the model.
 - `names.py`: the names in a model's Tree.
 - `adopt.py`: replaces layers of a PyTorch module that depend on the batch.
-- `layers.py`: their replacements: BatchNorm, dropout, GRU and attention.
+- `layers.py`: the replacement layers: BatchNorm, dropout, GRU and attention.
 - `binding.py`: runs modules on the tensors of a Tree.
 - `plain.py`: a trained model as an ordinary module, and as ONNX.
 - `making.py`: makes modules from a random key, and counts their operations.
-- `lora.py`: LoRA for pre-trained encoders, by the `peft` library.
+- `lora.py`: LoRA for pre-trained encoders, with the `peft` library.
 - `recompute.py`: gradient checkpointing.
 - `pretrained.py`: loads models with the `transformers` library.
 - `checks.py`: checks of the values in `[model]`.

@@ -1,8 +1,8 @@
 """Prepares an ordinary PyTorch module for federated training by replacing layers that depend on the batch.
 
-Batch normalisation, dropout, GRU, LSTM and attention of `torch.nn` are replaced by those of `layers.py`, with the same
-parameters and the same results. Layers that cannot run under `torch.func.vmap`, or that draw from a global random
-generator, are refused, and the error says what to use instead.
+The layers of `layers.py` replace batch normalisation, dropout, GRU, LSTM and attention of `torch.nn`. They have the
+same parameters and the same results. Layers that cannot run under `torch.func.vmap`, or that draw from a global random
+generator, are refused. The error says what to use instead.
 """
 
 from torch import nn
@@ -32,7 +32,7 @@ def adopt(module: nn.Module, rows: Rows, path: str) -> nn.Module:
     Args:
         module: a new module of an encoder or a fusion; it is changed.
         rows: the rows of the current batch, shared by all layers of the model.
-        path: full name of the module. The random stream of a dropout layer depends on it, and so on no other layer.
+        path: full name of the module. The random stream of a dropout layer depends only on this name.
 
     Returns:
         The module, or its replacement.

@@ -1,8 +1,8 @@
 """Runs modules on the tensors of a Tree.
 
-`Slots` knows for every name of a model which entries of which modules hold its tensor, and replaces these entries for
-the duration of a call. `torch.func.functional_call` does that for one module. `Slots` does it for several blocks at
-once at the cost of one dictionary write per tensor, and needs no root module, whose attributes could have the name of a
+For every name of a model, `Slots` knows which entries of which modules hold the tensor. It replaces these entries for
+the duration of a call. `torch.func.functional_call` does the same for one module. `Slots` does it for several blocks at
+once, at the cost of one dictionary write per tensor. It needs no root module, whose attributes could have the name of a
 modality.
 """
 
@@ -21,19 +21,20 @@ _Place = tuple[_Holder, str]
 
 
 Naming = Callable[[str], str]
-"""The name in the Tree of a tensor, from the path `block.path` of the tensor in its module."""
+"""`naming(path)` returns the name of a tensor in the Tree; `path` is `block.path` of the tensor in its module."""
 
 
 def as_it_is(path: str) -> str:
-    """The naming of a model that is made of a module for each block: the path itself."""
+    """Return the path itself: the naming of a model that has a module for each block."""
     return path
 
 
 class Slots:
     """The places of the parameters and float buffers of some blocks.
 
-    A Tree does not hold constants. Constants are frozen parameters (`requires_grad=False`), and buffers that are not
-    saved with the module, are not floating point, or belong to a module that its encoder keeps in evaluation mode.
+    A Tree does not hold constants. Constants are frozen parameters (`requires_grad=False`) and some buffers: those that
+    are not saved with the module, are not floating point, or belong to a module that its encoder keeps in evaluation
+    mode.
 
     Args:
         blocks: the module of each block; paths are `block.path`.
@@ -80,13 +81,13 @@ class Slots:
                 self.buffers.add(name)
 
     def _named(self, tensor: Tensor, name: str) -> str:
-        """The name of a tensor. A tensor that two modules share has one name and two places."""
+        """Return the name of a tensor. A tensor that two modules share has one name and two places."""
         return self._names.setdefault(id(tensor), self._naming(name))
 
     def _refuse_shared(self) -> None:
-        """Refuse a frozen parameter that shares its memory with one that trains.
+        """Refuse a frozen parameter that shares its memory with a parameter that trains.
 
-        Training in place would change it, training on a Tree would not.
+        Training in place would change the frozen parameter, but training on a Tree would not.
         """
         trained = {self.own(name).untyped_storage().data_ptr() for name in self.parameters}
         for name, value in self.frozen.items():
@@ -113,11 +114,11 @@ class Slots:
 
     @property
     def frozen(self) -> Tree:
-        """The frozen parameters, by name."""
+        """Return the frozen parameters by name."""
         return {name: holder[key].detach() for name, (holder, key) in self._frozen.items()}
 
     def place(self, device: torch.device) -> None:
-        """Move the modules, with their constants, to the device of the Trees that they run on."""
+        """Move the modules and their constants to the device of the Trees on which they run."""
         if device != self.device:
             # a call inside `grad` would otherwise leave wrapped tensors in the modules
             with torch._C._DisableFuncTorch():
@@ -131,7 +132,7 @@ class Slots:
         saved: list[tuple[_Holder, str, Tensor]] = []
         try:
             for name, value in w.items():
-                # names that no module has belong to the method, which reads them from the Tree itself
+                # names that no module has belong to the method, which reads them directly from the Tree
                 for holder, key in self._places.get(name, ()):
                     saved.append((holder, key, holder[key]))
                     holder[key] = value

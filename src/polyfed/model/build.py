@@ -31,8 +31,8 @@ def build_model(
         key: random key of the initial values of frozen parameters; see `Model`.
 
     Raises:
-        ModelError: a modality has no encoder, or an encoder no modality; or an encoder cannot read the samples, returns
-            the wrong shape, or has a layer that is not supported.
+        ModelError: a modality has no encoder, or an encoder has no modality. Or an encoder cannot read the samples,
+        returns the wrong shape, or has a layer that is not supported.
     """
     if spec.module is not None:
         _check_identifiers(inputs)
@@ -110,7 +110,7 @@ def _shared_factory(spec: ModelSpec, num_classes: int, first: str, rows: Rows) -
 
 
 def _check_outputs(model: Model, spec: ModelSpec) -> None:
-    """Run every encoder once on two rows of zeros, so that a wrong shape is found before any client runs it."""
+    """Run every encoder once on two rows of zeros, to find a wrong shape before any client runs the encoder."""
     w = model.init(0)
     trained = {name: value.requires_grad_() for name, value in model.trainable(w).items()}
     for name in model.modalities:
@@ -138,7 +138,7 @@ def _check_outputs(model: Model, spec: ModelSpec) -> None:
 
 
 def _check_fusion(model: Model, w: Tree, where: str) -> None:
-    """Run a fusion of the user's own on two rows, with all modalities and with each one alone."""
+    """Run the user's own fusion on two rows, with all modalities and with each modality alone."""
     for read in dict.fromkeys([model.modalities, *((m,) for m in model.modalities)]):
         batch = model.zero_batch(2, read)
         try:

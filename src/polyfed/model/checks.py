@@ -1,4 +1,4 @@
-"""Checks of the values in `[model]`, with the same wording of errors for all of them."""
+"""Checks of the values in `[model]`. All checks use the same wording of errors."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -14,7 +14,7 @@ def whole(where: str, value: Any) -> None:
 
 
 def sizes(where: str, values: Any) -> tuple[int, ...]:
-    """The sizes as a tuple; ModelError unless each is a whole number of at least one."""
+    """Return the sizes as a tuple. Raise ModelError unless each is a whole number of at least one."""
     if not isinstance(values, (list, tuple)):
         raise ModelError(f"{where} = {values!r}: give a list of sizes, e.g. [64].")
     for value in values:

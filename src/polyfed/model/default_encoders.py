@@ -1,4 +1,4 @@
-"""The encoder of a modality for which a recipe names none: small, and chosen by the shape of a sample."""
+"""The default encoder of a modality for which a recipe names no encoder. It is small and fits the shape of a sample."""
 
 import math
 
@@ -8,13 +8,13 @@ from polyfed.model.image_encoders import ResNet18
 from polyfed.model.sequence_encoders import ConvGru, TokenTransformer
 
 HIDDEN = (64,)
-"""Hidden layers of the perceptron for vectors: as wide as the default embedding."""
+"""Hidden layers of the perceptron for vectors, as wide as the default embedding."""
 
 WIDTHS = (16, 32, 64, 64)
-"""Channels of the ResNet for images: the small one of HFM (docs/algorithms/hfm.md)."""
+"""Channels of the ResNet for images, the same as in HFM's small ResNet (docs/algorithms/hfm.md)."""
 
 LARGE = 64
-"""Pixels a side from which images get the `imagenet` stem, which quarters both sides before the first block."""
+"""Images with at least this number of pixels per side get the `imagenet` stem, which quarters both sides first."""
 
 
 def default_encoder(shape: Shape, vocabulary: int | None = None, embedding: int = 64) -> EncoderSpec:
@@ -27,12 +27,12 @@ def default_encoder(shape: Shape, vocabulary: int | None = None, embedding: int 
     | time series (T, F) | `conv-gru`, with fewer stages if T is below 8; `mlp` if T is 1 |
     | image (C, H, W), clip (C, T, H, W) | `resnet18` with few channels and group normalisation |
 
-    Group normalisation keeps no statistics of the batch, so every method can train it on few rows.
+    Group normalisation has no statistics of the batch, so every method can train it on few rows.
 
     Args:
         shape: shape of one sample.
         vocabulary: number of different token ids, if the samples are token ids; None otherwise.
-        embedding: width of the embedding, which the attention heads must divide.
+        embedding: width of the embedding, which must be divisible by the number of attention heads.
 
     Raises:
         ModelError: no encoder reads samples of this shape.

@@ -1,8 +1,8 @@
 """`EncoderSpec`, the base of all encoders, and the multilayer perceptron.
 
-An encoder maps the samples of one modality, in the shape that the data gives them, to an embedding. Each kind of
-encoder is a frozen dataclass, whose fields are the options of an entry of `[model.encoders]`. Its `build` makes an
-ordinary PyTorch module; the model then replaces layers that depend on the batch (`adopt.py`).
+An encoder maps the samples of one modality, in the shape of the data, to an embedding. Each kind of encoder is a frozen
+dataclass, whose fields are the options of an entry of `[model.encoders]`. Its `build` makes an ordinary PyTorch module.
+The model then replaces layers that depend on the batch (`adopt.py`).
 """
 
 import math
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSpec:
-    """Base of all encoders.
+    """Base class of all encoders.
 
     Attributes:
         kind: name of the encoder in a recipe.
@@ -34,7 +34,7 @@ class EncoderSpec:
         Args:
             shape: shape of one sample.
             embedding: width E of the output.
-            sequence: whether the module should keep the time axis, if this kind has one.
+            sequence: whether the module should keep the time axis, if this kind of encoder has one.
 
         Returns:
             A module from (B, *shape) to (B, E), or to (B, T, E) with `sequence`.

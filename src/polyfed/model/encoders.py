@@ -1,4 +1,4 @@
-"""The encoders that a recipe can name, and reading the entries of `[model.encoders]`."""
+"""The encoders that a recipe can name, and the function that reads the entries of `[model.encoders]`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -17,10 +17,10 @@ from polyfed.model.sequence_encoders import ConvGru, TokenTransformer, Transform
 
 @dataclass(frozen=True, kw_only=True)
 class Custom(EncoderSpec):
-    """A `torch.nn.Module` of the user's own: `kind = "my.module:MyEncoder"`, called with (shape, embedding, **options).
+    """The user's own `torch.nn.Module`: `kind = "my.module:MyEncoder"`, called with (shape, embedding, **options).
 
     Attributes:
-        options: further arguments of the constructor; in a recipe, the other keys of the entry.
+        options: more arguments of the constructor; in a recipe, the other keys of the entry.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Custom(EncoderSpec):
 
         Raises:
             NotAllowed: the owner of this device has not allowed the class.
-            ModelError: it cannot be imported, or is no subclass of `torch.nn.Module`.
+            ModelError: the class cannot be imported, or is not a subclass of `torch.nn.Module`.
         """
         try:
             return own(self.kind, nn.Module)
@@ -72,7 +72,7 @@ ENCODERS: dict[str, type[EncoderSpec]] = {
 
 
 def entry_of(spec: EncoderSpec) -> dict[str, Any]:
-    """The inverse of `encoder_spec`: the entry of `[model.encoders]` that gives this encoder.
+    """Return the entry of `[model.encoders]` that gives this encoder; the inverse of `encoder_spec`.
 
     Options that are None are left out. The options of a `Custom` encoder are written next to its kind.
     """
@@ -86,10 +86,10 @@ def encoder_spec(where: str, entry: EncoderSpec | Mapping[str, Any]) -> EncoderS
 
     Args:
         where: name of the entry, for error texts.
-        entry: a table with `kind` and its options, or an encoder, which is returned as it is.
+        entry: a table with `kind` and its options, or an encoder, which is returned unchanged.
 
     Raises:
-        NotAllowed: it names a class or model that the owner of this device has not allowed.
+        NotAllowed: the entry names a class or model that the owner of this device has not allowed.
         ModelError: the kind is missing or unknown, an option is unknown, or a value is out of range.
     """
     if isinstance(entry, EncoderSpec):
@@ -107,12 +107,12 @@ def encoder_spec(where: str, entry: EncoderSpec | Mapping[str, Any]) -> EncoderS
         return spec(**entry)
     except (ModelError, NotAllowed) as error:
         raise type(error)(f"{where}: {error}") from None
-    except TypeError as error:  # a required option
+    except TypeError as error:  # a required option is missing
         raise ModelError(f"{where}: {str(error).removeprefix(f'{spec.__name__}.__init__() ')}.") from None
 
 
 def _allowed(where: str, kind: str) -> None:
-    """Check on a device that the class may be imported, before the model is built."""
+    """Check, on a device, that the class may be imported, before the model is built."""
     try:
         check_import(kind)
     except NotAllowed as error:

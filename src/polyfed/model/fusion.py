@@ -1,8 +1,8 @@
-"""Fusions: they compute logits from the embeddings of the modalities that a client has.
+"""Fusions, which compute logits from the embeddings of the modalities that a client has.
 
-A fusion is the block `shared`. A part of it that belongs to a single modality is a module of that modality's block,
-made by `part`. A fusion leaves out modalities that are not in `z`, and treats the embedding of a row that lacks the
-modality (`present`) as zero.
+A fusion is the block `shared`. Some fusions have a part for each modality. Such a part is a module of the modality's
+block, made by `part`. A fusion leaves out modalities that are not in `z`. If a row lacks a modality (`present`), the
+fusion treats the row's embedding as zero.
 
 Shape letters: `B` rows, `E` width of the embedding, `T` time steps, `C` classes, `J` width of the joint representation.
 """
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 Parts = Mapping[str, nn.Module | None]
-"""The part of the fusion that belongs to each modality; None if there is none."""
+"""The part of the fusion for each modality, or None if the fusion has no such parts."""
 
 Features = Mapping[str, Tensor]
-"""A tensor for each modality: embeddings (B, E) or (B, T, E), or as `present` bool (B,), True where a row has it."""
+"""A tensor for each modality: embeddings (B, E) or (B, T, E); or, for `present`, bool (B,), True if the row has it."""
 
 
 class Fusion(nn.Module):
-    """Base of all fusions.
+    """Base class of all fusions.
 
     Args:
         embedding: E.
@@ -32,7 +32,8 @@ class Fusion(nn.Module):
     Attributes:
         linear: whether the logits are linear in the embeddings, so that they are a sum of one term per modality.
         sequential: whether the encoders must return sequences (B, T, E).
-        joint_size: J, the width of the joint representation that the head receives; 0 if it is the logits themselves.
+        joint_size: J, the width of the joint representation that the head receives; 0 if the joint representation is
+            the logits.
         head: layers from the joint representation to the logits; empty if these are the same.
     """
 
@@ -54,7 +55,7 @@ class Fusion(nn.Module):
         raise NotImplementedError
 
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
-        """The joint representation (B, J) of all modalities.
+        """Return the joint representation (B, J) of all modalities.
 
         Args:
             parts: the modalities' parts of the fusion.
@@ -64,11 +65,11 @@ class Fusion(nn.Module):
         raise NotImplementedError
 
     def forward(self, parts: Parts, z: Features, present: Features) -> Tensor:
-        """Logits (B, C): the head applied to the joint representation."""
+        """Return logits (B, C): the head applied to the joint representation."""
         return self.head(self.joint(parts, z, present))  # type: ignore[no-any-return]
 
     def term(self, part: nn.Module | None, z: Tensor, share: float) -> Tensor:
-        """The term (B, C) of one modality in linear logits, including `share` times the bias."""
+        """Return the term (B, C) of one modality in linear logits, including `share` times the bias."""
         raise NotImplementedError
 
 
@@ -76,7 +77,7 @@ class Concat(Fusion):
     """A linear layer on the concatenated embeddings, stored as one linear map per modality and a shared bias.
 
     With a head, ReLU and the remaining layers follow. The embedding of an absent modality is zero, so its map adds
-    nothing; the bias is always added (docs/algorithms/conventions.md, Blocks).
+    nothing. The bias is always added (docs/algorithms/conventions.md, Blocks).
     """
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float) -> None:
@@ -107,7 +108,7 @@ class Concat(Fusion):
 
 
 class Sum(Fusion):
-    """The sum of the embeddings, then the head. No part of it belongs to a single modality."""
+    """The sum of the embeddings, followed by the head. No part of this fusion belongs to a single modality."""
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float) -> None:
         super().__init__(embedding, head, classes, dropout)
@@ -116,7 +117,7 @@ class Sum(Fusion):
 
     @staticmethod
     def part(embedding: int, width: int) -> None:
-        """No part belongs to a single modality."""
+        """Return None, because no part belongs to a single modality."""
 
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
         """The sum of the embeddings, (B, E); see `Fusion.joint`."""
@@ -133,7 +134,7 @@ class Gated(Fusion):
     """Gated fusion: head(sigmoid(W1 z1) * W2 z2).
 
     Source: Kiela et al., "Efficient Large-Scale Multi-Modal Classification", AAAI 2018; PMR and OGM-GE compare with it.
-    The first modality of the model is the gate; with more than two modalities, it gates the sum of the others. In rows
+    The first modality of the model is the gate. With more than two modalities, it gates the sum of the others. In rows
     where the gate or all other modalities are absent, the linear maps of the present modalities are not gated.
     """
 
@@ -173,9 +174,9 @@ class Attention(Fusion):
 
     Source: `fuse_base` in the code of Feng et al., "FedMultimodal: A Benchmark For Multimodal Federated Learning", KDD
     2023. The sequences of all modalities are concatenated in time. A two-layer network with tanh gives each step a
-    score for each attention head, a softmax over time makes weights of the scores, and the weighted sums of all
-    attention heads, flattened, are the joint representation. Steps of absent modalities get the score -1e5, which the
-    softmax turns into exactly zero.
+    score for each attention head. A softmax over time turns the scores into weights. The joint representation is the
+    weighted sums of all attention heads, flattened. Steps of absent modalities get the score -1e5, which the softmax
+    turns into exactly zero.
 
     Args:
         hidden: width of the scoring network.
@@ -194,7 +195,7 @@ class Attention(Fusion):
 
     @staticmethod
     def part(embedding: int, width: int) -> None:
-        """No part belongs to a single modality: the same network scores all steps."""
+        """Return None, because no part belongs to a single modality: the same network scores all steps."""
 
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
         """The weighted sums of the steps, (B, J), from sequences (B, T, E); see `Fusion.joint`."""
@@ -219,7 +220,7 @@ def mlp(widths: tuple[int, ...], dropout: float) -> list[nn.Module]:
 
 
 def masked(z: Features, present: Features) -> dict[str, Tensor]:
-    """The embeddings, set to zero in rows that lack the modality."""
+    """Return the embeddings with zeros in rows that lack the modality."""
     if not present:
         return dict(z)
     return {name: _where(present[name], value) if name in present else value for name, value in z.items()}

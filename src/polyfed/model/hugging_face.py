@@ -17,21 +17,21 @@ from polyfed.model.recompute import recompute_layers
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(EncoderSpec):
-    """A pre-trained backbone, whose pooled output a linear map turns into the embedding.
+    """A pre-trained backbone with a linear map from its pooled output to the embedding.
 
-    Reads token ids (T,), which the data kind "tokens" gives, images (3, H, W), or log-mel spectra (F, T) as Whisper's
-    encoder does. The pooled output is the mean of the last hidden layer over real tokens for text, and over all time
-    steps for sound; for images, the backbone's own pooled output, or the mean over patches if it has none. Of a model
-    with two towers, such as CLIP, it takes the tower that reads the samples; of Whisper it takes the encoder. Nothing
-    is downloaded. Dropout of the backbone's attention weights is off; its other dropout layers are active in training,
-    unless the backbone is frozen.
+    The encoder reads token ids (T,), which the data kind "tokens" gives, images (3, H, W), or log-mel spectra (F, T) as
+    Whisper's encoder does. For text, the pooled output is the mean of the last hidden layer over real tokens. For
+    sound, it is the mean over all time steps. For images, it is the backbone's own pooled output, or the mean over
+    patches if the backbone has none. If a model has two towers, such as CLIP, the encoder uses the tower that reads the
+    samples. From Whisper, it uses the encoder. Nothing is downloaded. Dropout of the backbone's attention weights is
+    off. Its other dropout layers are active in training, unless the backbone is frozen.
 
     Attributes:
         path: folder of a saved model, or its name in the hub's local cache.
-        frozen: whether the backbone keeps its weights. It is then in no Tree, so that it neither trains nor crosses,
+        frozen: whether the backbone keeps its weights. A frozen backbone is in no Tree. It is neither trained nor sent,
             and only the linear map trains.
-        lora: trains small matrices beside layers of the frozen backbone, a table with the fields of
-            `polyfed.model.lora.Lora`; only these matrices and the linear map train and cross. Needs the extra `lora`.
+        lora: a table with the fields of `polyfed.model.lora.Lora`. It trains small matrices (adapters) beside layers of
+            the frozen backbone. Only these matrices and the linear map are trained and sent. Needs the extra `lora`.
         checkpointing: whether the backbone's layers compute their activations again in the backward pass, to save
             memory (gradient checkpointing). The engine `vectorised` then runs one client after another.
     """
@@ -43,11 +43,11 @@ class HuggingFace(EncoderSpec):
     checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        """Check on a device that the model may be read.
+        """Check, on a device, that the model may be read.
 
         Raises:
             NotAllowed: the owner of this device has not allowed the model.
-            ModelError: the table `lora` is wrong, or stands beside frozen = false.
+            ModelError: the table `lora` is wrong, or is combined with frozen = false.
         """
         check_model(self.path)
         if self.lora is not None:
@@ -66,7 +66,7 @@ class HuggingFace(EncoderSpec):
             raise ModelError("attention fusion needs a sequence, and it gives one vector an image.")
         backbone = _tower(pretrained.backbone(self.path), kind)
         if hasattr(backbone, "pooler") and kind is _Text:
-            backbone.pooler = None  # unused, but it would train and cross
+            backbone.pooler = None  # unused, but it would be trained and sent
         try:
             with torch.no_grad():
                 reader = kind(backbone, shape, sequence)
@@ -87,16 +87,16 @@ class HuggingFace(EncoderSpec):
 
 
 def _tower(backbone: Any, kind: "type[_Reader]") -> Any:
-    """The part of a backbone that reads samples of this kind; the backbone itself if it has one part."""
+    """Return the part of a backbone that reads samples of this kind, or the backbone itself if it has one part."""
     if hasattr(backbone, "vision_model") and hasattr(backbone, "text_model"):
         return backbone.vision_model if kind is _Picture else backbone.text_model
     return backbone.get_encoder() if kind is _Sound else backbone
 
 
 class _Reader(nn.Module):
-    """Base of both readers. Keeps the library's layers in evaluation mode.
+    """Base class of the readers. It keeps the library's layers in evaluation mode.
 
-    Where the backbone trains, the layers that `adopt` has replaced follow the mode of the batch.
+    If the backbone trains, the layers that `adopt` has replaced follow the mode of the batch.
     """
 
     reads = ""
@@ -128,10 +128,10 @@ class _Text(_Reader):
         self.causal = self._is_causal(torch.arange(shape[0]) % config.vocab_size)
 
     def _is_causal(self, ids: Tensor) -> bool:
-        """Whether a token sees only the tokens before it, found by comparison with the library's own mask.
+        """Whether a token attends only to the tokens before it, found by comparison with the library's own mask.
 
         Raises:
-            ModelError: the library's mask is neither.
+            ModelError: the library's mask is neither causal nor bidirectional.
         """
         x = torch.where(ids == self.padding, self.padding + 1, ids)[None].to(torch.float32)
         call: Any = self.backbone
@@ -148,7 +148,7 @@ class _Text(_Reader):
         """The last hidden layer (B, T, H), and which tokens are real (B, T)."""
         ids = x.to(torch.int64)
         real = ids != self.padding
-        # an additive mask: the library would branch on the values of a boolean one, which vmap cannot
+        # an additive mask, because the library would branch on the values of a boolean mask, which vmap cannot do
         bias = torch.zeros_like(x).masked_fill(~real, torch.finfo(x.dtype).min)[:, None, None, :]
         if self.causal:
             later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)

@@ -16,7 +16,7 @@ _FEW = 4  # RGB + alpha; an axis with more entries is not taken for channels
 def channels_of(shape: Shape) -> int:
     """Number of channels of images (H, W), (C, H, W) or (H, W, C), or of clips (C, T, H, W).
 
-    Images with three axes are channel-last only if the last axis has at most four entries and the first has more.
+    Images with three axes are channel-last only if the last axis has at most four entries and the first axis has more.
 
     Raises:
         ModelError: the shape has not two, three or four axes.
@@ -41,7 +41,7 @@ class Images(nn.Module):
     Args:
         shape: shape of one sample, see `channels_of`.
         layers: the layers, from (N, C, H, W) to (N, D, h, w).
-        project: the map from (N, D) to (N, E); None if there is none.
+        project: the map from (N, D) to (N, E), or None.
     """
 
     def __init__(self, shape: Shape, layers: nn.Module, project: nn.Module | None) -> None:
@@ -65,7 +65,7 @@ class Images(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions with a shortcut, which is projected where the shape changes (He et al. 2016, Fig. 5)."""
+    """Two 3 x 3 convolutions with a shortcut, which is projected if the shape changes (He et al. 2016, Fig. 5)."""
 
     def __init__(self, before: int, after: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ class BasicBlock(nn.Module):
 class Cnn4(EncoderSpec):
     """Four convolutions for small images, with batch normalisation of the input.
 
-    The encoder for CG-MNIST in CMSFed's released code (docs/algorithms/cmsfed.md). The average pool at its end covers
-    the whole remaining image, 7 x 7 for images of 28 x 28 as in the source.
+    This is the encoder for CG-MNIST in CMSFed's released code (docs/algorithms/cmsfed.md). The average pool at its end
+    covers the whole remaining image, which is 7 x 7 for images of 28 x 28 as in the source.
     """
 
     kind: Literal["cnn4"] = "cnn4"
@@ -120,12 +120,12 @@ class Cnn4(EncoderSpec):
 class ResNet18(EncoderSpec):
     """ResNet-18 without its classifier (He et al., CVPR 2016, Table 1), for any number of channels.
 
-    For images (H, W), (C, H, W) or (H, W, C), and clips (C, T, H, W), whose frames are encoded one by one and averaged.
-    A linear map follows if the last width differs from the embedding.
+    It reads images (H, W), (C, H, W) or (H, W, C), and clips (C, T, H, W), whose frames are encoded one by one and
+    averaged. A linear map follows if the last width differs from the embedding.
 
     Attributes:
-        stem: first layers: `imagenet` is a 7 x 7 convolution with stride 2 and a max-pool, `cifar` a 3 x 3 convolution
-            with stride 1 (docs/algorithms/hfm.md).
+        stem: first layers. `imagenet` is a 7 x 7 convolution with stride 2 and a max-pool; `cifar` is a 3 x 3
+            convolution with stride 1 (docs/algorithms/hfm.md).
         widths: channels of the four stages; HFM uses [16, 32, 64, 64].
         norm: `batch`, or `group` with two groups, which divides every even width.
     """

@@ -1,10 +1,10 @@
-"""Replacements for layers of PyTorch: BatchNorm and dropout follow the batch, GRU, LSTM and attention run in `vmap`.
+"""Replacements for layers of PyTorch: BatchNorm and dropout follow the batch; GRU, LSTM and attention run in `vmap`.
 
 In PyTorch, the mode (training or evaluation) belongs to the module, padding counts as data, and dropout draws from a
-global generator. Here the batch decides all three. Every BatchNorm and dropout layer of a model holds the same `Rows`
-object, which the model fills before a call (`see`) and empties in a `finally` (`clear`). Outside of a call, these
-layers are in evaluation mode. So is always a layer that its encoder keeps in evaluation mode, that is, whose `training`
-is False after `train()`.
+global generator. Here, the batch decides all three. Every BatchNorm and dropout layer of a model holds the same `Rows`
+object. The model fills this object before a call (`see`) and empties it in a `finally` (`clear`). Outside of a call,
+these layers are in evaluation mode. A layer that its encoder keeps in evaluation mode (its `training` is False after
+`train()`) is always in this mode.
 """
 
 from typing import Any, Self
@@ -22,7 +22,7 @@ class Rows:
 
     Attributes:
         key: dropout key; None in evaluation mode.
-        ok: False for rows that must not enter batch statistics, bool (B,); None when all rows count.
+        ok: False for rows that must not enter batch statistics, bool (B,); None if all rows count.
         draws: how many masks each dropout layer has drawn in this call, by stream.
         bound: whether the parameters of the call are only bound to the modules until it ends.
     """
@@ -34,7 +34,7 @@ class Rows:
         self.bound = True
 
     def see(self, batch: Batch, present: Tensor | None = None) -> None:
-        """Set the current batch; rows that lack the modality (`present`, bool (B,)) do not count either."""
+        """Set the current batch. Rows that lack the modality (`present`, bool (B,)) do not count either."""
         both = batch.ok is not None and present is not None
         self.key = batch.key
         self.ok = batch.ok & present if both else (batch.ok if present is None else present)  # type: ignore[operator]
@@ -45,7 +45,7 @@ class Rows:
         self.key = self.ok = None
 
     def dropout_key(self, stream: int) -> Tensor | int:
-        """Key of the next mask of a layer; a layer that is applied twice in one call draws two masks."""
+        """Return the key of a layer's next mask. A layer that is applied twice in one call draws two masks."""
         assert self.key is not None
         draw = self.draws.get(stream, 0)
         self.draws[stream] = draw + 1
@@ -55,10 +55,10 @@ class Rows:
 class BatchNorm(nn.Module):
     """Batch normalisation (Ioffe & Szegedy 2015) of (B, C, ...) that leaves out padded rows.
 
-    Equal to `torch.nn.BatchNorm1d/2d/3d` when every row is real. Running statistics are updated in place, in the
-    tensors that are bound to the module, by training batches with at least two values per channel; a single value has
-    no variance. There is no `num_batches_tracked`, because clients cannot average an integer. A first axis of B * r
-    entries is taken as r consecutive entries of each row (the frames of a clip).
+    The result equals that of `torch.nn.BatchNorm1d/2d/3d` if every row is real. Training batches with at least two
+    values per channel update the running statistics in place, in the tensors that are bound to the module. A single
+    value has no variance. There is no `num_batches_tracked`, because clients cannot average an integer. A first axis of
+    B * r entries means r consecutive entries for each row (the frames of a clip).
     """
 
     running_mean: Tensor
@@ -126,7 +126,7 @@ class Dropout(nn.Module):
         self.p, self.stream, self.rows, self.whole_channels = p, stream, rows, whole_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` with dropped entries set to zero and the others divided by 1 - p; `x` itself in evaluation mode."""
+        """Return `x` with dropped entries set to 0 and the others divided by 1 - p; in evaluation mode, `x` itself."""
         if self.rows.key is None or self.p == 0.0 or not self.training:
             return x
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.whole_channels else tuple(x.shape)
@@ -220,7 +220,7 @@ class Attention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with plain matrix products, because `vmap` cannot batch the fused kernels.
 
     The layer is always in training mode, because PyTorch uses another fused kernel in evaluation mode. The mode has no
-    other effect, as `adopt` refuses dropout in attention.
+    other effect, because `adopt` refuses dropout in attention.
     """
 
     def __init__(self, like: nn.MultiheadAttention) -> None:

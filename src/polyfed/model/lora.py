@@ -1,8 +1,7 @@
-"""LoRA for pre-trained backbones, by the `peft` library: small trained matrices beside frozen layers.
+"""LoRA for pre-trained backbones, with the `peft` library: trained low-rank matrices beside frozen layers.
 
-Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022: a frozen weight W becomes
-W + (alpha / r) B A, and only A (r, inputs) and B (outputs, r) train. Frozen parameters are in no Tree, so only A and B
-cross.
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022. A frozen weight W becomes W + (alpha
+/ r) B A. Only A (r, inputs) and B (outputs, r) are trained. Frozen parameters are in no Tree, so only A and B are sent.
 """
 
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from polyfed.core.errors import ModelError, did_you_mean
 from polyfed.model.checks import known_fields, probability, whole
 
 _CARRIES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
-"""Layers beside which `peft` can put matrices."""
+"""The layers that `peft` can adapt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +23,11 @@ class Lora:
     """The option `lora` of the encoder `hf`.
 
     Attributes:
-        target_modules: the last parts of the names of the layers to adapt, such as `query`; all layers of such a name.
+        target_modules: names of the layers to adapt, such as `query`. Each entry is the last part of a layer's name,
+            and selects all layers whose name ends with it.
         r: rank of the matrices; 8 is the default of `peft`.
-        alpha: the product of the matrices is scaled by alpha / r; 8 is the default of `peft`.
-        dropout: dropout probability of the input of A.
+        alpha: the product of the matrices is multiplied by alpha / r; 8 is the default of `peft`.
+        dropout: dropout probability for the input of A.
     """
 
     target_modules: tuple[str, ...]
@@ -37,7 +37,7 @@ class Lora:
 
 
 def read(table: Mapping[str, Any]) -> Lora:
-    """Read the option.
+    """Read the option `lora`.
 
     Raises:
         ModelError: a key is unknown, or a value is out of range.
@@ -57,10 +57,10 @@ def read(table: Mapping[str, Any]) -> Lora:
 
 
 def adapt(backbone: nn.Module, lora: Lora) -> None:
-    """Freeze a backbone and put trained matrices beside its layers.
+    """Freeze a backbone and add trained matrices beside its layers.
 
     Raises:
-        ModelError: a layer is not there, or `peft` is not installed.
+        ModelError: the backbone lacks a layer, or `peft` is not installed.
     """
     layers = [name for name, layer in backbone.named_modules() if isinstance(layer, _CARRIES)]
     last = dict.fromkeys(name.rpartition(".")[2] for name in layers)

@@ -16,12 +16,12 @@ Factory = Callable[[], nn.Module]
 
 
 def leaf(value: Tensor) -> Tensor:
-    """A trainable copy of a tensor of the method's own, such as a projection head, which no module holds."""
+    """Return a trainable copy of a method's own tensor, such as a projection head, which no module holds."""
     return value.detach().clone().requires_grad_()
 
 
 def made(make: Callable[[], M], key: int, block: str) -> M:
-    """Make the module of a block; its parameters depend only on the key and the block.
+    """Make the module of a block. Its parameters depend only on the key and the block.
 
     PyTorch's global generator is restored afterwards.
     """
@@ -34,7 +34,7 @@ def made(make: Callable[[], M], key: int, block: str) -> M:
 
 
 def flops_of(call: Callable[[], object]) -> int:
-    """Number of floating-point operations in a call, two per multiply-add; only matrix products and convolutions."""
+    """Count the floating-point operations of a call, two per multiply-add; only matrix products and convolutions."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         call()
     return int(counter.get_total_flops())

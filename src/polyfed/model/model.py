@@ -24,7 +24,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Block(nn.Module):
-    """The block of one modality: its encoder, and its part of the first fusion layer (None if there is none)."""
+    """The block of one modality: its encoder, and its part of the first fusion layer (or None)."""
 
     def __init__(self, encoder: nn.Module, fusion: nn.Module | None) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class Model(Named):
 
     Names in the Tree are `<modality>.encoder...`, `<modality>.fusion...` and `shared...`. The batch decides whether the
     model is in training or evaluation mode. A client's Tree may hold only the blocks of its own modalities; its batches
-    then hold only these modalities. All methods but `init` and `live` run under `torch.func.vmap` and `grad`. A batch
-    in training mode updates the BatchNorm statistics in place, in the tensors of the given Tree.
+    then hold only these modalities. All methods except `init` and `live` run under `torch.func.vmap` and `grad`. A
+    batch in training mode updates the BatchNorm statistics in place, in the tensors of the given Tree.
 
     Args:
         factories: for each modality, a function that makes its `Block` with PyTorch's global generator.
@@ -46,18 +46,18 @@ class Model(Named):
         shapes: sample shape of each modality; may include modalities that the model does not read.
         num_classes: C.
         key: random key of the initial values of frozen parameters; give the same key to `init`.
-        naming: changes the names that tensors have in the Tree, and with them their blocks.
+        naming: a function that changes the names of tensors in the Tree, and so their blocks.
 
     Attributes:
         modalities: the modalities that the model reads, in order.
-        num_classes, num_outputs: C, the width of the output; the second name is for tasks without classes.
+        num_classes, num_outputs: C, the width of the output; use the second name for objectives without classes.
         shapes: sample shape of each modality.
         key: random key of the initial values of frozen parameters.
         has_batchnorm: whether a layer uses batch statistics, so that a training batch needs at least two rows.
         convolves: whether a layer is a convolution over two or more dimensions.
-        recomputes: whether a layer computes its activations again in the backward pass, which `vmap` cannot.
+        recomputes: whether a layer computes its activations again in the backward pass, which `vmap` does not support.
         sequential: whether embeddings are sequences (B, T, E) rather than vectors (B, E).
-        has_embeddings: whether the model has an embedding of each modality; if not, `features` are the samples.
+        has_embeddings: whether the model has an embedding of each modality; if not, `features` returns the samples.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class Model(Named):
     # sizes
 
     def flops(self, block: str) -> int:
-        """Number of floating-point operations of a block in the forward pass of one sample, two per multiply-add.
+        """Count the floating-point operations of a block in the forward pass of one sample, two per multiply-add.
 
-        Counted by running the block on a sample of zeros. Matrix products and convolutions count, elementwise
-        operations and pooling do not. For `shared`, it is the number for fusing all modalities, without their parts.
+        The method runs the block on a sample of zeros. It counts matrix products and convolutions, but not elementwise
+        operations and pooling. For `shared`, it counts the fusion of all modalities without their parts.
         """
         if block not in self._flops:
             with torch.no_grad():
@@ -137,27 +137,27 @@ class Model(Named):
 
     @property
     def joint_size(self) -> int:
-        """Width J of the joint representation; 0 for `concat` without a head, where it is the logits themselves."""
+        """Width J of the joint representation; 0 for `concat` without a head, where it is identical to the logits."""
         return self._fusion.joint_size
 
     # numbers
 
     def init(self, key: int) -> Tree:
-        """The initial Tree. Each block has its own random stream, so a further modality does not change the others."""
+        """Return the initial Tree. Each block has its own random stream, so a new modality does not change others."""
         return {name: value for block in self._modules for name, value in self.init_block(block, key).items()}
 
     def init_block(self, block: str, key: int) -> Tree:
-        """The initial values of one block; they depend only on the key and the block."""
+        """Return the initial values of one block. They depend only on the key and the block."""
         slots = Slots({block: made(self._factories[block], key, block)}, self._naming)
         return {name: slots.own(name).detach() for name in slots.names}
 
     @contextmanager
     def live(self, w: Mapping[str, Tensor]) -> Iterator[Tree]:
-        """Copy `w` into the model's own tensors and lend them out for training in place.
+        """Copy `w` into the model's own tensors and lend these for training in place.
 
-        Inside the `with` block, calls with the lent Tree itself run as fast as a plain PyTorch training loop; calls
-        with any other Tree also work. The lent parameters require gradients. The next `live` overwrites the lent
-        tensors, so clone those to keep.
+        Inside the `with` block, calls with the lent Tree run as fast as a plain PyTorch training loop. Calls with any
+        other Tree also work. The lent parameters require gradients. The next `live` overwrites the lent tensors, so
+        clone the tensors that you want to keep.
         """
         assert self._live is None, "the model's own tensors are lent out already"
         self._slots.place(next(iter(w.values())).device)
@@ -174,10 +174,10 @@ class Model(Named):
 
     @contextmanager
     def computing(self, precision: str) -> Iterator[None]:
-        """Inside the `with` block, encoders and fusion compute in this precision; their results are float32.
+        """Let encoders and fusion compute in this precision inside the `with` block; their results are float32.
 
         Args:
-            precision: `float32`, or `bf16` for bfloat16 by autocast.
+            precision: `float32`, or `bf16` for bfloat16 with autocast.
         """
         before, self._lower = self._lower, precision != "float32"
         try:
@@ -193,14 +193,14 @@ class Model(Named):
     def features(self, w: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Embeddings (B, E) of each modality in the batch; (B, T, E) under attention fusion, see `vector`.
 
-        Embeddings of rows that lack the modality (`batch.present`) are meaningless; `fuse` replaces them by zero.
+        Embeddings of rows that lack the modality (`batch.present`) are meaningless; `fuse` replaces them with zero.
         """
         self._check_owned(w, batch.x, "encoder")
         with self._using(w, batch):
             return self._features(batch)
 
     def fuse(self, w: Mapping[str, Tensor], features: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """Logits (B, C) of embeddings. A modality that is absent, or absent in a row, counts as zero."""
+        """Logits (B, C) of embeddings. A modality that is absent from the batch or from a row counts as zero."""
         self._check_owned(w, features, "fusion")
         with self._using(w, batch):
             return self._fuse(features, batch)
@@ -237,11 +237,11 @@ class Model(Named):
             features: the result of `features`; only the embeddings of `modality` are used.
             modality: the modality.
             batch: the rows.
-            mode: `head` gives W_m z + b / M, where M is the number of modalities of the model; over all modalities,
-                these add up to the full logits. `zero` sets the embeddings of all other modalities to zero.
+            mode: `head` returns W_m z + b / M, where M is the number of modalities of the model. Over all
+                modalities, these add up to the full logits. `zero` sets the embeddings of all other modalities to zero.
 
         Raises:
-            ModelError: `head` where the logits are not linear in the embeddings.
+            ModelError: the mode is `head`, but the logits are not linear in the embeddings.
         """
         own = {modality: features[modality]}
         with self._using(w, batch):
@@ -269,12 +269,12 @@ class Model(Named):
         self._rows.bound = w is not self._live
         if w is self._live:
             return _NOTHING
-        # the Tree is empty if the whole encoder is frozen; the labels then tell the device
+        # the Tree is empty if the whole encoder is frozen; the labels then determine the device
         self._slots.place(next(iter(w.values()), batch.y).device)
         return self._slots.bound(w)
 
     def _check_owned(self, w: Mapping[str, Tensor], modalities: Iterable[str], kind: str) -> None:
-        """Check that the Tree holds these blocks; otherwise they would run on the model's own, meaningless values."""
+        """Check that the Tree holds these blocks. Otherwise they would run on the model's own, meaningless values."""
         for modality in modalities:
             name = self._first[kind].get(modality)
             assert name is None or name in w, f"the Tree lacks the block of {modality!r}, which the batch has"
@@ -309,7 +309,7 @@ class Model(Named):
             self._rows.clear()
 
     def zero_batch(self, size: int, modalities: Iterable[str]) -> Batch:
-        """A batch of zeros in evaluation mode on the device of the modules, to count operations and check shapes."""
+        """Make a batch of zeros in evaluation mode on the modules' device, to count operations and check shapes."""
         with self._slots.device:
             x = {name: torch.zeros(size, *self.shapes[name]) for name in modalities}
             return Batch(x=x, y=torch.zeros(size, dtype=torch.int64), rows=torch.arange(size))

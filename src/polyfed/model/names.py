@@ -1,4 +1,4 @@
-"""`Named`: what the names in a model's Tree stand for."""
+"""`Named`: the meaning of the names in a model's Tree."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,7 +10,7 @@ from polyfed.model.binding import Slots
 
 
 class Named:
-    """The names of a model's parameters and buffers, and the groups that they form. `Model` extends it.
+    """The names of a model's parameters and buffers, and their groups. `Model` extends it.
 
     Attributes:
         modalities: the modalities that the model reads, in order.
@@ -30,7 +30,7 @@ class Named:
         return tuple(name for name in self._slots.names if block_of(name) in wanted)
 
     def head_slice(self, modality: str) -> tuple[str, ...]:
-        """Names of the modality's part of the first fusion layer; none under `sum` and `attention`."""
+        """Names of the modality's part of the first fusion layer; no names under `sum` and `attention`."""
         return tuple(name for name in self._slots.names if name.startswith(f"{modality}.fusion."))
 
     def head(self, modalities: Iterable[str] | None = None) -> tuple[str, ...]:
@@ -53,5 +53,5 @@ class Named:
 
     @property
     def frozen(self) -> Tree:
-        """The frozen parameters (`requires_grad=False`), which are constants and in no other Tree."""
+        """The frozen parameters (`requires_grad=False`). They are constants and in no other Tree."""
         return self._slots.frozen

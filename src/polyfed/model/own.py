@@ -1,4 +1,4 @@
-"""Classes of the user's own in `[model]`: a fusion, or a whole module."""
+"""The user's own classes in `[model]`: a fusion, or a whole module."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -12,20 +12,21 @@ from polyfed.model.fusion import FUSIONS, Fusion
 
 
 def read(where: str, given: Any, base: type, otherwise: str) -> Any:
-    """Read an option that names a class of the user's own, and check on a device that it may be imported.
+    """Read an option that names a user's class, and check, on a device, that the class may be imported.
 
     Args:
-        where: the option, for errors.
-        given: `package.module:Class`, the class itself, or for a module also an object of such a class.
-        base: the class that it must extend.
-        otherwise: what else the option allows, for the error.
+        where: the option, for error texts.
+        given: `package.module:Class` or the class itself. For a module, also an object of such a class.
+        base: the base class that the user's class must extend.
+        otherwise: the other values that the option allows, for error texts.
 
     Returns:
-        The path as it is; for a class its path, if the class can be imported by it; otherwise what was given.
+        A path is returned unchanged. A class is returned as its path if it can be imported from there. Any other value
+        is returned unchanged.
 
     Raises:
         NotAllowed: the owner of this device has not allowed the class.
-        ModelError: it is something else.
+        ModelError: `given` is of another type.
     """
     if isinstance(given, str) and ":" in given:
         try:
@@ -46,18 +47,18 @@ def read(where: str, given: Any, base: type, otherwise: str) -> Any:
 
 
 def described(given: Any) -> str:
-    """What `read` returned, as a recipe writes it."""
+    """Return the result of `read` in the form that a recipe uses."""
     if isinstance(given, str):
         return given
     return _path_of(given if isinstance(given, type) else type(given))
 
 
 def found(where: str, given: Any, base: type) -> Any:
-    """The class that `read` returned or that its path leads to.
+    """Return the class that `read` returned, or the class at the path that `read` returned.
 
     Raises:
         NotAllowed: the owner of this device has not allowed the class.
-        ModelError: it cannot be imported, or does not extend `base`.
+        ModelError: the class cannot be imported, or does not extend `base`.
     """
     if not isinstance(given, str):
         return given
@@ -70,10 +71,10 @@ def found(where: str, given: Any, base: type) -> Any:
 
 
 def called(where: str, make: Callable[..., nn.Module], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """Call a constructor of the user's own.
+    """Call the constructor of a user's class.
 
     Raises:
-        ModelError: it raises an error; the text has the arguments that it was given.
+        ModelError: the constructor raises an error; the text lists the arguments of the call.
     """
     try:
         return make(*args, **options)
@@ -85,7 +86,7 @@ def called(where: str, make: Callable[..., nn.Module], args: tuple[Any, ...], op
 
 
 def fusion_class(fusion: Any) -> type[Fusion]:
-    """The class of the option `fusion`: one of `FUSIONS`, or the user's own."""
+    """Return the class for the option `fusion`: one of `FUSIONS`, or the user's own class."""
     if isinstance(fusion, str) and fusion in FUSIONS:
         return FUSIONS[fusion]
     return found("[model] fusion", fusion, Fusion)  # type: ignore[no-any-return]

@@ -14,12 +14,12 @@ from polyfed.model.model import Model
 
 
 class PlainModule(nn.Module):
-    """A trained model that is called with samples and returns logits, like any module of PyTorch.
+    """A trained model that takes samples and returns logits, like any module of PyTorch.
 
-    It computes what `predict` computes. Its parameters are copies, which require no gradient.
+    It computes the same as `predict`. Its parameters are copies that require no gradient.
 
     Args:
-        model: the model; the module uses it, so do not train the model meanwhile.
+        model: the model. The module uses it, so do not train the model at the same time.
         w: the parameters, of the whole model or of a client's part.
         reads: the modalities that `forward` expects, in this order.
     """
@@ -34,7 +34,7 @@ class PlainModule(nn.Module):
         """Logits (n, C).
 
         Args:
-            x: modality -> samples (n, ...), float32; every modality of `reads` or some of them.
+            x: modality -> samples (n, ...), float32; all modalities of `reads` or some of them.
             present: modality -> bool (n,), for modalities that some rows lack.
         """
         first = next(iter(x.values()))
@@ -47,7 +47,7 @@ class PlainModule(nn.Module):
 
 
 class _ByPosition(nn.Module):
-    """The same module with an input for each modality, as ONNX has them."""
+    """The same module with one positional input for each modality, as ONNX requires."""
 
     def __init__(self, module: PlainModule) -> None:
         super().__init__()
@@ -58,9 +58,9 @@ class _ByPosition(nn.Module):
 
 
 def write_onnx(module: PlainModule, path: Path) -> None:
-    """Write a module as an ONNX file: one input for each modality, named like it, and the output `logits`.
+    """Write a module as an ONNX file. It has one input for each modality, with its name, and the output `logits`.
 
-    The number of rows is free.
+    The number of rows is dynamic.
 
     Raises:
         ModelError: PyTorch cannot export this model, or needs a package for it that is not installed.
@@ -79,7 +79,7 @@ def write_onnx(module: PlainModule, path: Path) -> None:
                 dynamic_axes={name: {0: "rows"} for name in (*names, "logits")},
                 dynamo=False,
             )
-    except Exception as error:  # the exporter raises any exception for what it does not know
+    except Exception as error:  # the exporter raises any exception for operations that it does not know
         why = next(iter(str(error).strip().splitlines()), "")
         fix = "pip install 'polyfed[onnx]'" if "not installed" in why else "Set onnx=False"
         raise ModelError(f"this model cannot be written as ONNX ({type(error).__name__}: {why}). {fix}") from error

@@ -1,6 +1,6 @@
 """Loads models with the `transformers` library, from a folder or the hub's local cache.
 
-It downloads nothing, runs no code that comes with a model, and reads weights from safetensors files only.
+It downloads nothing, does not run code that is stored with a model, and reads weights only from safetensors files.
 """
 
 from importlib import import_module
@@ -12,7 +12,7 @@ from polyfed.core.errors import ModelError
 from polyfed.core.registry import check_model
 
 _SAFE = {"local_files_only": True, "trust_remote_code": False}
-"""Without `trust_remote_code=False`, the library asks on the terminal whether to run a model's code."""
+"""Without `trust_remote_code=False`, the library asks in the terminal whether to run a model's code."""
 
 _ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout")
 
@@ -21,7 +21,7 @@ def library() -> Any:
     """Import the module `transformers`.
 
     Raises:
-        ModelError: it is not installed. The text names the extra that installs it.
+        ModelError: `transformers` is not installed. The text names the extra that installs it.
     """
     try:
         return import_module("transformers")
@@ -40,7 +40,7 @@ def tokenizer(path: str) -> Any:
 
 
 def backbone(path: str) -> nn.Module:
-    """Load a backbone, in evaluation mode and float32, with plain (not fused) attention without dropout.
+    """Load a backbone in evaluation mode and float32, with plain (not fused) attention without dropout.
 
     A pooling layer for which the file has no weights is removed, because its weights would be random.
 

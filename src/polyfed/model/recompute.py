@@ -1,8 +1,8 @@
-"""Gradient checkpointing: layers whose activations are computed again in the backward pass, not kept until then.
+"""Gradient checkpointing: layers compute their activations again in the backward pass instead of keeping them.
 
-Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. Dropout layers draw the same masks
-in both passes, because the batch's key is put back for the second one. Only a client that trains alone saves memory:
-`vmap` cannot recompute, so the vectorised engine runs such models one client after another.
+Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. Dropout layers draw the same
+masks in both passes, because the batch's key is restored for the second pass. Only a client that trains alone saves
+memory. `vmap` cannot recompute, so the vectorised engine runs such models one client after another.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from polyfed.model.layers import Rows
 
 
 class Recompute:
-    """Takes the place of a layer's `forward`; `adopt` fills in the rows of the model.
+    """Replaces a layer's `forward`; `adopt` sets the rows of the model.
 
     Args:
         forward: the layer's own `forward`.
@@ -30,7 +30,7 @@ class Recompute:
         self.rows: Rows | None = None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """What the layer computes, and where parameters are lent for training, a note to compute it again."""
+        """Compute the layer; if parameters are lent for training, mark it to be computed again in the backward pass."""
         if self.rows is None or self.rows.bound or not torch.is_grad_enabled():
             return self.forward(*args, **options)
         rows, key, ok, draws = self.rows, self.rows.key, self.rows.ok, dict(self.rows.draws)

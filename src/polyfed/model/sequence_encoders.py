@@ -17,7 +17,7 @@ class ConvGru(EncoderSpec):
 
     Source: Feng et al., "FedMultimodal: A Benchmark For Multimodal Federated Learning", KDD 2023. Each stage is
     Conv1d-ReLU-MaxPool(2)-Dropout. The states of the GRU are averaged over time, except under attention fusion. A time
-    step whose features are all zero is padding; the mean leaves out states whose steps are all padding.
+    step whose features are all zero is padding. The mean leaves out states that come only from padded steps.
 
     Attributes:
         channels: output channels of each stage.
@@ -69,14 +69,14 @@ class _ConvGru(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer(EncoderSpec):
-    """Linear to the embedding, post-norm transformer layers, mean over time.
+    """A linear map to the embedding, post-norm transformer layers, and the mean over time.
 
-    For time series (T, F). A time step whose features are all zero is padding: no step attends to it, and the mean
-    leaves it out. Like its source (docs/algorithms/pfmml.md), it has no positional encoding.
+    The encoder reads time series (T, F). A time step whose features are all zero is padding: no step attends to it, and
+    the mean leaves it out. Like its source (docs/algorithms/pfmml.md), the encoder has no positional encoding.
 
     Attributes:
         layers: number of layers.
-        heads: number of attention heads; must divide the embedding.
+        heads: number of attention heads; the embedding must be divisible by it.
         feedforward: width of the feed-forward layers.
     """
 
@@ -108,7 +108,7 @@ class _Transformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         real = (x != 0).any(-1)
-        # a sample without any real step attends to all of them, because a softmax over no steps is NaN
+        # a sample without any real step attends to all its steps, because a softmax over no steps is NaN
         real = real | ~real.any(1, keepdim=True)
         z = self.project(x)
         for layer in self.layers:
@@ -119,17 +119,17 @@ class _Transformer(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTransformer(EncoderSpec):
-    """Embeddings of token ids and of their positions, post-norm transformer layers, mean over the tokens.
+    """Embeddings of token ids and of their positions, post-norm transformer layers, and the mean over the tokens.
 
-    For token ids (T,), whole numbers from 0. No token attends to padding, and the mean leaves padding out. The layers
-    are those of Vaswani et al., "Attention Is All You Need" (NeurIPS 2017), with learned positions as in Devlin et al.,
-    "BERT" (NAACL 2019), Section 3; both embeddings start from N(0, 0.02²) as in BERT.
+    The encoder reads token ids (T,), which are whole numbers from 0. No token attends to padding, and the mean leaves
+    padding out. The layers follow Vaswani et al., "Attention Is All You Need" (NeurIPS 2017). The learned positions
+    follow Devlin et al., "BERT" (NAACL 2019), Section 3. Both embeddings start from N(0, 0.02²) as in BERT.
 
     Attributes:
-        vocabulary: number of different ids; every id must be smaller.
-        padding: id that fills up short texts; -1 if there is none.
+        vocabulary: number of different ids; every id must be smaller than this number.
+        padding: the id that fills up short texts; -1 if there is no such id.
         layers: number of layers.
-        heads: number of attention heads; must divide the embedding.
+        heads: number of attention heads; the embedding must be divisible by it.
         feedforward: width of the feed-forward layers.
     """
 
@@ -171,7 +171,7 @@ class _TokenTransformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         ids = x.to(torch.int64)
         real = ids != self.padding
-        # a sample of padding alone attends to all of it, because a softmax over no tokens is NaN
+        # a sample of only padding attends to all of it, because a softmax over no tokens is NaN
         real = real | ~real.any(1, keepdim=True)
         z: Tensor = self.norm(self.tokens(ids) + self.positions)
         for layer in self.layers:

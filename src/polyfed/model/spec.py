@@ -20,15 +20,15 @@ MODEL_WIDTHS = ("embedding", "head", "attention_hidden")
 """Fields of the section that `widened` scales."""
 
 ENCODER_WIDTHS = ("hidden", "channels", "widths", "feedforward")
-"""Fields of encoders that `widened` scales; a `Custom` encoder has none of them and keeps its size."""
+"""Fields of encoders that `widened` scales. A `Custom` encoder has none of these fields and keeps its size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What model to build: one encoder for each modality, and how their embeddings become logits.
+    """The model to build: one encoder for each modality, and a fusion that turns their embeddings into logits.
 
     Attributes:
-        fusion: `concat`, `sum`, `gated` or `attention`; see `polyfed.model.fusion`. Or a class of your own that extends
+        fusion: `concat`, `sum`, `gated` or `attention`; see `polyfed.model.fusion`. Or your own class that extends
             `polyfed.model.Fusion`, as `package.module:Class`; in Python also the class itself.
         embedding: width of every encoder's output.
         head: sizes of the hidden layers between the fusion and the logits, each followed by ReLU.
@@ -36,11 +36,11 @@ class ModelSpec:
         attention_hidden: width of the scoring network of `attention` (512 in FedMultimodal).
         attention_heads: number of weighted sums of `attention` (6 in FedMultimodal).
         encoders: for each modality, a table with `kind` and its options, or an `EncoderSpec`.
-        fusion_options: further arguments of the constructor of a fusion of your own.
-        module: a whole `torch.nn.Module` in place of encoders and fusion, as `package.module:Class`; in Python also the
-            class itself, or a module that has been made. See docs/models.md.
-        module_options: further arguments of the constructor of `module`.
-        blocks: for each modality, the first parts of the names of the parameters of `module` that only it needs.
+        fusion_options: more arguments for the constructor of your own fusion.
+        module: a whole `torch.nn.Module` that replaces encoders and fusion, as `package.module:Class`; in Python also
+            the class itself, or an existing module. See docs/models.md.
+        module_options: more arguments for the constructor of `module`.
+        blocks: for each modality, prefixes of parameter names in `module`. These parameters serve only this modality.
     """
 
     fusion: str = "concat"
@@ -78,7 +78,7 @@ class ModelSpec:
         object.__setattr__(self, "encoders", specs)
 
     def _check_fusion(self) -> None:
-        """Check the fusion, and make a fusion of the user's own a class.
+        """Check the fusion. Store the user's own fusion in the form that `own.read` returns.
 
         Raises:
             ModelError: there is no such fusion, or it takes no options.
@@ -95,10 +95,10 @@ class ModelSpec:
             object.__setattr__(self, "fusion", fusion)
 
     def _check_module(self) -> None:
-        """Check what belongs to a whole module.
+        """Check the options of a whole module.
 
         Raises:
-            ModelError: there are encoders beside it, or its options without it.
+            ModelError: encoders are combined with a module, or options of a module are given without one.
         """
         if self.module is None:
             for name in ("module_options", "blocks"):
@@ -122,7 +122,7 @@ class ModelSpec:
 
     @property
     def idle(self) -> dict[str, str]:
-        """Options without effect, each with the setting that makes it so."""
+        """Return the options without effect, each with the setting that disables it."""
         if self.module is None:
             return {}
         return dict.fromkeys(
@@ -130,20 +130,20 @@ class ModelSpec:
         )
 
     def classes(self) -> dict[str, str]:
-        """The options that name a class of the user's own, as `package.module:Class`."""
+        """Return the options that name the user's own class, as `package.module:Class`."""
         named = {"fusion": self.fusion, "module": self.module}
         return {
             name: own.described(value) for name, value in named.items() if value is not None and value not in FUSIONS
         }
 
     def reading(self, modalities: Iterable[str]) -> "ModelSpec":
-        """The same model for these modalities only."""
+        """Return the same model for only these modalities."""
         if self.module is None:
             return replace(self, encoders={name: self.encoders[name] for name in modalities})
         return replace(self, blocks={name: self.blocks[name] for name in modalities})
 
     def widened(self, factor: float) -> "ModelSpec":
-        """The same model with its embedding, hidden sizes and channels multiplied by `factor`, at least 1 each."""
+        """Return the model with its embedding, hidden sizes and channels multiplied by `factor`, at least 1 each."""
         if factor == 1:
             return self
         if self.module is not None:
@@ -154,7 +154,7 @@ class ModelSpec:
 
 
 def _noted(problems: Problems, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
-    """Call a function; a fault that it raises is noted as one of the option `key`."""
+    """Call a function. If it raises a fault, note the fault for the option `key`."""
     try:
         return make()
     except RecipeError as error:

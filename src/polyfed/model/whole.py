@@ -1,17 +1,17 @@
-"""A whole `torch.nn.Module` of the user's own as the model of a run.
+"""The user's own whole `torch.nn.Module` as the model of a run.
 
-The module receives all modalities at once, `forward(x, present)`, and returns the logits:
+The module receives all modalities at once with `forward(x, present)`, and returns the logits:
 
-- `x`: modality -> samples (B, ...). Every modality is there; a row that lacks one has zeros.
+- `x`: modality -> samples (B, ...). Every modality has an entry; a row that lacks a modality has zeros.
 - `present`: modality -> bool (B,), whether each row has it.
 
-`[model.blocks]` says by prefixes of names which parameters belong to the block of a modality; the others belong to the
-block `shared`. A client has only the blocks of its own modalities, so the logits of a row must not depend on the block
-of a modality that the row lacks; polyfed checks that before the run.
+`[model.blocks]` lists, as prefixes of names, the parameters that belong to the block of each modality. All other
+parameters belong to the block `shared`. A client has only the blocks of its own modalities. The logits of a row must
+therefore not depend on the block of a modality that the row lacks. polyfed checks this before the run.
 
-A module that has embeddings says so by an attribute `embedding`, their width E, and by two methods: `encode(modality,
-x)` gives an embedding (B, E), and `fuse(z, present)` gives the logits of a dict of embeddings. polyfed then calls these
-two methods instead of `forward`, and methods that work with embeddings can train the module.
+A module can also have embeddings. It then has an attribute `embedding`, their width E, and two methods.
+`encode(modality, x)` returns an embedding (B, E). `fuse(z, present)` returns the logits for a dict of embeddings.
+polyfed calls these two methods instead of `forward`, and methods that work with embeddings can train the module.
 """
 
 import copy
@@ -39,7 +39,7 @@ _PATH = f"{SHARED}.module."
 
 
 class WholeFusion(Fusion):
-    """Gives the user's module the place of a fusion: the samples themselves are its embeddings.
+    """Puts the user's module in the place of a fusion, with the samples themselves as its embeddings.
 
     Args:
         module: the module.
@@ -57,7 +57,7 @@ class WholeFusion(Fusion):
         self.sizes, self.joint_size, self.head = (), 0, nn.Sequential()
 
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
-        """The logits (B, C) themselves; see `Fusion.joint`."""
+        """Return the logits (B, C); see `Fusion.joint`."""
         first = next(iter(z.values()))
         rows = first.shape[0]
         full, mask = masked(z, present), dict(present)
@@ -72,7 +72,7 @@ class WholeFusion(Fusion):
 
 
 class WholeModel(Model):
-    """The model of a whole module; see `Model`. Made by `build_whole`."""
+    """The model of a whole module; see `Model`. `build_whole` makes it."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class WholeModel(Model):
         blocks = {name: lambda: Block(nn.Identity(), None) for name in read}
         super().__init__(blocks, shared, rows, shapes, num_outputs, key, naming)
         assert isinstance(self._fusion, WholeFusion)
-        for name in self._slots.parameters:  # `forward` also runs those of a block that a client lacks
+        for name in self._slots.parameters:  # `forward` also uses parameters of a block that a client lacks
             self._slots.own(name).requires_grad_(False)
         self.has_embeddings = self._fusion.encodes
         if self.has_embeddings:
@@ -95,7 +95,7 @@ class WholeModel(Model):
             self._encoders = {name: partial(encode, name) for name in read}
 
     def init(self, key: int) -> Tree:
-        """The initial Tree; see `Model.init`. The whole module draws from one random stream."""
+        """Return the initial Tree; see `Model.init`. The whole module draws from one random stream."""
         return super().init_block(SHARED, key)
 
     def init_block(self, block: str, key: int) -> Tree:
@@ -104,7 +104,7 @@ class WholeModel(Model):
 
     @contextmanager
     def live(self, w: Mapping[str, Tensor]) -> Iterator[Tree]:
-        """Lend out the model's own tensors; see `Model.live`. Blocks that `w` lacks get no gradients."""
+        """Lend the model's own tensors for training; see `Model.live`. Blocks that `w` lacks get no gradients."""
         lent = [self._slots.own(name) for name in self._slots.names if name in w and not self.is_buffer(name)]
         for parameter in lent:
             parameter.requires_grad_(True)
@@ -122,7 +122,7 @@ def build_whole(
     """Build the model of a whole module; see `build_model`.
 
     Raises:
-        ModelError: the module cannot be made, `[model.blocks]` does not fit it, its logits have the wrong shape, or
+        ModelError: the module cannot be made, `[model.blocks]` does not match it, its logits have the wrong shape, or
             they depend on the block of a modality that no row has.
     """
     rows = Rows()
@@ -146,10 +146,11 @@ def build_whole(
 
 
 def require_embeddings(model: Model, method: str) -> None:
-    """Refuse a model without embeddings for a method that works with them.
+    """Refuse a model without embeddings for a method that needs them.
 
     Raises:
-        ModelError: the text says how a whole module gets embeddings, and which methods need none.
+        ModelError: the model has no embeddings. The text says how a whole module gets them, and which methods need
+        none.
     """
     if not model.has_embeddings:
         raise ModelError(
@@ -175,7 +176,7 @@ def _maker(spec: ModelSpec, shapes: Mapping[str, Shape], outputs: int, rows: Row
 
 
 def _name(blocks: Mapping[str, Sequence[str]], path: str) -> str:
-    """The name in the Tree of a parameter, from its path in the model."""
+    """Return the name in the Tree of a parameter, from its path in the model."""
     own = path.removeprefix(_PATH)
     owner = next((m for m, prefixes in blocks.items() if any(_begins(own, prefix) for prefix in prefixes)), SHARED)
     return f"{owner}.{own}"
@@ -186,7 +187,7 @@ def _begins(name: str, prefix: str) -> bool:
 
 
 def _check_blocks(module: nn.Module, blocks: Mapping[str, Sequence[str]]) -> None:
-    """Check that every prefix names parameters, and no parameter belongs to two modalities."""
+    """Check that every prefix matches parameters, and that no parameter belongs to two modalities."""
     names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     for modality, prefixes in blocks.items():
         for prefix in prefixes:
@@ -206,7 +207,7 @@ def _check_blocks(module: nn.Module, blocks: Mapping[str, Sequence[str]]) -> Non
 
 
 def _check_logits(model: WholeModel, what: str) -> None:
-    """Run the module on two rows of zeros, with all modalities and without each one."""
+    """Run the module on two rows of zeros, with all modalities and with each modality left out."""
     w = model.init(0)
     logits = _logits(model, w, model.modalities, what)
     if tuple(logits.shape) != (2, model.num_classes):

@@ -1,9 +1,9 @@
-"""What does the model learn to predict? The section [task] of a recipe: classes, labels, numbers, levels, or pairs.
+"""Objectives: what the model learns to predict, such as classes, labels, numbers, levels or pairs.
 
-Open `base.py` first: an `Objective` knows the width of the model's output, the loss of a batch, the sums that become
-metrics, and which targets it refuses. One file holds each kind; `confusion.py` and `ranking.py` hold their metrics.
-A *task* in polyfed is a method that runs on a client; the section [task] is an `Objective` in code.
-Page: docs/evaluation.md#choose-a-task.
+In a recipe, the [task] section sets the objective. In polyfed's code, the word *task* means a method that runs on a
+client, so the code uses the word `Objective`. Open `base.py` first. An `Objective` defines the width of the model's
+output, the loss of a batch, the sums from which metrics are computed, and the targets that it accepts. Each kind of
+objective has its own file, and `confusion.py` and `ranking.py` hold metrics. See docs/evaluation.md#choose-a-task.
 """
 
 from polyfed.data.columns import Columns
@@ -18,13 +18,13 @@ from polyfed.objective.targets import looks_like
 OBJECTIVES: dict[str, type[Objective]] = {
     kind.NAME: kind for kind in (Classification, MultiLabel, Regression, Ordinal, Retrieval)
 }
-"""Kinds of task by the name that `[task] name` gives."""
+"""Classes of objectives, by their name in `[task] name`."""
 
 CLASSES = Classification()
-"""The task without options that runs had before there were others, and the default of engines."""
+"""The classification objective without options. It is the default of engines."""
 
 SUPERVISED = (Classification, MultiLabel, Regression, Ordinal)
-"""Kinds whose loss reads one output of the whole model, for methods that compute this output in their own way."""
+"""Objectives whose loss needs only the output of the whole model. Some methods compute this output in their own way."""
 
 __all__ = [
     "CLASSES",
@@ -41,5 +41,5 @@ __all__ = [
 
 
 def guessed(columns: Columns) -> Objective:
-    """The kind of task that the labels of a data set suggest; docs/evaluation.md#choose-a-task has the rule."""
+    """Return the objective that the labels of a data set suggest, by the rule in docs/evaluation.md#choose-a-task."""
     return OBJECTIVES[looks_like(columns.label)]()

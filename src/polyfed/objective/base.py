@@ -1,4 +1,4 @@
-"""`Objective`: the base class of the kinds of task, the section [task] of a recipe.
+"""`Objective`: the base class of all objectives, which a recipe sets in its [task] section.
 
 Shape letters: `B` rows of a batch, `T` targets, `C` classes, `O` outputs of the model, `S` sums.
 """
@@ -18,28 +18,28 @@ from polyfed.data.columns import Columns
 from polyfed.model import Model
 
 UNDEFINED = -1.0
-"""Stands for an exact score that is undefined, such as the AUROC of a single class, because a message holds no NaN."""
+"""Stands for an undefined exact score, such as the AUROC of a single class, because a message must not hold NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(ABC):
     """What the model learns to predict.
 
-    `size` is the number that the labels fix: the number of classes, or the number of targets. The federation agrees on
-    it like on the shapes of the samples. All methods on outputs and batches run under `torch.func.vmap`.
+    The argument `size` is the number of classes or targets, according to the labels. It is the same for all clients,
+    like the shapes of the samples. All methods on outputs and batches run under `torch.func.vmap`.
     """
 
     NAME: ClassVar[str]
     SCORE: ClassVar[str]
-    """The metric that stands for the others: of one modality alone, of each client, in curves."""
+    """The main metric. It is reported for single modalities, for each client, and in curves."""
     BEST: ClassVar[str]
-    """The validation metric by which the best round is chosen."""
+    """The validation metric that determines the best round."""
     RISING: ClassVar[bool] = True
-    """Whether a larger `SCORE` is better; `BEST` has the same direction."""
+    """Whether a larger `SCORE` is better. `BEST` has the same direction."""
     OF_CLASSES: ClassVar[bool] = False
     """Whether labels are class numbers, so that a client may lack the last classes."""
     BY_MODALITY: ClassVar[bool] = False
-    """Whether `outputs` are embeddings of single modalities, so that there is no output of the whole model."""
+    """Whether `outputs` returns embeddings of single modalities instead of an output of the whole model."""
     WHOLE: ClassVar[bool] = False
     """Whether `sums` needs all rows of a client as one batch, because it compares rows with each other."""
 
@@ -55,35 +55,35 @@ class Objective(ABC):
 
     @abstractmethod
     def prepared(self, columns: Columns) -> Columns:
-        """The table with its labels in the form that this task uses.
+        """Return the table with its labels converted to the form that this objective uses.
 
         Raises:
-            DataError: the labels do not fit the task.
+            DataError: the labels do not fit the objective.
         """
 
     @abstractmethod
     def label_shape(self, size: int) -> tuple[int, ...]:
-        """Shape of the label of a row: () for a class number, (T,) for targets."""
+        """Return the shape of a row's label: () for a class number, (T,) for targets."""
 
     @abstractmethod
     def num_outputs(self, size: int) -> int:
-        """Width O of the model's output."""
+        """Return the width O of the model's output."""
 
     def check_size(self, size: int) -> None:  # noqa: B027  # most tasks have nothing to check
         """Check the options against the number of classes or targets.
 
         Raises:
-            RecipeError: an option has another number of entries.
+            RecipeError: an option has the wrong number of entries.
         """
 
     def outputs(self, model: Model, w: Tree, batch: Batch, features: Mapping[str, Tensor] | None = None) -> Tensor:
-        """What the loss reads: by default, the model's output (B, O).
+        """Return the input of the loss: by default, the model's output (B, O).
 
         Args:
             model: the model.
-            w: its parameters.
+            w: the model's parameters.
             batch: the rows.
-            features: the result of `model.features`, if it is known already.
+            features: the result of `model.features`, if you have already computed it.
         """
         return model.logits(w, batch) if features is None else model.fuse(w, features, batch)
 
@@ -91,10 +91,10 @@ class Objective(ABC):
 
     @abstractmethod
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """For each row the sum of the losses of its known targets, and the sum of their weights: both (B,)."""
+        """Return, for each row, the sum of its known targets' losses and the sum of their weights, both (B,)."""
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """The mean loss over the known targets of the real rows, a 0-dim tensor; 0 where no target is known."""
+        """Return the mean loss over known targets without padding, a 0-dim tensor; 0 if no target is known."""
         values, weights = self.row_losses(outputs, batch)
         total = batch.sum(weights)
         return batch.sum(values) / torch.where(total > 0, total, torch.ones_like(total))
@@ -103,37 +103,37 @@ class Objective(ABC):
 
     @abstractmethod
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        """Sufficient statistics of the metrics (S,); those of several batches or clients are added.
+        """Return sums (S,) from which the metrics follow. The sums of several batches or clients are added.
 
         Args:
-            outputs: what the model gave.
+            outputs: the model's outputs.
             batch: the rows, with their labels.
-            brief: whether `SCORE` alone is wanted.
+            brief: whether only `SCORE` is needed.
         """
 
     @abstractmethod
     def measured(self, sums: Tensor) -> dict[str, float]:
-        """The metrics of some rows, from the sums over these rows; an undefined metric is left out."""
+        """Return the metrics of some rows, from the sums over these rows, without undefined metrics."""
 
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """What a client reports of its own test rows: sums that are added over clients."""
+        """Return the sums that a client reports on its own test rows. They are added over clients."""
         return self.sums(outputs, batch)
 
     @abstractmethod
     def own_shape(self, size: int) -> tuple[int, ...]:
-        """Shape of `own_sums`."""
+        """Return the shape of the result of `own_sums`."""
 
     def own_score(self, sums: Tensor, num_rows: float) -> float | None:
-        """A client's `SCORE`, from its own sums and its number of test rows; None if it is undefined."""
+        """Return a client's `SCORE` from its own sums and its number of test rows, or None if it is undefined."""
         return self.measured(sums).get(self.SCORE)
 
     def pooled(self, sums: Tensor) -> dict[str, float]:
-        """The metrics of all clients' own test rows together, from the total of their sums."""
+        """Return the metrics of all clients' own test rows together, from the total of their sums."""
         return self.measured(sums)
 
     @abstractmethod
     def flaw(self, sums: Tensor, num_rows: float) -> str:
-        """What is impossible in the own sums of a client that reports `num_rows` test rows; empty if nothing is."""
+        """Return why a client with `num_rows` test rows cannot have these own sums, or "" if the sums are possible."""
 
     @property
     def exact(self) -> tuple[str, ...]:
@@ -141,31 +141,31 @@ class Objective(ABC):
         return ()
 
     def exact_scores(self, outputs: Tensor, batch: Batch) -> list[float]:
-        """The metrics named in `exact`, from all rows as one batch; `UNDEFINED` where one is undefined."""
+        """Return the metrics named in `exact`, from all rows as one batch. Undefined metrics are `UNDEFINED`."""
         return []
 
     def confusion(self, sums: Tensor) -> Tensor | None:
-        """The confusion matrix (C, C) in the result of `sums`; None if the task has no classes."""
+        """Return the confusion matrix (C, C) from the result of `sums`, or None if the objective has no classes."""
         return None
 
     # predictions
 
     def predicted(self, outputs: Tensor) -> Tensor:
-        """What `Run.predict` returns for these outputs. Default: the outputs."""
+        """Return the result of `Run.predict` for these outputs. By default, these are the outputs."""
         return outputs
 
     @abstractmethod
     def decided(self, predicted: Tensor) -> Tensor:
-        """The decision for each row, from the result of `predicted`: a class, labels of 0 and 1, values."""
+        """Return the decision for each row from the result of `predicted`: a class, labels of 0 and 1, or values."""
 
 
 def summed(values: Tensor, batch: Batch) -> Tensor:
-    """Sum of `values` (B, ...) over the real rows in float64, in which sums of squares keep their digits."""
+    """Return the sum of `values` (B, ...) without padding, in float64, so that sums of squares stay precise."""
     return batch.sum(values.to(torch.float64))
 
 
 def not_counts(sums: Tensor, rows: float) -> str:
-    """What is impossible in numbers of rows, or of targets of rows: empty, or "counts ..." for a text."""
+    """Return why these sums cannot be numbers of rows or targets, as a clause for an error text, or ""."""
     if bool((sums < 0).any()):
         return "counts fewer than 0 rows"
     return f"counts {float(sums.max()):g} of {rows:g} test rows" if len(sums) and float(sums.max()) > rows else ""

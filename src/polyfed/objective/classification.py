@@ -1,4 +1,4 @@
-"""`Classification`: one of C classes for each row, learnt by cross-entropy. Shape letters: as in `base.py`."""
+"""`Classification`: one of C classes for each row, with cross-entropy loss. `base.py` explains the shape letters."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,10 +22,10 @@ class Classification(Objective):
     """One class for each row. Labels are int64 (N,), or whole numbers of a float type.
 
     Attributes:
-        class_weights: weight of each class in the training loss, which is then the weighted mean of PyTorch; empty: all
-            weigh 1. The loss that is reported of test rows is not weighted.
-        ranking: whether to report AUROC and average precision of the server's rows: of class 1 for two classes, else
-            the mean over classes, each against all others.
+        class_weights: weight of each class in the training loss, which is then a weighted mean as in PyTorch. If empty,
+            all weights are 1. The reported loss of test rows is not weighted.
+        ranking: whether to report AUROC and average precision on the server's rows. For two classes, they are for class
+            1. For more classes, they are the mean over classes, each class against all others.
     """
 
     NAME: ClassVar[str] = "classification"
@@ -37,28 +37,28 @@ class Classification(Objective):
     ranking: bool = False
 
     def __post_init__(self) -> None:
-        """Check the options; see `Objective`."""
+        """Check that the options are in range; see `Objective`."""
         super().__post_init__()
         check_weights("class_weights", self.class_weights)
 
     def prepared(self, columns: Columns) -> Columns:
-        """See `Objective.prepared`."""
+        """Return the table with its labels in the form that this objective uses; see `Objective.prepared`."""
         return as_classes(columns, self.NAME, "For such labels set [task] name = 'regression' or 'multi-label'")
 
     def label_shape(self, size: int) -> tuple[int, ...]:
-        """See `Objective.label_shape`."""
+        """Return the shape of a row's label; see `Objective.label_shape`."""
         return ()
 
     def num_outputs(self, size: int) -> int:
-        """One logit for each class."""
+        """Return the number of classes, for one logit for each class."""
         return size
 
     def check_size(self, size: int) -> None:
-        """See `Objective.check_size`."""
+        """Check the options against the number of classes or targets; see `Objective.check_size`."""
         check_length("class_weights", self.class_weights, size, "classes")
 
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Cross-entropy of each row."""
+        """Return the cross-entropy of each row, and its weight; see `Objective.row_losses`."""
         if not self.class_weights:
             rows = F.cross_entropy(outputs, batch.y, reduction="none")
             return rows, torch.ones_like(rows)
@@ -66,11 +66,11 @@ class Classification(Objective):
         return F.cross_entropy(outputs, batch.y, weights, reduction="none"), weights[batch.y]
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """The mean cross-entropy, weighted by class if there are weights."""
+        """Return the mean cross-entropy, weighted by class if there are class weights."""
         return super().loss(outputs, batch) if self.class_weights else cross_entropy(outputs, batch)
 
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        """The confusion matrix (C, C), the top-5 hits and the sum of the cross-entropy; `brief`: the matrix only."""
+        """Return the confusion matrix (C, C), the top-5 hits and the summed loss, or with `brief` only the matrix."""
         matrix = matrices.confusion(outputs, batch.y, batch.ok, outputs.shape[-1]).flatten()
         if brief:
             return matrix
@@ -79,46 +79,46 @@ class Classification(Objective):
         return torch.cat([matrix, hits.reshape(1), batch.sum(rows).reshape(1)])
 
     def measured(self, sums: Tensor) -> dict[str, float]:
-        """Accuracy, UAR, macro-F1, top-5 accuracy for more than five classes, and the mean loss."""
+        """Return accuracy, UAR, macro-F1, top-5 accuracy for more than five classes, and the mean loss."""
         matrix = self.confusion(sums)
         if sums.numel() == matrix.numel():
             return {"accuracy": matrices.accuracy(matrix)}
         return matrices.summary(matrix, *sums[matrix.numel() :])
 
     def confusion(self, sums: Tensor) -> Tensor:
-        """See `Objective.confusion`."""
+        """Return the confusion matrix (C, C) from the sums; see `Objective.confusion`."""
         size = int(sums.numel() ** 0.5)  # C^2, or C^2 + 2: smaller than (C + 1)^2 for C > 0
         return sums[: size * size].view(size, size)
 
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """The number of correct predictions alone: a confusion matrix would tell a client's labels."""
+        """Return only the number of correct predictions, because a confusion matrix would reveal a client's labels."""
         right = (outputs.argmax(-1) == batch.y).to(torch.float32)
         # non-finite logits make the count NaN, so that reply validation drops the reply as diverged
         return batch.sum(torch.where(outputs.isfinite().all(-1), right, torch.nan))
 
     def own_shape(self, size: int) -> tuple[int, ...]:
-        """A single number."""
+        """Return the shape of a single number, ()."""
         return ()
 
     def own_score(self, sums: Tensor, num_rows: float) -> float | None:
-        """See `Objective.own_score`."""
+        """Return a client's `SCORE`, or None if it is undefined; see `Objective.own_score`."""
         return float(sums) / num_rows if num_rows > 0 else None
 
     def pooled(self, sums: Tensor) -> dict[str, float]:
-        """Nothing: the accuracy of all rows together is the mean weighted by rows, which is there anyway."""
+        """Return no metrics: the accuracy over all rows equals the mean weighted by rows, which is already reported."""
         return {}
 
     def flaw(self, sums: Tensor, num_rows: float) -> str:
-        """See `Objective.flaw`."""
+        """Return why a client's own sums are impossible, or an empty text; see `Objective.flaw`."""
         return not_counts(sums.reshape(1), num_rows)
 
     @property
     def exact(self) -> tuple[str, ...]:
-        """See `Objective.exact`."""
+        """The names of the metrics that need all rows at once; see `Objective.exact`."""
         return ("auroc", "average_precision") if self.ranking else ()
 
     def exact_scores(self, outputs: Tensor, batch: Batch) -> list[float]:
-        """AUROC and average precision, one class against the others."""
+        """Return AUROC and average precision, each class against the others."""
         share = outputs.double().softmax(-1)
         classes = [1] if share.shape[1] == 2 else range(share.shape[1])
         found = []
@@ -129,15 +129,15 @@ class Classification(Objective):
         return found
 
     def decided(self, predicted: Tensor) -> Tensor:
-        """The class with the largest logit, int64 (n,)."""
+        """Return the class with the largest logit, int64 (n,)."""
         return predicted.argmax(-1)
 
 
 def check_weights(option: str, weights: tuple[float, ...]) -> None:
-    """Check that weights are 0 or more, and not all 0.
+    """Check that no weight is negative, and that not all weights are 0.
 
     Raises:
-        RecipeError: they are not.
+        RecipeError: a weight is negative, or all weights are 0.
     """
     if weights and not (all(0 <= weight < float("inf") for weight in weights) and any(weights)):
         raise RecipeError(f"[task] {option} = {list(weights)}: must be numbers of 0 or more, and not all of them 0")
@@ -147,7 +147,7 @@ def check_length(option: str, weights: tuple[float, ...], size: int, what: str) 
     """Check that there are as many weights as classes or targets.
 
     Raises:
-        RecipeError: there are not.
+        RecipeError: the numbers differ.
     """
     if weights and len(weights) != size:
         raise RecipeError(f"[task] {option} has {len(weights)} entries, and the labels have {size} {what}")

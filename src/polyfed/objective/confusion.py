@@ -1,7 +1,7 @@
-"""Metrics of classes, all computed from a confusion matrix (C, C): rows are the true, columns the predicted classes.
+"""Metrics of classes, computed from a confusion matrix (C, C). Rows are true classes, columns are predicted classes.
 
-Matrices are added over batches, clients and folds, so no metric is an average of averages. Definitions:
-docs/evaluation.md.
+Matrices are added over batches, clients and folds, so no metric is an average of averages. docs/evaluation.md defines
+the metrics.
 """
 
 import torch
@@ -12,12 +12,12 @@ TOP_K = 5
 
 
 def confusion(logits_BC: Tensor, y_B: Tensor, ok_B: Tensor | None, num_classes: int) -> Tensor:
-    """Confusion matrix (C, C) of a batch, float32, without padding. Runs under vmap.
+    """Return the confusion matrix (C, C) of a batch, float32, without padding. This function runs under vmap.
 
     Args:
         logits_BC: logits of each row.
         y_B: true classes.
-        ok_B: which rows are not padding, bool; None if none is padded.
+        ok_B: bool, False for padding rows, or None if there are no padding rows.
         num_classes: C.
     """
     truth = torch.nn.functional.one_hot(y_B, num_classes).to(torch.float32)
@@ -28,42 +28,44 @@ def confusion(logits_BC: Tensor, y_B: Tensor, ok_B: Tensor | None, num_classes: 
 
 
 def top_k_hits(logits_BC: Tensor, y_B: Tensor, ok_B: Tensor | None) -> Tensor:
-    """Number of rows, float32, whose true class is among the k largest logits; of equal logits, the smaller class wins.
+    """Return the number of rows, float32, whose true class is among the k largest logits.
+
+    Of classes with equal logits, the one with the smaller number comes first.
 
     Args:
         logits_BC: logits of each row.
         y_B: true classes.
-        ok_B: which rows are not padding, bool; None if none is padded.
+        ok_B: bool, False for padding rows; None if there are no padding rows.
     """
     own = logits_BC.gather(-1, y_B.unsqueeze(-1))
     classes = torch.arange(logits_BC.shape[-1], device=logits_BC.device)
-    # written with `not >=`, so that a row whose logits are NaN is no hit
+    # written with `not >=`, so that rows with NaN logits are not hits
     ahead = ~(own >= logits_BC) | ((logits_BC == own) & (classes < y_B.unsqueeze(-1)))
     hit = ahead.sum(-1) < min(TOP_K, logits_BC.shape[-1])
     return (hit if ok_B is None else hit & ok_B).sum().to(torch.float32)
 
 
 def accuracy(matrix: Tensor) -> float:
-    """Share of correct predictions; 0 for an empty matrix."""
+    """Return the share of correct predictions, or 0 for an empty matrix."""
     return float(matrix.diagonal().sum() / matrix.sum().clamp(min=1.0))
 
 
 def uar(matrix: Tensor) -> float:
-    """Unweighted average recall, over the classes that some row has."""
+    """Return the unweighted average recall over the classes that occur in the rows."""
     support = matrix.sum(1)
     seen = support > 0
     return float((matrix.diagonal()[seen] / support[seen]).mean()) if bool(seen.any()) else 0.0
 
 
 def macro_f1(matrix: Tensor) -> float:
-    """Mean F1 over the classes that some row has or that are predicted (as scikit-learn's `average="macro"`)."""
+    """Return the mean F1 over the true and the predicted classes (as scikit-learn's `average="macro"`)."""
     total = matrix.sum(0) + matrix.sum(1)
     seen = total > 0
     return float((2 * matrix.diagonal()[seen] / total[seen]).mean()) if bool(seen.any()) else 0.0
 
 
 def summary(matrix: Tensor, top5_hits: Tensor, loss_sum: Tensor) -> dict[str, float]:
-    """The `global` group of result.json from sums over a test set; without `top5` for five classes or fewer.
+    """Return the `global` group of result.json from sums over a test set, without `top5` for five classes or fewer.
 
     Args:
         matrix: confusion matrix (C, C).
@@ -77,7 +79,7 @@ def summary(matrix: Tensor, top5_hits: Tensor, loss_sum: Tensor) -> dict[str, fl
 
 
 def weighted_kappa(matrix: Tensor) -> float | None:
-    """Cohen's kappa with quadratic weights (Cohen, Psychological Bulletin 70, 1968); None if it is undefined."""
+    """Return Cohen's kappa with quadratic weights (Cohen, Psychological Bulletin 70, 1968), or None if undefined."""
     counts = matrix.to(torch.float64)
     levels = torch.arange(len(counts), dtype=torch.float64)
     penalty = (levels.unsqueeze(1) - levels).square()
@@ -87,14 +89,14 @@ def weighted_kappa(matrix: Tensor) -> float | None:
 
 
 def level_error(matrix: Tensor) -> float:
-    """Mean distance between the true and the predicted level; 0 for an empty matrix."""
+    """Return the mean distance between the true and the predicted level, or 0 for an empty matrix."""
     counts = matrix.to(torch.float64)
     levels = torch.arange(len(counts), dtype=torch.float64)
     return float(((levels.unsqueeze(1) - levels).abs() * counts).sum() / counts.sum().clamp(min=1.0))
 
 
 def weighted_f1(matrix: Tensor) -> float:
-    """Mean F1 over classes, weighted by the rows of each class (scikit-learn's `average="weighted"`)."""
+    """Return the mean F1 over classes, weighted by the rows of each class (scikit-learn's `average="weighted"`)."""
     counts = matrix.to(torch.float64)
     support, total = counts.sum(1), counts.sum(0) + counts.sum(1)
     f1 = 2 * counts.diagonal() / total.clamp(min=1.0)

@@ -1,4 +1,4 @@
-"""`MultiLabel`: T yes-or-no labels for each row, any number of which may hold. Shape letters: as in `base.py`."""
+"""`MultiLabel`: T labels with the values 0 and 1 for each row. `base.py` explains the shape letters."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -19,24 +19,25 @@ from polyfed.objective.targets import as_matrix, in_words, with_targets
 INSIDE = Within("above 0 and below 1", lambda value: (value > 0) & (value < 1))
 
 COUNTS = 4
-"""For each label: true and false positives, false and true negatives."""
+"""Counts for each label: true positives, false positives, false negatives and true negatives."""
 
 REST = 4
-"""Rows with a known label, those of them without a fault, the sum of the losses, and their weight."""
+"""Further sums: rows with a known label, those of them with only correct labels, summed losses, and their weight."""
 
 OWN = COUNTS + 2 * ranking.BINS
-"""Numbers of each label in a client's own sums: `COUNTS`, and a histogram of each side."""
+"""Entries for each label in a client's own sums: `COUNTS`, and histograms of positive and of negative rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiLabel(Objective):
-    """Labels of 0 and 1, float32 (N, T); NaN is a label that nobody knows. int64 (N,) of two classes are one label.
+    """Several labels of 0 and 1 for each row, float32 (N, T). NaN marks an unknown label.
 
-    The loss is the binary cross-entropy, averaged over all known labels.
+    Labels int64 (N,) of two classes count as one label. The loss is the binary cross-entropy, averaged over all known
+    labels.
 
     Attributes:
         threshold: a label is predicted if its probability is above this number.
-        positive_weights: weight of each label's positive rows in the training loss; empty: all weigh 1.
+        positive_weights: weight of each label's positive rows in the training loss. If empty, all weights are 1.
     """
 
     NAME: ClassVar[str] = "multi-label"
@@ -47,12 +48,12 @@ class MultiLabel(Objective):
     positive_weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the options; see `Objective`."""
+        """Check that the options are in range; see `Objective`."""
         super().__post_init__()
         check_weights("positive_weights", self.positive_weights)
 
     def prepared(self, columns: Columns) -> Columns:
-        """See `Objective.prepared`."""
+        """Return the table with its labels in the form that this objective uses; see `Objective.prepared`."""
         label, where = columns.label, f"data '{columns.name}': [task] name = 'multi-label' needs labels of 0 and 1"
         if not label.is_floating_point() and columns.num_classes != 2:
             raise DataError(
@@ -66,26 +67,26 @@ class MultiLabel(Objective):
         return with_targets(columns, targets)
 
     def label_shape(self, size: int) -> tuple[int, ...]:
-        """See `Objective.label_shape`."""
+        """Return the shape of a row's label; see `Objective.label_shape`."""
         return (size,)
 
     def num_outputs(self, size: int) -> int:
-        """One logit for each label."""
+        """Return the number of labels, for one logit for each label."""
         return size
 
     def check_size(self, size: int) -> None:
-        """See `Objective.check_size`."""
+        """Check the options against the number of classes or targets; see `Objective.check_size`."""
         check_length("positive_weights", self.positive_weights, size, "labels a row")
 
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Binary cross-entropy of the known labels."""
+        """Return each row's summed binary cross-entropy over known labels, and the weight."""
         known, y = known_of(batch.y)
         weight = outputs.new_tensor(self.positive_weights) if self.positive_weights else None
         each = F.binary_cross_entropy_with_logits(outputs, y, pos_weight=weight, reduction="none")
         return (each * known).sum(-1), known.sum(-1)
 
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        """For each label the counts of `COUNTS`; rows and rows without a fault; the loss and its weight."""
+        """Return the counts of `COUNTS` for each label, and the sums of `REST`."""
         known, y = known_of(batch.y)
         yes = (outputs.sigmoid() > self.threshold).to(y.dtype)
         parts = [y * yes, (1 - y) * yes, y * (1 - yes), (1 - y) * (1 - yes)]
@@ -99,7 +100,7 @@ class MultiLabel(Objective):
         return torch.where(broken, torch.nan, found)
 
     def measured(self, sums: Tensor) -> dict[str, float]:
-        """Accuracy over labels, exact match over rows, macro- and micro-F1, and the mean loss."""
+        """Return accuracy over labels, exact match over rows, macro-F1, micro-F1, and the mean loss."""
         labels = (len(sums) - REST) // COUNTS
         tp, fp, fn, tn = sums[: COUNTS * labels].view(COUNTS, labels).to(torch.float64).cpu()
         rows, right, loss, weight = sums[COUNTS * labels :].tolist()
@@ -117,39 +118,39 @@ class MultiLabel(Objective):
         }
 
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """`sums`, then for each label histograms of the logits of positive and of negative rows."""
+        """Return `sums`, and for each label histograms of the logits of positive and of negative rows."""
         known, y = known_of(batch.y)
         real = known.bool() if batch.ok is None else known.bool() & batch.ok.unsqueeze(-1)
         bins = [ranking.histogram(outputs, real & (y == side)).flatten() for side in (1, 0)]
         return torch.cat([self.sums(outputs, batch), *bins])
 
     def own_shape(self, size: int) -> tuple[int, ...]:
-        """See `Objective.own_shape`."""
+        """Return the shape of a client's own sums; see `Objective.own_shape`."""
         return (OWN * size + REST,)
 
     def own_score(self, sums: Tensor, num_rows: float) -> float | None:
-        """See `Objective.own_score`."""
+        """Return a client's `SCORE`, or None if it is undefined; see `Objective.own_score`."""
         return self.measured(_parts(sums)[0]).get(self.SCORE)
 
     def pooled(self, sums: Tensor) -> dict[str, float]:
-        """See `Objective.pooled`; AUROC and average precision come from the histograms."""
+        """Return the metrics of all clients' own test rows, with AUROC and average precision from histograms."""
         own, bins = _parts(sums)
         return self.measured(own) | _ranked(bins.cpu())
 
     def flaw(self, sums: Tensor, num_rows: float) -> str:
-        """See `Objective.flaw`."""
+        """Return why a client's own sums are impossible, or an empty text; see `Objective.flaw`."""
         own, bins = _parts(sums)
         counts, losses = torch.cat([own[:-2], bins.flatten()]), own[-2:]
-        # a loss has no upper bound, its sign is fixed
+        # a loss has no upper bound, but it cannot be negative
         return not_counts(counts, num_rows) or not_counts(losses, float("inf"))
 
     @property
     def exact(self) -> tuple[str, ...]:
-        """See `Objective.exact`."""
+        """The names of the metrics that need all rows at once; see `Objective.exact`."""
         return ("auroc", "average_precision")
 
     def exact_scores(self, outputs: Tensor, batch: Batch) -> list[float]:
-        """AUROC and average precision, the mean over the labels for which they are defined."""
+        """Return AUROC and average precision, each as the mean over the labels for which it is defined."""
         found = []
         for metric in (ranking.c_index, ranking.average_precision):
             each = []
@@ -161,26 +162,26 @@ class MultiLabel(Objective):
         return found
 
     def decided(self, predicted: Tensor) -> Tensor:
-        """Labels of 0 and 1, int64 (n, T), by the threshold."""
+        """Return labels of 0 and 1, int64 (n, T), by the threshold."""
         return (predicted.sigmoid() > self.threshold).to(torch.int64)
 
 
 def known_of(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Which targets are known, as 0 and 1 in the type of the targets, and the targets with 0 for unknown ones."""
+    """Return a mask of known targets, 0 or 1 in the type of the targets, and the targets with 0 for unknown ones."""
     unknown = y.isnan()
-    # replaced before any arithmetic: a NaN would reach the gradient even where its weight is 0
+    # replaced before any arithmetic: a NaN would reach the gradient even with weight 0
     return (~unknown).to(y.dtype), torch.where(unknown, torch.zeros_like(y), y)
 
 
 def _parts(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """A client's own sums as the result of `sums` and the histograms (2, T, BINS)."""
+    """Split a client's own sums into the result of `sums` and the histograms (2, T, BINS)."""
     labels = (len(sums) - REST) // OWN
     own = COUNTS * labels + REST
     return sums[:own], sums[own:].view(2, labels, ranking.BINS)
 
 
 def _ranked(bins: Tensor) -> dict[str, float]:
-    """AUROC, its largest possible error and average precision from histograms (2, T, BINS)."""
+    """Return AUROC, its largest possible error and average precision from histograms (2, T, BINS)."""
     areas = [ranking.auroc_of(*pair) for pair in bins.unbind(1)]
     known = [area for area in areas if area is not None]
     found = {}

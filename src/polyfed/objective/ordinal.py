@@ -1,4 +1,4 @@
-"""`Ordinal`: one of C ordered levels for each row. Shape letters: as in `base.py`."""
+"""`Ordinal`: one of C ordered levels for each row. `base.py` explains the shape letters."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,14 +18,14 @@ from polyfed.objective.targets import as_classes
 
 @dataclass(frozen=True, kw_only=True)
 class Ordinal(Objective):
-    """Levels 0 < 1 < ... < C-1. Labels are int64 (N,), or whole numbers of a float type.
+    """One of the levels 0 < 1 < ... < C-1 for each row. Labels are int64 (N,), or whole numbers of a float type.
 
-    The model has C-1 outputs, and output k says whether the level is above k; the loss is the mean binary cross-entropy
-    of these questions. The predicted level is the number of questions that are answered with yes. Niu, Zhou, Wang, Gao,
-    Hua, "Ordinal Regression With Multiple Output CNN for Age Estimation", CVPR 2016, Eq. 4 to 6.
+    The model has C-1 outputs, and output k predicts whether the level is above k. The loss is the mean binary
+    cross-entropy of these outputs. The predicted level is the number of outputs that predict yes. Source: Niu, Zhou,
+    Wang, Gao, Hua, "Ordinal Regression With Multiple Output CNN for Age Estimation", CVPR 2016, Eq. 4 to 6.
 
     Attributes:
-        class_weights: weight of the rows of each level in the training loss; empty: all weigh 1.
+        class_weights: weight of the rows of each level in the training loss. If empty, all weights are 1.
     """
 
     NAME: ClassVar[str] = "ordinal"
@@ -37,30 +37,30 @@ class Ordinal(Objective):
     class_weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the options; see `Objective`."""
+        """Check that the options are in range; see `Objective`."""
         super().__post_init__()
         check_weights("class_weights", self.class_weights)
 
     def prepared(self, columns: Columns) -> Columns:
-        """See `Objective.prepared`."""
+        """Return the table with its labels in the form that this objective uses; see `Objective.prepared`."""
         return as_classes(columns, self.NAME, "For such labels set [task] name = 'regression'")
 
     def label_shape(self, size: int) -> tuple[int, ...]:
-        """See `Objective.label_shape`."""
+        """Return the shape of a row's label; see `Objective.label_shape`."""
         return ()
 
     def num_outputs(self, size: int) -> int:
-        """One output for each pair of neighbouring levels."""
+        """Return the number of levels minus one, for one output for each pair of neighbouring levels."""
         return size - 1
 
     def check_size(self, size: int) -> None:
-        """See `Objective.check_size`."""
+        """Check the options against the number of classes or targets; see `Objective.check_size`."""
         check_length("class_weights", self.class_weights, size, "levels")
         if size < 2:
             raise RecipeError("[task] name = 'ordinal' needs two levels or more; the labels have one")
 
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The mean binary cross-entropy of a row's questions."""
+        """Return the mean binary cross-entropy of each row's outputs, and its weight."""
         levels = torch.arange(outputs.shape[-1], device=outputs.device)
         above = (batch.y.unsqueeze(-1) > levels).to(outputs.dtype)
         rows = F.binary_cross_entropy_with_logits(outputs, above, reduction="none").mean(-1)
@@ -68,7 +68,7 @@ class Ordinal(Objective):
         return rows * weights, weights
 
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        """The confusion matrix (C, C), the sum of the losses and their weight."""
+        """Return the confusion matrix (C, C), the sum of the losses and their weight."""
         size = outputs.shape[-1] + 1
         hot = [F.one_hot(level, size).to(torch.float64) for level in (batch.y, self.decided(outputs))]
         matrix = summed(hot[0].unsqueeze(2) * hot[1].unsqueeze(1), batch).flatten()
@@ -76,7 +76,7 @@ class Ordinal(Objective):
         return torch.cat([matrix, summed(torch.stack(self.row_losses(outputs, batch), 1), batch)])
 
     def measured(self, sums: Tensor) -> dict[str, float]:
-        """Mean distance of levels, accuracy, UAR, macro-F1, quadratic weighted kappa, and the mean loss."""
+        """Return mean distance of levels, accuracy, UAR, macro-F1, quadratic weighted kappa, and the mean loss."""
         matrix, (loss, weight) = self.confusion(sums).cpu(), sums[-2:].tolist()
         if not bool(matrix.sum() > 0):
             return {}
@@ -87,31 +87,31 @@ class Ordinal(Objective):
         return found | ({"loss": loss / weight} if weight > 0 else {})
 
     def confusion(self, sums: Tensor) -> Tensor:
-        """See `Objective.confusion`."""
+        """Return the confusion matrix (C, C) from the sums; see `Objective.confusion`."""
         size = int((len(sums) - 2) ** 0.5)
         return sums[:-2].view(size, size)
 
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """The sum of the distances between true and predicted levels: a confusion matrix would tell the labels."""
+        """Return only the summed distances between true and predicted levels, to reveal no labels."""
         gap = (self.decided(outputs) - batch.y).abs().to(torch.float32)
         return batch.sum(torch.where(outputs.isfinite().all(-1), gap, torch.nan))
 
     def own_shape(self, size: int) -> tuple[int, ...]:
-        """A single number."""
+        """Return the shape of a single number, ()."""
         return ()
 
     def own_score(self, sums: Tensor, num_rows: float) -> float | None:
-        """See `Objective.own_score`."""
+        """Return a client's `SCORE`, or None if it is undefined; see `Objective.own_score`."""
         return float(sums) / num_rows if num_rows > 0 else None
 
     def pooled(self, sums: Tensor) -> dict[str, float]:
-        """Nothing: the mean distance of all rows together is the mean weighted by rows, which is there anyway."""
+        """Return no metrics: the mean over all rows equals the mean weighted by rows, which is already reported."""
         return {}
 
     def flaw(self, sums: Tensor, num_rows: float) -> str:
-        """See `Objective.flaw`; a row is off by any number of levels."""
+        """Return why a client's sum is impossible, or "". The sum of distances has no upper bound here."""
         return not_counts(sums.reshape(1), float("inf"))
 
     def decided(self, predicted: Tensor) -> Tensor:
-        """The level, int64 (n,)."""
+        """Return the predicted level, int64 (n,)."""
         return (predicted > 0).sum(-1)

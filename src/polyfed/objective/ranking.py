@@ -1,29 +1,30 @@
-"""Metrics of rankings: AUROC, average precision and the C-index, exact from all rows or close from a histogram.
+"""Ranking metrics: AUROC, average precision and the C-index, exact from all rows or approximate from histograms.
 
-A histogram of scores is a sufficient statistic that clients can add. It loses the order of scores within a bin, and
-`auroc_of` says how much that can matter.
+Clients' histograms of scores can be added. A histogram loses the order of scores within a bin. `auroc_of` returns the
+largest error that this can cause.
 """
 
 import torch
 from torch import Tensor
 
 BINS, REACH = 256, 8.0
-"""Bins of a histogram of logits, and the largest absolute logit: a bin is 1/16 wide, and further logits are cut off.
-polyfed's choice: beyond 8, probabilities differ from 0 and 1 by less than 0.0004."""
+"""Number of bins of a histogram of logits, and the largest absolute logit. So a bin is 1/16 wide, and larger logits are
+clipped. These values are polyfed's choice: beyond 8, probabilities differ from 0 and 1 by less than 0.0004."""
 
 
 def c_index(truth: Tensor, score: Tensor) -> float | None:
-    """Concordance index: the share of pairs with different truth that the scores order alike; equal scores count half.
+    """Return the concordance index: the share of pairs with different truth that the scores order correctly.
 
-    Harrell, Califf, Pryor, Lee, Rosati, "Evaluating the yield of medical tests", JAMA 247 (1982), without censoring.
-    For a truth of 0 and 1 it is the AUROC. It takes O(N log N) steps.
+    Pairs with equal scores count half. For a truth of 0 and 1, the index is the AUROC. The computation takes O(N log N)
+    steps. Source: Harrell, Califf, Pryor, Lee, Rosati, "Evaluating the yield of medical tests", JAMA 247 (1982),
+    without censoring.
 
     Args:
         truth: (N,).
         score: (N,).
 
     Returns:
-        The index, or None if no two truths differ.
+        The index, or None if all truths are equal.
     """
     y, s = torch.unique(truth, return_inverse=True)[1], torch.unique(score, return_inverse=True)[1]
     n = len(y)
@@ -36,15 +37,15 @@ def c_index(truth: Tensor, score: Tensor) -> float | None:
 
 
 def _tied(values: Tensor) -> int:
-    """Number of pairs of equal entries."""
+    """Return the number of pairs of equal entries."""
     counts = torch.unique(values, return_counts=True)[1]
     return int((counts * (counts - 1) // 2).sum())
 
 
 def _increasing_pairs(values: Tensor) -> int:
-    """Number of pairs i < j with values[i] < values[j], for values of 0 or more: merge sort, counting."""
+    """Return the number of pairs i < j with values[i] < values[j], for values >= 0, by a merge sort that counts."""
     size = 1 << max(len(values) - 1, 0).bit_length()
-    parts = torch.full((size,), -1, dtype=torch.int64)  # -1 is larger than nothing
+    parts = torch.full((size,), -1, dtype=torch.int64)  # -1 is smaller than all values, so padding adds no pairs
     parts[: len(values)] = values
     found, width = 0, 1
     while width < size:
@@ -57,7 +58,7 @@ def _increasing_pairs(values: Tensor) -> int:
 
 
 def average_precision(truth: Tensor, score: Tensor) -> float | None:
-    """Sum of precisions weighted by the steps of recall, as in scikit-learn; None without a positive row.
+    """Return the sum of precisions weighted by the steps of recall, as in scikit-learn, or None without positive rows.
 
     Args:
         truth: 0 or 1, (N,).
@@ -71,7 +72,7 @@ def average_precision(truth: Tensor, score: Tensor) -> float | None:
 
 
 def precision_of(positive: Tensor, negative: Tensor) -> float | None:
-    """Average precision from the positive and negative rows of each bin, in ascending order of scores."""
+    """Return average precision from the numbers of positive and negative rows in each bin, with ascending scores."""
     found = positive.flip(0).cumsum(0)
     rows = (positive + negative).flip(0).cumsum(0)
     total = float(positive.sum())
@@ -79,9 +80,10 @@ def precision_of(positive: Tensor, negative: Tensor) -> float | None:
 
 
 def auroc_of(positive: Tensor, negative: Tensor) -> tuple[float, float] | None:
-    """AUROC from the positive and negative rows of each bin, and the largest possible error; None if undefined.
+    """Return the AUROC from the positive and negative rows of each bin, and its largest error, or None if undefined.
 
-    Pairs in the same bin count half. Each of them may truly count 0 or 1, so the error is at most half of their share.
+    Pairs in the same bin count half. The exact value of such a pair may be 0 or 1, so the error is at most half of
+    their share.
     """
     pairs = float(positive.sum() * negative.sum())
     if not pairs:
@@ -92,11 +94,11 @@ def auroc_of(positive: Tensor, negative: Tensor) -> tuple[float, float] | None:
 
 
 def histogram(logits: Tensor, counted: Tensor) -> Tensor:
-    """Counts of logits (B, T) in each bin, (T, BINS) in float64; runs under vmap.
+    """Return the number of logits in each bin, (T, BINS) in float64. This function runs under vmap.
 
     Args:
         logits: (B, T).
-        counted: which of them count, bool (B, T).
+        counted: which of the logits count, bool (B, T).
     """
     place = ((logits + REACH) * (BINS / (2 * REACH))).clamp(0, BINS - 1).nan_to_num(0.0).to(torch.int64)
     hot = torch.nn.functional.one_hot(place, BINS).to(torch.float64)
@@ -104,6 +106,6 @@ def histogram(logits: Tensor, counted: Tensor) -> Tensor:
 
 
 def mean_defined(values: list[float | None]) -> float | None:
-    """The mean over the values that are defined; None if none is."""
+    """Return the mean over the values that are not None, or None if all values are None."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

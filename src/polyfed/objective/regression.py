@@ -1,4 +1,4 @@
-"""`Regression`: one or several numbers for each row. Shape letters: as in `base.py`."""
+"""`Regression`: one or several numbers for each row. `base.py` explains the shape letters."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -18,26 +18,28 @@ from polyfed.objective.multi_label import known_of
 from polyfed.objective.targets import as_matrix, in_words, with_targets
 
 MOMENTS = 8
-"""For each target: its known rows, and the sums of y, p, y^2, p^2, y p, |p - y| and (p - y)^2."""
+"""Entries for each target: the number of known rows, and the sums of y, p, y^2, p^2, y p, |p - y| and (p - y)^2. Here y
+is the target and p the prediction."""
 
 REST = 2
-"""The sum of the losses, and their weight."""
+"""Further sums: the sum of the losses, and their weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regression(Objective):
-    """Numbers, float32 (N,) or (N, T); NaN is a target that nobody knows. int64 (N,) are numbers too.
+    """One or several numbers for each row, float32 (N,) or (N, T), or int64 (N,). NaN marks an unknown target.
 
-    The model gives `(y - shift) / scale`; the loss is computed in this unit, all metrics in the unit of the targets.
+    The model predicts `(y - shift) / scale`. The loss is in this unit, and all metrics are in the unit of the targets.
 
     Attributes:
-        error: what the loss averages over all known targets: the square, the `absolute` error, or the `huber` loss.
-        delta: where the Huber loss turns linear, in the unit of the loss.
-        shift: subtracted from all targets, such as their mean. A deployment has no common statistics: state it.
-        scale: divides the shifted targets, such as their deviation.
-        target_weights: weight of each target in the loss; empty: all weigh 1.
-        report: `sentiment` adds Acc-7, Acc-2 and F1 as papers on CMU-MOSI and CMU-MOSEI report them, for one target
-            from -3 to 3.
+        error: the loss of each known target: the `square` of the error, the `absolute` error, or the `huber` loss.
+        delta: the error at which the Huber loss becomes linear, in the unit of the loss.
+        shift: number that is subtracted from all targets, such as their mean. Set it in the recipe, because a
+            deployment has no statistics over all clients.
+        scale: number by which the shifted targets are divided, such as their standard deviation.
+        target_weights: weight of each target in the loss. If empty, all weights are 1.
+        report: `sentiment` adds Acc-7, Acc-2 and F1 as in papers on CMU-MOSI and CMU-MOSEI, for one target from -3 to
+            3.
     """
 
     NAME: ClassVar[str] = "regression"
@@ -53,12 +55,12 @@ class Regression(Objective):
     report: Literal["none", "sentiment"] = "none"
 
     def __post_init__(self) -> None:
-        """Check the options; see `Objective`."""
+        """Check that the options are in range; see `Objective`."""
         super().__post_init__()
         check_weights("target_weights", self.target_weights)
 
     def prepared(self, columns: Columns) -> Columns:
-        """See `Objective.prepared`."""
+        """Return the table with its labels in the form that this objective uses; see `Objective.prepared`."""
         targets = as_matrix(columns.label)
         if self.report == "sentiment":
             known = targets[~targets.isnan()]
@@ -70,19 +72,19 @@ class Regression(Objective):
         return with_targets(columns, targets)
 
     def label_shape(self, size: int) -> tuple[int, ...]:
-        """See `Objective.label_shape`."""
+        """Return the shape of a row's label; see `Objective.label_shape`."""
         return (size,)
 
     def num_outputs(self, size: int) -> int:
-        """One output for each target."""
+        """Return the number of targets, for one output for each target."""
         return size
 
     def check_size(self, size: int) -> None:
-        """See `Objective.check_size`."""
+        """Check the options against the number of classes or targets; see `Objective.check_size`."""
         check_length("target_weights", self.target_weights, size, "targets")
 
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The weighted loss of the known targets."""
+        """Return each row's weighted loss over its known targets, and the weight."""
         known, y = known_of((batch.y - self.shift) / self.scale)
         if self.target_weights:
             known = known * outputs.new_tensor(self.target_weights)
@@ -93,12 +95,12 @@ class Regression(Objective):
         return (each * known).sum(-1), known.sum(-1)
 
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        """`MOMENTS` of each target, `REST`, and the counts of `sentiment` if they are reported."""
+        """Return the sums of `MOMENTS` for each target and of `REST`, and counts for `report = "sentiment"`."""
         known, y = (part.to(torch.float64) for part in known_of(batch.y))
         p = self.predicted(outputs.to(torch.float64))
         gap = p - y
         parts = [torch.ones_like(y), y, p, y * y, p * p, y * p, gap.abs(), gap * gap]
-        # a product with the mask: an output that is not finite makes the sums NaN, so that validation drops the reply
+        # a product with the mask, so that non-finite outputs make the sums NaN, and validation drops the reply
         moments = summed(torch.stack(parts, 1) * known.unsqueeze(1), batch).flatten()
         found = [moments, summed(torch.stack(self.row_losses(outputs, batch), 1), batch)]
         if self.report == "sentiment":
@@ -106,7 +108,7 @@ class Regression(Objective):
         return torch.cat(found)
 
     def measured(self, sums: Tensor) -> dict[str, float]:
-        """Means over the targets of MAE, RMSE, Pearson correlation, concordance and R^2; the mean loss."""
+        """Return MAE, RMSE, Pearson correlation, concordance and R^2 as means over targets, and the mean loss."""
         extra = sentiment.SIZE if self.report == "sentiment" else 0
         targets = (len(sums) - REST - extra) // MOMENTS
         values = sums.to(torch.float64).cpu()
@@ -120,11 +122,14 @@ class Regression(Objective):
         return found | (sentiment.measured(values[len(values) - extra :]) if extra and found else {})
 
     def own_shape(self, size: int) -> tuple[int, ...]:
-        """See `Objective.own_shape`."""
+        """Return the shape of a client's own sums; see `Objective.own_shape`."""
         return (MOMENTS * size + REST + (sentiment.SIZE if self.report == "sentiment" else 0),)
 
     def flaw(self, sums: Tensor, num_rows: float) -> str:
-        """See `Objective.flaw`: counts and sums of squares have a sign, and no square of a sum exceeds its bound."""
+        """Return why a client's own sums are impossible, or "".
+
+        Counts and sums of squares must not be negative. Squares of sums must respect the Cauchy-Schwarz inequality.
+        """
         extra = sentiment.SIZE if self.report == "sentiment" else 0
         targets = (len(sums) - REST - extra) // MOMENTS
         n, y, p, yy, pp, yp, gap, square = sums[: MOMENTS * targets].double().cpu().view(MOMENTS, targets)
@@ -138,11 +143,11 @@ class Regression(Objective):
 
     @property
     def exact(self) -> tuple[str, ...]:
-        """See `Objective.exact`."""
+        """The names of the metrics that need all rows at once; see `Objective.exact`."""
         return ("c_index",)
 
     def exact_scores(self, outputs: Tensor, batch: Batch) -> list[float]:
-        """The concordance index, the mean over the targets for which it is defined."""
+        """Return the concordance index, as the mean over the targets for which it is defined."""
         each = []
         for target in range(outputs.shape[1]):
             known = ~batch.y[:, target].isnan()
@@ -151,27 +156,27 @@ class Regression(Objective):
         return [UNDEFINED if mean is None else mean]
 
     def predicted(self, outputs: Tensor) -> Tensor:
-        """Values (n, T) in the unit of the targets."""
+        """Return the predicted values (n, T) in the unit of the targets."""
         return outputs if self.shift == 0.0 and self.scale == 1.0 else outputs * self.scale + self.shift
 
     def decided(self, predicted: Tensor) -> Tensor:
-        """The values themselves."""
+        """Return the predicted values unchanged."""
         return predicted
 
 
 def moment_scores(
     n: float, y: float, p: float, yy: float, pp: float, yp: float, gap: float, square: float
 ) -> dict[str, float]:
-    """Metrics of one target from its sums (`MOMENTS`); those that are undefined are left out.
+    """Return the metrics of one target from its sums (`MOMENTS`), without undefined metrics.
 
-    `pearson` is the correlation; `concordance` is 2 cov / (var y + var p + (mean y - mean p)^2), Lin, "A concordance
-    correlation coefficient to evaluate reproducibility", Biometrics 45 (1989), with variances over n.
+    `pearson` is the correlation. `concordance` is 2 cov / (var y + var p + (mean y - mean p)^2), with variances over n.
+    Source: Lin, "A concordance correlation coefficient to evaluate reproducibility", Biometrics 45 (1989).
     """
     if n <= 0:
         return {}
     found = {"mae": gap / n, "rmse": (square / n) ** 0.5}
     cov, var_y, var_p = yp / n - y * p / n**2, yy / n - (y / n) ** 2, pp / n - (p / n) ** 2
-    floor_y, floor_p = 1e-12 * yy / n, 1e-12 * pp / n  # below this, a variance is rounding
+    floor_y, floor_p = 1e-12 * yy / n, 1e-12 * pp / n  # below these values, a variance is only rounding error
     if var_y > floor_y and var_p > floor_p:
         found["pearson"] = cov / (var_y * var_p) ** 0.5
     if var_y > floor_y or var_p > floor_p:

@@ -1,6 +1,7 @@
-"""`Retrieval`: find the sample of one modality that belongs to a sample of another one.
+"""`Retrieval`: find the sample of one modality that belongs to a sample of another modality.
 
-Shape letters: as in `base.py`; also `M` modalities of the model, `D` width of the common embedding.
+`base.py` explains the shape letters. In addition, `M` is the number of the model's modalities, and `D` is the width of
+the common embedding.
 """
 
 from collections.abc import Mapping
@@ -23,20 +24,21 @@ RANKS = (1, 5, 10)
 """The k of recall at k."""
 
 REST = 3
-"""The sum of reciprocal ranks, the sum of the losses, and their weight."""
+"""Further sums: the sum of reciprocal ranks, the sum of the losses, and their weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retrieval(Objective):
-    """Pairs: the modalities of a row belong together, those of two rows do not. Labels are not read.
+    """Retrieval of matching samples across modalities. Samples match if they are in the same row. Labels are not used.
 
-    The embedding of a modality is what the model gives if all other modalities are zero, scaled to length 1. The loss
-    is the symmetric cross-entropy of cosine similarities within a batch (Radford et al., "Learning Transferable Visual
-    Models From Natural Language Supervision", ICML 2021, Fig. 3), averaged over all ordered pairs of modalities.
+    The embedding of a modality is the model's output with all other modalities set to zero, scaled to length 1. The
+    loss is the symmetric cross-entropy of cosine similarities within a batch, averaged over all ordered pairs of
+    modalities. Source: Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", ICML
+    2021, Fig. 3.
 
     Attributes:
         dimension: D, the width of the common embedding.
-        temperature: divides the similarities; CLIP learns it and starts at 0.07.
+        temperature: number by which the similarities are divided. CLIP learns this number and starts at 0.07.
     """
 
     NAME: ClassVar[str] = "retrieval"
@@ -49,7 +51,7 @@ class Retrieval(Objective):
     temperature: Annotated[float, POSITIVE] = 0.07
 
     def prepared(self, columns: Columns) -> Columns:
-        """See `Objective.prepared`."""
+        """Return the table with its labels in the form that this objective uses; see `Objective.prepared`."""
         if len(columns.modalities) < 2:
             raise DataError(
                 f"data '{columns.name}' has the modality '{next(iter(columns.modalities))}' only; [task] name = "
@@ -60,15 +62,15 @@ class Retrieval(Objective):
         return replace(columns, label=torch.zeros(len(columns), dtype=torch.int64), num_classes=1, class_names=None)
 
     def label_shape(self, size: int) -> tuple[int, ...]:
-        """See `Objective.label_shape`."""
+        """Return the shape of a row's label; see `Objective.label_shape`."""
         return ()
 
     def num_outputs(self, size: int) -> int:
-        """The width D."""
+        """Return the width D of the common embedding."""
         return self.dimension
 
     def outputs(self, model: Model, w: Tree, batch: Batch, features: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Embeddings (B, M, D) of length 1 in the order of the model's modalities; zero where a modality is lacking."""
+        """Return embeddings (B, M, D) of length 1, in the order of the model's modalities; 0 for lacking modalities."""
         z = model.features(w, batch) if features is None else features
         found: dict[str, Tensor] = {}
         for m in model.modalities:
@@ -80,26 +82,29 @@ class Retrieval(Objective):
         return torch.stack([found.get(m, torch.zeros_like(some)) for m in model.modalities], 1)
 
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The cross-entropy of each row's own partner among all rows of the batch, over the pairs that the row has."""
+        """Return each row's cross-entropy, summed over its pairs of modalities, and the number of pairs.
+
+        The classes of the cross-entropy are the rows of the batch, and the correct class is the row itself.
+        """
         value = weight = outputs.new_zeros(outputs.shape[0])
         for query, other, both in _pairs(outputs, batch):
             scores = (query @ other.mT / self.temperature).masked_fill(~both.unsqueeze(0), float("-inf"))
-            scores = torch.where(both.unsqueeze(1), scores, torch.zeros_like(scores))  # a row without a pair
+            scores = torch.where(both.unsqueeze(1), scores, torch.zeros_like(scores))  # rows without the pair
             row = torch.logsumexp(scores, -1) - scores.diagonal(dim1=-2, dim2=-1)
             value = value + torch.where(both, row, torch.zeros_like(row))
             weight = weight + both.to(value.dtype)
         return value, weight
 
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        """Queries, those found among the first k for each k of `RANKS`, and `REST`: float64 (7,).
+        """Return the number of queries, the number of hits at each rank of `RANKS`, and `REST`: float64 (7,).
 
-        All rows of the batch that have both modalities are candidates for each query, so the batch must hold all rows.
+        For each query, all rows of the batch with both modalities are candidates, so the batch must hold all rows.
         """
         found = torch.zeros(1 + len(RANKS) + 1, dtype=torch.float64, device=outputs.device)
         for query, other, both in _pairs(outputs, batch):
             scores = query @ other.mT
             own = scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-            # ties count against the query, so that equal embeddings of all rows find nothing
+            # ties count against the query, so that a model with equal embeddings for all rows has no hits
             better = (scores >= own) & both.unsqueeze(0)
             rank = better.sum(-1).clamp(min=1)
             hits = [(rank <= k).to(torch.float64) for k in RANKS]
@@ -110,7 +115,7 @@ class Retrieval(Objective):
         return torch.where(broken, torch.nan, torch.cat([found, losses]))
 
     def measured(self, sums: Tensor) -> dict[str, float]:
-        """Recall at each k of `RANKS`, the mean reciprocal rank, and the mean loss."""
+        """Return the recall at each rank of `RANKS`, the mean reciprocal rank, and the mean loss."""
         queries, *hits, reciprocal, loss, weight = sums.tolist()
         if not queries:
             return {}
@@ -118,20 +123,23 @@ class Retrieval(Objective):
         return found | {"mrr": reciprocal / queries, "loss": loss / weight}
 
     def own_shape(self, size: int) -> tuple[int, ...]:
-        """See `Objective.own_shape`."""
+        """Return the shape of a client's own sums; see `Objective.own_shape`."""
         return (1 + len(RANKS) + REST,)
 
     def flaw(self, sums: Tensor, num_rows: float) -> str:
-        """See `Objective.flaw`; a row asks for each of its modalities by each other one, so queries have no bound."""
+        """Return why a client's own sums are impossible, or "".
+
+        A row makes a query for each ordered pair of modalities, so the number of rows does not bound the queries.
+        """
         return not_counts(sums[:-2], float(sums[0])) or not_counts(sums[-2:], float("inf"))
 
     def decided(self, predicted: Tensor) -> Tensor:
-        """The embeddings themselves."""
+        """Return the embeddings unchanged."""
         return predicted
 
 
 def _pairs(outputs: Tensor, batch: Batch) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For each ordered pair of modalities both embeddings (B, D), and the rows that have both, bool (B,)."""
+    """Return, for each ordered pair of modalities, both embeddings (B, D) and which rows have both, bool (B,)."""
     there = outputs.square().sum(-1) > 0
     if batch.ok is not None:
         there = there & batch.ok.unsqueeze(-1)

@@ -1,7 +1,7 @@
-"""Targets of a data set: which kind of task they suggest, and their form for each kind.
+"""Targets of a data set: the objective that they suggest, and their conversion for each objective.
 
-A table holds labels as int64 (N,), class numbers, or as float32 (N,) or (N, T), T targets for each row. NaN in a float
-label is a target that nobody knows.
+A table holds labels in one of two forms. Class numbers are int64 (N,). Targets are float32 (N,) or (N, T), with T
+targets for each row. NaN in a float label marks an unknown target.
 """
 
 from dataclasses import replace
@@ -14,10 +14,10 @@ from polyfed.data.columns import Columns
 
 
 def looks_like(label: Tensor) -> str:
-    """The name of the task that labels suggest.
+    """Return the name of the objective that labels suggest.
 
-    int64 (N,) are classes. Float labels of which every known one is 0 or 1 are the labels of `multi-label`. All other
-    float labels are the targets of a `regression`.
+    Labels int64 (N,) suggest `classification`. Float labels suggest `multi-label` if every known label is 0 or 1. All
+    other float labels suggest `regression`.
     """
     if not label.is_floating_point():
         return "classification"
@@ -26,12 +26,12 @@ def looks_like(label: Tensor) -> str:
 
 
 def in_words(label: Tensor) -> str:
-    """Type and shape of labels, for texts."""
+    """Return type and shape of labels as a text for error messages."""
     return f"{str(label.dtype).removeprefix('torch.')} {tuple(label.shape)}"
 
 
 def with_targets(columns: Columns, targets: Tensor) -> Columns:
-    """The table with float targets (N, T) as labels.
+    """Return the table with float targets (N, T) as labels.
 
     Raises:
         DataError: no target is known.
@@ -44,18 +44,18 @@ def with_targets(columns: Columns, targets: Tensor) -> Columns:
 
 
 def as_matrix(label: Tensor) -> Tensor:
-    """Labels as float32 (N, T)."""
+    """Return labels as float32 (N, T)."""
     wide = label.to(torch.float32)
     return wide.unsqueeze(1) if wide.dim() == 1 else wide
 
 
 def as_classes(columns: Columns, task: str, cure: str) -> Columns:
-    """The table with class numbers as labels; whole numbers of a float type are converted.
+    """Return the table with class numbers as labels. Whole numbers of a float type are converted.
 
     Args:
         columns: the table.
-        task: the name of the task, for the text of an error.
-        cure: another task that such labels fit, for the text of an error.
+        task: the name of the objective, for an error text.
+        cure: a hint at another objective that fits the labels, for an error text.
 
     Raises:
         DataError: the labels are not one whole number for each row.

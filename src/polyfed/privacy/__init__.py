@@ -1,10 +1,11 @@
-"""What may leave a client, who decides it, and how one can prove afterwards what did leave?
+"""Privacy: rules about the data that may leave a client, their enforcement, and records of what has left.
 
 - `policy`: the kinds of data that may leave, by modality and destination ([egress] of a recipe or a device).
-- `announcement`: everything that the replies of a client can hold; `polyfed check` and the gate use the same list.
-- `gate`: the one place through which replies leave. It refuses what the policy forbids or the list lacks.
-- `limits`: how few rows and steps, and how many rounds and requests, a device accepts ([limits] of a device).
-- `ledger`: one row for everything that crossed, or was refused, in both directions.
-- `contents`: the SHA-256 of what crosses, for the audit log.
-- `audit`: the signed and chained log of a device, and its verification.
+- `announcement`: everything that the replies of a client can hold. `polyfed check` and the gate use the same list.
+- `gate`: all replies leave through the gate. It refuses what the policy forbids or the announcement does not list.
+- `limits`: the least rows and steps, and the most rounds and requests, that a device accepts ([limits] of a device).
+- `ledger`: one row for each part of a message that was received, sent or refused.
+- `contents`: the SHA-256 of each part of a message, for the audit log.
+- `audit`: the signed log of a device or server, in which each line holds the hash of the line before.
+- `audit_check`: the verification of an audit log.
 """

@@ -1,8 +1,8 @@
-"""Everything that a client's replies can hold, with the policy's verdict: one list for `polyfed check` and the gate.
+"""The announcement: a list of everything that a client's replies can hold, and whether the policy allows each part.
 
-The list follows from what each task's message declares, the blocks that the client has, and the algorithm's options.
-`polyfed check` prints the list; `EgressGate.release` lets a part of a reply out only if the list contains it and the
-policy allows it. So nothing leaves that `check` did not announce.
+polyfed computes the list from the declarations of each task's message, the blocks of the client and the algorithm's
+options. `polyfed check` prints the list. `EgressGate.release` lets a part of a reply leave only if the list contains
+the part and the policy allows it. So only parts that `check` has announced can leave.
 """
 
 from collections.abc import Mapping
@@ -18,25 +18,25 @@ from polyfed.privacy.policy import Policy, refusal
 
 
 class Asking(Protocol):
-    """What an announcement needs to know about an algorithm; see `polyfed.algorithms.Algorithm`."""
+    """The part of `polyfed.algorithms.Algorithm` that an announcement uses."""
 
     def will_ask(self, task: str, *, tested: bool) -> bool:
-        """Whether clients can be asked for a task."""
+        """Return whether the server can ask clients to run a task."""
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Whether a field of a task's reply can hold anything of a block."""
+        """Return whether a field of a task's reply can hold anything of a block."""
 
     def private_names(self, model: Model) -> frozenset[str]:
-        """The parameters and buffers of the model that clients keep."""
+        """Return the names of the parameters and buffers that clients keep and never send."""
 
 
 @dataclass(frozen=True)
 class PrivateNames:
-    """The parameters and buffers of the model that clients keep.
+    """The parameters and buffers of the model that clients keep and never send.
 
     Attributes:
-        names: their names.
-        blocks: the blocks that are private as a whole.
+        names: the names of these parameters and buffers.
+        blocks: the blocks in which every parameter and buffer is private.
     """
 
     names: frozenset[str] = frozenset()
@@ -44,7 +44,7 @@ class PrivateNames:
 
     @classmethod
     def of(cls, method: Asking, model: Model) -> "PrivateNames":
-        """The private names of a method, and the blocks of the model that hold no others."""
+        """Return the private names of a method, and the blocks of the model that hold only private names."""
         names = method.private_names(model)
         rest = {block_of(name) for name in model.names(model.modalities) if name not in names}
         return cls(names, frozenset(map(block_of, names)) - rest)
@@ -52,7 +52,7 @@ class PrivateNames:
 
 @dataclass(frozen=True)
 class Holder:
-    """The client and the federation that the words in a tree's `blocks` refer to.
+    """The modalities that the words in a declaration's `blocks`, such as `MODALITIES`, stand for.
 
     Attributes:
         own: the modalities of the client.
@@ -65,7 +65,7 @@ class Holder:
     read: tuple[str, ...]
 
     def names(self, said: Declared) -> tuple[str, ...]:
-        """The names that tensors of a tree may have; for parameters and gradients, the blocks they may belong to.
+        """Return the names that tensors of a tree may have. For parameters and gradients, return the allowed blocks.
 
         The result is empty for a field that is a single tensor, because such a tensor has no name.
         """
@@ -74,7 +74,7 @@ class Holder:
         return tuple(dict.fromkeys(name for word in said.blocks or () for name in words.get(word, (word,))))
 
     def blocks(self, said: Declared) -> tuple[str, ...]:
-        """The blocks to which the policy and the ledger assign the parts of a field."""
+        """Return the blocks to which the policy and the ledger assign the parts of a field."""
         if said.kind == "labels":
             return (LABELS,)
         return (said.of or SHARED,) if said.bare else self.names(said)
@@ -91,9 +91,9 @@ class Announced:
         kind: kind of data that the field carries.
         block: a modality, `shared` or `labels`.
         destination: `server` or `silo`.
-        allowed: whether the policy lets the part go to its destination.
+        allowed: whether the policy allows the part to go to its destination.
         fix: the policy line that would allow the part; empty if it is allowed.
-        tells: what the part reveals beyond what its kind suggests; usually empty.
+        tells: a note on data that the part reveals and its kind does not suggest; usually empty.
     """
 
     task: str
@@ -109,15 +109,15 @@ class Announced:
 
 @dataclass(frozen=True)
 class Announcement:
-    """Everything that the replies of one client, or of several with the same modalities and policy, can hold.
+    """Everything that a client's replies can hold. Clients with the same modalities and policy share an announcement.
 
     Attributes:
-        algorithm: the method, whose options decide which tasks are asked and which fields are sent.
-        answers: for each task name, the message class of its reply and the destination.
+        algorithm: the method. Its options decide which tasks the clients run and which fields they send.
+        answers: for each task name, the message class and the destination of the reply.
         holder: the modalities of the client and of the federation.
         policy: the policy of the client.
         tested: whether any client has test rows of its own.
-        private: what the client keeps, whatever its policy allows.
+        private: the parameters and buffers that the client never sends, even if its policy allows it.
     """
 
     algorithm: Asking
@@ -154,9 +154,10 @@ class Announcement:
         }
 
     def answer_refusal(self, task: str, reply: type[Message], destination: str, client: int) -> str:
-        """Why a reply of this type may not leave, whatever it holds; empty if it is the type that the task declares.
+        """Return why a reply of this type may not leave. The text is empty if the task declares this type.
 
-        The text leaves the device, so it does not repeat an undeclared type's name: a task could write rows into it.
+        The text leaves the device. It does not repeat the name of an undeclared type, because a task could hide data
+        in such a name.
         """
         if task not in self.answers:
             return (
@@ -174,7 +175,7 @@ class Announcement:
         )
 
     def private_refusal(self, reply: Message, client: int) -> str:
-        """Why a reply may not leave because it holds private parameters; empty if it holds none."""
+        """Return the text that refuses a reply with private parameters. The text is empty for a reply without them."""
         for field, name, _ in tensors(reply) if self.private.names else ():
             if reply.kinds[field] in OF_THE_MODEL and name in self.private.names:
                 return (
@@ -184,17 +185,17 @@ class Announcement:
         return ""
 
     def announces(self, task: str, part: Crossing) -> bool:
-        """Whether the list has this part of a reply, allowed or not."""
+        """Return whether the list contains this part of a reply, whether or not the policy allows the part."""
         return not self.strange(task, part) and (task, part.field, part.block) in self.rows
 
     def strange(self, task: str, part: Crossing) -> frozenset[str]:
-        """The names in a part of a reply that the reply's message does not declare."""
+        """Return the names in a part of a reply that the reply's message class does not declare."""
         return part.names - self.names[task, part.field]
 
     def refusal(self, task: str, part: Crossing, client: int) -> str:
-        """Why a part of a reply may not leave; empty if it may.
+        """Return why a part of a reply may not leave. The text is empty if the part may leave.
 
-        The text leaves the device, so it repeats no undeclared name: a task could write rows into such a name.
+        The text leaves the device. It repeats no undeclared name, because a task could hide data in such a name.
         """
         reply, destination = self.answers[task]
         where = f"client {client} refused to send {reply.__name__}.{part.field}"
@@ -211,7 +212,7 @@ class Announcement:
         )
 
     def _undeclared(self, task: str, part: Crossing, strange: frozenset[str]) -> str:
-        """The text of a refusal for names that a message does not declare, with the way to declare them."""
+        """Return the text of a refusal for undeclared names. The text explains how to declare them."""
         reply, destination = self.answers[task]
         said = reply.declared[part.field]
         of_the_model = part.kind in OF_THE_MODEL

@@ -1,17 +1,17 @@
-"""Audit logs: the rows of a ledger as a chain that nobody can change without its key.
+"""Audit logs: the rows of a ledger as a chain of lines that nobody can change unnoticed without the private key.
 
-A device keeps one log for all runs in its state folder; the server of a deployment keeps one in the folder of the run.
-`audit.jsonl` has a line for every crossing and, on a device, for every refusal:
+A device keeps one log for all runs in its state folder. The server of a deployment keeps a log in the folder of the
+run. `audit.jsonl` has a line for every part of a message and, on a device, for every refusal:
 
     {"time": ..., "run": ..., ..., "verdict": "allowed", "sha256": CONTENT, "previous": HASH OF THE LINE BEFORE}
 
-Lines are written in groups: those of a request on a device, those of a round on a server. A group ends with a seal: a
-line that is signed with the key of the log (Ed25519). `audit-head.json` is signed too and says how long the log is, so
-that lines missing at its end are found.
+Lines are written in groups. A device writes a group for each request, and a server writes a group for each round. A
+group ends with a seal: a line that is signed with the key of the log (Ed25519). `audit-head.json` is signed too. It
+holds the length of the log, so that verification notices lines that are missing at the end.
 
-A device's group is on the disk before its reply leaves. The reply carries the hash of the seal, and the server writes
-this hash into its own rows. So neither log can be rewritten unnoticed while the other is kept. Who has the private key
-of a log can write another log.
+A device writes its group to the disk before its reply leaves. The reply carries the hash of the seal, and the server
+writes this hash into its own rows. So nobody can rewrite one log unnoticed while the other log exists. Anybody who has
+the private key of a log can write a different log.
 """
 
 import fcntl
@@ -35,22 +35,22 @@ from polyfed.core.parsing import parse_json
 from polyfed.privacy.ledger import Entry, lines
 
 HEAD, PRIVATE_KEY, LOCK = "audit-head.json", "audit-key.pem", "audit.lock"
-"""Files beside the log."""
+"""Names of the files in the same folder as the log."""
 
 START = "0" * 64
-"""The hash before the first line."""
+"""The value that stands for the hash of the line before the first line."""
 
 SIGNATURE = ',"signature":"'
-"""What comes before the signature in a seal."""
+"""The text in a seal directly before the signature."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """How far a log has come.
+    """The length of a log and the hash of its last line.
 
     Attributes:
-        lines: number of lines, seals included.
-        size: of the file, in bytes.
+        lines: number of lines, including seals.
+        size: size of the file in bytes.
         hash: SHA-256 of the last line.
     """
 
@@ -59,7 +59,7 @@ class Head:
     hash: str = START
 
     def signed_bytes(self) -> bytes:
-        """What the signature of the head covers."""
+        """Return the bytes that the signature of the head covers."""
         return f"polyfed audit head {self.lines} {self.size} {self.hash}".encode()
 
 
@@ -74,28 +74,28 @@ class AuditLog:
         self.folder = folder
 
     def prepare(self) -> bool:
-        """Make the key if there is none; whether it was made now.
+        """Make the key if there is none. Return whether this call made it.
 
         Raises:
-            CheckpointError: there is a log, but its key is missing.
+            CheckpointError: a log exists, but its key is missing.
             OSError: the key cannot be written.
         """
         with self._alone():
             return self._prepare()
 
     def append(self, entries: Sequence[Entry], run: str) -> str:
-        """Write a group of rows and its seal, all or none of them; they are on the disk when this returns.
+        """Write a group of rows and its seal to the disk. If writing fails, none of these lines stays in the log.
 
         Args:
-            entries: of one request of one client, or of one round of a run.
+            entries: the entries of one request to one client, or of one round of a run.
             run: the run's name.
 
         Returns:
-            The hash of the seal; empty if there are no entries.
+            The hash of the seal, or "" if there are no entries.
 
         Raises:
             CheckpointError: the log on disk is damaged.
-            OSError: it cannot be written.
+            OSError: the log cannot be written.
         """
         if not entries:
             return ""
@@ -106,7 +106,9 @@ class AuditLog:
         return self._add([json.loads(row) for row in lines(entries, run, contents=True)], place)
 
     def resumed(self, round: int) -> None:
-        """Note that a run goes on after this round, or from the start (-1). Later rows stay, since they crossed.
+        """Record that a run resumes after this round, or from the start (-1).
+
+        The rows of later rounds stay in the log, because their messages were sent.
 
         Raises:
             CheckpointError, OSError: see `append`.
@@ -126,7 +128,7 @@ class AuditLog:
                 sync(path)
                 self._write_head(after, key)
             except OSError:
-                os.truncate(path, head_of(self.folder).size)  # what the signed head says is what there is
+                os.truncate(path, head_of(self.folder).size)  # the log must have the length in the signed head
                 raise
         return after.hash
 
@@ -154,7 +156,7 @@ class AuditLog:
         return True
 
     def _checked_head(self, key: Ed25519PublicKey) -> Head:
-        """The head; what was written after it, when an earlier write did not end, is removed: nothing of it left."""
+        """Return the head, and remove lines after it that an interrupted write left. Their messages were not sent."""
         head, path = head_of(self.folder, key), self.folder / AUDIT
         path.touch()
         size = path.stat().st_size
@@ -173,7 +175,7 @@ class AuditLog:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Wait until no other process writes this log. Files that are written meanwhile are for this user only."""
+        """Lock the log against other processes. Only this user can read files that are made inside the block."""
         before = os.umask(0o077)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -187,7 +189,7 @@ class AuditLog:
 def _chained(
     rows: list[dict[str, Any]], place: dict[str, Any], head: Head, key: Ed25519PrivateKey
 ) -> tuple[bytes, Head]:
-    """The lines of a group with their seal, and the head after them."""
+    """Return the lines of a group with their seal, and the head after them."""
     now, previous, written = {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}, head.hash, list[bytes]()
     for row in [*rows, place | {"seal": len(rows)}]:
         line = json.dumps(now | row | {"previous": previous}, separators=(",", ":"))
@@ -200,10 +202,10 @@ def _chained(
 
 
 def head_of(folder: Path, key: Ed25519PublicKey | None = None) -> Head:
-    """The head on disk, its signature checked if a key is given.
+    """Read the head from the disk. If a key is given, check the signature.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: the head is missing or damaged.
     """
     path = folder / HEAD
     try:
@@ -219,7 +221,7 @@ def head_of(folder: Path, key: Ed25519PublicKey | None = None) -> Head:
 
 
 def _last_hash(path: Path, end: int) -> str:
-    """SHA-256 of the line that ends at this byte."""
+    """Return the SHA-256 of the line that ends at this byte."""
     size = min(end, 1 << 16)
     with path.open("rb") as file:
         file.seek(end - size)

@@ -1,4 +1,4 @@
-"""Is an audit log whole? Every hash and signature is checked, and the first bad line is named."""
+"""Verification of an audit log: check every hash and signature, and name the first bad line."""
 
 import hashlib
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from polyfed.privacy.audit import HEAD, SIGNATURE, START, head_of
 
 @dataclass(frozen=True)
 class Verified:
-    """A log that is whole.
+    """The summary of an undamaged log.
 
     Attributes:
-        rows: crossings and refusals.
-        seals: signed lines.
-        first: time of the first line, or "" where there is none.
-        last: time of the last line.
+        rows: number of rows: parts of messages that were received, sent or refused.
+        seals: number of signed lines.
+        first: time of the first line, or "" if the log is empty.
+        last: time of the last line, or "" if the log is empty.
     """
 
     rows: int
@@ -37,11 +37,11 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
 
     Args:
         folder: the device's state folder, or the folder of the run.
-        key: the log's public key (PEM), as it was handed over when the device was set up; by default the one in the
-            folder, which whoever replaced the whole log replaced too.
+        key: path of the log's public key (PEM), copied when the device was set up. By default, the key in the folder
+            is used, but somebody who replaces the whole log can replace that key too.
 
     Raises:
-        DataError: a file is missing, or the log is damaged; the text names the first bad line.
+        DataError: a file is missing, or the log is damaged. The text names the first bad line.
     """
     path, public = folder / AUDIT, _public_key(key or folder / PUBLIC_KEY)
     try:
@@ -83,7 +83,7 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _is_signed(line: bytes, key: Ed25519PublicKey) -> bool:
-    """Whether a seal has the signature of its own text."""
+    """Return whether the signature of a seal matches the seal's text."""
     text, _, signature = line.decode().rpartition(SIGNATURE)
     try:
         key.verify(bytes.fromhex(signature.removesuffix('"}')), f"{text}}}".encode())

@@ -1,4 +1,4 @@
-"""Digests of what crosses: the SHA-256 of each part of a message, for the audit log of a device."""
+"""Digests of messages: the SHA-256 of each part of a message, for the audit log of a device."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,12 @@ from polyfed.core.tree import block_of
 
 
 def contents(msg: Message, parts: Sequence[Crossing], allowed: Sequence[bool]) -> tuple[str, ...]:
-    """The SHA-256 of each part of one client's message; empty for a part that is refused, since it does not cross."""
+    """Return the SHA-256 of each part of one client's message. The entry of a refused part is empty."""
     return tuple(_digest(msg, part) if ok else "" for part, ok in zip(parts, allowed, strict=True))
 
 
 def _digest(msg: Message, part: Crossing) -> str:
-    """Over name, type, shape and bytes of the tensors of a part, in the order of their names."""
+    """Return the SHA-256 over name, type, shape and bytes of a part's tensors, in the order of their names."""
     total = hashlib.sha256()
     for name, tensor in sorted(_tensors(msg, part), key=lambda pair: pair[0]):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())

@@ -1,7 +1,8 @@
-"""The egress gate of a client: the one place through which its replies leave.
+"""The egress gate of a client: all replies of the client leave through this gate.
 
-In a simulation, one gate may serve several clients with the same modalities and the same policy, whose messages are
-stacked. The gate looks at fields and shapes, not at values, so the same code serves one client and many.
+In a simulation, the messages of several clients may be stacked. One gate then serves all these clients, which have
+the same modalities and the same policy. The gate checks fields and shapes, not values, so the same code handles both
+cases.
 """
 
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ class EgressGate:
     Attributes:
         clients: the numbers of the clients.
         blocks: the blocks of the clients' model.
-        ledger: receives a row for every crossing.
-        announcement: everything that the clients' replies can hold, with the policy's verdict.
+        ledger: records every part of every message that passes the gate or is refused.
+        announcement: everything that the clients' replies can hold, and whether the policy allows it.
         on_server: whether these are evaluation clients. Their rows belong to the server, so no client's data leaves.
     """
 
@@ -35,7 +36,7 @@ class EgressGate:
     on_server: bool = False
 
     def receive(self, request: Request, msg: Message) -> Any:
-        """Receive a message: remove the blocks that the clients do not have, and book the rest."""
+        """Receive a message: remove the blocks that the clients do not have, and record the rest in the ledger."""
         own = cut(msg, self.blocks)
         if not self.on_server:
             parts = crossings(own)
@@ -44,7 +45,7 @@ class EgressGate:
         return own
 
     def release(self, request: Request, reply: Message, *, stacked: bool) -> Message:
-        """Let a whole reply out, or refuse the whole reply.
+        """Check a reply and return it, or refuse the whole reply.
 
         Args:
             request: the request that the reply answers.
@@ -52,8 +53,8 @@ class EgressGate:
             stacked: whether the tensors have a leading client axis.
 
         Raises:
-            EgressError: the policy forbids a part of the reply, or `polyfed check` did not announce it. The text names
-                client, field, kind, block, destination and the line that would allow it.
+            EgressError: the policy forbids a part of the reply, or `polyfed check` did not announce that part. The
+                text names client, field, kind, block and destination, and the policy line that would allow the part.
         """
         assert isinstance(reply, Message), f"task {request.name} answered with {type(reply).__name__}, not a message"
         if self.on_server:
@@ -64,7 +65,7 @@ class EgressGate:
         return reply
 
     def _refuse_another(self, request: Request, reply: Message, stacked: bool) -> None:
-        """Refuse a reply whose type is not the one that the task declares, or that holds private parameters."""
+        """Refuse a reply of a type that the task does not declare, and a reply that holds private parameters."""
         why = self.announcement.answer_refusal(request.name, type(reply), request.scope, self.clients[0])
         if why := why or self.announcement.private_refusal(reply, self.clients[0]):
             parts = crossings(reply, stacked=stacked)
@@ -78,7 +79,7 @@ class EgressGate:
             raise EgressError(first)
 
     def _alike(self, reply: Message) -> list[tuple[tuple[int, ...], dict[str, int] | None]]:
-        """Group a stack's clients by number of rows sent, the only thing in which their messages differ."""
+        """Group the clients of a stack by the number of rows that they send. Their messages differ in nothing else."""
         if not reply.counts:
             return [(self.clients, None)]
         counted = {name: getattr(reply, count).tolist() for name, count in reply.counts.items()}
@@ -104,7 +105,7 @@ class EgressGate:
 
 
 def _refuse_dotted(msg: Message, parts: tuple[Crossing, ...]) -> None:
-    """Refuse a message of the server if a tree that holds no model has names like those of a model."""
+    """Refuse a message of the server if a tree without parameters or gradients has names with dots, as models do."""
     for part in parts:
         if part.kind not in OF_THE_MODEL and (dotted := [name for name in part.names if "." in name]):
             raise RecipeError(

@@ -1,8 +1,8 @@
-"""The ledger: one row for everything that crossed a client's border, or was refused there, in both directions.
+"""The ledger: one row for each part of a message that a client received, sent or was not allowed to send.
 
-All rows of a request that goes to several clients are alike but for the client's number. So the ledger keeps them as
-entries (clients, crossings) and writes rows out on demand: a cohort of 50 costs one entry, not four hundred
-dictionaries.
+If a request goes to several clients, their rows differ only in the client's number. So the ledger stores them as one
+entry with the clients and the parts of the message, and makes the rows on demand. A request to 50 clients takes one
+entry, not four hundred dictionaries.
 """
 
 import json
@@ -13,23 +13,23 @@ from typing import Any
 from polyfed.core.messages import Crossing
 
 TO_CLIENT = "client"
-"""The destination of what a client receives."""
+"""The destination of the messages that a client receives."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What each of `clients` sent, or received, in one request.
+    """The message that each of `clients` sent or received in one request.
 
     Attributes:
         round: the round; 0 is set-up.
         request: number of the request in its round, from 0.
-        clients: their numbers.
+        clients: the numbers of the clients.
         message: name of the message's class.
         crossings: the parts of the message of one client.
         destination: `server`, `silo` or `client`.
-        allowed: whether each part may cross.
-        contents: the SHA-256 of each part, empty for a part that was refused; () where no audit log is kept.
-        seal: on the server, the hash of the seal under these rows in the device's audit log.
+        allowed: for each part, whether it may be sent.
+        contents: for each part, its SHA-256, or an empty text if the part was refused. Without an audit log: ().
+        seal: on the server, the hash of the seal (signed line) after these rows in the device's audit log.
     """
 
     round: int
@@ -44,25 +44,25 @@ class Entry:
 
     @property
     def bytes_each(self) -> int:
-        """Bytes that each of `clients` sent or received; refused crossings count nothing."""
+        """Bytes that each of `clients` sent or received. Refused parts do not count."""
         return sum(c.bytes for c, ok in zip(self.crossings, self.allowed, strict=True) if ok)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all of `clients` together."""
+        """Bytes that all `clients` sent or received together."""
         return self.bytes_each * len(self.clients)
 
 
 @dataclass
 class Ledger:
-    """Entries since the last `drain`, and totals of the whole run.
+    """The entries since the last `drain`, and the totals of the whole run.
 
     Attributes:
         run: the run's name.
-        hashing: whether entries have the SHA-256 of what crosses.
-        entries: since the last `drain`.
-        bytes_up: sent by clients so far.
-        bytes_down: received by clients so far.
+        hashing: whether entries hold the SHA-256 of each part.
+        entries: the entries since the last `drain`.
+        bytes_up: bytes that clients have sent so far.
+        bytes_down: bytes that clients have received so far.
     """
 
     run: str
@@ -72,7 +72,7 @@ class Ledger:
     bytes_down: int = 0
 
     def book(self, entry: Entry) -> None:
-        """Add an entry; refused crossings count no bytes."""
+        """Add an entry and its bytes to the totals. Refused parts do not count."""
         self.entries.append(entry)
         if entry.destination == TO_CLIENT:
             self.bytes_down += entry.bytes
@@ -80,25 +80,26 @@ class Ledger:
             self.bytes_up += entry.bytes
 
     def drain(self) -> list[Entry]:
-        """Hand over the entries and forget them; totals stay."""
+        """Return the entries and remove them from the ledger. The totals stay."""
         entries, self.entries = self.entries, []
         return entries
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows of all entries held, in the order of `lines`."""
+        """Yield the rows of the current entries as dictionaries, in the order of `lines`."""
         for line in lines(self.entries, self.run):
             yield json.loads(line)
 
 
 def lines(entries: Sequence[Entry], run: str, *, contents: bool = False) -> Iterator[str]:
-    """The rows of entries as JSON lines: request by request, what went down before what came up, clients ascending.
+    """Yield the rows of entries as JSON lines, ordered by request, then direction, then client.
 
-    The order depends on the federation alone, not on the engine, so ledgers of two engines compare row by row.
+    In each request, the messages to the clients come before the replies. The order does not depend on the engine, so
+    one can compare the ledgers of two engines row by row.
 
     Args:
-        entries: in any order.
+        entries: the entries, in any order.
         run: the run's name.
-        contents: whether rows have the SHA-256 of what crossed, and the device's seal.
+        contents: whether rows hold the SHA-256 of each part and the hash of the device's seal.
     """
     ordered: list[tuple[tuple[int, int, bool, int], str, list[str]]] = []
     for entry in entries:
@@ -116,7 +117,7 @@ def lines(entries: Sequence[Entry], run: str, *, contents: bool = False) -> Iter
 
 
 def _tail(entry: Entry, crossing: Crossing, allowed: bool, sha256: str | None) -> str:
-    """A row from "message" on."""
+    """Return the end of a row, from the key "message" on."""
     row = {
         "message": entry.message,
         "field": crossing.field,

@@ -1,6 +1,6 @@
-"""Limits that the owner of a device sets and no recipe can loosen: the [limits] section of the policy file.
+"""Resource limits of a device: the [limits] section of the policy file. A recipe cannot loosen these limits.
 
-A recipe may state limits too, in a section of the same name. They can only add to those of the device.
+A recipe may have a [limits] section too. If both sections set a limit, the stricter value holds. An example:
 
     [limits]
     min_rows = 50
@@ -9,9 +9,9 @@ A recipe may state limits too, in a section of the same name. They can only add 
     max_rounds = 200
     max_requests = 6
 
-The policy decides which kinds of data may leave. It does not decide how few rows are behind them, and the gradient of
-a batch of one row can hold that row. The limits are checked against what local training really does, not against what
-the recipe says: `LimitedClientData` sees the rows and the arguments of every `minimise`.
+The policy decides which kinds of data may leave. It does not decide from how many rows this data is computed. This
+number matters, because the gradient of a batch of one row can reveal that row. polyfed checks the limits during local
+training: `LimitedClientData` sees the rows and the arguments of every call of `minimise`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,20 +38,20 @@ MEANINGS = {
     "max_rounds": "this is round {}",
     "max_requests": "this is request {} of the round",
 }
-"""What a value says, by limit."""
+"""For each limit, a clause for error messages that states the value which breaks the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The [limits] section. The defaults limit nothing.
+    """The [limits] section. The defaults set no limit.
 
     Attributes:
-        min_rows: training rows that the client must have to take part.
-        min_batch_size: rows of a batch in local training. The last batch of an epoch may be smaller, since a step on a
-            full batch always precedes it; a batch that a task takes by itself may not.
-        min_steps: optimiser steps of a local training within one request.
+        min_rows: least number of training rows that the client must have to take part.
+        min_batch_size: least number of rows in a batch of local training. The last batch of an epoch may be smaller,
+            because a step on a full batch always precedes it. A batch from `ClientData.batch` may not be smaller.
+        min_steps: least number of optimiser steps of local training within one request.
         max_rounds: the last round of a run in which the client answers.
-        max_requests: requests that the client answers in one round, repeated ones included.
+        max_requests: most requests that the client answers in one round. Repeated requests count.
     """
 
     min_rows: Annotated[int, NOT_NEGATIVE] = 0
@@ -61,20 +61,20 @@ class Limits:
     max_requests: Annotated[int | None, AT_LEAST_ONE] = None
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
+        """Refuse values that are out of range."""
         check_ranges("[limits]", self)
 
     @classmethod
     def parse(cls, table: Mapping[str, Any], where: str) -> "Limits":
-        """Read the section.
+        """Make limits from the section's table.
 
         Raises:
-            RecipeError: an unknown key, or a value that is not a whole number in range.
+            RecipeError: a key is unknown, or a value is not a whole number in range.
         """
         return cls(**checked(where, cls, table))
 
     def breach(self, key: str, value: int) -> str:
-        """Which limit a value breaks, and the line that would allow it; empty where it breaks none."""
+        """Return "" if a value is allowed, else a text with the limit and the line that would allow the value."""
         if not self._beyond(key, value):
             return ""
         whose, where = ("recipe", "recipe") if self.is_of_the_recipe(key) else ("device", "device's policy file")
@@ -84,16 +84,16 @@ class Limits:
         )
 
     def _beyond(self, key: str, value: int) -> bool:
-        """Whether a value is below a minimum or above a maximum."""
+        """Return whether a value is below a minimum or above a maximum."""
         limit: int | None = getattr(self, key)
         return limit is not None and (value < limit if key.startswith("min") else value > limit)
 
     def is_of_the_recipe(self, key: str) -> bool:
-        """Whether this limit is one that a recipe states."""
+        """Return whether this limit comes from a recipe, not from the device."""
         return False
 
     def sentences(self) -> tuple[str, ...]:
-        """The limits that hold, as `min_rows = 50 (of the device)`."""
+        """Return the limits that are set, each as a text such as `min_rows = 50 (of the device)`."""
         set_here = [
             field.name for field in fields(Limits) if getattr(self, field.name) != getattr(NO_LIMITS, field.name)
         ]
@@ -101,7 +101,7 @@ class Limits:
         return tuple(f"{key} = {getattr(self, key)} (of the {whose[key]})" for key in set_here)
 
     def stricter(self, recipe: "Limits") -> "Limits":
-        """These limits of a device, and those of a recipe where they are stricter."""
+        """Return, for each limit, the stricter value of this device and of a recipe."""
         keys = [field.name for field in fields(Limits)]
         mine = {key: getattr(self, key) for key in keys}
         theirs = {key: getattr(recipe, key) for key in keys if getattr(recipe, key) != getattr(NO_LIMITS, key)}
@@ -113,12 +113,12 @@ class Limits:
         return _Joined(**mine | added, of_the_recipe=frozenset(added)) if added else self
 
     def foreseen(self, train: Train, rounds: int, rows: int | None) -> Iterator[str]:
-        """The limits that a recipe would break, as far as its [train] section and its rounds tell.
+        """Yield the limits that a recipe would break, according to its [train] section and its number of rounds.
 
         Args:
-            train: the recipe's [train].
-            rounds: of the recipe.
-            rows: training rows of the client; None where they are not known.
+            train: the recipe's [train] section.
+            rounds: the recipe's number of rounds.
+            rows: number of training rows of the client, or None if it is unknown.
         """
         values = {"max_rounds": rounds, "min_batch_size": train.batch_size or rows, "min_steps": train.steps}
         if rows is not None:
@@ -135,7 +135,8 @@ class Limits:
         """Refuse a request that breaks a limit.
 
         Raises:
-            EgressError: it does; the text names client, task, limit, value and the line that would allow it.
+            EgressError: the request breaks the limit. The text names client, task, limit and value, and the line that
+                would allow the value.
         """
         if why := self.breach(key, value):
             raise EgressError(f"client {client} refused task {task}: {why}")
@@ -143,16 +144,16 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class _Joined(Limits):
-    """Limits of a device and a recipe.
+    """The stricter limits of a device and a recipe.
 
     Attributes:
-        of_the_recipe: the limits that the recipe states.
+        of_the_recipe: the names of the limits whose value comes from the recipe.
     """
 
     of_the_recipe: frozenset[str] = frozenset()
 
     def is_of_the_recipe(self, key: str) -> bool:
-        """See `Limits.is_of_the_recipe`."""
+        """Return whether this limit comes from the recipe; see `Limits.is_of_the_recipe`."""
         return key in self.of_the_recipe
 
 
@@ -160,18 +161,18 @@ NO_LIMITS = Limits()
 
 
 class _BreachError(Exception):
-    """Stops a task whose local training breaks a limit; `LimitGuard` has the reason."""
+    """Stops a task whose local training breaks a limit. `LimitGuard.refusal` holds the reason."""
 
 
 @dataclass
 class LimitGuard:
-    """Watches one task of one client.
+    """Checks that one task of one client respects the limits.
 
     Attributes:
-        limits: of the device.
-        client: its number.
+        limits: the limits of the device.
+        client: the client's number.
         task: the name of the task.
-        refusal: why nothing may leave; empty so far.
+        refusal: the text of the refusal, or empty while the task has broken no limit.
     """
 
     limits: Limits
@@ -179,18 +180,20 @@ class LimitGuard:
     task: str
     refusal: str = ""
     _steps: dict[int, int] = field(default_factory=dict)
-    _results: list[TrainingResult] = field(default_factory=list)  # kept, so that no id is used twice
+    _results: list[TrainingResult] = field(default_factory=list)  # kept alive, so that Python reuses no id
 
     def watch(self, view: ClientData, model: Model) -> ClientData:
-        """The client dataset, watched; itself where there are no limits."""
+        """Wrap the client dataset so that it checks the limits. Without limits, return the dataset unchanged."""
         return view if self.limits == NO_LIMITS else LimitedClientData(view, int(view.num_rows), model, self)
 
     @contextmanager
     def enforced(self, rows: int) -> Iterator[None]:
-        """A task runs in the block. A breach ends it, and it is a refusal even if the task catches the exception.
+        """Check the limits while a task runs in the `with` block.
+
+        If the task breaks a limit, the reply is refused, even if the task catches the exception.
 
         Args:
-            rows: training rows of the client.
+            rows: number of training rows of the client.
 
         Raises:
             EgressError: the task broke a limit.
@@ -214,7 +217,10 @@ class LimitGuard:
             raise _BreachError(self.refusal)
 
     def add_training(self, steps: int, result: TrainingResult, after: TrainingResult | None) -> None:
-        """Count the steps of a local training. A leg counts with those before it, if they were in the same request."""
+        """Count the steps of local training.
+
+        If `after` is a result of the same request, its training continues, and the steps of both count together.
+        """
         before = 0 if after is None else self._steps.pop(id(after), 0)
         if before + steps:
             self._results.append(result)
@@ -226,13 +232,13 @@ class LimitGuard:
 
 
 class LimitedClientData(ClientData):
-    """The dataset of one client; its training is held against the limits of the device.
+    """The dataset of one client, with a check of the device's limits on every training.
 
     Args:
         view: the dataset.
-        num_rows: its different rows.
-        model: the client's.
-        guard: takes note.
+        num_rows: number of different rows in the dataset.
+        model: the client's model.
+        guard: checks batches and steps, and records a breach.
     """
 
     def __init__(self, view: ClientData, num_rows: int, model: Model, guard: LimitGuard) -> None:
@@ -240,7 +246,7 @@ class LimitedClientData(ClientData):
         self.num_rows, self.key, self.round, self.rounds = view.num_rows, view.key, view.round, view.rounds
 
     def minimise(self, loss: Loss, params: Tree, **options: Any) -> TrainingResult:
-        """Check batch and steps, then train; see `ClientData.minimise`."""
+        """Check the batch size, train, and count the steps; see `ClientData.minimise`."""
         job = Job(loss=loss, params=params, **options)
         if job.on is not None:
             rows, steps = _different(job.on), 1
@@ -255,32 +261,32 @@ class LimitedClientData(ClientData):
         return result
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
-        """See `ClientData.batch`; the last batch of an epoch may not be too small here."""
+        """Return a batch and check its size, also for the last batch of an epoch; see `ClientData.batch`."""
         found = self._view.batch(train, number, model=model, stream=stream)
         self._guard.check_batch(_different(found))
         return found
 
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
-        """See `ClientData.fold`."""
+        """Fold over the rows without a check, because a fold does not train; see `ClientData.fold`."""
         return self._view.fold(step, carry, batch_size=batch_size)
 
     def at(self, rows: Tensor) -> ClientData:
-        """See `ClientData.at`; a row that is chosen twice counts once."""
+        """Return the dataset of these rows, with the same limits; see `ClientData.at`. Repeated rows count once."""
         return LimitedClientData(self._view.at(rows), int(torch.unique(rows).numel()), self._model, self._guard)
 
     @property
     def ids(self) -> Tensor:
-        """See `ClientData.ids`."""
+        """The ids of the rows; see `ClientData.ids`."""
         return self._view.ids
 
     @property
     def test(self) -> ClientData:
-        """See `ClientData.test`; training on test rows is held against the same limits."""
+        """The client's test rows, with the same limits on training; see `ClientData.test`."""
         test = self._view.test
         return LimitedClientData(test, int(test.num_rows), self._model, self._guard)
 
 
 def _different(batch: Batch) -> int:
-    """How many different rows a batch has, without padding."""
+    """Return the number of different rows in a batch, without padding."""
     rows = batch.rows if batch.ok is None else batch.rows[batch.ok]
     return int(torch.unique(rows).numel())

@@ -1,4 +1,6 @@
-"""What may leave a client, by block (a modality, `shared` or `labels`), kind and destination.
+"""The egress policy: the kinds of data that may leave a client, by block and destination.
+
+A block is a modality, `shared` or `labels`. In a recipe or a policy file, a policy looks like this:
 
     [egress.audio]
     server = ["parameters"]
@@ -6,13 +8,15 @@
     [egress.labels]
     server = []
 
-A row `[egress."*"]` stands for every modality that has no row of its own for the destination. It does not stand for
-`shared` or `labels`, whose rows decide about what all modalities have in common.
+Each line inside a table is a row of the policy. A row in `[egress."*"]` applies to every modality that has no row of
+its own for the destination. It does not apply to `shared` or `labels`.
 
-If a block has a policy row for a destination, that row alone decides. Without a row, a modality may send parameters,
-gradients of parameters and statistics, and `labels` may send nothing. Without a row, `shared` may send only those of
-these three kinds that every modality of the client may send: the shared layers read all its modalities, and gradients
-of these layers can reveal the data. In a deployment the client's own file decides; a recipe can only make it stricter.
+If a block has a row for a destination, only that row counts. Without a row, a modality may send parameters, gradients
+of parameters and statistics, and `labels` may send nothing. Without a row, `shared` may send a kind among these three
+only if every modality of the client may send it. The reason is that the shared layers read all modalities of the
+client, and gradients of these layers can reveal the data.
+
+In a deployment, the policy is the client's own file. A recipe can only make this policy stricter.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -24,10 +28,10 @@ from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED
 
 DEFAULT = frozenset({"parameters", "gradients", "statistic"})
-"""Kinds that may leave if there is no row (docs/egress.md says why, and what they can still reveal)."""
+"""Kinds that may leave if there is no row. docs/egress.md explains why, and what these kinds can still reveal."""
 
 EVERY = "*"
-"""The row of every modality that has no row of its own."""
+"""The name of the row that applies to every modality without a row of its own."""
 
 Table = Mapping[str, Mapping[str, Iterable[str]]]
 
@@ -38,8 +42,8 @@ class Policy:
 
     Attributes:
         rules: the kinds that may leave, by (block, destination), for each row of the policy.
-        owned: the modalities of the client whose policy this is. None stands for all modalities of the federation;
-            then `shared` inherits from the rows of all modalities.
+        owned: the modalities of the client. None stands for all modalities of the federation, so `shared` then
+            inherits from the rows of all modalities.
     """
 
     rules: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
@@ -51,11 +55,11 @@ class Policy:
 
         Args:
             table: for each block, the kinds by destination.
-            modalities: the modalities that may have a row; a row `*` stands for those without a row of their own.
+            modalities: the modalities that may have a row. A row `*` applies to modalities without a row of their own.
             where: the name of the table in error messages.
 
         Raises:
-            RecipeError: a row, destination or kind is unknown; the text suggests the most similar name.
+            RecipeError: a row, destination or kind is unknown. The text suggests the most similar name.
         """
         named = [name for name in modalities if name not in (SHARED, LABELS, EVERY)]
         rows = (*named, SHARED, LABELS, EVERY)
@@ -78,11 +82,11 @@ class Policy:
         return cls(spread | own)
 
     def for_client(self, modalities: Iterable[str]) -> "Policy":
-        """The same rules for a client that owns these modalities: `shared` inherits from their rows alone."""
+        """Return the policy of a client with these modalities. Its `shared` inherits only from their rows."""
         return replace(self, owned=frozenset(modalities))
 
     def kinds(self, block: str, destination: str) -> frozenset[str]:
-        """The kinds that may go from this block to this destination."""
+        """Return the kinds that may go from this block to this destination."""
         if (block, destination) in self.rules:
             return self.rules[block, destination]
         if block == LABELS:
@@ -90,7 +94,7 @@ class Policy:
         return DEFAULT.intersection(*self._mixed(destination).values()) if block == SHARED else DEFAULT
 
     def _mixed(self, destination: str) -> dict[str, frozenset[str]]:
-        """The rows of the client's modalities for a destination, by modality."""
+        """Return the rows of the client's modalities for a destination, by modality."""
         return {
             block: kinds
             for (block, place), kinds in self.rules.items()
@@ -98,7 +102,10 @@ class Policy:
         }
 
     def inherited(self, kinds: Collection[str], block: str, destination: str) -> str:
-        """Why kinds of `shared` may not leave although it has no row; empty if it has one or they may leave."""
+        """Return which rows of modalities forbid `shared` to send these kinds.
+
+        The text is empty if `shared` has a row of its own, or if the kinds may leave.
+        """
         if block != SHARED or (SHARED, destination) in self.rules:
             return ""
         strict = [m for m, allowed in self._mixed(destination).items() if (DEFAULT & {*kinds}) - allowed]
@@ -111,38 +118,38 @@ class Policy:
         )
 
     def allows(self, kind: str, block: str, destination: str) -> bool:
-        """Whether this kind may go from this block to this destination."""
+        """Return whether this kind may go from this block to this destination."""
         return kind in self.kinds(block, destination)
 
     def allows_models(self, destination: str) -> bool:
-        """Whether a whole model may leave: parameters of every modality and of `shared`."""
-        named = {block for block, _ in self.rules} - {LABELS}  # every other modality has the default
+        """Return whether a whole model may leave: the parameters of every modality and of `shared`."""
+        named = {block for block, _ in self.rules} - {LABELS}  # the default applies to every other modality
         return all(self.allows("parameters", block, destination) for block in {SHARED, *named})
 
     def stricter(self, other: "Policy") -> "Policy":
-        """The policy that allows what both policies allow, such as a client's own file and a recipe."""
+        """Return the policy that allows only what both policies allow. An example is a client's file and a recipe."""
         assert self.owned == other.owned, "policies of different clients"
         pairs = {*self.rules, *other.rules}
         return replace(self, rules={pair: self.kinds(*pair) & other.kinds(*pair) for pair in pairs})
 
     def table(self, modalities: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-        """The resolved policy, with every row written out."""
+        """Return the policy as a table with a row for every block and destination."""
         return {
             block: {place: [k for k in KINDS if k in self.kinds(block, place)] for place in DESTINATIONS}
             for block in (*modalities, SHARED, LABELS)
         }
 
     def fix(self, wanted: Collection[str], block: str, destination: str) -> str:
-        """The line of a policy that would allow these kinds."""
+        """Return the line of a policy that would allow these kinds."""
         kinds = [k for k in KINDS if k in wanted or k in self.kinds(block, destination)]
         listed = ", ".join(f'"{k}"' for k in kinds)
         return f"[egress.{block}] {destination} = [{listed}]"
 
     def explanations(self, refused: Iterable[tuple[str, str, str]]) -> Iterator[str]:
-        """One sentence for each destination to which a modality's row forbids `shared` to send something.
+        """Yield a sentence for each destination to which a modality's row forbids `shared` to send something.
 
         Args:
-            refused: (kind, block, destination) of everything that the policy forbids.
+            refused: the (kind, block, destination) triples that the policy forbids.
         """
         kinds: dict[str, set[str]] = {}
         for kind, block, destination in refused:
@@ -152,7 +159,7 @@ class Policy:
 
 
 def _fault(destination: str, kinds: Iterable[str], where: str) -> str:
-    """What is wrong with a line of a policy; empty if nothing is."""
+    """Return what is wrong with a line of a policy, or an empty text if the line is correct."""
     if destination not in DESTINATIONS:
         return f"{where} has no destination '{destination}'; {did_you_mean(destination, DESTINATIONS)}"
     if isinstance(kinds, str):
@@ -162,7 +169,7 @@ def _fault(destination: str, kinds: Iterable[str], where: str) -> str:
 
 
 def refusal(crossing: Crossing, destination: str, policy: Policy, client: int | str, message: str) -> str:
-    """The text of a refusal: client, field, kind, block, destination, and the line that would allow it."""
+    """Return the text of a refusal: client, field, kind, block, destination, and the line that would allow it."""
     fix = policy.fix((crossing.kind,), crossing.block, destination)
     why = policy.inherited((crossing.kind,), crossing.block, destination)
     return (

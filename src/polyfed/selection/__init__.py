@@ -1,7 +1,8 @@
-"""Which clients take part in a round? Selectors, which combine with every method that extends `Averaging`.
+"""Selectors: the rules that choose which clients take part in a round. They combine with every `Averaging` method.
 
-Open `base.py` first: `Selector` is the base class, `Uniform` the default. `power_of_choice.py` and `divfl.py` are the
-other two; `submodular.py` is the greedy choice that DivFL and CMSFed use. Page: docs/algorithms/selection.md.
+Open `base.py` first: `Selector` is the base class, and `Uniform` is the default. `power_of_choice.py` and `divfl.py`
+are the other two selectors. `submodular.py` is the greedy choice that DivFL and CMSFed use. Page:
+docs/algorithms/selection.md.
 """
 
 from polyfed.selection.base import Selector, Uniform, must_be_uniform

@@ -1,8 +1,8 @@
 """`Selector`: the base class of the rules that choose the cohort of a round, and `Uniform`, the default rule.
 
-A method calls a selector's hooks in this order: `start` once, then in every round `choose`, `learn` once the cohort has
-answered, and `weigh` when replies are averaged. What a selector must remember from round to round is its memory, which
-the method keeps in the server state; the selector itself is frozen.
+A method calls a selector's hooks in this order: `start` once; then in every round `choose`, `learn` after the cohort
+has answered, and `weigh` when replies are averaged. A selector is frozen. Everything that it must remember from round
+to round is its memory, which the method keeps in the server state.
 """
 
 import math
@@ -21,11 +21,11 @@ from polyfed.federation.replies import Replies
 
 @dataclass(frozen=True, kw_only=True)
 class Selector(ABC):
-    """Chooses the clients that take part in a round, the cohort.
+    """Chooses the cohort, which is the set of clients that take part in a round.
 
     Attributes:
         participation: size of the cohort: a fraction of all clients (0 < float <= 1), or a count (int >= 1).
-        overselect: so many clients more are chosen, as a share of the cohort; None for no more.
+        overselect: how many clients are chosen in addition, as a share of the cohort; None chooses no more.
     """
 
     participation: float | int = 1.0
@@ -46,7 +46,7 @@ class Selector(ABC):
             )
 
     def size(self, fed: Federation) -> int:
-        """Cohort size with `overselect`: how many clients are asked, of those that have training rows.
+        """Cohort size with `overselect`: the number of clients to ask, among those that have training rows.
 
         Raises:
             RecipeError: see `needed`.
@@ -54,11 +54,11 @@ class Selector(ABC):
         return min(math.ceil(self.needed(fed) * (1 + (self.overselect or 0.0)) - 1e-9), len(fed.clients.eligible))
 
     def enough(self, fed: Federation) -> int | None:
-        """How many replies close a request to the cohort; None where all are waited for."""
+        """How many replies close a request to the cohort; None means that the server waits for all."""
         return None if self.overselect is None else self.needed(fed)
 
     def needed(self, fed: Federation) -> int:
-        """Cohort size: `max(1, round(participation * K))` of K clients, but not more than have training rows.
+        """Cohort size: `max(1, round(participation * K))` of K clients, but at most as many as have training rows.
 
         Raises:
             RecipeError: `participation` is a count above the number of clients.
@@ -72,7 +72,7 @@ class Selector(ABC):
         return min(wanted, len(fed.clients.eligible))
 
     def start(self, params: Tree) -> Any:
-        """The memory before the first round: a Tree, or nested containers and dataclasses of tensors and numbers."""
+        """Return the first memory: a Tree, or nested containers and dataclasses of tensors and numbers."""
         return {}
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Selector(ABC):
         """
 
     def learn(self, memory: Any, params: Tree, replies: Replies, fed: Federation) -> Any:
-        """The next memory once the cohort has answered.
+        """Return the next memory after the cohort has answered.
 
         Args:
             memory: the selector's memory.
@@ -100,13 +100,13 @@ class Selector(ABC):
         return memory
 
     def weigh(self, memory: Any, weights: Mapping[int, float]) -> Mapping[int, float]:
-        """Weights in the mean of the clients that answered, given the weights that the method would use."""
+        """Return the weights in the mean of the clients that answered, given the weights that the method would use."""
         return weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Selector):
-    """Each client with rows is equally likely, drawn without replacement (McMahan et al. 2017)."""
+    """Chooses each client with rows with equal probability, without replacement (McMahan et al. 2017)."""
 
     def choose(self, memory: Any, params: Tree, fed: Federation) -> tuple[list[int], Any]:
         """Draw the cohort uniformly."""

@@ -1,9 +1,9 @@
-"""DivFL: the cohort is the set of clients whose gradients represent those of all clients best.
+"""DivFL: the cohort is the set of clients whose gradients best represent the gradients of all clients.
 
 Balakrishnan, Li, Zhou, Himayat, Smith, Bilmes, "Diverse Client Selection for Federated Learning via Submodular
 Maximization", ICLR 2022. The server keeps a gradient vector of each client and chooses the cohort greedily by facility
-location (`submodular.py`). In the first round every client sends a vector; afterwards only those of the cohort are
-replaced (the paper's "no overheads"), so vectors from different rounds are compared, as in the paper.
+location (`submodular.py`). In the first round every client sends a vector. Afterwards only the vectors of the cohort
+are replaced (the paper's "no overheads"). Vectors from different rounds are therefore compared, as in the paper.
 
 What crosses: the global model to the clients, one gradient or parameter change from each to the server. Page:
 docs/algorithms/selection.md.
@@ -32,7 +32,7 @@ from polyfed.training.optimisers import Train
 
 @message
 class GlobalModel(Message):
-    """The global model, at which clients compute their gradients."""
+    """The global model with which clients compute their gradients."""
 
     params: Tree = carries("parameters")
 
@@ -67,10 +67,10 @@ class DivFl(Selector):
         greedy: `full` tries every client in each pass; `lazy` makes the same choice with fewer evaluations;
             `stochastic` tries max(b, N / 10) random clients in each pass, where b is the cohort's size and N the
             number of clients.
-        weights: weights of the mean: `samples`, the method's own, or `clusters`, the number of clients that each chosen
-            one is nearest to (in the paper, but commented out in its code).
-        sketch: size to which vectors are projected; 0 keeps them as they are.
-        train: local training, the [train] section, with which `delta` is computed in the first round.
+        weights: weights of the mean. `samples` uses the method's own weights. `clusters` uses the number of clients
+            whose nearest chosen client it is (in the paper, but commented out in its code).
+        sketch: size to which vectors are projected; 0 does not project them.
+        train: options of local training, the [train] section, with which `delta` is computed in the first round.
     """
 
     grad: Literal["delta", "at_global"] = "delta"
@@ -80,11 +80,11 @@ class DivFl(Selector):
     train: Train = Train()
 
     def start(self, params: Tree) -> Diversity:
-        """No vector is known yet."""
+        """Return a memory without any vectors."""
         return Diversity()
 
     def choose(self, memory: Diversity, params: Tree, fed: Federation) -> tuple[list[int], Diversity]:
-        """The greedy choice of this round; in the first round every client is asked for its vector."""
+        """Choose the cohort greedily. In the first round, every client is asked for its vector."""
         similarity = memory.similarity
         if similarity is None:
             size = sum(value.numel() for value in fed.context.model.trainable(params).values())
@@ -107,7 +107,7 @@ class DivFl(Selector):
         return Diversity(memory.similarity.refreshed(fresh), memory.chosen)
 
     def weigh(self, memory: Diversity, weights: Mapping[int, float]) -> Mapping[int, float]:
-        """Under `clusters`, the weight gamma_i = |C_i| / K of client i; C_i are the clients that it is nearest to."""
+        """Under `clusters`, client i has the weight gamma_i = |C_i| / K; C_i are the clients that it is nearest to."""
         if self.weights == "samples" or memory.similarity is None:
             return weights
         answered = sorted(weights)
@@ -123,7 +123,7 @@ class DivFl(Selector):
         return stochastic_greedy(similarity, size, pool, of=of, key=key)
 
     def _refresh(self, similarity: Similarity, clients: list[int], params: Tree, fed: Federation) -> Similarity:
-        """Ask clients for their vectors, and replace these."""
+        """Ask clients for their vectors, and replace the old vectors."""
         own = fed.context.model.trainable(params)
         replies = fed.ask(self.gradient, clients, GlobalModel(params))
         return similarity.refreshed({client: flat_vector(reply.gradient, own) for client, reply in replies.items()})

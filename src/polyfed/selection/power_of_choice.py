@@ -1,8 +1,8 @@
-"""Power-of-choice: of d random candidates, the cohort is those with the largest loss of the global model.
+"""Power-of-choice: the cohort is the clients with the largest loss of the global model among d random candidates.
 
-Cho, Wang, Joshi, "Towards Understanding Biased Client Selection in Federated Learning", AISTATS 2022. Every round the
-server draws d candidates, sends them the global model, and asks for its loss on their training rows; the clients with
-the largest losses form the cohort.
+Cho, Wang, Joshi, "Towards Understanding Biased Client Selection in Federated Learning", AISTATS 2022. In every round,
+the server draws d candidates, sends them the global model, and asks for its loss on their training rows. The clients
+with the largest losses form the cohort.
 
 What crosses: the global model to the candidates, one loss from each to the server. Page: docs/algorithms/selection.md.
 """
@@ -49,14 +49,14 @@ class PowD(Selector):
 
     Attributes:
         d: number of candidates in a round; 10 in CMSFed's comparison.
-        candidates: how they are drawn, without replacement: in proportion to their training rows (`size`, the paper)
-            or `uniform`.
-        variant: `full` asks candidates for the loss on all of their rows; `batch` (cpow-d in the paper) for the loss on
-            one mini-batch; `reported` (rpow-d) sends no request and uses the training loss that each client last
-            reported, with clients that never reported one first.
+        candidates: how candidates are drawn, without replacement: in proportion to their training rows (`size`, the
+            paper) or `uniform`.
+        variant: `full` asks candidates for the loss on all of their rows. `batch` (cpow-d in the paper) asks for the
+            loss on one mini-batch. `reported` (rpow-d) sends no request and uses the training loss that each client
+            last reported; clients that never reported a loss come first.
         batch_size: batch size of `batch`.
-        allow_incongruent: accept clients with different modalities, whose losses are not comparable; they are refused
-            by default.
+        allow_incongruent: whether clients may have different modalities, although their losses are then not comparable.
+            By default such clients are refused.
     """
 
     d: Annotated[int, AT_LEAST_ONE] = 10
@@ -66,11 +66,11 @@ class PowD(Selector):
     allow_incongruent: bool = False
 
     def start(self, params: Tree) -> dict[int, float]:
-        """No client has reported a loss yet."""
+        """Return an empty memory, because no client has reported a loss yet."""
         return {}
 
     def choose(self, memory: dict[int, float], params: Tree, fed: Federation) -> tuple[list[int], dict[int, float]]:
-        """The candidates with the largest losses; of equal losses, the clients with the smallest numbers.
+        """Choose the candidates with the largest losses; among equal losses, smaller client numbers come first.
 
         Raises:
             RecipeError: `d` is out of range, or clients hold different modalities.

@@ -1,13 +1,14 @@
-"""Which few clients represent all? Submodular selection by facility location, for DivFL and CMSFed.
+"""Submodular selection by facility location, for DivFL and CMSFed: it chooses a few clients that represent all.
 
 The problem: given distances D between the vectors of all clients, choose a set S with a small cost
-G(S) = sum over clients v of min over i in S of D[v, i]. The utility, a constant minus G, is monotone and submodular, so
-a greedy choice reaches at least 1 - 1/e of the best utility (Nemhauser, Wolsey, Fisher, 1978). There are three greedy
-algorithms: `greedy` tries every candidate in each pass; `lazy_greedy` makes the same choice with fewer evaluations
-(Minoux, 1978); `stochastic_greedy` tries a random sample in each pass (Mirzasoleiman et al., AAAI 2015). DivFL
-(Balakrishnan et al., ICLR 2022) uses one D, CMSFed two at once.
+G(S) = sum over clients v of min over i in S of D[v, i]. The utility is a constant minus G. It is monotone and
+submodular, so a greedy choice reaches at least 1 - 1/e of the best utility (Nemhauser, Wolsey, Fisher, 1978). There are
+three greedy algorithms. `greedy` tries every candidate in each pass. `lazy_greedy` makes the same choice with fewer
+evaluations (Minoux, 1978). `stochastic_greedy` tries a random sample in each pass (Mirzasoleiman et al., AAAI 2015).
+DivFL (Balakrishnan et al., ICLR 2022) uses one D, and CMSFed uses two at once.
 
-`Similarity` has the vectors and D, `Cover` the cost of a choice while it grows. Page: docs/algorithms/selection.md.
+`Similarity` has the vectors and D. `Cover` has the cost of a choice while the choice grows. Page:
+docs/algorithms/selection.md.
 
 Shape letters: `N` clients, `P` entries of a vector, `S` candidates.
 """
@@ -32,7 +33,7 @@ class Similarity:
         vectors: (N, P) float32, or (N, `sketch`) after projection.
         known: whether a client has sent a vector, bool (N,).
         distance: Euclidean distances, (N, N) float32, symmetric, zero diagonal; +inf to and from unknown clients.
-        sketch: entries of a projected vector; 0 keeps vectors as they are.
+        sketch: number of entries of a projected vector; 0 keeps the exact vectors.
         key: the key of the random projection.
     """
 
@@ -43,17 +44,17 @@ class Similarity:
     key: int = 0
 
     def __post_init__(self) -> None:
-        """Keep all tensors on the host: greedy choices read distances one by one, which is slow on an accelerator."""
+        """Keep all tensors on the CPU, because greedy choices read distances one by one, which is slow on a GPU."""
         keep_on_host(self, "vectors", "known", "distance")
 
     @classmethod
     def empty(cls, num: int, size: int, sketch: int = 0, key: int = 0) -> "Similarity":
-        """No vector is known yet.
+        """Return a similarity without any vectors.
 
         Args:
             num: number of clients.
             size: entries of a vector.
-            sketch: entries of a projected vector; 0, or at least `size`, keeps vectors as they are.
+            sketch: number of entries of a projected vector; 0, or at least `size`, keeps the exact vectors.
             key: the key of the random projection.
         """
         sketch = sketch if sketch < size else 0
@@ -63,7 +64,7 @@ class Similarity:
     def refreshed(self, fresh: Mapping[int, Tensor]) -> "Similarity":
         """Replace the vectors (P,) of some clients and recompute their distances.
 
-        This is DivFL's "no-overheads" update: distances between the other clients stay as they are, however old.
+        This is DivFL's "no-overheads" update: distances between the other clients do not change, whatever their age.
         """
         if not fresh:
             return self
@@ -72,7 +73,7 @@ class Similarity:
         vectors, known, distance = self.vectors.clone(), self.known.clone(), self.distance.clone()
         vectors[changed] = sketched(rows, self.sketch, self.key) if self.sketch else rows
         known[changed] = True
-        # by differences: computed from dot products, the distance of equal vectors would not be exactly zero
+        # by differences, because distances from dot products would not be exactly zero for equal vectors
         fresh_rows = torch.cdist(vectors[changed], vectors, compute_mode="donot_use_mm_for_euclid_dist")
         fresh_rows[:, ~known] = float("inf")
         distance[changed] = fresh_rows
@@ -84,10 +85,10 @@ class Similarity:
 class BlockSimilarity:
     """The vectors of clients that lack some blocks, kept block by block, and the distances between the clients.
 
-    The squared distance of two clients is the sum over the blocks of their squared distances there. In a block that
-    one of them lacks, it is the mean m of that block times s r + 1 - s. Here r says how far apart the two are in the
-    blocks that they share, relative to the means there, and s is the share of the shared blocks in all means. So a
-    client that lacks a block is neither nearer to the others nor further away for that reason (docs/decisions/0019).
+    The squared distance of two clients is the sum of their squared distances over the blocks. In a block that one of
+    them lacks, the squared distance is the mean m of that block times s r + 1 - s. Here r is the distance of the two
+    clients in the blocks that they share, relative to the means there. And s is the share of the shared blocks in all
+    means. A missing block therefore makes a client neither nearer to the others nor further away (docs/decisions/0019).
 
     Attributes:
         blocks: the similarity of each block; a client is unknown in the blocks that it lacks.
@@ -97,12 +98,13 @@ class BlockSimilarity:
 
     @classmethod
     def empty(cls, num: int, sizes: Mapping[str, int], sketch: int = 0, key: int = 0) -> "BlockSimilarity":
-        """No vector is known yet.
+        """Return a similarity without any vectors.
 
         Args:
             num: number of clients.
             sizes: entries of each block.
-            sketch: entries of all projected blocks together, each in proportion to its size; 0 keeps them as they are.
+            sketch: number of entries of all projected blocks together, each in proportion to its size; 0 keeps the
+            exact vectors.
             key: the key of the random projections.
         """
         total = max(sum(sizes.values()), 1)
@@ -143,7 +145,7 @@ class BlockSimilarity:
 
 
 AnySimilarity = Similarity | BlockSimilarity
-"""Clients with distances between them: they all have the same blocks, or some lack a block."""
+"""Clients with distances between them. In `BlockSimilarity`, some clients lack a block."""
 
 
 def sketched(vectors_NP: Tensor, size: int, key: int) -> Tensor:
@@ -157,7 +159,7 @@ def sketched(vectors_NP: Tensor, size: int, key: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _places(width: int, size: int, key: int) -> tuple[Tensor, Tensor]:
-    """Bucket and sign of every entry; cached, as every round of a run needs the same ones."""
+    """Return the bucket and the sign of every entry. The result is cached for the rounds of a run."""
     bucket = keys.bits(keys.fold_in(key, 0), width).to(torch.int64).remainder_(size)
     return bucket, 1.0 - 2.0 * (keys.bits(keys.fold_in(key, 1), width) & 1)
 
@@ -167,7 +169,7 @@ class Cover:
 
     Args:
         distance: D (N, N), symmetric.
-        known: which clients have a vector, bool (N,); the others count neither as candidates nor in the cost.
+        known: which clients have a vector, bool (N,). Other clients are neither candidates nor part of the cost.
     """
 
     def __init__(self, distance: Tensor, known: Tensor) -> None:
@@ -177,15 +179,15 @@ class Cover:
     def costs(self, candidates: Sequence[int]) -> Tensor:
         """The cost of the choice with each candidate added, float64 (S,); +inf for unknown candidates."""
         index = torch.tensor(candidates, dtype=torch.int64)
-        # in double precision, so that ties between candidates do not depend on the order of summation; 64 candidates
-        # at a time, so that their rows stay in the processor's cache
+        # in double precision, so that ties between candidates do not depend on the order of summation. 64 candidates at
+        # a time, so that their rows stay in the processor's cache
         parts = [
             torch.minimum(self.nearest, self.distance[i]).sum(1, dtype=torch.float64) for i in torch.split(index, 64)
         ]
         return torch.cat(parts).masked_fill(~self.known[index], float("inf"))
 
     def best(self, candidates: Sequence[int]) -> int | None:
-        """The candidate with the smallest cost, the first of equals; None if no candidate is known.
+        """Return the candidate with the smallest cost, the first of equal ones; None if no candidate is known.
 
         Args:
             candidates: clients in ascending order.
@@ -211,14 +213,14 @@ def cost(similarity: Similarity, chosen: Sequence[int]) -> float:
 
 
 def sample(pool: Sequence[int], size: int, key: int) -> list[int]:
-    """Draw `size` random members of the pool, ascending; the whole pool if it has fewer."""
+    """Draw `size` random members of the pool, ascending, or the whole pool if it has fewer members."""
     if len(pool) <= size:
         return sorted(pool)
     return sorted(pool[i] for i in keys.permutation(key, len(pool))[:size].tolist())
 
 
 def sample_size(size: int, num: int) -> int:
-    """Candidates in each pass of `stochastic_greedy`: max(b, floor(N / 10)), as in the authors' code of CMSFed.
+    """Return the number of candidates in a pass of `stochastic_greedy`: max(b, floor(N / 10)), as in CMSFed's code.
 
     Args:
         size: b, the size of the choice.
@@ -228,17 +230,17 @@ def sample_size(size: int, num: int) -> int:
 
 
 def greedy(similarity: Similarity, size: int, pool: Sequence[int]) -> list[int]:
-    """Choose `size` members of the pool, in every pass the best of all candidates; in order of choice."""
+    """Choose `size` members of the pool, in each pass the best of all candidates. Returns them in order of choice."""
     return _passes(similarity, size, pool, lambda rest, _: rest)
 
 
 def stochastic_greedy(similarity: Similarity, size: int, pool: Sequence[int], *, of: int, key: int) -> list[int]:
-    """Choose `size` members of the pool, in every pass the best of `of` random candidates; in order of choice."""
+    """Choose `size` members of the pool, in each pass the best of `of` random candidates, in order of choice."""
     return _passes(similarity, size, pool, lambda rest, step: sample(rest, of, keys.key(key, step)))
 
 
 def lazy_greedy(similarity: Similarity, size: int, pool: Sequence[int]) -> list[int]:
-    """Make the choice of `greedy` with fewer evaluations: gains only fall, so an old gain is an upper bound."""
+    """Make the choice of `greedy` with fewer evaluations. Gains only fall, so an old gain is an upper bound."""
     cover = Cover(similarity.distance, similarity.known)
     able = [client for client in sorted(pool) if bool(similarity.known[client])]
     chosen = [_take(cover, cover.best(able))] if able and size else []
@@ -266,7 +268,7 @@ def _passes(
     while rest and len(chosen) < size:
         candidates = look(rest, len(chosen))
         best = cover.best(candidates)
-        # where no candidate is known, take the first one
+        # if no candidate is known, take the first one
         chosen.append(_take(cover, candidates[0] if best is None else best))
         rest.remove(chosen[-1])
     return chosen

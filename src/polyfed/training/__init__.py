@@ -1,12 +1,12 @@
-"""How does a client train? A client's dataset, the loop of optimiser steps over it, optimisers and losses.
+"""How a client trains: a client's dataset, the loop of optimiser steps over the dataset, optimisers and losses.
 
 - `client_data.py`: `ClientData`, the dataset as a client task sees it, and the arguments and result of local training.
-- `single.py`: the dataset of one client; plain PyTorch autograd.
-- `stacked.py`: the datasets of many similar clients, all trained together under `torch.func.vmap`.
+- `single.py`: the dataset of one client, with plain PyTorch autograd.
+- `stacked.py`: the datasets of many similar clients, which train together under `torch.func.vmap`.
 - `step_plan.py`: which rows every client of a stack takes in every step.
 - `step_trace.py`: records the operations of a training step of a stack.
-- `step_replay.py`: runs recorded steps again, which is faster for small models.
-- `step_counts.py`: how many rows and steps a local training takes.
+- `step_replay.py`: replays recorded steps, which is faster for small models.
+- `step_counts.py`: how many rows and steps a local training uses.
 - `optimisers.py`: the optimisers of clients and of the server; the `[train]` and `[server]` sections of a recipe.
 - `losses.py`: losses that several methods use.
 - `prototypes.py`: class prototypes, and what methods compute from them.

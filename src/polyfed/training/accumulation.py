@@ -1,4 +1,4 @@
-"""Gradient accumulation: the gradient of a batch from smaller parts of it, one after another, to save memory."""
+"""Gradient accumulation: computes the gradient of a batch in smaller parts, one after another, to save memory."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ from polyfed.training.optimisers import Train
 def parts_of(batch: Batch, train: Train) -> Iterator[tuple[Batch, Tensor]]:
     """Split a batch into consecutive parts of at most ceil(batch_size / accumulate) rows.
 
-    All engines cut at the same rows. Each part has a dropout key of its own, because masks are drawn by position.
+    All engines cut at the same rows. Each part has its own dropout key, because masks are drawn by position.
 
     Yields:
         A part, and its share of the real rows of the batch, a 0-dim tensor.
@@ -38,10 +38,10 @@ def parts_of(batch: Batch, train: Train) -> Iterator[tuple[Batch, Tensor]]:
 
 
 def refuse_aux(aux: Any) -> None:
-    """Refuse a loss that tells `direction` something about the whole batch.
+    """Refuse a loss that passes a fact about the whole batch to `direction`.
 
     Raises:
-        RecipeError: `aux` holds something.
+        RecipeError: `aux` is not empty.
     """
     if aux or isinstance(aux, Tensor):
         raise RecipeError(
@@ -51,6 +51,6 @@ def refuse_aux(aux: Any) -> None:
 
 
 def added(total: dict[str, Tensor] | None, more: dict[str, Tensor], share: Tensor) -> dict[str, Tensor]:
-    """The gradients so far and those of another part, scaled by its share of the batch."""
+    """Add the gradients of another part, scaled by its share of the batch, to the gradients so far."""
     scaled = {name: value * share for name, value in more.items()}
     return scaled if total is None else {name: torch.add(value, scaled[name]) for name, value in total.items()}

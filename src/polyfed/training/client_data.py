@@ -1,20 +1,21 @@
 """`ClientData`: a client's dataset as a client task sees it.
 
-A task trains with `ClientData.minimise` and computes everything else over its rows with `ClientData.fold` or
-`ClientData.collect`; methods contain no other loop over batches. There are two implementations. `SingleClientData`
+A task trains with `ClientData.minimise`. It computes everything else over its rows with `ClientData.fold` or
+`ClientData.collect`. Methods contain no other loop over batches. There are two implementations. `SingleClientData`
 holds one client. `StackedClientData` holds many similar clients, and the task runs once for all of them under
-`torch.func.vmap`. Both take the same rows in the same order with the same dropout keys, so their results differ only by
-the order of floating-point sums.
+`torch.func.vmap`. Both use the same rows in the same order with the same dropout keys. Their results therefore differ
+only by the order of floating-point sums.
 
-What a task must respect so that it also runs under `vmap`:
+A task must follow these rules so that it also runs under `vmap`:
 
-- Tensors look as if there were one client; the client axis is hidden.
-- Python must not branch on the value of a tensor (`if loss > 1`, `.item()`, `float(loss)`): use `torch.where`.
+- Write the code for the tensors of one client; the client axis is hidden.
+- Do not branch on the value of a tensor in Python (`if loss > 1`, `.item()`, `float(loss)`); use `torch.where`.
 - Batches may hold padding, because clients differ in their number of rows. Average and sum over rows with
   `Batch.mean` and `Batch.sum`, or use the losses in `polyfed.training.losses`.
-- Random numbers come from keys (`ClientData.draw`, `polyfed.core.keys`), never from PyTorch's global generator.
+- Draw random numbers from keys (`ClientData.draw`, `polyfed.core.keys`), never from PyTorch's global generator.
 
-A task that cannot respect this is marked `@task(loop_because="...")` and runs one client after another.
+A task that cannot follow these rules is marked `@task(loop_because="...")`. The engine then runs it for one client
+after another.
 
 Shape letters: `B` rows of a batch, `n` rows of the client.
 """
@@ -37,20 +38,21 @@ from polyfed.training.step_counts import rows_trained as rows_trained
 from polyfed.training.step_counts import steps_trained as steps_trained
 
 Loss = Callable[[Tree, Batch], Any]
-"""`loss(params, batch)` returns a 0-dim tensor, or a pair (0-dim tensor, aux). `aux` is any nest of tensors; it is
-handed to `direction`. With `split=True`, the loss returns its terms instead of the 0-dim tensor: a dict of 0-dim
+"""`loss(params, batch)` returns a 0-dim tensor, or a pair (0-dim tensor, aux). `aux` is any nest of tensors, and
+`direction` receives it. With `split=True`, the loss returns its terms instead of the 0-dim tensor: a dict of 0-dim
 tensors by name."""
 
 Direction = Callable[[Any, Tree, Any, Tree], tuple[Tree, Tree]]
 """`direction(grads, params, aux, carry)` returns (grads, carry): the gradient for the optimiser, and the state for the
-next step. It serves gradient modulation, control variates and running sums. With `split=True`, `grads` is a dict with
-one Tree for each term of the loss; the returned gradient is a single Tree all the same."""
+next step. Use it for gradient modulation, control variates and running sums. With `split=True`, `grads` is a dict with
+one Tree for each term of the loss, but the returned gradient is still a single Tree."""
 
 Step = Callable[[Any, Batch], Any]
 """`step(carry, batch)` returns the new carry."""
 
 FOLD_BATCH = 256
-"""Number of rows in a batch of `fold`: enough to hide Python's overhead, few enough for the activations of images."""
+"""Number of rows in a batch of `fold`. It hides Python's overhead, but the activations of images still fit in
+memory."""
 
 ORDER, DROPOUT = keys.key("batch_order"), keys.key("dropout")
 """Purposes of a client's random streams; see `stream_key`."""
@@ -61,12 +63,12 @@ class TrainingResult:
     """The result of local training.
 
     Attributes:
-        params: all of `params` after training, detached copies; entries that were not trained are unchanged.
-        loss: mean of the training loss over the steps, a 0-dim tensor; 0 when no step was taken.
-        num_steps: optimiser steps taken, a 0-dim int64 tensor.
+        params: all of `params` after training, as detached copies. Entries that were not trained are unchanged.
+        loss: mean of the training loss over the steps, a 0-dim tensor; 0 if no step was taken.
+        num_steps: number of optimiser steps, a 0-dim int64 tensor.
         carry: the state that `direction` returned in the last step.
         moments: the optimiser's moments, with which `minimise(after=...)` continues.
-        num_epochs: epochs trained, including those of the training that `after` continued.
+        num_epochs: number of epochs, including those of the earlier training that `after` continued.
     """
 
     params: Tree
@@ -79,7 +81,7 @@ class TrainingResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The arguments of one call of `ClientData.minimise`; its docstring explains them."""
+    """The arguments of one call of `ClientData.minimise`, whose docstring explains them."""
 
     loss: Loss
     params: Tree
@@ -94,7 +96,7 @@ class Job:
     on: Batch | None = None
 
     def __post_init__(self) -> None:
-        """Check that a training that continues another one counts in epochs.
+        """Check that a training that continues another training counts in epochs.
 
         Raises:
             RecipeError: gradient accumulation with a loss that returns its terms.
@@ -104,7 +106,7 @@ class Job:
             raise RecipeError("[train] accumulate: this method needs the gradient of each term. Set accumulate = 1")
 
     def trained(self, model: Model) -> list[str]:
-        """Names of the parameters to train: all trainable ones, or those of them that `only` names."""
+        """Return the names of the parameters to train: all trainable parameters, or those that `only` names."""
         names = list(model.trainable(self.params))
         if self.only is None:
             return names
@@ -114,7 +116,7 @@ class Job:
 class ClientData(ABC):
     """The dataset of one client, as a client task sees it.
 
-    A task trains with `minimise`. This one adds the proximal term of FedProx to the loss:
+    A task trains with `minimise`. The following task adds the proximal term of FedProx to the loss:
 
     ```python
     def loss(params: Tree, batch: Batch) -> Tensor:
@@ -125,13 +127,13 @@ class ClientData(ABC):
     ```
 
     Under `vmap`, the functions that a task gives to `minimise` and `fold` see the tensors of one client, without a
-    client axis, and all clients of the stack go through their steps together:
+    client axis. All clients of the stack do their steps together:
 
     - All clients' batches have the same number of rows; `batch.ok` (B,) is False for padding.
     - The functions are called once for every step of the client with the most steps. A client that has no steps left
-      keeps its parameters, moments and carry; what a function computes for it is discarded.
+      keeps its parameters, moments and carry. The results that a function computes for this client are discarded.
     - `loss` and `direction` may be called fewer times than there are steps, because repeated steps are replayed without
-      them. They must not rely on side effects, such as counting their calls.
+      calling them. The functions must not rely on side effects, such as counting their calls.
 
     Attributes:
         num_rows: number of training rows, a 0-dim int64 tensor.
@@ -164,17 +166,17 @@ class ClientData(ABC):
         """Train `params` on the client's rows; the class docstring has an example.
 
         Each step differentiates `loss` on one batch, passes the gradient through `direction`, and takes an optimiser
-        step. Rows are shuffled anew in every epoch. The batches update the running BatchNorm statistics.
+        step. Rows are shuffled again in every epoch. The batches update the running BatchNorm statistics.
 
         Args:
             loss: the objective, see `Loss`. Its batches are in training mode: dropout is drawn, and BatchNorm uses the
                 statistics of the batch. The Tree that it receives is valid only during the call.
-            params: the Tree to start from; it is not changed. It holds parameters and buffers of the model, and
-                possibly tensors of the method's own (a projection head) under names that the model does not have.
+            params: the Tree to start from; it is not changed. It holds parameters and buffers of the model. It may also
+                hold tensors of the method itself (a projection head) under names that the model does not have.
             train: number of epochs or steps, batch size, optimiser and learning rate.
             model: the model that `params` belong to. Default: the client's model, `context.model`.
             direction: changes the gradient of every step, see `Direction`. It runs without gradient tracking and must
-                not change its arguments. Default: the optimiser follows the gradient of the loss.
+                not change its arguments. Default: the optimiser uses the gradient of the loss.
             carry: the Tree that `direction` receives in the first step; all steps must return the same names, shapes
                 and types. Default: empty.
             only: names of the parameters to train, or blocks, which stand for all their parameters. Default: all
@@ -182,13 +184,13 @@ class ClientData(ABC):
             stream: number of the random stream for the order of rows and dropout; calls with the same number see the
                 same batches.
             split: whether `loss` returns its terms by name, and `direction` receives the gradient of each term. Without
-                `direction`, the optimiser follows the sum of the gradients. Every term costs one backward pass.
-            after: result of an earlier call that this one continues, with its moments, step numbers and place in the
-                order of rows, so that E calls of one epoch equal one call of E epochs. `loss` and `num_steps` of the
-                new result cover all of these calls. Pass `params` and `carry` of the earlier result again. Not allowed
-                with `train.steps`. Default: a new training, whose moments start at zero.
-            on: a batch on which to take one step, in place of all the steps of `train`. With `after`, it is the step
-                that follows those of the earlier call.
+                `direction`, the optimiser uses the sum of the gradients. Every term needs one backward pass.
+            after: result of an earlier call that this call continues, with its moments, step numbers and place in the
+                order of rows. E calls of one epoch then equal one call of E epochs. `loss` and `num_steps` of the new
+                result cover all of these calls. Pass `params` and `carry` of the earlier result again. Not allowed with
+                `train.steps`. Default: a new training, whose moments start at zero.
+            on: a batch for a single step, which replaces all the steps of `train`. With `after`, this step follows the
+                steps of the earlier call.
 
         Returns:
             The trained parameters, the mean loss, the number of steps and the state of the optimiser.
@@ -196,10 +198,10 @@ class ClientData(ABC):
 
     @abstractmethod
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
-        """The batch that `minimise` would use in one of its steps.
+        """Return the batch that `minimise` would use in one of its steps.
 
-        It serves methods that exchange messages with the server between the forward and the backward pass of a batch,
-        such as split learning. They send one request for each batch.
+        Use it in methods that exchange messages with the server between the forward and the backward pass of a batch,
+        such as split learning. These methods send one request for each batch.
 
         Args:
             train: as for `minimise`.
@@ -223,8 +225,8 @@ class ClientData(ABC):
         ```
 
         Under `vmap`, use `batch.sum` and `batch.mean`, which leave out padding. A client that has no rows left keeps
-        its carry if `step` returns a nest of tensors of the same shapes as it received. Any other carry, such as a list
-        that grows, also gets what `step` computes on padding.
+        its carry if `step` returns a nest of tensors of the same shapes as it received. With any other carry, such as a
+        list that grows, the carry also includes the results of `step` on padding.
 
         Args:
             step: `step(carry, batch)` returns the new carry.
@@ -232,7 +234,7 @@ class ClientData(ABC):
             batch_size: number of rows in a batch; the last batch may have fewer.
 
         Returns:
-            What the last call of `step` returned; `carry` itself if the client has no rows.
+            The value that the last call of `step` returned, or `carry` itself if the client has no rows.
         """
 
     def collect(self, function: Callable[[Batch], Tree]) -> Tree:
@@ -250,7 +252,7 @@ class ClientData(ABC):
 
     @abstractmethod
     def at(self, rows: Tensor) -> "ClientData":
-        """The dataset that consists of some of the client's rows, in the given order.
+        """Return the dataset that consists of some of the client's rows, in the given order.
 
         In its batches, `Batch.rows` are positions within this selection.
 
@@ -270,11 +272,11 @@ class ClientData(ABC):
         """The client's own test rows; an empty dataset if the data has no test rows for clients."""
 
     def draw(self, purpose: str, number: int = 0) -> int | Tensor:
-        """A key for random numbers of this client in this round, for the functions of `polyfed.core.keys`.
+        """Return a key for random numbers of this client in this round, for the functions of `polyfed.core.keys`.
 
         Args:
-            purpose: a word for what the numbers are used for; different words give independent numbers.
-            number: number of the draw, if there are several for the same purpose.
+            purpose: a word that names the use of the numbers; different words give independent numbers.
+            number: number of the draw, if there are several draws for the same purpose.
         """
         return stream_key(self.key, keys.key(purpose), number)
 
@@ -284,31 +286,31 @@ def stream_key(client: int, purpose: int, number: int) -> int: ...
 @overload
 def stream_key(client: int | Tensor, purpose: int, number: int) -> int | Tensor: ...
 def stream_key(client: int | Tensor, purpose: int, number: int) -> int | Tensor:
-    """The key of one random stream of a client.
+    """Return the key of one random stream of a client.
 
     Args:
         client: the client's key of the round.
-        purpose: key of the word for what the numbers are used for: `ORDER`, `DROPOUT`, or a purpose of the task.
-        number: number of the stream, if there are several for the same purpose.
+        purpose: key of the word that names the use of the numbers: `ORDER`, `DROPOUT`, or a purpose of the task.
+        number: number of the stream, if there are several streams for the same purpose.
     """
     return keys.fold_in(keys.fold_in(client, purpose), number)
 
 
 def split_loss(out: Any) -> tuple[Any, Any]:
-    """Split what a loss returned into its value (or its terms) and its aux, which is {} if the loss returned none."""
+    """Split the result of a loss into its value (or its terms) and its aux, which is {} if the loss returned none."""
     return out if isinstance(out, tuple) else (out, {})
 
 
 def legs(train: Train) -> list[Train]:
-    """Split a training of E epochs into E trainings of one epoch, for `minimise(after=...)`.
+    """Split the options of a training of E epochs into E trainings of one epoch, for `minimise(after=...)`.
 
-    A training whose length is given in steps cannot be split; it is returned unchanged, as the only entry.
+    Options that give the length in steps cannot be split. They are returned unchanged, as the only entry.
     """
     return [replace(train, epochs=1)] * train.epochs if train.steps is None and train.epochs > 1 else [train]
 
 
 def summed(grads: Mapping[str, Tree]) -> Tree:
-    """Add up the gradients of all terms, which gives the gradient of the whole loss."""
+    """Add the gradients of all terms, which gives the gradient of the whole loss."""
     first, *rest = grads.values()
     for term in rest:
         first = add(first, term)

@@ -1,4 +1,4 @@
-"""`KeptTraining`: a training that a client puts away after a task and continues in a later one."""
+"""`KeptTraining`: a training that a client stores after a task and continues in a later task."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ class KeptTraining:
 
     @classmethod
     def fresh(cls, model: Model, params: Tree, train: Train) -> "KeptTraining":
-        """A training of these parameters that has not begun."""
+        """Return a training of these parameters that has not begun."""
         return cls(params, train.moments(model.trainable(params)), torch.zeros((), dtype=torch.int64))
 
     @classmethod
     def of(cls, local: Tree) -> "KeptTraining":
-        """The training in a local state that `tree` made."""
+        """Return the training from a local state that `tree` made."""
         moments: Moments = {}
         for name, value in under(MOMENT, local).items():
             kind, _, of = name.partition("/")
@@ -45,25 +45,25 @@ class KeptTraining:
         return cls(params, moments, local[STEPS])
 
     def tree(self) -> Tree:
-        """A client's local state that holds this training."""
+        """Return a client's local state that holds this training."""
         return self.params | self.state()
 
     def state(self) -> Tree:
-        """The moments and the number of steps, for a local state that holds the parameters itself."""
+        """Return the moments and the number of steps, for a local state that holds the parameters separately."""
         flat = {f"{kind}/{name}": value for kind, tree in self.moments.items() for name, value in tree.items()}
         return nested(MOMENT, flat) | {STEPS: self.steps}
 
     def only(self, names: Collection[str]) -> "KeptTraining":
-        """The same training of some of its parameters."""
+        """Return the same training for some of its parameters."""
         moments = {kind: {n: v for n, v in tree.items() if n in names} for kind, tree in self.moments.items()}
         return KeptTraining({n: v for n, v in self.params.items() if n in names}, moments, self.steps)
 
     def earlier(self) -> TrainingResult:
-        """This training for `ClientData.minimise(..., after=)`."""
+        """Return this training in the form that `ClientData.minimise(..., after=)` takes."""
         return TrainingResult({}, torch.zeros((), device=self.steps.device), self.steps, moments=self.moments)
 
     def after(self, fit: TrainingResult) -> "KeptTraining":
-        """The training once `fit` has continued it; parameters and moments that `fit` lacks stay as they are."""
+        """Return the training after `fit` has continued it. Parameters and moments that `fit` lacks do not change."""
         params = {name: fit.params.get(name, value) for name, value in self.params.items()}
         moments = {
             kind: {name: fit.moments.get(kind, {}).get(name, value) for name, value in tree.items()}
@@ -72,5 +72,5 @@ class KeptTraining:
         return KeptTraining(params, moments, fit.num_steps)
 
     def loss(self, fit: TrainingResult) -> Tensor:
-        """Mean loss of the steps that `fit` added, a 0-dim tensor; its own mean counts the earlier steps as 0."""
+        """Return the mean loss of the steps that `fit` added, 0-dim; `fit.loss` counts the earlier steps as 0."""
         return fit.loss * fit.num_steps / (fit.num_steps - self.steps).clamp(min=1)

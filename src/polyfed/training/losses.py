@@ -1,4 +1,4 @@
-"""Losses that more than one method uses. Each is a mean over the real rows of a batch; padding does not count.
+"""Losses that more than one method uses. Each loss is a mean over the real rows of a batch, without padding.
 
 Shape letters: `B` rows, `C` classes, `E` width of the embedding.
 """
@@ -17,7 +17,7 @@ def cross_entropy(logits_BC: Tensor, batch: Batch) -> Tensor:
     """Cross-entropy of logits (B, C) with the labels of the batch: the mean over its real rows, a 0-dim tensor.
 
     Raises:
-        RecipeError: the labels are no classes. `context.loss` is the loss of every task.
+        RecipeError: the labels are not classes. Use `context.loss`, which is the loss of every objective.
     """
     if batch.y.is_floating_point():
         raise RecipeError(
@@ -30,7 +30,7 @@ def cross_entropy(logits_BC: Tensor, batch: Batch) -> Tensor:
 
 
 Negatives = Literal["intra", "inter", "both"]
-"""Which embeddings a student's row is pushed away from: the student's (`intra`), the teacher's (`inter`), or both."""
+"""The negatives of a student's row: the student's other embeddings (`intra`), the teacher's (`inter`), or both."""
 
 
 def contrastive(
@@ -53,11 +53,13 @@ def contrastive(
     Args:
         student_BE: u.
         teacher_BE: v.
-        ok_B: False for rows that are neither anchors nor negatives (padding), bool (B,). None: all rows count.
+        ok_B: False for rows that are neither anchors nor negatives (padding), bool (B,). None means that all rows
+        count.
         temperature: t.
         negatives: `intra`, `inter` or `both`.
         normalise: whether to scale all embeddings to length 1 first.
-        classes_B: class of every row (B,), to leave rows of its own class out of a row's negatives. None keeps them.
+        classes_B: class of every row (B,); rows of the same class are then not negatives of each other. None keeps
+        them.
 
     Returns:
         The mean over the rows that count, a 0-dim tensor.
@@ -80,8 +82,8 @@ def contrastive(
 def distillation(student_BC: Tensor, teacher_BC: Tensor, batch: Batch, temperature: float) -> Tensor:
     """Knowledge distillation (Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network", 2015).
 
-    T^2 times the mean over real rows of KL(softmax(teacher / T) || softmax(student / T)). No gradient flows to the
-    teacher. As in FedGKT's released code, 1e-7 is added to the teacher's probabilities.
+    The loss is T^2 times the mean over real rows of KL(softmax(teacher / T) || softmax(student / T)). No gradient flows
+    to the teacher. As in FedGKT's released code, 1e-7 is added to the teacher's probabilities.
 
     Args:
         student_BC: logits of the student.

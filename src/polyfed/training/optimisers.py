@@ -1,11 +1,11 @@
 """The optimisers of clients and of the server.
 
-A client's optimiser starts anew in every local training; its moments do not survive a round
+A client's optimiser starts again in every local training, and its moments do not survive a round
 (docs/algorithms/conventions.md). The formulas follow `torch.optim.SGD`, `Adam` and `AdamW`, and tests compare the two.
-Steps are in place, for a single client as well as for a stack of clients under `torch.func.vmap`.
+Steps are in place, for a single client and for a stack of clients under `torch.func.vmap`.
 
-The server's optimisers are those of Reddi et al., "Adaptive Federated Optimization", ICLR 2021 (Algorithm 2), and Hsu
-et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019 (FedAvgM).
+The server's optimisers come from Reddi et al., "Adaptive Federated Optimization", ICLR 2021 (Algorithm 2), and Hsu et
+al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019 (FedAvgM).
 """
 
 import math
@@ -41,26 +41,26 @@ class Train:
 
     Attributes:
         epochs: passes over the client's rows in one round.
-        steps: optimiser steps in one round; when given it replaces `epochs`.
-        batch_size: rows of a batch; 0 means all of the client's rows.
+        steps: optimiser steps in one round; if given, it replaces `epochs`.
+        batch_size: number of rows in a batch; 0 means all of the client's rows.
         optimiser: `sgd`, `adam` or `adamw`.
         lr: learning rate in the first round.
         lr_end: learning rate at the end of the schedule.
-        lr_schedule: `constant` keeps `lr`; `linear` and `cosine` reach `lr_end` in the last round; `step` is `lr` up to
-            round `lr_step` and `lr_end` afterwards; `authors` is the rule in CMSFed's released code: `lr` up to round
-            `lr_step`, `lr - (lr - lr_end) * round / rounds` afterwards.
-        lr_step: last round with `lr` under `step` and `authors`.
+        lr_schedule: `constant` keeps `lr`. `linear` and `cosine` reach `lr_end` in the last round. `step` is `lr` up to
+            round `lr_step`, and `lr_end` afterwards. `authors` is the rule in CMSFed's released code: `lr` up to round
+            `lr_step`, and `lr - (lr - lr_end) * round / rounds` afterwards.
+        lr_step: the last round that uses `lr` under `step` and `authors`.
         momentum: momentum of `sgd`.
         nesterov: whether `sgd` uses Nesterov momentum.
-        weight_decay: factor of the parameters that is added to the gradient as in PyTorch; decoupled for `adamw`.
+        weight_decay: factor of the parameters that is added to the gradient, as in PyTorch; decoupled for `adamw`.
         beta1: decay of Adam's first moment.
         beta2: decay of Adam's second moment.
         eps: number added to the root of Adam's second moment.
-        clip_norm: gradients with a larger 2-norm are scaled down to it; 0 switches clipping off.
-        precision: `float32`; or `bf16`: encoders and fusion compute in bfloat16 while they train (autocast), and the
-            parameters, the loss, the gradients and every evaluation stay in float32.
+        clip_norm: gradients with a larger 2-norm are scaled down to this norm; 0 disables clipping.
+        precision: `float32` or `bf16`. With `bf16`, encoders and fusion compute in bfloat16 during training (autocast).
+            The parameters, the loss, the gradients and every evaluation stay in float32.
         accumulate: number of parts in which the gradient of a batch is computed, one after another, to save memory. The
-            result is that of the whole batch up to rounding where a row's loss depends on the row alone.
+            result equals that of the whole batch up to rounding, if the loss of a row depends only on this row.
     """
 
     epochs: Annotated[int, NOT_NEGATIVE] = 1
@@ -82,10 +82,10 @@ class Train:
     accumulate: Annotated[int, AT_LEAST_ONE] = 1
 
     def __post_init__(self) -> None:
-        """Check types and ranges, and that options fit together.
+        """Check types and ranges, and that the options are compatible.
 
         Raises:
-            RecipeError: an option is out of range, or needs another one that is missing.
+            RecipeError: an option is out of range, or needs another option that is missing.
         """
         check_ranges("[train]", self)
         if self.nesterov and not self.momentum:
@@ -100,7 +100,7 @@ class Train:
             raise RecipeError(f"[train] lr_schedule = '{self.lr_schedule}' needs lr_end")
 
     def lr_at(self, round: int, rounds: int) -> float:
-        """The learning rate in one round, counted from 1, of a run of `rounds` rounds."""
+        """Return the learning rate of one round, counted from 1, in a run of `rounds` rounds."""
         if self.lr_end is None or self.lr_schedule == "constant":
             return self.lr
         done = (round - 1) / max(rounds - 1, 1)
@@ -115,14 +115,14 @@ class Train:
         return self.lr - (self.lr - self.lr_end) * round / rounds
 
     def moments(self, params: Mapping[str, Tensor]) -> Moments:
-        """The state of the optimiser before its first step on these parameters."""
+        """Return the state of the optimiser before its first step on these parameters."""
         if self.optimiser == "sgd":
             return {"momentum": like(params)} if self.momentum else {}
         return {"first": like(params), "second": like(params)}
 
     @property
     def idle(self) -> dict[str, str]:
-        """Options without effect, each with the setting that makes it so."""
+        """Return the options without effect, each with the setting that disables it."""
         found = dict.fromkeys(("beta1", "beta2", "eps"), "optimiser = 'sgd'")
         if self.optimiser != "sgd":
             found = dict.fromkeys(("momentum", "nesterov"), f"optimiser = '{self.optimiser}'")
@@ -147,7 +147,7 @@ class Train:
             lr: learning rate.
             count: number of this step, from 1; under `vmap` a 0-dim tensor.
         """
-        if not grads:  # everything to be trained is frozen
+        if not grads:  # all parameters to be trained are frozen
             return
         if self.clip_norm:
             grads = _clipped(grads, self.clip_norm)
@@ -185,7 +185,7 @@ class Train:
 class ServerOptimiser:
     """How the server updates the global model with the mean of the replies: the [server] section of a recipe.
 
-    The server treats the difference mean - params as the negative gradient. Buffers become the mean itself.
+    The server uses the difference mean - params as the negative gradient. Buffers are set to the mean.
 
     Attributes:
         optimiser: `none` (params := params + lr * difference), `avgm`, `adam`, `adagrad` or `yogi`.
@@ -194,11 +194,12 @@ class ServerOptimiser:
         beta1: decay of the first moment (Reddi et al. use 0.9).
         beta2: decay of the second moment (Reddi et al. use 0.99).
         tau: number added to the root of the second moment, which starts at its square (Reddi et al. use 1e-3).
-        aggregate: how the replies become one, block by block: `mean`, or a rule that a minority of lying clients cannot
-            move at will: `median`, `trimmed-mean`, `krum`, `multi-krum`, `geometric-median` or `norm-clip`.
+        aggregate: how the replies are combined, block by block: by the `mean`, or by a rule that limits the influence
+            of a minority of lying clients: `median`, `trimmed-mean`, `krum`, `multi-krum`, `geometric-median` or
+            `norm-clip`.
         lying: share of the replies that may lie, for `trimmed-mean`, `krum` and `multi-krum`.
-        max_norm: `norm-clip` pulls each reply back to at most this distance from the model that was sent, block by
-            block; 0 takes the median distance of the replies.
+        max_norm: `norm-clip` limits the distance of each reply from the model that was sent to this value, block by
+            block; 0 uses the median distance of the replies.
     """
 
     optimiser: Literal["none", "avgm", "adam", "adagrad", "yogi"] = "none"
@@ -221,7 +222,7 @@ class ServerOptimiser:
 
     @property
     def idle(self) -> dict[str, str]:
-        """Options without effect, each with the setting that makes it so."""
+        """Return the options without effect, each with the setting that disables it."""
         used = {
             "none": (),
             "avgm": ("momentum",),
@@ -238,7 +239,7 @@ class ServerOptimiser:
         return idle
 
     def moments(self, params: Mapping[str, Tensor]) -> Moments:
-        """The state of the server's optimiser before the first round."""
+        """Return the state of the server's optimiser before the first round."""
         if self.optimiser == "none":
             return {}
         if self.optimiser == "avgm":
@@ -250,9 +251,9 @@ class ServerOptimiser:
 
         Args:
             old: the global model before the round.
-            mean: mean of the replies; may lack names, which then stay as they are (blocks that no client trained).
+            mean: mean of the replies. Names may be missing (blocks that no client trained); these do not change.
             moments: state of the optimiser.
-            trainable: the names of parameters; other names are buffers.
+            trainable: has the names of the parameters; all other names are buffers.
 
         Returns:
             The global model and the state after the round.
@@ -285,14 +286,14 @@ class ServerOptimiser:
 
 
 def _bias(beta: float, count: int | Tensor) -> float | Tensor:
-    """1 - beta ** count, computed in double precision, because 1 - 0.999 loses four digits in single precision."""
+    """Return 1 - beta ** count in double precision, because 1 - 0.999 loses four digits in single precision."""
     if isinstance(count, int):
         return 1 - beta**count
     return (1 - beta ** count.to(torch.float64)).to(torch.float32)
 
 
 def _clipped(grads: Tree, limit: float) -> Tree:
-    """The gradients, scaled down together if their 2-norm exceeds the limit."""
+    """Return the gradients, scaled down together if their 2-norm exceeds the limit."""
     norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
     return {name: grad * scale for name, grad in grads.items()}

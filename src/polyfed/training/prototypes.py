@@ -1,10 +1,10 @@
 """Class prototypes: the mean embedding of each class, and losses and ratios computed from distances to them.
 
-Used by CMSFed, PMR and FedProto. PMR: Fan, Xu, Wang, Wang, Guo, "PMR: Prototypical Modal Rebalance for Multimodal
+CMSFed, PMR and FedProto use them. PMR: Fan, Xu, Wang, Wang, Guo, "PMR: Prototypical Modal Rebalance for Multimodal
 Learning", CVPR 2023. The pages docs/algorithms/cmsfed.md, fedpmr.md and fedproto.md give the equations.
 
-A class is *active* when it has a prototype. Probabilities are over active classes only, and rows whose class is not
-active do not count.
+A class is *active* if it has a prototype. Probabilities cover active classes only, and rows whose class is not active
+do not count.
 
 Shape letters: `B` rows, `C` classes, `D` width of an embedding.
 """
@@ -41,17 +41,17 @@ class Prototypes:
 
     @classmethod
     def received(cls, mean_CD: Tensor) -> "Prototypes":
-        """From a message (C, D), in which a row of zeros means that the class has no prototype."""
+        """Make prototypes from a message (C, D), in which a row of zeros means that the class has no prototype."""
         return cls(mean_CD, (mean_CD != 0).any(-1))
 
     @property
     def sent(self) -> Tensor:
-        """For a message: (C, D), with zeros for classes that are not active."""
+        """Return the prototypes (C, D) for a message, with zeros for classes that are not active."""
         return self.mean * self.active.unsqueeze(-1)
 
     @classmethod
     def of(cls, sums_CD: Tensor, counts_C: Tensor) -> "Prototypes":
-        """From the sum of embeddings (C, D) and the number of rows (C,) of each class."""
+        """Make prototypes from the sum of embeddings (C, D) and the number of rows (C,) of each class."""
         return cls(sums_CD / torch.where(counts_C > 0, counts_C, 1.0).unsqueeze(-1), counts_C > 0)
 
     def distances(self, z_BD: Tensor) -> Tensor:
@@ -62,26 +62,26 @@ class Prototypes:
     def log_probabilities(self, z_BD: Tensor) -> Tensor:
         """Log softmax of the negative distances over the active classes, (B, C); -inf for other classes."""
         scores = (-self.distances(z_BD)).masked_fill(~self.active, float("-inf"))
-        # without any active class the softmax would be NaN, which `where` lets through in the backward pass
+        # without any active class the softmax would be NaN, which `where` passes on in the backward pass
         scores = torch.where(self.active.any(), scores, torch.zeros_like(scores))
         return torch.log_softmax(scores, -1)
 
     def own(self, z_BD: Tensor, y_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Log probability of each row's own class, (B,), zero if it is not active; and whether it is, bool (B,)."""
+        """Return each row's log probability of its class, (B,), zero if inactive; and whether it is active, (B,)."""
         there = self.active[y_B]
         log_p = self.log_probabilities(z_BD).gather(-1, y_B.unsqueeze(-1)).squeeze(-1)
         return torch.where(there, log_p, 0.0), there
 
 
 def random_like(prototypes: Prototypes, key: int) -> Prototypes:
-    """Random vectors in place of the prototypes, of the same lengths and for the same classes: a control."""
+    """Return random vectors of the same lengths and for the same classes as the prototypes, as a control."""
     noise = keys.normal(key, tuple(prototypes.mean.shape), prototypes.mean.device)
     length = prototypes.mean.norm(dim=-1, keepdim=True)
     return Prototypes(torch.nn.functional.normalize(noise, dim=-1) * length, prototypes.active)
 
 
 def at_length(z: Mapping[str, Tensor], length: float) -> dict[str, Tensor]:
-    """Scale embeddings (B, D) of all modalities to one length; length 0 leaves them as they are.
+    """Scale embeddings (B, D) of all modalities to one length; length 0 does not scale them.
 
     Without scaling, the prototypical cross-entropy can be lowered without limit by larger embeddings
     (docs/algorithms/cmsfed.md).
@@ -96,7 +96,7 @@ def there(batch: Batch, modality: str) -> Tensor:
 
 
 def masked_mean(values_B: Tensor, rows_B: Tensor) -> Tensor:
-    """Mean of values (B,) over the rows where `rows_B` is True; zero if there are none."""
+    """Mean of values (B,) over the rows where `rows_B` is True; zero if there are no such rows."""
     return torch.where(rows_B, values_B, 0.0).sum() / rows_B.sum().clamp(min=1)
 
 
@@ -123,7 +123,8 @@ def class_sums(z_BD: Tensor, batch: Batch, modality: str, num_classes: int) -> t
 def confidence(prototypes: Mapping[str, Prototypes], z: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
     """For each modality, the sum over a batch of the probability of the row's own class; see `imbalance_ratio`.
 
-    Only rows that have all of these modalities and an active class in each count, so that the sums are comparable.
+    Only rows count that have all of these modalities and whose class is active in each of them. The sums are then
+    comparable.
     """
     own = {name: prototypes[name].own(z[name], batch.y) for name in z}
     rows = torch.stack([active & there(batch, name) for name, (_, active) in own.items()]).all(0)
@@ -171,7 +172,7 @@ def class_means(
     partial: set[str] = set()  # modalities that some rows of the table lack; the same in every batch
 
     def step(sums: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        # `start` was made on the CPU: the device of the rows is known only here
+        # `start` was made on the CPU, because the device of the rows becomes known only here
         z, after = features(batch), {name: value.to(batch.y.device) for name, value in sums.items()}
         for m in sizes:
             partial.update({m} & batch.present.keys())
@@ -191,17 +192,17 @@ def class_means(
 def gathered(
     old: Mapping[str, Prototypes], reports: Sequence[tuple[Tree, Tree]], momentum: float = 0.0, *, uniform: bool = False
 ) -> dict[str, Prototypes]:
-    """Update the global prototypes with those that clients sent.
+    """Update the global prototypes with the prototypes that clients sent.
 
     Args:
         old: the global prototypes so far, by modality.
         reports: for each client, prototypes (C, D) by modality and numbers of rows, as `class_means` returns them.
-        momentum: weight of the old prototype of a class that had one and was sent again.
-        uniform: whether every client that has rows of a class weighs the same; by default, clients weigh by their
-            number of rows of the class.
+        momentum: weight of the old prototype, for a class that had a prototype and was sent again.
+        uniform: whether every client that has rows of a class has the same weight. By default, the weight of a client
+            is its number of rows of the class.
 
     Returns:
-        The new prototypes by modality. A class that no client sent keeps its prototype, or stays without one.
+        The new prototypes by modality. A class that no client sent keeps its prototype, if it had one.
     """
     new = dict(old)
     for m in dict.fromkeys(m for means, _ in reports for m in means):

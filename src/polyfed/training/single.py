@@ -60,19 +60,19 @@ class SingleClientData(ClientData):
         self.num_rows = torch.tensor(len(self.index), device=self.index.device)
 
     def at(self, rows: Tensor) -> "SingleClientData":
-        """See `ClientData.at`."""
+        """Return the dataset of some of the client's rows, in the given order; see `ClientData.at`."""
         return SingleClientData(
             self.columns, self.index[rows], self.modalities, self.model, self.key, self.round, self.rounds
         )
 
     @property
     def ids(self) -> Tensor:
-        """See `ClientData.ids`."""
+        """Return the sample ids of the client's rows, int64 (n,); see `ClientData.ids`."""
         return self.columns.ids.to(self.index.device)[self.index]
 
     @property
     def test(self) -> "SingleClientData":
-        """See `ClientData.test`."""
+        """Return the client's own test rows as a dataset; see `ClientData.test`."""
         index = self.index[:0] if self.test_index is None else self.test_index
         return SingleClientData(self.columns, index, self.modalities, self.model, self.key, self.round, self.rounds)
 
@@ -85,7 +85,7 @@ class SingleClientData(ClientData):
         lr = train.lr_at(self.round, self.rounds)
         values: list[Tensor] = []
         count, epochs = (0, 0) if after is None else (int(after.num_steps), after.num_epochs)
-        # the Tree is empty when the whole encoder is frozen
+        # the Tree is empty if the whole encoder is frozen
         lent = model.live(job.params) if job.params else nullcontext(Tree())
         with lent as w, model.computing(train.precision):
             leaves = {name: w[name] for name in names}
@@ -111,7 +111,7 @@ class SingleClientData(ClientData):
             )
 
     def _mean(self, values: list[Tensor], after: TrainingResult | None) -> Tensor:
-        """The mean loss of the steps, including those of the training that this one continues."""
+        """Return the mean loss of the steps, including those of the training that this one continues."""
         mean = torch.stack(values).mean() if values else torch.zeros((), device=self.index.device)
         if after is None:
             return mean
@@ -119,7 +119,7 @@ class SingleClientData(ClientData):
         return (after.loss * steps + mean * len(values)) / max(steps + len(values), 1)
 
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
-        """See `ClientData.fold`."""
+        """Run `step` over all rows of the client, one batch after another; see `ClientData.fold`."""
         with torch.no_grad():
             for start in range(0, len(self.index), batch_size):
                 rows = torch.arange(start, min(start + batch_size, len(self.index)), device=self.index.device)
@@ -127,7 +127,7 @@ class SingleClientData(ClientData):
         return carry
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
-        """See `ClientData.batch`."""
+        """Return the batch that `minimise` would use in step `number`; see `ClientData.batch`."""
         n = len(self.index)
         size = train.batch_size or n
         end = usable_rows(n, train.batch_size, (model or self.model).has_batchnorm)
@@ -169,8 +169,8 @@ class SingleClientData(ClientData):
                 done += 1
 
     def _gather(self, rows: Tensor, key: int | None = None) -> Batch:
-        """Make a batch of rows, which are given as positions among the client's own rows."""
-        where = self.index.index_select(0, rows)  # twice as fast as index[rows] on rows this short
+        """Make a batch of rows, whose positions among the client's own rows are given."""
+        where = self.index.index_select(0, rows)  # twice as fast as index[rows] for so few rows
         columns = self.columns
         return Batch(
             x={m: columns.modalities[m].take(where) for m in self.modalities},
@@ -182,7 +182,7 @@ class SingleClientData(ClientData):
 
 
 def _step_gradient(job: Job, w: Tree, leaves: Tree, batch: Batch) -> tuple[Any, Tensor, Any]:
-    """The gradient of the loss of a batch, or of each of its terms, the loss itself, and its aux."""
+    """Return the gradient of a batch's loss, or of each of its terms, with the loss itself and its aux."""
     if job.train.accumulate > 1:
         return *_accumulated(job, w, leaves, batch), {}
     value, aux = split_loss(job.loss(w, batch))
@@ -192,7 +192,7 @@ def _step_gradient(job: Job, w: Tree, leaves: Tree, batch: Batch) -> tuple[Any, 
 
 
 def _accumulated(job: Job, w: Tree, leaves: Tree, batch: Batch) -> tuple[Tree, Tensor]:
-    """The gradient and the loss of a batch, part by part."""
+    """Return the gradient and the loss of a batch, computed part by part."""
     grads, total = None, torch.zeros((), device=batch.y.device)
     for part, share in parts_of(batch, job.train):
         value, aux = split_loss(job.loss(w, part))
@@ -204,12 +204,13 @@ def _accumulated(job: Job, w: Tree, leaves: Tree, batch: Batch) -> tuple[Tree, T
 
 
 def _collected(value: Tensor, leaves: Tree) -> Tree:
-    """The gradient of `value` for all leaves of its graph; zero for leaves on which it does not depend.
+    """Return the gradient of `value` for all leaves of its graph; zero for leaves on which it does not depend.
 
-    This function calls `backward`, because `autograd.grad` spends a thirtieth of a small step on visiting every leaf in
-    Python. If only some leaves are wanted, use `_gradient`, since `backward` computes the gradients of all leaves.
+    This function calls `backward`, because `autograd.grad` needs a thirtieth of a small step to visit every leaf in
+    Python. To get the gradients of only some leaves, use `_gradient`, because `backward` computes the gradients of all
+    leaves.
     """
-    if value.requires_grad:  # false when the loss is independent of all parameters
+    if value.requires_grad:  # False if the loss is independent of all parameters
         value.backward()  # type: ignore[no-untyped-call]
     grads: Tree = {}
     for name, leaf in leaves.items():
@@ -219,8 +220,8 @@ def _collected(value: Tensor, leaves: Tree) -> Tree:
 
 
 def _gradient(value: Tensor, leaves: Tree, retain: bool = False) -> Tree:
-    """The gradient of `value` for these leaves; zero for leaves on which it does not depend."""
-    # `materialize_grads` would fill in the zeros as well, but costs a sixth of a small step
+    """Return the gradient of `value` for these leaves; zero for leaves on which it does not depend."""
+    # `materialize_grads` would also fill in the zeros, but takes a sixth of a small step
     if not (leaves and value.requires_grad):
         return like(leaves)
     found = torch.autograd.grad(value, tuple(leaves.values()), retain_graph=retain, allow_unused=True)
@@ -229,6 +230,6 @@ def _gradient(value: Tensor, leaves: Tree, retain: bool = False) -> Tree:
 
 
 def _term_gradients(terms: Mapping[str, Tensor], leaves: Tree) -> dict[str, Tree]:
-    """The gradient of each term of a loss; the graph is freed after the last one."""
+    """Return the gradient of each term of a loss; the graph is freed after the last term."""
     *_, last = terms
     return {name: _gradient(value, leaves, retain=name != last) for name, value in terms.items()}

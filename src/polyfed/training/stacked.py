@@ -3,10 +3,10 @@
 Shape letters: `K` clients of the stack, `T` steps, `B` rows of a batch, `N` rows of the client with the most rows.
 
 Inside the task, `vmap` hides the client axis, so tensors look as if there were one client. Data of the whole stack
-(positions of rows, step plans, keys) stays outside in tensors with a leading axis K. The task picks a client's part
-with `lane`, the client's position in the stack; besides `lane`, only messages and local state pass through `vmap`.
-Clients of unequal length are padded: padded rows have `ok = False`, and a client that has no steps left keeps its
-values.
+(positions of rows, step plans, keys) stays outside of `vmap`, in tensors with a leading axis K. The task selects a
+client's part of this data with `lane`, the client's position in the stack. Only `lane`, messages and local state pass
+through `vmap`. Clients with fewer rows are padded: padded rows have `ok = False`, and a client that has no steps left
+keeps its values.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ from polyfed.training.optimisers import Train
 from polyfed.training.step_plan import Plan, Rows, make_plan
 
 Kind = tuple[bool, bool]
-"""The two facts on which Python branches in a step: whether no row is padding, and whether every client takes part."""
+"""The two facts on which Python branches in a step: whether no row is padding, and whether every client trains."""
 
 WHOLE: Kind = (True, True)
 
@@ -52,10 +52,10 @@ class Schedule:
 
     Attributes:
         kinds: the kind of each step.
-        columns: the inputs of the steps, tensors (T, ...); for a single step on a given batch, without the axis T.
+        columns: the inputs of the steps, tensors (T, ...). For a single step on a given batch, they have no axis T.
         count: total number of steps that the client has taken at the end of the call, a 0-dim tensor.
-        batch: `batch(full, *inputs)` makes the batch of a step. `full` says whether no row is padding; `inputs` are
-            all inputs of the step but the last two.
+        batch: `batch(full, *inputs)` makes the batch of a step. `full` says whether no row is padding; `inputs` are all
+            inputs of the step except the last two.
     """
 
     kinds: list[Kind]
@@ -66,7 +66,7 @@ class Schedule:
 
 @dataclass
 class StackedClientData(ClientData):
-    """The datasets of a stack of clients, as seen inside `vmap`.
+    """The datasets of a stack of clients, as a task sees them inside `vmap`.
 
     Attributes:
         columns: the table.
@@ -78,7 +78,7 @@ class StackedClientData(ClientData):
         round: the round, from 1.
         rounds: number of rounds of the run.
         test_stack: the test rows of each client.
-        chosen: for a selection made with `at`, positions of the selected rows among the client's own rows, (n,).
+        chosen: the positions of the rows that `at` selected, among the client's own rows, (n,).
         replays: whether training steps may be traced and replayed, see `step_replay.py`.
     """
 
@@ -95,7 +95,7 @@ class StackedClientData(ClientData):
     replays: bool = True
 
     def __post_init__(self) -> None:
-        """Pick this client's number of rows and random key from those of the stack."""
+        """Select this client's number of rows and random key from those of the stack."""
         device = self.stack.index.device
         counts = self.stack.counts if self.chosen is None else (len(self.chosen),) * len(self.keys)
         self._sizes = Rows(self.stack.index, counts)
@@ -103,18 +103,18 @@ class StackedClientData(ClientData):
         self.key = torch.tensor(self.keys, dtype=torch.int32, device=device)[self.lane]
 
     def at(self, rows: Tensor) -> "StackedClientData":
-        """See `ClientData.at`."""
+        """Return the dataset of some of the client's rows, in the given order; see `ClientData.at`."""
         return replace(self, test_stack=None, chosen=rows if self.chosen is None else self.chosen[rows])
 
     @property
     def ids(self) -> Tensor:
-        """See `ClientData.ids`."""
+        """Return the sample ids of the client's rows, padded to the longest client; see `ClientData.ids`."""
         rows = torch.arange(max(self._sizes.counts), device=self.lane.device)
         return self.columns.ids.to(self.lane.device)[self._where(rows)]
 
     @property
     def test(self) -> "StackedClientData":
-        """See `ClientData.test`."""
+        """Return the client's own test rows as a dataset; see `ClientData.test`."""
         stack = self.test_stack or Rows(self.stack.index[:, :0], (0,) * len(self.keys))
         return replace(self, stack=stack, test_stack=None, chosen=None)
 
@@ -140,7 +140,7 @@ class StackedClientData(ClientData):
         return TrainingResult(w, mean, schedule.count, kept, moments, (after.num_epochs if after else 0) + train.epochs)
 
     def _schedule(self, job: Job, model: Model) -> "Schedule":
-        """The steps of a call of `minimise`; a single step if `on` gives a batch."""
+        """Return the steps of a call of `minimise`, or a single step if `on` gives a batch."""
         after, train = job.after, job.train
         done = 0 if after is None else after.num_steps
         if job.on is not None:
@@ -162,14 +162,14 @@ class StackedClientData(ClientData):
         return self._batch(rows_B, where_B, None if full else ok_B, key)
 
     def _source(self, job: Job) -> tuple[Any, ...] | None:
-        """What decides, besides a step's kind, which operations the step performs; None forbids replaying steps."""
-        if not self.replays or job.train.precision != "float32":  # a trace does not hold what autocast decided
+        """Return everything but the kind that determines a step's operations; None forbids replaying steps."""
+        if not self.replays or job.train.precision != "float32":  # a trace does not record autocast's decisions
             return None
         code = (getattr(part, "__code__", type(part)) for part in (job.loss, job.direction))
         return (*code, len(self.keys), self.modalities)
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
-        """See `ClientData.batch`."""
+        """Return the batch that `minimise` would use in step `number`; see `ClientData.batch`."""
         skip = (model or self.model).has_batchnorm
         plan = make_plan(self.keys, self._sizes, train, skip_single=skip, stream=stream)
         hit = (plan.number[self.lane] == number) & plan.ok[self.lane].any(-1)
@@ -179,21 +179,21 @@ class StackedClientData(ClientData):
         return self._batch(rows, self._where(rows), ok, keys.fold_in(dropout_key, number - 1))
 
     def _steps(self, plan: Plan, number: Tensor, stream: int) -> tuple[Tensor, ...]:
-        """The inputs of all steps, tensors (T, ...).
+        """Return the inputs of all steps, tensors (T, ...).
 
         The inputs are: positions of the rows, positions of the same rows in the table, which rows are not padding, the
-        dropout key, whether the client takes the step, and the step's number. The last two are for the step itself; the
-        others make its batch.
+        dropout key, whether the client takes the step, and the step's number. The step itself uses the last two inputs.
+        The other inputs make its batch.
         """
         dropout_key = stream_key(self.key, DROPOUT, stream)
         rows, ok = plan.rows[self.lane], plan.ok[self.lane]
-        # for all steps at once, because every operation under vmap costs at least 10 us
+        # computed for all steps at once, because every operation under vmap takes at least 10 us
         key = keys.fold_in(dropout_key, number - 1)
         assert isinstance(key, Tensor)
         return rows, self._where(rows), ok, key, ok.any(-1), number
 
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
-        """See `ClientData.fold`."""
+        """Run `step` over all rows of the client, one batch after another; see `ClientData.fold`."""
         shortest, longest = min(self._sizes.counts), max(self._sizes.counts)
         for start in range(0, longest, batch_size):
             end = min(start + batch_size, longest)
@@ -204,7 +204,7 @@ class StackedClientData(ClientData):
         return carry
 
     def _own(self, value: Tensor) -> Tensor:
-        """A copy with a client axis, even if all clients share the tensor; in-place steps need that axis."""
+        """Return a copy with a client axis, even if all clients share the tensor; in-place steps need that axis."""
         return self.lane.new_empty(value.shape, dtype=value.dtype).copy_(value)
 
     def _where(self, rows: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ def _gradient_of(loss: Loss, model: Model, split: bool) -> Callable[..., Any]:
     """Make `f(trained, rest, batch)` -> (gradient, (value, aux, buffers)); with `split`, one gradient for each term."""
 
     def scalar(trained: Tree, rest: Tree, batch: Batch) -> tuple[Any, tuple[Any, Any, Tree]]:
-        # the layers write buffers in place, and a function under `grad` must not change its inputs
+        # the layers write buffers in place, but a function under `grad` must not change its inputs
         rest = {n: v.clone() if model.is_buffer(n) else v for n, v in rest.items()}
         value, aux = split_loss(loss({**trained, **rest}, batch))
         return value, (value, aux, {n: v for n, v in rest.items() if model.is_buffer(n)})
@@ -270,7 +270,7 @@ def _gradient_of(loss: Loss, model: Model, split: bool) -> Callable[..., Any]:
 
 
 def _accumulating(gradient: Callable[..., Any], train: Train) -> Callable[..., Any]:
-    """The same function, computed part by part of the batch."""
+    """Return the same function, computed part by part of the batch."""
 
     def whole(trained: Tree, rest: Tree, batch: Batch) -> tuple[Tree, tuple[Any, Any, Tree]]:
         grads, total, buffers = None, torch.zeros((), device=batch.y.device), Tree()
@@ -284,7 +284,7 @@ def _accumulating(gradient: Callable[..., Any], train: Train) -> Callable[..., A
 
 
 def _split_grad(terms: Callable[..., Any]) -> Callable[..., Any]:
-    """Like `grad(terms, has_aux=True)`, but `terms` returns a dict of scalars, and each gets its own gradient Tree."""
+    """Work like `grad(terms, has_aux=True)`, but for a dict of scalars, each with its own gradient Tree."""
 
     def gradient(trained: Tree, *rest: Any) -> tuple[dict[str, Tree], Any]:
         values, pull, aux = vjp(lambda w: terms(w, *rest), trained, has_aux=True)  # type: ignore[misc]
@@ -306,7 +306,7 @@ def _where(alive: Tensor, new: Any, old: Any) -> Any:
 
 
 def _where_alike(alive: Tensor, new: Any, old: Any) -> Any:
-    """`old` for clients without rows left, else `new`; always `new` if the carry's layout changes (a growing list)."""
+    """Return `old` for clients without rows left, else `new`; always `new` if the carry's layout changes."""
     (after, spec), (before, spec_before) = pytree.tree_flatten(new), pytree.tree_flatten(old)
     if spec != spec_before or not all(isinstance(leaf, Tensor) for leaf in (*after, *before)):
         return new

@@ -1,16 +1,16 @@
-"""How many rows and optimiser steps a local training takes, computed without any data."""
+"""The number of rows and optimiser steps of a local training, computed without any data."""
 
 from polyfed.training.optimisers import Train
 
 
 def usable_rows(n: int, batch_size: int, skip_single: bool) -> int:
-    """Number of rows that an epoch uses, of `n` rows of a client.
+    """Return the number of rows that an epoch uses, of `n` rows of a client.
 
     Args:
         n: rows of the client.
         batch_size: rows of a batch; 0 means all rows in one batch.
-        skip_single: whether a batch of one row is left out, as it must be where the model has BatchNorm: one row has no
-            batch statistics.
+        skip_single: whether a batch of one row is left out. This is necessary if the model has BatchNorm, because one
+            row has no batch statistics.
     """
     size = batch_size or n
     if not skip_single or not n:
@@ -21,7 +21,7 @@ def usable_rows(n: int, batch_size: int, skip_single: bool) -> int:
 
 
 def rows_trained(num_rows: int, train: Train, *, skip_single: bool) -> int:
-    """Number of rows that a local training puts through the model; repeated rows count each time."""
+    """Return the number of rows that a local training passes through the model; repeated rows count each time."""
     end = usable_rows(num_rows, train.batch_size, skip_single)
     if train.steps is None or not end:
         return train.epochs * end if end else 0
@@ -31,7 +31,7 @@ def rows_trained(num_rows: int, train: Train, *, skip_single: bool) -> int:
 
 
 def steps_trained(num_rows: int, train: Train, *, skip_single: bool) -> int:
-    """Number of optimiser steps of a local training."""
+    """Return the number of optimiser steps of a local training."""
     end = usable_rows(num_rows, train.batch_size, skip_single)
     if train.steps is not None or not end:
         return train.steps or 0 if end else 0

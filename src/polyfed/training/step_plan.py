@@ -65,7 +65,7 @@ def make_plan(
     stream: int,
     first_epoch: int = 0,
 ) -> Plan:
-    """Plan the steps of a stack of clients: those that `SingleClientData` would take, padded to the longest client.
+    """Plan the steps of a stack of clients: the steps of `SingleClientData`, padded to the longest client.
 
     Args:
         client_keys: random key of (run, round, client) of each client.
@@ -94,7 +94,7 @@ def make_plan(
     step = ok.any(-1).cumsum(1) - 1
     if train.steps is not None:
         ok = ok & (step < train.steps).unsqueeze(-1)
-    used = ok.any(-1).any(0)  # drop the last slots where no client uses them
+    used = ok.any(-1).any(0)  # drop the last slots if no client uses them
     last = int(used.nonzero().max()) + 1 if bool(used.any()) else 0
     rows, ok, step = rows[:, :last], ok[:, :last], step[:, :last]
     full = tuple(ok.all(-1).all(0).tolist())
@@ -103,7 +103,7 @@ def make_plan(
 
 
 def _epoch_order(order_keys: list[int], epoch: int, stack: Rows, width: int) -> Tensor:
-    """Each client's random order of its rows in this epoch, int64 (K, width), padded with 0."""
+    """Return each client's random order of its rows in this epoch, int64 (K, width), padded with 0."""
     folded = [keys.fold_in(key, epoch) for key in order_keys]
     order = keys.permutations(folded, stack.counts, stack.index.device)
     return torch.nn.functional.pad(order, (0, max(width - order.shape[1], 0)))[:, :width]

@@ -1,13 +1,14 @@
-"""Runs the training steps of a stack: as they are, or traced once and then replayed, whichever is faster.
+"""Runs the training steps of a stack, either directly, or traced once and then replayed, whichever is faster.
 
-Under `vmap` and `grad` every operation passes two levels of dispatch, which takes longer than the operation itself
-where models are small. So steps of a long training are traced (`step_trace.py`). Once two steps in a row have the same
-trace, the following steps replay it; so does the next training, when its first traced step has the same trace again.
+Under `vmap` and `grad`, every operation passes two levels of dispatch. For small models, the dispatch takes longer than
+the operation itself. The steps of a long training are therefore traced (`step_trace.py`). If two consecutive steps have
+the same trace, the following steps replay it. The next training also replays it, if its first traced step has the same
+trace.
 
-A trace holds operations, constants and shapes, and no tensor that a step could change. Tensors that the loss closes
-over are those of the traced step. A loss that depends on more than its batch (a counter, a list of masks) leaves
-another trace in each step and is never replayed. Before a program replaces any step, it must reproduce the traced step
-bit for bit. Both ways give the same bits, so the choice may depend on measured times.
+A trace holds operations, constants and shapes, but no tensor that a step could change. Tensors that the loss closes
+over are those of the traced step. A loss that depends on more than its batch (a counter, a list of masks) has a
+different trace in each step, so it is never replayed. Before a program replaces any step, it must reproduce the traced
+step bit for bit. Both ways give the same bits, so the choice may depend on measured times.
 """
 
 from collections import Counter
@@ -25,16 +26,16 @@ from torch.utils import _pytree as pytree
 from polyfed.training.step_trace import Layout, Program, Trace, Tracer
 
 TRIAL = 8
-"""Number of remaining steps above which tracing is tried for the first time; later, measured times decide."""
+"""Tracing is tried for the first time if more than this number of steps remain. Later, measured times decide."""
 
 MARGIN = 2
-"""Replaying must save this many times the cost of tracing, because measured times scatter on a busy machine."""
+"""The factor by which the saved time must exceed the cost of tracing, because measured times vary."""
 
 PATIENCE = 3
-"""Number of useless traces after which tracing stops: in one training, and in a row for one source."""
+"""Number of useless traces after which tracing stops: within one training, and consecutively for one source."""
 
 PROGRAMS = 16
-"""Number of programs kept for one source; it has several, as traces differ with stack size and step of a schedule."""
+"""The largest number of stored programs for one source. Traces differ with stack size and step of a schedule."""
 
 Advance = Callable[[Any, Any, Sequence[Tensor]], tuple[Any, Tensor]]
 """`advance(kind, state, slices)` -> (state, value) takes one step; `slices` are the inputs of this step."""
@@ -45,7 +46,7 @@ class Profile:
     """Measurements and programs for one kind of step of one source.
 
     Attributes:
-        plain: shortest time of a step as it is, in seconds.
+        plain: shortest time of a step that runs directly, in seconds.
         traced: shortest time of a step that is traced.
         replayed: shortest time of a step that is replayed.
         misses: number of useless traces in a row.
@@ -59,7 +60,7 @@ class Profile:
     programs: dict[Hashable, Program] = field(default_factory=dict)
 
     def pays(self, left: int) -> bool:
-        """Whether tracing a step pays off when `left` steps of its kind remain, including this one."""
+        """Whether tracing a step saves time if `left` steps of its kind remain, including this one."""
         if self.misses >= PATIENCE or self.plain == inf:
             return False
         if self.replayed == inf:
@@ -67,7 +68,7 @@ class Profile:
         return (left - 1) * (self.plain - self.replayed) > MARGIN * (self.traced - self.plain)
 
     def program(self, step: "Step", before: Trace | None) -> Program | None:
-        """The program that may replay this step; None if its trace has occurred only once or cannot be repeated.
+        """Return the program that may replay this step; None if its trace occurred only once or cannot be repeated.
 
         Args:
             step: the step that was just traced.
@@ -95,14 +96,14 @@ def _profile(source: Hashable, kind: Hashable) -> Profile:
 
 @dataclass
 class Step:
-    """A step that was taken and traced. The trace has no layouts if the state does not consist of tensors only.
+    """A step that was taken and traced. The trace has no layouts if the state contains anything other than tensors.
 
     Attributes:
         state: state after the step.
         value: value of the loss.
         trace: the operations of the step.
-        inputs: copies of its plain input tensors, or empty if none were made.
-        outputs: its plain output tensors.
+        inputs: copies of the step's plain input tensors, or empty if none were made.
+        outputs: plain output tensors of the step.
     """
 
     state: Any
@@ -112,7 +113,7 @@ class Step:
     outputs: Sequence[Tensor]
 
     def program(self) -> Program | None:
-        """The program of its trace; None if that does not reproduce the step bit for bit."""
+        """Return the program of the step's trace; None if the program does not reproduce the step bit for bit."""
         program = self.trace.program()
         again = program(*self.inputs, *self.trace.outside.values())
         return program if all(map(_same_bits, again, self.outputs)) else None
@@ -135,7 +136,7 @@ def run(
         state: nest of tensors before the first step.
         columns: inputs of the steps, tensors (T, ...).
         kinds: kind of each step; Python takes the same branches in all steps of one kind.
-        source: the code of the step and the size of the stack; None forbids to replay steps.
+        source: the code of the step and the size of the stack; None forbids replaying steps.
 
     Returns:
         The state after the last step, and the value of the loss in each step, (T,).
@@ -203,7 +204,7 @@ def _traced(advance: Callable[..., tuple[Any, Tensor]], state: Any, slices: Sequ
 
 
 def _replayed(steps: Sequence[Known], state: Any, columns: Sequence[Tensor], start: int) -> tuple[Any, Tensor]:
-    """Replay these steps, the first of which is number `start`; returns the state and their values, (steps,)."""
+    """Replay these steps, starting with number `start`. Return the state and the values of the steps, (steps,)."""
     leaves, spec = pytree.tree_flatten(state)
 
     def work(plain: Any, dims: Any) -> Any:
@@ -213,7 +214,7 @@ def _replayed(steps: Sequence[Known], state: Any, columns: Sequence[Tensor], sta
         for t, (trace, program) in enumerate(steps, start):
             *now, value = program(*now, *(column.select(1, t) for column in own), *trace.outside.values())
             values.append(value)
-        batched = values[0].dim() == 1  # False where the loss is one number for all clients
+        batched = values[0].dim() == 1  # False if the loss is one number for all clients
         return (*now, torch.stack(values)), (*dims[: len(leaves)], 1 if batched else None)
 
     *after, values = Lower.apply(work, *leaves, *columns)  # type: ignore[no-untyped-call]
@@ -233,7 +234,7 @@ class Lower(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save nothing: no gradient flows through a local training."""
+        """Save nothing, because no gradient flows through a local training."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, work: Any, *tensors: Tensor) -> Any:
@@ -242,7 +243,7 @@ class Lower(torch.autograd.Function):
 
 
 def _below(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """The plain tensors of these batched tensors, and the position of each one's client axis."""
+    """Return the plain tensors of these batched tensors, and the position of each one's client axis."""
     found: list[Any] = []
 
     def work(plain: Any, dims: Any) -> Any:

@@ -1,7 +1,8 @@
 """Records one training step of a stack as operations on plain tensors with a client axis.
 
-Under `vmap` and `grad` a layer becomes a dozen low-level operations, most of which only make views that exist already.
-A trace leaves those out. What remains are the same operations in the same order, and hence the same bits.
+Under `vmap` and `grad`, a layer becomes a dozen low-level operations. Most of these only make views that already exist.
+A trace leaves such operations out. The remaining operations are the same and in the same order, so the bits are the
+same.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,7 +19,7 @@ Program = Callable[..., tuple[Tensor, ...]]
 """A trace as a function. It takes the tensors of the state, the slices and the outside tensors."""
 
 Layout = tuple[Hashable, ...]
-"""For each of some tensors: data type, shape, strides and position of the client axis."""
+"""The data type, shape, strides and position of the client axis, for each of some tensors."""
 
 
 class Ref(int):
@@ -37,10 +38,11 @@ class Call(NamedTuple):
 
     Attributes:
         op: the operation.
-        args: its arguments, each a `Ref` or a `Constant`, or a tuple of them where the operation takes a list.
-        kwargs: its keyword arguments.
-        made: slots of the tensors that it returns, None for other values.
-        many: whether it returns a list.
+        args: arguments of the operation, each a `Ref` or a `Constant`, or a tuple of them if the operation takes a
+            list.
+        kwargs: keyword arguments of the operation.
+        made: slots of the tensors that the operation returns, None for other values.
+        many: whether the operation returns a list.
     """
 
     op: Any
@@ -52,7 +54,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """An argument that is no tensor. Compared by type and `repr`, because 1 == 1.0 == True in Python."""
+    """An argument that is not a tensor. It is compared by type and `repr`, because 1 == 1.0 == True in Python."""
 
     value: Any = field(compare=False)
     kind: type
@@ -82,22 +84,22 @@ class Trace:
     tampers: bool = False
 
     def signature(self) -> tuple[Any, ...]:
-        """Everything that two equal steps have in common: all but the outside tensors themselves."""
+        """Return everything that two equal steps have in common: all parts except the outside tensors themselves."""
         return (*range(self.inputs), *self.outside), tuple(self.calls), self.results, self.before, self.after
 
     @property
     def repeatable(self) -> bool:
-        """Whether the same step could follow: the layout of the state is as before, and nothing else has changed."""
+        """Whether the same step could follow: the state has the same layout as before, and nothing else has changed."""
         return self.before == self.after[:-1] and not self.tampers
 
     def repeats(self, other: "Trace") -> bool:
-        """Whether the two steps are the same operations on the same outside tensors."""
+        """Whether the two steps run the same operations on the same outside tensors."""
         return self.signature() == other.signature() and all(
             _same(tensor, other.outside[slot]) for slot, tensor in self.outside.items()
         )
 
     def program(self) -> Program:
-        """The trace as one Python function, which frees every tensor after its last use."""
+        """Return the trace as one Python function, which frees every tensor after its last use."""
         graph = fx.Graph()
         nodes = {slot: graph.placeholder(f"t{slot}") for slot in (*range(self.inputs), *self.outside)}
         for call in self.calls:
@@ -112,7 +114,7 @@ class Trace:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, records all operations below `vmap` and `grad`."""
+    """Records all operations below `vmap` and `grad` while it is active."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -157,7 +159,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(found)
 
     def slot(self, tensor: Tensor) -> int:
-        """The slot of a tensor; one that no recorded operation has made is an outside tensor."""
+        """Return the slot of a tensor. A tensor that no recorded operation has made is an outside tensor."""
         found = self._slots.get(id(tensor))
         if found is None:
             found = self._add(tensor)
@@ -184,7 +186,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return slot
 
     def _viewed(self, tensor: Tensor) -> int:
-        """The slot whose memory a tensor is a view of; remembers the tensor as such a view."""
+        """Return the slot whose memory a tensor is a view of, and remember the tensor as this view."""
         slot = self.slot(tensor)
         base = self._base[slot]
         self._views.setdefault(_view(base, tensor), slot)
@@ -198,7 +200,7 @@ def _makes_view(op: Any) -> bool:
 
 @cache
 def _written(op: Any) -> tuple[int, ...]:
-    """Positions of the arguments that an operation changes in place."""
+    """Return the positions of the arguments that an operation changes in place."""
     schema = op._schema
     if not schema.is_mutable:
         return ()
@@ -207,7 +209,7 @@ def _written(op: Any) -> tuple[int, ...]:
 
 
 def _view(base: int, tensor: Tensor) -> Hashable:
-    """Two views of the same memory are equal when this is; conjugation and negation are flags of a view."""
+    """Return a value that is equal for two equal views of the same memory, including conjugation and negation flags."""
     flags = tensor.is_conj(), tensor.is_neg()
     return base, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), flags
 
@@ -222,14 +224,14 @@ def _integer(value: int) -> Constant:
 
 
 def _same(mine: Tensor, its: Tensor) -> bool:
-    """Whether two outside tensors are the same; equal 0-dim CPU tensors are (a loss may make `torch.tensor(7)`)."""
+    """Whether two outside tensors are the same. Equal 0-dim CPU tensors count as the same (`torch.tensor(7)`)."""
     if mine is its or mine.dim() or its.dim() or mine.device.type != "cpu":
         return mine is its
     return mine.dtype == its.dtype and bool(mine == its)
 
 
 def _filled(values: tuple[Any, ...], nodes: Mapping[int, fx.Node]) -> tuple[Any, ...]:
-    """Recorded arguments in the form that the operation takes."""
+    """Return recorded arguments in the form that the operation takes."""
     return tuple(
         nodes[int(value)]
         if isinstance(value, Ref)

@@ -1,4 +1,4 @@
-"""How CMSFed averages: the gamma weights of Eq. 6, and classifier columns of modalities that some did not train."""
+"""How CMSFed averages: the gamma weights of Eq. 6, and the classifier columns of modalities that some did not train."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,12 +13,12 @@ from polyfed.selection.submodular import AnySimilarity
 
 
 def represented(similarity: AnySimilarity, chosen: Sequence[int], rows: Mapping[int, float]) -> dict[int, float]:
-    """gamma: for each chosen client the rows of the clients whose nearest chosen client it is.
+    """Return gamma: for each chosen client, the total rows of the clients whose nearest chosen client it is.
 
     Args:
         similarity: vectors and distances of all clients.
         chosen: the chosen clients.
-        rows: rows, or another weight, of every client.
+        rows: the number of rows, or another weight, of every client.
     """
     answered = [client for client in chosen if bool(similarity.known[client])]
     gamma = dict.fromkeys(answered, 0.0)
@@ -39,9 +39,9 @@ def mean_by_clusters(
     rows: Mapping[int, float],
     clients: ClientRegistry,
 ) -> Tree:
-    """The mean of the trained blocks with the weights gamma: in the weak block under D_2, elsewhere under D_1.
+    """Average the trained blocks with the weights gamma: under D_2 in the weak block, under D_1 in the others.
 
-    A client of S_w takes part in the shared block with its gamma under D_2.
+    A client of S_w counts in the shared block with its gamma under D_2.
     """
     whole = [c for c in replies if c in choice.train_all or not bool(clients.holds[c].all())]
     under_1 = represented(d1, whole, rows)
@@ -56,9 +56,9 @@ def mean_by_clusters(
 def with_whole_classifier(
     mean: Tree, sent: Tree, replies: Replies, weights: Mapping[int, float], fed: Federation
 ) -> Tree:
-    """The mean, in which clients that did not train a modality count with the columns of the classifier they received.
+    """Average the blocks; for an untrained modality, a client counts with the classifier columns that it received.
 
-    So the whole of omega is averaged over the cohort, as in the paper.
+    The average of the classifier omega therefore covers the whole cohort, as in the paper.
     """
     total = sum(weights[client] for client in replies)
     after = dict(mean)

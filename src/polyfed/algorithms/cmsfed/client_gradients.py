@@ -1,7 +1,8 @@
-"""The gradients g and h by which CMSFed compares clients (Eq. 11).
+"""The gradients g and h with which CMSFed compares clients (Eq. 11).
 
-A client adds them up while it trains (`GradientSums`). The server checks what arrives (`whole_gradients`), or computes
-them from the trained parameters as the released code does (`deltas`), and updates the distances (`refreshed`).
+A client sums its gradients while it trains (`GradientSums`). The server checks the gradients that arrive
+(`whole_gradients`). As an alternative, the server computes them from the trained parameters, as the released code does
+(`deltas`). It then updates the distances (`refreshed`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +24,10 @@ from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import Prototypes
 
 CE, PCE = "cross_entropy", "prototype_loss"
-"""Names of the two terms of the local loss (Eq. 9), as reports carry them and as the error of a diverged run says."""
+"""Names of the two terms of the local loss (Eq. 9). Reports and the error message of a diverged run use them."""
 
 SUM, LAST = "sum", "last"
-"""Where the running sums keep the sum and the last finite value of each term."""
+"""Names under which the running sums keep the sum and the last finite value of each term."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,15 @@ class GradientSums:
     """The running sums of one local training: values of both loss terms and, if `exact`, the gradients g and h.
 
     Attributes:
-        scope: what the client trains.
-        exact: whether the loss is split into its terms, so that g and h are added up.
+        scope: the part of the model that the client trains.
+        exact: whether the loss is split into its terms, so that g and h can be summed.
     """
 
     scope: TrainingScope
     exact: bool
 
     def start(self, params: Tree) -> Tree:
-        """All sums at zero."""
+        """Return all sums at zero."""
         zeros = {CE: torch.zeros(()), PCE: torch.zeros(())}
         sums = nested(SUM, zeros) | nested(LAST, zeros)
         if self.exact:
@@ -52,7 +53,7 @@ class GradientSums:
         return sums
 
     def direction(self, params: Tree) -> Direction:
-        """The hook of `minimise`: adds up g and h, and passes on the sum of both terms' gradients unchanged."""
+        """Return the hook of `minimise`: it sums g and h, and returns the sum of both terms' gradients unchanged."""
         helped = self.scope.helped_encoders(params)
 
         def direction(grads: Any, w: Tree, seen: Any, carry: Tree) -> tuple[Tree, Tree]:
@@ -80,14 +81,14 @@ class GradientSums:
         near: Mapping[str, Prototypes] | None,
         train: Train,
     ) -> TrainingResult:
-        """Train and add up.
+        """Train, and sum the gradients and loss terms.
 
         Args:
-            loss: makes the local loss from prototypes.
+            loss: a function that makes the local loss from prototypes.
             data: the client dataset.
             params: the model to start from.
-            near: the prototypes; None takes the client's own, computed anew before every epoch.
-            train: settings of the local training.
+            near: the prototypes. None uses the client's own prototypes, computed again before every epoch.
+            train: options of local training.
         """
         fit: TrainingResult | None = None
         for leg in [train] if near is not None else legs(train):
@@ -107,16 +108,16 @@ class GradientSums:
 
 
 def mean_gradients(fit: TrainingResult) -> tuple[Tree, Tree]:
-    """g and h: the means over the steps of a training."""
+    """Return g and h: the means over the steps of local training."""
     steps = fit.num_steps.clamp(min=1)
     g, h = ({name: v / steps for name, v in under(part, fit.carry).items()} for part in ("g", "h"))
     return g, h
 
 
 def mean_terms(fit: TrainingResult) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy and mean PCE of a training, 0-dim.
+    """Return the mean cross-entropy and the mean PCE of local training, 0-dim.
 
-    If the training diverged, the term that was larger at the last finite step is NaN: the server's reply validation
+    If training diverged, the term that was larger at the last finite step becomes NaN. The server's reply validation
     then names the client and the term.
     """
     floats = [v for v in fit.params.values() if v.is_floating_point()]
@@ -132,7 +133,7 @@ def mean_terms(fit: TrainingResult) -> tuple[Tensor, Tensor]:
 
 
 def whole_gradients(params: Tree, fed: Federation) -> Accept:
-    """Accepts reports whose gradients, if any, cover all of a client's parameters (g) and whole encoders (h)."""
+    """Return a check of reports: gradients, if any, must cover all of a client's parameters (g) and encoders (h)."""
     blocks = {name: block_of(name) for name in fed.context.model.trainable(params)}
     encoders = {m: [*encoder_names(fed.context, params, m)] for m in fed.clients.modalities}
 
@@ -151,17 +152,18 @@ def whole_gradients(params: Tree, fed: Federation) -> Accept:
 def deltas(
     sent: Tree, trained: Tree, owned: Sequence[str], fed: Federation, divisor: float, *, first: bool
 ) -> tuple[Tree, Tree]:
-    """g and h as in the released code: how far training moved the encoders. S_M gives g, the others give h.
+    """Return g and h as in the released code: how far training moved the encoders.
 
-    A client that lacks a modality and trained all that it owns gives both.
+    A client of S_M has g, and other clients have h. A client that lacks a modality and trained all its modalities has
+    both.
 
     Args:
         sent: the model before training.
         trained: the blocks that the client trained.
         owned: modalities of the client.
         fed: the federation.
-        divisor: -1 for theta_in - theta_out, or minus learning rate times steps; with 0 the result is zero.
-        first: whether this is the first pass, which gives both: nothing else compares the clients' encoders yet.
+        divisor: -1 for theta_in - theta_out, or minus learning rate times steps; 0 makes the result zero.
+        first: whether this is the first pass. It returns both, because no earlier vectors of the encoders exist.
     """
     names = [n for m in fed.clients.modalities for n in encoder_names(fed.context, sent, m)]
     moved = subtract({n: trained[n] for n in names if n in trained}, sent)
@@ -181,9 +183,9 @@ def refreshed(
     exact: bool,
     sketch: int,
 ) -> tuple[AnySimilarity, dict[str, Similarity]]:
-    """D_1, and D_2 by modality, with the rows and columns of some clients replaced ("no overheads").
+    """Return D_1, and D_2 by modality, with new rows and columns for some clients ("no overheads").
 
-    If every client owns every modality, g is one vector. Otherwise D_1 is kept block by block (decision 19).
+    If every client owns every modality, g is one vector. Otherwise D_1 is stored block by block (decision 19).
 
     Args:
         d1: vectors g and their distances so far; None before the first pass.
@@ -192,7 +194,7 @@ def refreshed(
         sent: the model that was trained.
         fed: the federation.
         exact: whether g covers all parameters; deltas cover encoders only.
-        sketch: number of entries that vectors are projected to; 0 keeps them exact.
+        sketch: number of entries to which vectors are projected; 0 keeps the exact vectors.
     """
     num, key = len(fed.clients), keys.key(fed.seed, "sketch")
     names = {m: encoder_names(fed.context, sent, m) for m in fed.clients.modalities}

@@ -1,14 +1,15 @@
-"""CMSFed: select modalities of clients instead of clients.
+"""CMSFed: a method that selects modalities of clients instead of whole clients.
 
-Fan, Xu, Wang, Huo, Chen, Guo, "Overcome Modal Bias in Multi-modal Federated Learning via Balanced Modality
-Selection", ECCV 2024 (first circulated as CMSFed). In every round some clients, the set S_M, train all their
-modalities; others, the set S_w, train only the modality that is weak in the whole federation. Both sets solve
-facility-location problems: S_M represents the gradients of all clients, S_M and S_w together represent all gradients
-of the weak encoder. If the weak modality lags behind in a batch, a term with its distances to the global class
-prototypes is added to the loss (prototypical cross-entropy, PCE).
+Fan, Xu, Wang, Huo, Chen, Guo, "Overcome Modal Bias in Multi-modal Federated Learning via Balanced Modality Selection",
+ECCV 2024 (first circulated as CMSFed). In every round, the clients of the set S_M train all their modalities. The
+clients of the set S_w train only the modality that is weak in the whole federation. Both sets solve facility-location
+problems: S_M represents the gradients of all clients; S_M and S_w together represent all gradients of the weak encoder.
+If the weak modality lags behind in a batch, the loss gets a second term, the prototypical cross-entropy (PCE). This
+term uses the distances to the global class prototypes.
 
-With more than two modalities the weakest is compared with the strongest. A client that lacks a modality has no
-imbalance ratio and is never in S_M; if chosen, it trains its weakest modality alone. Page: docs/algorithms/cmsfed.md.
+With more than two modalities, the method compares the weakest with the strongest. A client that lacks a modality has no
+imbalance ratio and is never in S_M. If such a client is chosen, it trains only its weakest modality. Page:
+docs/algorithms/cmsfed.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,18 +64,18 @@ class CmsFedState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class CmsFed(CmsFedOptions):
-    """CMSFed and its ablations: the method. Its options are those of `CmsFedOptions`."""
+    """CMSFed and its ablations. `CmsFedOptions` lists the options."""
 
     needs_embeddings: ClassVar[bool] = True
 
     # the round
 
     def init(self, fed: Federation, params: Tree) -> CmsFedState:
-        """The first state of `Averaging`; no client is asked before round 1."""
+        """Return the first state of `Averaging`. The server asks no client before round 1."""
         return CmsFedState(**vars(super().init(fed, params)), ratios=ImbalanceRatios.unknown(fed.clients))
 
     def round(self, state: CmsFedState, fed: Federation) -> CmsFedState:
-        """Algorithm 1: select modalities of clients, train them, average per block, refresh what the server knows."""
+        """Run Algorithm 1: select modalities of clients, train them, average per block, refresh the server state."""
         if self.modality_selection and state.gradients is None:
             everyone, accept = list(fed.clients.eligible), whole_gradients(state.params, fed)
             first = fed.ask(self.explore, everyone, Broadcast(state.params), accept=accept)
@@ -90,7 +91,7 @@ class CmsFed(CmsFedOptions):
         return self.learned(after, state.params, replies, fed)
 
     def choose(self, state: CmsFedState, fed: Federation) -> tuple[Choice, Any]:
-        """The sets S_M and S_w of this round (Eq. 13-14), and the selector's memory."""
+        """Choose the sets S_M and S_w of this round (Eq. 13-14), and return them with the selector's memory."""
         ratios, size, num = state.ratios, self.selector.size(fed), len(fed.clients)
         weak = ratios.weak(state.choice.weak, self.hysteresis)
         if weak and self.placebo == "random-modality":
@@ -116,13 +117,13 @@ class CmsFed(CmsFedOptions):
         return problem.solve(fed.clients, keys.key(fed.seed, "greedy", fed.round)), state.memory
 
     def threshold(self, ratios: ImbalanceRatios, weak: str) -> float:
-        """The dominance ratio above which a client trains the weak modality alone: chi, or a quantile."""
+        """Return chi or a quantile: with a dominance ratio above it, a client trains only the weak modality."""
         if self.ratio_rule == "quantile" and weak:
             return ratios.quantile(weak, self.dominance_quantile)
         return self.dominance_threshold
 
     def train_chosen(self, state: CmsFedState, fed: Federation) -> Replies:
-        """Ask S_M and the clients that train alone; `min_replies` counts the replies of both requests together."""
+        """Ask S_M and the clients that train one modality. `min_replies` counts the replies to both requests."""
         weak, known = state.choice.weak, state.prototypes if self.prototypes == "global" else {}
         if self.placebo == "random-prototypes":
             known = {m: prototypes.random_like(p, keys.key(fed.seed, "placebo", m)) for m, p in known.items()}
@@ -140,7 +141,7 @@ class CmsFed(CmsFedOptions):
         return replies
 
     def merge(self, state: CmsFedState, replies: Replies, fed: Federation) -> CmsFedState:
-        """The mean per block (step 6), with the weights and the averaging of the classifier that the options choose."""
+        """Average per block (step 6). The options choose the weights and how the classifier is averaged."""
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
         mean = replies.mean("params", weights)
         if self.client_weights == "clusters" and state.gradients is not None:
@@ -154,11 +155,11 @@ class CmsFed(CmsFedOptions):
         return state.with_(params=params, moments=moments)
 
     def represented_rows(self, fed: Federation) -> Mapping[int, float]:
-        """The weight of every client in the whole: its rows, or 1."""
+        """Return the weight of every client in the federation: its number of rows, or 1."""
         return dict.fromkeys(fed.clients, 1.0) if self.aggregation == "uniform" else fed.clients.rows_of(fed.clients)
 
     def learned(self, state: CmsFedState, sent: Tree, replies: Replies, fed: Federation) -> CmsFedState:
-        """Replace prototypes, ratios and vectors of the clients that answered; those of other clients stay."""
+        """Replace the prototypes, ratios and vectors of the clients that replied. Other clients keep their values."""
         reports: dict[int, Report] = dict(replies.items())
         state = state.with_(
             prototypes=prototypes.gathered(
@@ -176,7 +177,7 @@ class CmsFed(CmsFedOptions):
         return state.with_(gradients=d1, encoders=d2)
 
     def _gradients(self, client: int, report: Report, sent: Tree, first: bool, fed: Federation) -> tuple[Tree, Tree]:
-        """The vectors g and h of a client (Eq. 11); a vector that the client does not have is empty."""
+        """Return the vectors g and h of a client (Eq. 11). A vector that the client does not have is empty."""
         if self.gradient_split == "exact":
             return report.gradient, report.encoder_gradient
         divisor = -1.0
@@ -190,7 +191,7 @@ class CmsFed(CmsFedOptions):
     # local training
 
     def local_loss(self, scope: TrainingScope, near: Mapping[str, Prototypes]) -> Callable[[Tree, Batch], Any]:
-        """L = CE + sum of beta * PCE over the helped modalities (Eq. 9), with the value of each term.
+        """Make the loss L = CE + sum of beta * PCE over the helped modalities (Eq. 9), with the value of each term.
 
         With exact gradients the loss returns its terms separately, so that g and h can be summed over the steps.
         """
@@ -211,12 +212,12 @@ class CmsFed(CmsFedOptions):
     def fit(
         self, scope: TrainingScope, data: ClientData, params: Tree, near: Mapping[str, Prototypes] | None, train: Train
     ) -> TrainingResult:
-        """Train with the prototypes `near`; None stands for the client's own, computed anew before every epoch."""
+        """Train with the prototypes `near`. With None, the client uses its own, computed again before every epoch."""
         sums = GradientSums(scope, exact=self.sends_gradients)
         return sums.minimise(lambda use: self.local_loss(scope, use), data, params, near, train)
 
     def first_pass(self) -> Train:
-        """The local training of `explore`."""
+        """Return the options of the local training in `explore`."""
         step = self.init_pass == "step"
         return replace(self.train, steps=1, batch_size=0) if step else replace(self.train, epochs=1, steps=None)
 
@@ -224,7 +225,7 @@ class CmsFed(CmsFedOptions):
 
     @task()
     def explore(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Report, Tree]:
-        """Before the first round: report gradients, prototypes and ratio at the initial model; discard the training."""
+        """Before round 1, report gradients, prototypes and ratio at the initial model; discard the training."""
         scope = TrainingScope(context, context.modalities, context.modalities, True, self.feature_norm)
         own, _ = scope.own_prototypes(data, got.params)
         fit = self.fit(scope, data, got.params, own, self.first_pass())
@@ -232,7 +233,7 @@ class CmsFed(CmsFedOptions):
 
     @task()
     def train_all(self, context: ClientContext, data: ClientData, local: Tree, got: Assignment) -> tuple[Report, Tree]:
-        """The task of S_M: train all modalities with L = CE + beta * PCE of the weak one (Eq. 9)."""
+        """Run the task of S_M: train all modalities with L = CE + beta * PCE of the weak modality (Eq. 9)."""
         helped = context.modalities if self.pce_target == "batch_weak" else tuple(got.target)
         scope = TrainingScope(context, context.modalities, helped, False, self.feature_norm)
         fit = self.fit(scope, data, got.params, self._near(got), self.train)
@@ -242,18 +243,18 @@ class CmsFed(CmsFedOptions):
     def train_alone(
         self, context: ClientContext, data: ClientData, local: Tree, got: Assignment
     ) -> tuple[Report, Tree]:
-        """The task of S_w: train one modality with L = CE + alpha_p * PCE, and send back no other encoder."""
+        """Run the task of S_w: train one modality with L = CE + alpha_p * PCE, and send back only this encoder."""
         scope = TrainingScope(context, tuple(got.target), tuple(got.target), True, self.feature_norm)
         fit = self.fit(scope, data, got.params, self._near(got), self.train)
         return self._report(scope, data, fit, fit.params, select(fit.params, (*scope.modalities, SHARED))), local
 
     def _near(self, got: Assignment) -> dict[str, Prototypes] | None:
-        """The prototypes to train with; None stands for the client's own."""
+        """Return the prototypes to train with, or None if the client uses its own prototypes."""
         received = {m: Prototypes.received(mean) for m, mean in got.prototypes.items()}
         return received if self.prototypes == "global" else None
 
     def _report(self, scope: TrainingScope, data: ClientData, fit: TrainingResult, at: Tree, kept: Tree) -> Report:
-        """A report: gradients of the training, prototypes and ratios of the model `at`, and the parameters `kept`."""
+        """Return a report: training gradients, the parameters `kept`, and prototypes and ratios of the model `at`."""
         g, h = client_gradients.mean_gradients(fit)
         own, rows = scope.own_prototypes(data, at)
         pooled = self.prototypes == "global"
@@ -271,7 +272,7 @@ class CmsFed(CmsFedOptions):
             num_rows=data.num_rows,
         )
 
-    # what is announced and logged
+    # what `polyfed check` lists and what the log contains
 
     @property
     def sends_gradients(self) -> bool:
@@ -279,7 +280,7 @@ class CmsFed(CmsFedOptions):
         return self.modality_selection and self.gradient_split == "exact"
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """`update` is never asked, `explore` only with modality selection; the options decide which fields are sent."""
+        """Refuse `update`, and `explore` without modality selection. The options decide which fields are sent."""
         if task == "update" or (task == "explore" and not self.modality_selection):
             return False
         if task not in ("explore", "train_all", "train_alone"):
@@ -295,7 +296,7 @@ class CmsFed(CmsFedOptions):
         return selection.logged(state.choice, state.ratios)
 
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
-        """That no client was picked to train the weak modality alone."""
+        """Warn if no client was selected to train only the weak modality."""
         if not self.modality_selection or any(row["picked_weak"] for row in logged):
             return []
         return [

@@ -1,7 +1,8 @@
-"""Imbalance ratios: which modality is behind, in a batch, at a client, and in the whole federation.
+"""Imbalance ratios: they measure which modality is weak in a batch, for a client, and in the whole federation.
 
-A ratio compares how much probability two modalities give to the right classes (PMR Eq. 8; Fan, Xu, Wang, Wang, Guo,
-"PMR: Prototypical Modal Rebalance for Multimodal Learning", CVPR 2023). A larger ratio means a weaker modality.
+A ratio compares how much probability two modalities give to the correct classes. A larger ratio means a weaker
+modality. Source: Fan, Xu, Wang, Wang, Guo, "PMR: Prototypical Modal Rebalance for Multimodal Learning", CVPR 2023, Eq.
+8.
 
 Shape letters: `N` clients, `M` modalities, `B` rows of a batch, `D` entries of a feature.
 """
@@ -25,14 +26,14 @@ EMPTY = torch.zeros(0)
 
 @dataclass(frozen=True)
 class ImbalanceRatios:
-    """The last ratios that each client reported: confidence of the first modality over each other one.
+    """The last ratios that each client reported: the first modality's confidence divided by that of each other one.
 
-    With two modalities this is the paper's rho, the first over the second. The first modality's own value is 1.
+    With two modalities this is the paper's rho. The value of the first modality is always 1.
 
     Attributes:
         modalities: all modalities, in the order of the data.
         values: (N, M) float64; NaN where a client has not reported yet.
-        num_rows: rows of the clients, the weights of the mean, float64 (N,).
+        num_rows: rows of the clients, float64 (N,); they are the weights of the mean.
         complete: clients that own every modality, bool (N,); only these have ratios.
     """
 
@@ -49,7 +50,7 @@ class ImbalanceRatios:
         return cls(clients.modalities, values, clients.num_rows.to(torch.float64), clients.holds.all(1))
 
     def reported(self, fresh: Mapping[int, Mapping[str, Tensor]]) -> "ImbalanceRatios":
-        """The ratios after some clients reported; a client that sent none keeps its last values."""
+        """Return the ratios after some clients have reported. A client without a new report keeps its last values."""
         values = self.values.clone()
         for client, ratio in fresh.items():
             if ratio:
@@ -57,7 +58,7 @@ class ImbalanceRatios:
         return replace(self, values=values)
 
     def mean(self) -> dict[str, float]:
-        """The global ratio rho_glob by modality: the mean weighted by rows, old values included.
+        """Return the global ratio rho_glob by modality: the mean weighted by rows, which includes old values.
 
         Empty before the first report.
         """
@@ -68,7 +69,7 @@ class ImbalanceRatios:
         return dict(zip(self.modalities, (weight @ self.values[known]).tolist(), strict=True))
 
     def weak(self, before: str = "", hysteresis: float = 0.0) -> str:
-        """The weak modality: the one with the largest global ratio; empty if all are equal or none is known.
+        """Return the weak modality, which has the largest global ratio; empty if all are equal or none is known.
 
         Args:
             before: the weak modality of the last round.
@@ -81,28 +82,28 @@ class ImbalanceRatios:
         return before if before and mean[weakest] <= mean[before] * (1 + hysteresis) else weakest
 
     def dominance(self, weak: str, client: int) -> float:
-        """The dominance ratio r of a client: confidence of the federation's strongest other modality over `weak`."""
+        """Return a client's dominance ratio r: the confidence of the strongest other modality over that of `weak`."""
         mean = self.mean()
-        strong = min((m for m in mean if m != weak), key=lambda m: mean[m])  # under hysteresis `weak` may lead already
+        strong = min((m for m in mean if m != weak), key=lambda m: mean[m])  # with hysteresis, `weak` may lead already
         at = self.values[client].tolist()
         return float(at[self.modalities.index(weak)] / at[self.modalities.index(strong)])
 
     def quantile(self, weak: str, share: float) -> float:
-        """The dominance ratio that this share of the clients with ratios does not exceed."""
+        """Return the dominance ratio that this share of the clients with ratios does not exceed."""
         known = (~self.values.isnan().any(1)).nonzero().flatten().tolist()
         return float(torch.tensor([self.dominance(weak, k) for k in known], dtype=torch.float64).quantile(share))
 
     def weakest_of(self, owned: Sequence[str]) -> str:
-        """The globally weakest of these modalities; the first of them as long as no ratio is known."""
+        """Return the globally weakest of these modalities, or the first one if no ratio is known yet."""
         mean = self.mean()
         return max(owned, key=lambda m: mean[m]) if mean else owned[0]
 
 
 def client_ratios(scope: TrainingScope, data: ClientData, w: Tree, own: Mapping[str, Prototypes]) -> Tree:
-    """rho^k: ratios of the first modality over each other one, over all rows of a client.
+    """Compute rho^k: ratios of the first modality over each other one, over all rows of a client.
 
     Args:
-        scope: what the client trained.
+        scope: the part of the model that the client trained.
         data: the client dataset.
         w: the model to compute features with.
         own: the client's own prototypes under this model.
@@ -131,13 +132,13 @@ def pce_weights(
     beta_mode: Literal["clip", "hard"],
     pce_target: Literal["global_weak", "batch_weak"],
 ) -> dict[str, float | Tensor]:
-    """beta, the weight of PCE in a batch, by helped modality (PMR Eq. 10-11).
+    """Compute beta, the weight of PCE in a batch, for each helped modality (PMR Eq. 10-11).
 
-    It is `strength` (alpha_p) at full strength. Otherwise it follows from r_batch, the ratio of the strongest other
-    modality over the helped one. No gradient flows through it.
+    At full strength, beta is `strength` (alpha_p). Otherwise beta depends on r_batch, the ratio of the strongest other
+    modality over the helped one. No gradient flows through beta.
 
     Args:
-        scope: what the client trains.
+        scope: the part of the model that the client trains.
         near: prototypes by modality.
         z: features (B, D) by modality.
         batch: the batch.
@@ -146,20 +147,20 @@ def pce_weights(
         pce_target: which modality is helped; see `CmsFed`.
 
     Returns:
-        By modality; empty if nothing is helped, or if fewer than two modalities can be compared.
+        Beta by modality; empty if no modality is helped, or if fewer than two modalities can be compared.
     """
     helped = [m for m in scope.helped if m in near]
     if scope.full_strength or not helped:
         return dict.fromkeys(helped, strength)
     compared = {m: value.detach() for m, value in z.items() if m in near}
     if len(compared) < 2:
-        return {}  # prototypes of one modality: there is none that it could be behind
+        return {}  # only one modality has prototypes, so there is no other modality to compare with
     confidence = prototypes.confidence(near, compared, batch)
     weights: dict[str, float | Tensor] = {}
     for m in helped:
         others = torch.stack([value for name, value in confidence.items() if name != m])
         ratio = prototypes.imbalance_ratio(others.amax(), confidence[m])
         beta = prototypes.modulation(ratio, strength, beta_mode)
-        # of several modalities behind the strongest only the weakest is helped; of two there is only one
+        # with several modalities behind the strongest, only the weakest is helped; with two, there is only one
         weights[m] = beta * (confidence[m] <= others.amin()) if pce_target == "batch_weak" else beta
     return weights

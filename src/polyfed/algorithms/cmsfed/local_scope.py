@@ -1,4 +1,4 @@
-"""What one client trains in a round of CMSFed, and its features in the form in which prototypes use them.
+"""The part of the model that one client trains in a round of CMSFed, and the features that prototypes use.
 
 Shape letters: `B` rows of a batch, `C` classes, `D` entries of a feature.
 """
@@ -23,8 +23,8 @@ class TrainingScope:
         context: the client context.
         modalities: modalities that the client trains.
         helped: modalities whose prototypical cross-entropy (PCE) is added to the loss.
-        full_strength: whether PCE has its full weight, because there is no second modality to compare with.
-        feature_norm: length of the features before distances to prototypes are taken; 0 leaves them as they are.
+        full_strength: whether PCE has its full weight, because there is no second modality for a comparison.
+        feature_norm: length of the features before distances to prototypes are computed; 0 does not scale the features.
     """
 
     context: ClientContext
@@ -40,15 +40,15 @@ class TrainingScope:
 
     @property
     def whole(self) -> bool:
-        """Whether the client trains all modalities that it owns; only then it has a gradient g (Eq. 11)."""
+        """Whether the client trains all modalities that it owns. Only then does it have a gradient g (Eq. 11)."""
         return self.modalities == self.context.modalities
 
     def helped_encoders(self, params: Tree) -> list[str]:
-        """Names of the parameters behind h: the encoders of the helped modalities."""
+        """Return the names of the parameters that h covers: the encoders of the helped modalities."""
         return [name for m in self.helped for name in encoder_names(self.context, params, m)]
 
     def own_prototypes(self, data: ClientData, w: Tree) -> tuple[dict[str, Prototypes], Tree]:
-        """The client's own class means under the model w, by modality, and its rows per class (C,)."""
+        """Compute the client's own class means under the model w, by modality, and its rows per class (C,)."""
         sizes = {m: self.context.model.feature_size(m) for m in self.context.modalities}
         return prototypes.class_means(data.fold, lambda b: self.features(w, b), sizes, self.context.num_classes)
 
@@ -57,7 +57,7 @@ class TrainingScope:
         return self.as_vectors(self.context.model.features(w, batch))
 
     def as_vectors(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The encoders' outputs as vectors (B, D), brought to one length if `feature_norm` asks for it."""
+        """Return the encoders' outputs as vectors (B, D), scaled to one length if `feature_norm` is not 0."""
         flat = {m: self.context.model.vector(value) for m, value in features.items()}
         return prototypes.at_length(flat, self.feature_norm)
 

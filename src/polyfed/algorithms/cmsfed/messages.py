@@ -9,8 +9,10 @@ from polyfed.core.tree import Tree
 
 @message
 class Assignment(Message):
-    """The model; global prototypes (C, D) by modality, with a row of zeros for a class that has none; and a flag under
-    the name of the modality whose PCE is added.
+    """The message to a client: the model, global prototypes (C, D) by modality, and a flag.
+
+    A class without a prototype has a row of zeros. The flag is stored under the modality whose PCE is added to the
+    loss.
     """
 
     params: Tree = carries("parameters")
@@ -20,9 +22,10 @@ class Assignment(Message):
 
 @message
 class Report(Message):
-    """A client's reply after training: mean loss terms, trained blocks, and the mean gradients g and h; and about its
-    rows: prototypes (C, D) by modality, class counts (C,), imbalance ratios of the first modality over each other one.
-    Trees that the options make no use of are empty.
+    """A client's reply after training: mean loss terms, trained blocks, and the mean gradients g and h.
+
+    The reply also describes the client's rows: prototypes (C, D) by modality, class counts (C,) and the imbalance
+    ratios of the first modality over each other one. Trees that the options do not use are empty.
     """
 
     cross_entropy: Tensor = carries("statistic")

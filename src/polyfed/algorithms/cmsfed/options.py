@@ -13,45 +13,48 @@ from polyfed.selection import Uniform
 
 @dataclass(frozen=True, kw_only=True)
 class CmsFedOptions(Averaging):
-    """CMSFed and its ablations. CMSFed-local is `prototypes = "local"`; FedAvg+PCE adds
-    `modality_selection = false` to it; DivFL+PCE also adds `[selection] name = "divfl"`.
+    """CMSFed and its ablations.
+
+    `prototypes = "local"` gives the ablation CMSFed-local. With `modality_selection = false` as well, it is FedAvg+PCE.
+    With `[selection] name = "divfl"` in addition, it is DivFL+PCE.
 
     Attributes:
-        ratio_rule: which dominance ratios make a client train the weak modality alone: `threshold`, those above
-            `dominance_threshold` (paper), or `quantile`, those above the `dominance_quantile` of all clients' ratios,
-            which some ratios always are unless all are equal.
-        dominance_threshold: chi, for `ratio_rule = "threshold"`. The paper uses 1.5 to 2.5; with inf the ratio makes no
-            client train alone.
-        dominance_quantile: the share of the clients whose ratio is too small, for `ratio_rule = "quantile"`.
+        ratio_rule: the rule that makes a client train only the weak modality. `threshold` (paper) applies to clients
+            whose dominance ratio is above `dominance_threshold`. `quantile` applies to clients above the
+            `dominance_quantile` of all clients' ratios; unless all ratios are equal, there are always such clients.
+        dominance_threshold: chi, for `ratio_rule = "threshold"`. The paper uses 1.5 to 2.5. With inf, no client trains
+            only one modality because of its ratio.
+        dominance_quantile: for `ratio_rule = "quantile"`: the share of the clients whose ratio is too small.
         prototype_weight: alpha_p, the strength of PCE; the released code uses 1 by default and 2 in its AVE script.
-        beta_mode: how beta, the weight of PCE in a batch, is computed: `clip` is alpha_p * clip(ratio - 1, 0, 1) as in
-            the paper; `hard` is alpha_p where the ratio is above 1, else 0, as in the released code.
-        pce_target: the modality to which PCE is applied: `global_weak` is the weak one of the federation (Eq. 9),
-            `batch_weak` the weak one of the batch (released code).
-        gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11); `delta` compares how far training
-            moved the encoders (released code), so that no gradients are uploaded.
-        client_weights: weights of the clients in the mean: `samples` by number of rows, `clusters` by the rows of the
-            clients that a chosen client represents (the gamma of Eq. 6), in the weak block under D_2, else under D_1.
-        classifier_average: over whom the classifier's columns of a modality are averaged: over all chosen clients
-            (`cohort`, the whole of omega; who did not train them counts with the values that were sent out), or over
-            those that trained the modality (`trained`).
+        beta_mode: how beta, the weight of PCE in a batch, is computed. `clip` is alpha_p * clip(ratio - 1, 0, 1), as in
+            the paper. `hard` is alpha_p if the ratio is above 1, and otherwise 0, as in the released code.
+        pce_target: the modality to which PCE is applied. `global_weak` is the weak modality of the federation (Eq. 9);
+            `batch_weak` is the weak modality of the batch (released code).
+        gradient_split: `exact` keeps the gradients of both loss terms apart (Eq. 11). `delta` compares how far training
+            moved the encoders (released code), so clients upload no gradients.
+        client_weights: weights of the clients in the mean. `samples` uses the number of rows. `clusters` uses the rows
+            of the clients that a chosen client represents (the gamma of Eq. 6): under D_2 in the weak block, else under
+            D_1.
+        classifier_average: the clients over which a modality's columns of the classifier are averaged. `cohort`
+            averages over all chosen clients, so over the whole of omega; a client that did not train the columns counts
+            with the values that it received. `trained` averages only over the clients that trained the modality.
         normalize_delta: divide deltas by learning rate and steps, so that clients of unequal size are comparable.
-        resolution: which of the two problems' best candidates join: both (`paper`, Eq. 13-14) or one (`authors`, the
+        resolution: which best candidates of the two problems join: both (`paper`, Eq. 13-14) or one (`authors`, the
             released code).
         greedy: `stochastic` examines max(b, N / 10) candidates in each pass, `full` examines all.
-        init_pass: whether the first gradients come from an `epoch` of training whose result is discarded, or from one
-            full-batch `step`.
-        prototypes: `global`, or `local`: each client uses its own prototypes, computed anew for every epoch.
+        init_pass: how the first gradients are computed: from an `epoch` of training whose result is discarded, or from
+            one full-batch `step`.
+        prototypes: `global`, or `local`: each client uses its own prototypes, computed again for every epoch.
         prototype_momentum: momentum of the global prototypes; 0 in the paper.
-        modality_selection: if false, the selector draws the cohort, and all of its clients train all their modalities.
+        modality_selection: if false, the selector draws the cohort, and each client in it trains all its modalities.
         sketch: number of entries to which stored vectors are projected; 0 stores the exact vectors.
-        hysteresis: the share by which another modality's ratio must be larger to make it the weak one; 0 in the paper.
+        hysteresis: another modality becomes the weak one only if its ratio is larger by this share; 0 in the paper.
         feature_norm: length to which features are scaled before distances to prototypes; 0 does not scale, as in the
-            paper. Without scaling, training can lower PCE by lengthening the features, until the classifier diverges:
-            docs/algorithms/cmsfed.md says when that ends a run.
-        placebo: a control that keeps the cost and removes one idea: `random-picks` draws both candidates of a pass in
-            place of facility location, `random-modality` draws the weak modality of a round, `random-prototypes` sends
-            random vectors of the prototypes' lengths, the same in every round.
+            paper. Without scaling, training can lower PCE by lengthening the features until the classifier diverges.
+            docs/algorithms/cmsfed.md describes when this ends a run.
+        placebo: a control that has the same cost but removes one idea. `random-picks` draws both candidates of a pass
+            at random instead of by facility location. `random-modality` draws the weak modality of a round.
+            `random-prototypes` sends random vectors with the lengths of the prototypes, the same in every round.
     """
 
     ratio_rule: Literal["threshold", "quantile"] = "quantile"
@@ -82,7 +85,7 @@ class CmsFedOptions(Averaging):
     renamed: ClassVar[Mapping[str, str]] = {"chi": "dominance_threshold", "alpha_p": "prototype_weight"}
 
     def __post_init__(self) -> None:
-        """Refuse options out of range, and a [selection] that has no effect because the method selects by itself."""
+        """Refuse options out of range, and a [selection] that has no effect because CMSFed selects clients itself."""
         super().__post_init__()
         if self.modality_selection and type(self.selector) is not Uniform:
             raise RecipeError(

@@ -1,6 +1,6 @@
 """Which client trains which modalities in a round of CMSFed: two facility-location problems, solved together.
 
-The main file builds a `SelectionProblem` from what the server knows and calls `solve` (Algorithm 1, Eq. 13-14).
+`cmsfed.py` builds a `SelectionProblem` from the server's knowledge and calls `solve` (Algorithm 1, Eq. 13-14).
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,8 +20,8 @@ class Choice:
     Attributes:
         weak: the weak modality; empty if there is none.
         train_all: S_M, clients that train all modalities, in the order in which they were chosen.
-        train_alone: clients that train a single modality, and which one. Those that train `weak` are S_w; the others
-            do not own it.
+        train_alone: clients that train a single modality, and this modality. The clients that train `weak` are S_w; the
+            others do not own `weak`.
     """
 
     weak: str = ""
@@ -30,7 +30,7 @@ class Choice:
 
     @property
     def train_weak(self) -> list[int]:
-        """S_w: clients that train the weak modality alone."""
+        """S_w: clients that train only the weak modality."""
         return [client for client, trained in self.train_alone.items() if trained == self.weak]
 
     @property
@@ -39,7 +39,7 @@ class Choice:
         return {*self.train_all, *self.train_alone}
 
     def share(self, modality: str, num_modalities: int) -> float:
-        """The modality's share of all selected pairs of a client and a modality (Fig. 6)."""
+        """Return the modality's share of all selected pairs of a client and a modality (Fig. 6)."""
         own = len(self.train_all) + sum(trained == modality for trained in self.train_alone.values())
         return own / max(num_modalities * len(self.train_all) + len(self.train_alone), 1)
 
@@ -53,11 +53,11 @@ class SelectionProblem:
         encoder: the vectors h of the weak modality and their distances D_2; None if no modality is weak.
         ratios: imbalance ratios of the clients.
         weak: the weak modality, or empty.
-        dominance_threshold: chi; a k2 whose dominance ratio is above it trains the weak modality alone.
-        resolution: what becomes of k1 and k2, `paper` or `authors`; see `CmsFed`.
+        dominance_threshold: chi; a candidate k2 with a dominance ratio above it trains only the weak modality.
+        resolution: how the candidates k1 and k2 join, `paper` or `authors`; see `CmsFed`.
         size: b, the number of clients to choose.
         sample: s, the number of candidates in a pass.
-        at_random: draw k1 and k2 among the candidates instead, as a control.
+        at_random: draw k1 and k2 at random from the candidates, as a control.
     """
 
     gradients: AnySimilarity
@@ -71,7 +71,7 @@ class SelectionProblem:
     at_random: bool = False
 
     def solve(self, clients: ClientRegistry, key: int) -> Choice:
-        """Select clients pass by pass; both problems name their best candidate before either client joins.
+        """Select clients pass by pass. In each pass, both problems name their best candidate before a client joins.
 
         Args:
             clients: the client registry.
@@ -97,14 +97,14 @@ class SelectionProblem:
         return choice
 
     def _best(self, cover: Cover, candidates: Sequence[int], key: int) -> int | None:
-        """The candidate with the smallest cost, or a random one of those with a gradient."""
+        """Return the candidate with the smallest cost, or a random candidate that has a gradient."""
         if not self.at_random:
             return cover.best(candidates)
         able = [client for client in candidates if bool(cover.known[client])]
         return able[keys.choice(key, len(able), 1)[0]] if able else None
 
     def _resolve(self, k1: int | None, k2: int | None, candidates: Sequence[int]) -> Iterator[tuple[int, bool]]:
-        """The clients that join in this pass, and whether each trains one modality alone (Eq. 13 for k1, 14 for k2)."""
+        """Yield the clients that join in this pass, and whether each trains only one modality (Eq. 13, 14)."""
         k2_alone = k2 is not None and (
             not self._complete(k2) or self.ratios.dominance(self.weak, k2) > self.dominance_threshold
         )
@@ -119,14 +119,14 @@ class SelectionProblem:
                 yield k2, k2_alone
 
     def _absorb(self, client: int, alone: bool, first: Cover, second: Cover | None) -> None:
-        """Add a client to the covers. In the released code each problem only knows its own clients."""
-        if not alone or not self._complete(client):  # a client that lacks a modality has a gradient of all that it owns
+        """Add a client to the covers. In the released code, each problem knows only its own clients."""
+        if not alone or not self._complete(client):  # a client that lacks a modality has a gradient of all it owns
             first.add(client)
         if second is not None and (alone or self.resolution == "paper"):
             second.add(client)
 
     def _trained_by(self, owned: Sequence[str]) -> str:
-        """The modality that a client trains alone."""
+        """Return the modality that a client trains if it trains only one."""
         return self.weak if self.weak in owned else self.ratios.weakest_of(owned)
 
     def _complete(self, client: int) -> bool:
@@ -134,8 +134,9 @@ class SelectionProblem:
 
 
 def without_gradients(weak: str, cohort: Sequence[int], ratios: ImbalanceRatios, clients: ClientRegistry) -> Choice:
-    """The choice for a cohort that a selector drew: each client trains everything, or its weakest modality alone if it
-    lacks one.
+    """Return the choice for a cohort that a selector drew: each client trains all modalities.
+
+    A client that lacks a modality trains only its weakest modality.
     """
     complete = [client for client in cohort if bool(ratios.complete[client])]
     rest = [client for client in cohort if client not in complete]
@@ -151,9 +152,10 @@ def all_alike(similarity: AnySimilarity) -> bool:
 def logged(choice: Choice, ratios: ImbalanceRatios) -> dict[str, float]:
     """Numbers of a round for the log.
 
-    `imbalance_ratio` is the global ratio of the first modality over the second; with more than two modalities, of the
-    strongest over the weakest. `share_<modality>` is each modality's share of the picks; `picked_all` is
-    |S_M|, `picked_weak` |S_w|, and `picked_alone` the number of all clients that train one modality.
+    `imbalance_ratio` is the global ratio of the first modality over the second. With more than two modalities, it is
+    the ratio of the strongest over the weakest. `share_<modality>` is each modality's share of the selected pairs.
+    `picked_all` is |S_M|, `picked_weak` is |S_w|, and `picked_alone` is the number of all clients that train one
+    modality.
     """
     mean = ratios.mean()
     shares = {f"share_{m}": choice.share(m, len(ratios.modalities)) for m in ratios.modalities}

@@ -1,9 +1,9 @@
 """HFM and its control VFL: devices of a silo hold different modalities of the same samples.
 
 Open `vertical.py` first: it is the training inside silos, which both methods share. `hfm.py` adds averaging across
-silos, `vfl.py` leaves every silo by itself and evaluates it. Two helper files know nothing of the methods:
+silos. `vfl.py` trains and evaluates every silo separately. Three helper files do not import the methods:
 
-- `exchange.py`: the messages between devices, edges and server, and what an edge computes from them;
+- `exchange.py`: the messages between devices, edges and server, and the computations of an edge;
 - `options.py`: the options of both methods;
 - `alignment.py`: the devices of each silo, and the check that they hold the same samples.
 

@@ -9,11 +9,11 @@ from polyfed.core.errors import DataError, RecipeError, TooFewReplies
 from polyfed.federation.client_registry import ClientRegistry
 
 SHOWN = 5
-"""How many ids an error lists; it counts the rest."""
+"""The largest number of ids that an error message lists. The message counts the remaining ids."""
 
 
 def devices_of_silos(clients: ClientRegistry) -> dict[int, list[int]]:
-    """The devices of each silo that have rows, in ascending order; a silo without rows is left out.
+    """Return the devices of each silo that have rows, in ascending order. Silos without rows are left out.
 
     Raises:
         RecipeError: the clients form no silos, or two devices of one silo hold the same modality.
@@ -41,7 +41,7 @@ def check_aligned(silo: int, ids: Mapping[int, Tensor]) -> None:
 
     Raises:
         TooFewReplies: no device answered.
-        DataError: two devices differ; it names them and the ids.
+        DataError: two devices differ; the message names the devices and the ids.
     """
     if not ids:
         raise TooFewReplies(f"silo {silo}: none of its devices sent its sample ids; see the events for the reasons")

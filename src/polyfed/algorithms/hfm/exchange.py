@@ -1,4 +1,4 @@
-"""Messages between the devices of a silo, their edge and the server, and what an edge computes from them.
+"""Messages between the devices of a silo, their edge and the server, and the computations of an edge.
 
 Shape letters: `B_m` rows of the edge's mini-batch, `E` embedding, `N_m` rows of the silo.
 """
@@ -20,7 +20,7 @@ from polyfed.federation.replies import Replies
 
 @message
 class Question(Message):
-    """An empty request, for the sample ids of a device."""
+    """Asks a device for its sample ids. Has no fields."""
 
 
 @message
@@ -47,7 +47,7 @@ class Embedded(Message):
 
 @message
 class Exchange(Message):
-    """What an edge sends its devices (Phi): the head, the latest embeddings of all devices, and their rows."""
+    """The message Phi from an edge to its devices: the head, the latest embeddings of all devices, and their rows."""
 
     head: Tree = carries("parameters", whole=True)
     embeddings: Tree = carries("embeddings", whole=True, shape=(None, "encoded"))
@@ -56,8 +56,10 @@ class Exchange(Message):
 
 @message
 class Copy(Message):
-    """A device's copy of the head after Q local rounds, its training loss, and how far its own embeddings moved
-    meanwhile, relative to their norm: how outdated those were that the other devices used at the end.
+    """A device's copy of the head after Q local rounds, its training loss, and the drift of its own embeddings.
+
+    The drift is the change of the embeddings during these rounds relative to their norm. It measures how outdated the
+    embeddings were that the other devices used at the end.
     """
 
     head: Tree = carries("parameters", partial=True, whole=True)
@@ -92,12 +94,12 @@ class Sent:
 
 
 def stale_embeddings(rows: Tensor, sent: Sequence[Sent]) -> Tree:
-    """Embeddings by modality that were sent for exactly these rows. A modality left out counts as zero."""
+    """Return, by modality, the embeddings that were sent for exactly these rows. Missing modalities count as zero."""
     return {m: h for one in sent if torch.equal(one.rows, rows) for m, h in one.embeddings.items()}
 
 
 def shuffled_peers(exchange: Exchange, own: Sequence[str], key: int) -> Exchange:
-    """The exchange, in which the embeddings of all modalities but the device's own belong to other rows: a control."""
+    """Return the exchange with the other devices' embeddings taken from other rows, as a control."""
     out = dict(exchange.embeddings)
     for m, h in exchange.embeddings.items():
         if m not in own:
@@ -106,7 +108,7 @@ def shuffled_peers(exchange: Exchange, own: Sequence[str], key: int) -> Exchange
 
 
 def whole_batch(asked: Mapping[int, Sample]) -> Accept:
-    """Accepts embeddings of as many rows as each device was asked for."""
+    """Accept embeddings only if each device sent as many rows as it was asked for."""
 
     def flaw(client: int, reply: Embedded) -> str:
         sent, wanted = {m: len(h) for m, h in reply.embeddings.items()}, len(asked[client].rows)
@@ -116,16 +118,16 @@ def whole_batch(asked: Mapping[int, Sample]) -> Accept:
 
 
 def mean_tree(trees: Sequence[Tree]) -> Tree:
-    """The mean of the trees by name; empty for no tree."""
+    """Return the mean of the trees by name; without trees, return an empty tree."""
     return zip_map(lambda *parts: torch.stack(parts).mean(0), *trees) if trees else {}
 
 
 def bytes_down(fed: Federation, send: Mapping[int, Message]) -> int:
-    """Bytes of these messages as their clients receive them, counted like the ledger does."""
+    """Return the bytes of these messages as their clients receive them, counted like in the ledger."""
     received = (cut(msg, fed.clients[client].blocks) for client, msg in send.items())
     return sum(crossing.bytes for msg in received for crossing in crossings(msg))
 
 
 def bytes_up(replies: Replies) -> int:
-    """Bytes of replies, counted like the ledger does."""
+    """Return the bytes of replies, counted like in the ledger."""
     return sum(len(p.clients) * sum(c.bytes for c in crossings(p.message, stacked=True)) for p in replies.parts)

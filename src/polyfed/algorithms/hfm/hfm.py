@@ -1,9 +1,9 @@
-"""HFM: vertical training inside silos, horizontal averaging across them.
+"""HFM: vertical training inside silos, and horizontal averaging across silos.
 
 Peng, Wu, Bian, Xu, IEEE Internet of Things Journal 11(21), 2024, as described by a reproduction report. This file is
-the horizontal half; the vertical half, training inside silos, is `vertical.py`. In a round the server broadcasts
-encoders and head, every silo does R exchanges of Q local rounds, and the server averages encoders and heads over the
-silos, weighted by their rows (Eq. 3). See docs/algorithms/hfm.md.
+the horizontal half of the method. The vertical half, training inside silos, is `vertical.py`. In a round, the server
+broadcasts encoders and head, and every silo does R exchanges of Q local rounds. The server then averages encoders and
+heads over the silos, weighted by their rows (Eq. 3). See docs/algorithms/hfm.md.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ from polyfed.federation.federation import Federation
 from polyfed.training import ClientData
 
 ANCHOR = "anchor"
-"""Prefix under which a device keeps the values of the last broadcast in its local state."""
+"""Prefix in a device's local state under which the device keeps the values of the last broadcast."""
 
 
 @message
 class Adopt(Message):
-    """The server's broadcast to a device: its encoders and, with the proximal term, the head as an anchor."""
+    """The server's broadcast to a device: the device's encoders and, with the proximal term, the head as an anchor."""
 
     params: Tree = carries("parameters")
     head: Tree = carries("parameters", whole=True)
@@ -43,10 +43,10 @@ class Adopted(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Hfm(Vertical):
-    """HFM: training inside silos, then averaging across them. All options are those of `Vertical`."""
+    """HFM: training inside silos, then averaging across silos. `VerticalOptions` lists the options."""
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The local state of `Vertical` and, with the proximal term, the values of the last broadcast."""
+        """Return the local state of `Vertical` and, with the proximal term, the values of the last broadcast."""
         own = super().local(context, key)
         if not self.mu:
             return own
@@ -56,14 +56,14 @@ class Hfm(Vertical):
         return own | nested(ANCHOR, encoders | head)
 
     def anchors(self, local: Tree, got: Exchange) -> Tree:
-        """The values of the last broadcast, encoders and head."""
+        """Return the values of the last broadcast, encoders and head."""
         return under(ANCHOR, local)
 
     def round(self, state: SiloState, fed: Federation) -> SiloState:
-        """Broadcast, do R exchanges in every silo, average over the silos.
+        """Broadcast, do R exchanges in every silo, and average over the silos.
 
-        A device that missed the broadcast does not take part in the round: its encoder and its anchor would be older
-        than those of the others. In this round its silo lacks the device's modalities.
+        A device that missed the broadcast does not take part in the round, because its encoder and its anchor would be
+        older than those of the other devices. In this round its silo lacks the device's modalities.
         """
         silos = devices_of_silos(fed.clients)
         heads = {silo: self._head(fed, members, state.params) for silo, members in silos.items()}

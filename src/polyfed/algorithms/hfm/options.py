@@ -16,20 +16,20 @@ class VerticalOptions(Algorithm):
     Attributes:
         local_rounds: Q, local rounds between two exchanges; 5 in the report.
         exchanges: R, exchanges in a round; 2 in the report.
-        local_unit: `epoch`: a local round is a pass over B_m in mini-batches of `inner_batch`; `step`: one gradient
-            step on the whole of B_m, Eq. 1 to the letter.
-        head_update: `device_average`: devices train copies of the head, and the edge takes their mean; `server`
-            (C-VFL): devices keep the head frozen, and it is trained for Q local rounds on the stale embeddings. The
-            edge has no labels, so its first device does that.
+        local_unit: the unit of a local round. `epoch`: one pass over B_m in mini-batches of `inner_batch`. `step`: one
+            gradient step on the whole of B_m, which is Eq. 1 to the letter.
+        head_update: how the head is trained. `device_average`: devices train copies of the head, and the edge computes
+            their mean. `server` (C-VFL): devices keep the head frozen, and the edge's first device trains it for Q
+            local rounds on the stale embeddings, because the edge has no labels.
         batch_fraction: |B_m| = max(1, round(batch_fraction * N_m)); a tenth in the report.
-        resample: draw a new B_m at every exchange; otherwise one for the whole run.
+        resample: draw a new B_m at every exchange; otherwise use one B_m for the whole run.
         eval_embeddings: compute the exchanged embeddings in evaluation mode (BatchNorm, dropout).
         inner_batch: rows of a step with `local_unit = "epoch"`; replaces [train] batch_size.
-        mu: strength of the proximal term (Eq. 4) towards the received blocks; 0 leaves it out.
-        keep_optimiser: whether a device keeps the moments of its optimiser from one exchange to the next; otherwise
-            every exchange starts a fresh one. The report does not say. It needs `head_update = "device_average"`.
-        placebo: `shuffled` is a control that keeps the cost: each device receives the embeddings of the other devices
-            for other rows of the mini-batch, so that they say nothing about its samples. `none` is the method.
+        mu: strength of the proximal term (Eq. 4) towards the received blocks; 0 disables the term.
+        keep_optimiser: whether a device keeps its optimiser's moments from one exchange to the next. Otherwise every
+            exchange starts a fresh optimiser. The report does not say. It needs `head_update = "device_average"`.
+        placebo: `shuffled` is a control that has the same cost. Each device receives the other devices' embeddings of
+            other rows of the mini-batch, so they are unrelated to its samples. `none` is the method.
     """
 
     local_rounds: Annotated[int, AT_LEAST_ONE] = 5
@@ -47,10 +47,10 @@ class VerticalOptions(Algorithm):
     renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds", "r": "exchanges"}
 
     def __post_init__(self) -> None:
-        """Refuse options out of range, options that contradict each other, and [train] epochs and steps.
+        """Refuse options that are out of range, options that contradict each other, and [train] epochs and steps.
 
         Raises:
-            RecipeError: the text says what to set instead.
+            RecipeError: for such an option; the message says what to set instead.
         """
         super().__post_init__()
         if self.train.epochs != 1 or self.train.steps is not None:

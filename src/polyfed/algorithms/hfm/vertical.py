@@ -1,16 +1,16 @@
 """Training inside silos: devices that hold different modalities of the same samples, and an edge between them.
 
-The template of HFM (`hfm.py`) and its control VFL (`vfl.py`). In an exchange the edge draws a mini-batch of its silo's
-rows, the devices send the embeddings of these rows, the edge sends all embeddings and its head to every device, and
-every device trains its encoder and a copy of the head for Q local rounds, with the other devices' embeddings held
-constant. After that the edge takes the mean of the copies.
+This is the template of HFM (`hfm.py`) and its control VFL (`vfl.py`). In an exchange, the edge draws a mini-batch of
+its silo's rows, and the devices send the embeddings of these rows. The edge sends all embeddings and its head to every
+device. Every device trains its encoder and a copy of the head for Q local rounds, with the other devices' embeddings
+held constant. Then the edge computes the mean of the copies.
 
 Letters: M silos, K devices in a silo, N_m rows of silo m, B_m its mini-batch, Q local rounds between two exchanges
 (`local_rounds`), R exchanges in a round (`exchanges`). See docs/algorithms/hfm.md.
 
-The server half of this file runs the edges. Requests whose replies only an edge may see have `scope="silo"`. What an
-edge sends to the server leaves through the first device of its silo, so that this device's policy applies and the
-ledger counts it. The vectorised engine stacks all devices of one modality, across silos.
+The server half of this file runs the edges. Requests whose replies only an edge may see have `scope="silo"`. A message
+from an edge to the server goes through the first device of its silo. That device's policy therefore applies, and its
+ledger counts the message. The vectorised engine stacks all devices of one modality, across silos.
 """
 
 from abc import abstractmethod
@@ -60,11 +60,11 @@ from polyfed.training.optimisers import Train
 
 @dataclass(frozen=True)
 class SiloState(State):
-    """The state of `Averaging`, and that of the edges.
+    """The state of `Averaging`, and the state of the edges.
 
     Attributes:
         heads: the head of each silo's edge.
-        sent: the last embeddings of each device; kept only with `resample = false`, where they can be used again.
+        sent: the last embeddings of each device; kept only with `resample = false`, which can use them again.
         drift: mean relative drift of the embeddings within Q local rounds, in the last round.
         exchanges: number of exchanges so far.
         silo_bytes: bytes between devices and their edges in the last round, both directions.
@@ -81,7 +81,7 @@ class SiloState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class Vertical(VerticalOptions):
-    """The template of training inside silos. Its options are those of `VerticalOptions`."""
+    """The template of training inside silos. `VerticalOptions` lists the options."""
 
     needs_embeddings: ClassVar[bool] = True
 
@@ -94,7 +94,7 @@ class Vertical(VerticalOptions):
         """The values towards which the proximal term pulls, by name."""
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The device's encoders, with their common initial values, and with `keep_optimiser` its moments."""
+        """Return the device's encoders with their common initial values, and with `keep_optimiser` also the moments."""
         head = set(context.model.head())
         encoders = {name: value for name, value in context.initial.items() if name not in head}
         if not self.keep_optimiser:
@@ -118,10 +118,10 @@ class Vertical(VerticalOptions):
         return SiloState(params, heads={silo: self._head(fed, members, params) for silo, members in silos.items()})
 
     def vertical(self, state: SiloState, fed: Federation, silos: Mapping[int, list[int]]) -> SiloState:
-        """R exchanges, each followed by Q local rounds, in several silos at once.
+        """Do R exchanges, each followed by Q local rounds, in several silos at once.
 
         Args:
-            state: the state; in the result `train_loss` and `drift` are means over devices.
+            state: the state. In the returned state, `train_loss` and `drift` are means over devices.
             fed: the federation.
             silos: the devices of each silo that take part.
         """
@@ -135,7 +135,7 @@ class Vertical(VerticalOptions):
         return state.with_(**{name: sum(values) / len(values) for name, values in mean.items() if values})
 
     def upload_of(self, state: SiloState, fed: Federation, silos: Mapping[int, list[int]]) -> tuple[Replies, int]:
-        """The devices' encoders and, through the first device of each silo, its head; and bytes sent to them."""
+        """Return the devices' encoders, each silo's head from its first device, and the bytes sent to the devices."""
         heads = {members[0]: state.heads[silo] for silo, members in silos.items()}
         send = {client: Forward(heads.get(client, {})) for members in silos.values() for client in members}
         return fed.ask(self.upload, sorted(send), send), bytes_down(fed, send)
@@ -151,7 +151,7 @@ class Vertical(VerticalOptions):
         }
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """`fit_head` is only asked with `head_update = "server"`."""
+        """Allow `fit_head` only with `head_update = "server"`."""
         return task != "fit_head" or self.head_update == "server"
 
     # the edge
@@ -200,14 +200,14 @@ class Vertical(VerticalOptions):
         return after, copies
 
     def _rows(self, fed: Federation, silo: int, members: Sequence[int], number: int) -> Tensor:
-        """B_m, in random order, from the stream (seed, "silo batch", silo, round, exchange)."""
+        """Return B_m, in random order, from the stream (seed, "silo batch", silo, round, exchange)."""
         total = int(fed.clients.num_rows[members[0]])
         when = (fed.round, number) if self.resample else ()
         order = keys.permutation(keys.key(fed.seed, "silo batch", silo, *when), total)
         return order[: max(1, round(self.batch_fraction * total))]
 
     def _head(self, fed: Federation, members: Sequence[int], params: Tree) -> Tree:
-        """The head with the columns of the silo's modalities; the others would have no input there."""
+        """Return the head with only the columns of the silo's modalities; other columns would have no input."""
         held = {modality for client in members for modality in fed.clients.owned(client)}
         return {name: params[name] for name in fed.context.model.head(held)}
 
@@ -220,12 +220,12 @@ class Vertical(VerticalOptions):
 
     @task(scope="silo")
     def embed(self, context: ClientContext, data: ClientData, local: Tree, got: Sample) -> tuple[Embedded, Tree]:
-        """Embeddings of B_m, for the edge."""
+        """Compute the embeddings of B_m for the edge."""
         return Embedded(self._embeddings(context, data, local, got.rows)), local
 
     @task(scope="silo")
     def practise(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[Copy, Tree]:
-        """Q local rounds on B_m (Eq. 1, 2): the encoders, and a copy of the head unless it is kept frozen."""
+        """Run Q local rounds on B_m (Eq. 1, 2): train the encoders, and a copy of the head unless it is kept frozen."""
         encoders = self._encoders(context, local)
         trained = {*encoders, *self._reached(context, got)}
         if self.head_update == "server":
@@ -242,13 +242,13 @@ class Vertical(VerticalOptions):
 
     @task(scope="silo")
     def fit_head(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[Copy, Tree]:
-        """Q local rounds of the head alone on the stale embeddings of all, for the edge."""
+        """Run Q local rounds of the head alone on the stale embeddings of all devices, for the edge."""
         fit = self._fit(context, data, got.head, self._reached(context, got), local, got, fresh=False)
         return Copy(fit.params, fit.loss, torch.zeros_like(fit.loss)), local
 
     @task()
     def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Forward) -> tuple[Upload, Tree]:
-        """Encoders, and what the edge forwards, to the server."""
+        """Send the encoders, and the head that the device forwards for its edge, to the server."""
         return Upload(self._encoders(context, local) | got.head), local
 
     def _fit(
@@ -263,7 +263,7 @@ class Vertical(VerticalOptions):
         fresh: bool = True,
         kept: KeptTraining | None = None,
     ) -> TrainingResult:
-        # trainable parameters only: a pull on statistics of BatchNorm would only add a constant to the reported loss
+        # trainable parameters only: the term for BatchNorm statistics would only add a constant to the reported loss
         pulled = context.model.trainable(self.anchors(local, got))
         anchors = {name: value for name, value in pulled.items() if name in trained}
 
@@ -282,7 +282,7 @@ class Vertical(VerticalOptions):
         return data.at(got.rows).minimise(loss, params, train=train, only=trained, after=after)
 
     def _embeddings(self, context: ClientContext, data: ClientData, local: Tree, rows: Tensor) -> Tree:
-        """Embeddings (B_m, E) of the device's own modalities, zero in rows that lack one."""
+        """Compute embeddings (B_m, E) of the device's own modalities, with zeros for rows that lack one."""
         encoders = self._encoders(context, local)
         view = data.at(rows)
 
@@ -300,5 +300,5 @@ class Vertical(VerticalOptions):
         return {name: local[name] for name in context.initial if name in local}
 
     def _reached(self, context: ClientContext, got: Exchange) -> set[str]:
-        """Names in the head that the loss reaches: all but the columns of devices that sent no embeddings."""
+        """Return the names in the head that the loss reaches: not the columns of devices that sent no embeddings."""
         return set(context.model.head(got.embeddings)) & got.head.keys()

@@ -1,7 +1,8 @@
-"""VFL: every silo trains by itself, vertically: the control that shows what averaging across silos brings to HFM.
+"""VFL: every silo trains separately. It is the control that shows the benefit of averaging across silos in HFM.
 
-HFM without its horizontal step: encoders stay on their devices, the head at its edge. The proximal term acts on the
-head alone, towards the one that the edge sent last, because a device receives nothing else. See docs/algorithms/vfl.md.
+VFL is HFM without its horizontal step: encoders stay on their devices, and the head stays at its edge. The proximal
+term acts only on the head. It pulls towards the last head that the edge sent, because a device receives nothing else.
+See docs/algorithms/vfl.md.
 """
 
 import warnings
@@ -44,12 +45,12 @@ class OwnTest(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Vfl(Vertical):
-    """VFL: training inside silos only. All options are those of `Vertical`; a round has R exchanges, as in HFM."""
+    """VFL: training inside silos only. It has the options of `VerticalOptions`; a round has R exchanges, as in HFM."""
 
     model_for: ClassVar[str] = "silo"
 
     def init(self, fed: Federation, params: Tree) -> SiloState:
-        """As in `Vertical`; warn if the policy keeps the server from evaluating the silos' models."""
+        """Return the state of `Vertical`, and warn if the policy prevents server evaluation of the silos' models."""
         if not fed.context.policy.allows_models("server"):
             rest = "silos evaluate them on their own test rows, metrics.personal"
             if not may_report(fed.context.policy):
@@ -65,11 +66,11 @@ class Vfl(Vertical):
         return super().init(fed, params)
 
     def anchors(self, local: Tree, got: Exchange) -> Tree:
-        """The head as received."""
+        """Return the head that the device received."""
         return got.head
 
     def round(self, state: SiloState, fed: Federation) -> SiloState:
-        """R exchanges in every silo."""
+        """Do R exchanges in every silo."""
         return self.vertical(state.with_(silo_bytes=0), fed, devices_of_silos(fed.clients))
 
     def evaluate(self, state: SiloState, fed: Federation) -> Measured:
@@ -84,14 +85,14 @@ class Vfl(Vertical):
         return Measured(measured | ({"personal": group} if group else {}), accuracies)
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Models are uploaded for evaluation only, and what the policy forbids is not asked."""
+        """Allow model uploads only for evaluation. The server does not ask for what the policy forbids."""
         own = self.evaluation.personal and may_report(policy)
         asked = {"upload": policy.allows_models("server"), "embed_own": own, "score_silo": own, "score_own": False}
         return asked.get(task, super().will_send(task, field, block, policy))
 
     @property
     def own_models(self) -> Literal["clients"]:
-        """`clients`: every silo has its own model, encoders on its devices and the head at its edge."""
+        """`clients`: every silo has its own model, with encoders on its devices and the head at its edge."""
         return "clients"
 
     def client_modalities(self, client: int, fed: Federation) -> tuple[str, ...]:
@@ -107,7 +108,7 @@ class Vfl(Vertical):
         return encoders | state.heads[silo]
 
     def _evaluated_by_server(self, state: SiloState, fed: Federation) -> dict[str, dict[str, float]]:
-        """Mean of the metrics over silos; encoders and heads are uploaded for this only.
+        """Return the mean of the metrics over silos. Encoders and heads are uploaded only for this evaluation.
 
         A silo's model is evaluated with the modalities that the silo has. A silo is left out if one of its devices does
         not answer.
@@ -122,7 +123,7 @@ class Vfl(Vertical):
         return metrics.mean_groups(measured)
 
     def _evaluated_in_silos(self, state: SiloState, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
-        """The score of every silo on its own test rows, under the number of its first device, which computes it.
+        """Score every silo on its own test rows, under the number of its first device, which computes the score.
 
         Embeddings of these rows are exchanged as in training. A silo is left out if one of its devices does not answer
         or has no test rows.
@@ -143,21 +144,21 @@ class Vfl(Vertical):
 
     @task(scope="silo")
     def embed_own(self, context: ClientContext, data: ClientData, local: Tree, got: Question) -> tuple[OwnTest, Tree]:
-        """Embeddings of the device's own test rows, for the edge."""
+        """Compute embeddings of the device's own test rows, for the edge."""
         test, encoders = data.test, self._encoders(context, local)
         found = test.collect(lambda batch: masked(context.model.features(encoders, batch), batch.present))
         return OwnTest(found, test.ids, test.num_rows), local
 
     @task()
     def score_silo(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[OwnScore, Tree]:
-        """Score the predictions of the silo's model for its test rows, from the embeddings of all devices."""
+        """Score the silo's model on its test rows, from the embeddings of all devices."""
         predictor = FromEmbeddings(got.embeddings)
         return own_score(context, got.head, data.test, predictor), local
 
 
 @dataclass(frozen=True)
 class FromEmbeddings(Predictor):
-    """Predicts from embeddings (n, E) of all rows, which are known already, by modality."""
+    """Predicts from embeddings (n, E) of all rows, by modality, that were computed before."""
 
     embeddings: Tree
 
@@ -167,7 +168,7 @@ class FromEmbeddings(Predictor):
 
 
 def _members(clients: ClientRegistry, client: int) -> list[int]:
-    """The devices that have rows in the silo of a device."""
+    """Return the devices with rows in the silo of this device."""
     assert clients.silo is not None, "there is no run of vfl without silos"
     found: list[int] = ((clients.silo == clients.silo[client]) & (clients.num_rows > 0)).nonzero().flatten().tolist()
     return found

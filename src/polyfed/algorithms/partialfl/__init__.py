@@ -1,8 +1,8 @@
-"""PartialFL: a server model that reads shareable modalities guides a federated model of the private ones.
+"""PartialFL: a server model of the shareable modalities guides a federated model of the private modalities.
 
 Open `partialfl.py` first: it holds the whole method, the steps of Algorithm 1 and the three losses. `options.py` has
-the options, `messages.py` the messages that cross, `teachers.py` the rows that have a teacher and the controls, and
-`deposits.py` the checks of what clients handed over and sent back. The page is docs/algorithms/partialfl.md.
+the options, and `messages.py` has the messages. `teachers.py` finds the rows that have a teacher and makes the
+controls. `deposits.py` checks what clients sent. The page is docs/algorithms/partialfl.md.
 """
 
 from polyfed.algorithms.partialfl.partialfl import PartialFL

@@ -1,4 +1,4 @@
-"""Checks of the rows that clients handed over and of the embeddings that they send back, and what a round logs."""
+"""Checks of the rows that clients deposited and of the embeddings that they return, and the numbers to log."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +10,13 @@ from polyfed.core.tree import SHARED, Tree, nested
 from polyfed.federation.replies import Replies
 
 PRESENT = "present"
-"""Prefix of the masks beside the deposited rows: which of the rows the client has."""
+"""Prefix of the masks that belong to the deposited rows. A mask marks the rows that the client has."""
 
 
 def usable_rows(given: Deposit, shapes: Mapping[str, tuple[int, ...]]) -> Tree:
-    """The deposited rows (n, ...) by modality, without those whose shape the model does not read.
+    """Return the deposited rows (n, ...) by modality, without modalities whose shape the model cannot read.
 
-    Under `present.<modality>` they also say which rows the client has, if it lacks the modality for some.
+    If a client lacks a modality for some rows, `present.<modality>` marks the rows that it has.
     """
     rows = {m: x.clone() for m, x in (given.vectors | given.samples).items() if tuple(x.shape[1:]) == shapes.get(m)}
     has = given.there.get(SHARED)
@@ -27,7 +27,7 @@ def usable_rows(given: Deposit, shapes: Mapping[str, tuple[int, ...]]) -> Tree:
 
 
 def usable_embeddings(replies: Replies, deposits: Mapping[int, Tree], size: int) -> dict[int, Tree]:
-    """The embeddings z'_T (n, size) by client that belong to deposited rows; others, of a wrong shape, are ignored."""
+    """Return the embeddings z'_T (n, size) by client that belong to deposited rows; ignore those of a wrong shape."""
     found = {}
     for k in replies:
         student: Tree = replies[k].student
@@ -38,7 +38,7 @@ def usable_embeddings(replies: Replies, deposits: Mapping[int, Tree], size: int)
 
 
 def logged(replies: Replies, server_losses: list[float]) -> dict[str, float]:
-    """Numbers of a round for the log: means over the clients that have a shareable modality."""
+    """Return the numbers of a round to log: means over the clients that have a shareable modality."""
     messages: list[Any] = [part.message for part in replies.parts]
     parts = [message for message in messages if message.student]
     if not parts:

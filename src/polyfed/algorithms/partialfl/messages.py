@@ -1,4 +1,4 @@
-"""Messages of PartialFL. None has a field for labels or for a local model, so neither can leave a client."""
+"""Messages of PartialFL. No message has a field for labels or for a local model, so neither can leave a client."""
 
 from torch import Tensor
 
@@ -9,15 +9,15 @@ from polyfed.core.tree import Tree
 
 @message
 class Call(Message):
-    """An empty request, for the rows that a client may share."""
+    """Asks a client for the rows that it may share. Has no fields."""
 
 
 @message
 class Deposit(Message):
     """A client's rows (n, ...) of its shareable modalities: vectors of an extractor, or the samples themselves.
 
-    If some rows lack a modality, `there` says under `shared` which rows have which: 1 or 0, (n, M), with a column for
-    each of the M modalities in alphabetical order.
+    If some rows lack a modality, `there` holds a table (n, M) of 1 and 0 under `shared`. The table marks which row has
+    which modality. Its M columns are the modalities in alphabetical order.
     """
 
     vectors: Tree = carries(
@@ -44,7 +44,7 @@ class Guided(Message):
 class GuidedUpdate(Message):
     """The trained global model, the local model's embeddings z'_T (n, d) by modality, losses and alignment.
 
-    `probe` has the teacher's accuracy under `shared`, if the options ask for it.
+    `probe` holds the teacher's accuracy under `shared`, if the option `probe` is on.
     """
 
     params: Tree = carries("parameters")

@@ -1,4 +1,4 @@
-"""The options of PartialFL, and which modalities a policy lets it share."""
+"""The options of PartialFL, and the modalities that a policy allows it to share."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,31 +18,31 @@ class PartialOptions(Averaging):
     """The options of PartialFL. The mean over clients is uniform by default, as in the paper's Algorithm 1.
 
     Attributes:
-        beta: weight of the contrastive terms on the devices; the paper tunes it in {0.001, 0.01}.
-        beta_local: weight of the contrastive term of the local model; by default that of `beta`, as in the paper.
+        beta: weight of the contrastive terms on the devices; the paper searches {0.001, 0.01}.
+        beta_local: weight of the contrastive term of the local model; by default equal to `beta`, as in the paper.
         temperature: tau of the contrastive terms; {0.05, 0.1, 0.2} in the paper.
         negatives: negatives of the contrastive terms: `intra` as in Eq. 1 and 2, `inter`, or `both`.
-        same_class_negatives: whether rows of a row's own class are among its negatives on the devices, as in Eq. 1. The
-            server knows no labels, so its negatives are always all other rows.
-        normalise: scale embeddings to length 1 before they are compared.
-        mu: strength of FedProx's proximal term on the global model; 0 is FedAvg, the paper takes 0.01.
-        global_model: what the federated model reads: `private` modalities only, or `all`.
-        inputs: what the data holds of a shareable modality, and so the kind of the deposit: `embeddings`, or `raw`
-            samples, which the policy must then allow as well.
-        local_start: each device draws its own initial local model, as in the paper (`own`), or all start from the same
-            one (`common`), so that the embeddings of different devices have the same axes from the start.
+        same_class_negatives: whether the negatives of a row on a device include rows of the same class, as in Eq. 1.
+            The server has no labels, so its negatives are always all other rows.
+        normalise: whether embeddings are scaled to length 1 before they are compared.
+        mu: strength of FedProx's proximal term on the global model; 0 is FedAvg, and the paper uses 0.01.
+        global_model: the modalities that the federated model reads: only the `private` ones, or `all`.
+        inputs: what the data holds for a shareable modality: `embeddings`, or `raw` samples. The deposit has the same
+            kind, so the policy must also allow `raw` if it is used.
+        local_start: how local models start. With `own`, each device draws its own initial model, as in the paper. With
+            `common`, all start from the same model, so the embeddings of all devices have the same axes from the start.
         local_hidden: hidden sizes of the local model's encoders.
-        server_hidden: hidden sizes of the tower's encoders.
+        server_hidden: hidden sizes of the encoders in the tower (the server model).
         server_epochs: passes of the server over a device's rows in a round; the paper states no number.
-        keep_server_optimiser: whether the moments of the tower's optimiser live from device to device and from round to
+        keep_server_optimiser: whether the tower's optimiser keeps its moments from device to device and from round to
             round; the paper does not say.
-        keep_local_optimiser: whether those of a local model's optimiser live from round to round; the paper does not
-            say.
-        placebo: a control that keeps the cost and removes what the teacher knows: `noise` sends random embeddings,
-            anew in every round, `shuffled` those of other rows of the same device, and `frozen` those of a tower that
-            stays as it was drawn. `none` is the method.
-        probe: whether devices measure the teacher's quality: on every second row, how often the nearest class mean of
-            z_T over the other rows is that of the row's class. The log then has `teacher_accuracy`.
+        keep_local_optimiser: whether a local model's optimiser keeps its moments from round to round; the paper does
+            not say.
+        placebo: a control that has the same cost but removes the teacher's knowledge. `noise` sends new random
+            embeddings in every round, `shuffled` sends embeddings of other rows of the same device, and `frozen` sends
+            embeddings of an untrained tower. `none` is the method.
+        probe: whether devices measure the teacher's quality: how often, on every second row, the nearest class mean of
+            z_T over the other rows belongs to the row's class. The log then has `teacher_accuracy`.
     """
 
     aggregation: Literal["weighted", "uniform"] = "uniform"
@@ -65,14 +65,14 @@ class PartialOptions(Averaging):
     probe: bool = False
 
     def shareable(self, policy: Policy, modalities: Iterable[str]) -> tuple[str, ...]:
-        """The modalities that a policy lets go to the server in every kind that the method needs."""
+        """Return the modalities for which a policy allows the server every kind that the method needs."""
         needed = {"embeddings", self.inputs}
         return tuple(m for m in modalities if needed <= policy.kinds(m, "server"))
 
     def model_spec(
         self, spec: ModelSpec, modalities: tuple[str, ...], policy: Policy
     ) -> tuple[ModelSpec, tuple[str, ...]]:
-        """The model as it is, for the private modalities, or for all.
+        """Return the recipe's model for the private modalities, or for all.
 
         Raises:
             RecipeError: no modality may be shared, or none is private.
@@ -93,8 +93,8 @@ class PartialOptions(Averaging):
         return spec, modalities if self.global_model == "all" else private
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Rows and embeddings of shareable modalities only; parameters of those that the global model reads."""
-        if task == "update":  # the task of `Averaging`, which is not asked
+        """Rows and embeddings of shareable modalities, and parameters of the modalities that the global model reads."""
+        if task == "update":  # a task of `Averaging` that this method never asks for
             return False
         shared = bool(self.shareable(policy, [block]))
         if field in ("vectors", "samples"):

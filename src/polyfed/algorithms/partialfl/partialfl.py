@@ -1,13 +1,13 @@
-"""PartialFL: a server model that reads shareable modalities guides a federated model of the private ones.
+"""PartialFL: a server model of the shareable modalities guides a federated model of the private modalities.
 
-Feng, Bose, Wang, Narayanan, Narayanan, "Partial Federated Learning". Some modalities may go to the server as vectors
-of a frozen extractor, others may not, and labels never do. There are three models: a large server model F_s (theta_s,
-here called the tower) reads the shared vectors; a small local model F_k (theta_k) on each device, which never leaves
-it, reads the same vectors together with the labels; the federated global model F_g is pulled towards the tower's
-embeddings. One contrastive loss connects the three (Eq. 1 to 4).
+Feng, Bose, Wang, Narayanan, Narayanan, "Partial Federated Learning". Some modalities may go to the server as vectors of
+a frozen extractor. Other modalities and the labels never do. There are three models. A large server model F_s
+(theta_s), here called the tower, reads the shared vectors. A small local model F_k (theta_k) on each device reads the
+same vectors with the labels, and never leaves the device. Training pulls the federated global model F_g towards the
+embeddings of the tower. One contrastive loss connects the three models (Eq. 1 to 4).
 
-The egress policy says which modalities are shareable: those whose `embeddings` may go to the server. With several of
-them, each contrastive term is the mean over those that a client owns; the paper has only one. See
+The egress policy defines which modalities are shareable: those whose `embeddings` may go to the server. The paper has
+only one. With several, each contrastive term is the mean over those that a client owns. Page:
 docs/algorithms/partialfl.md.
 """
 
@@ -42,8 +42,8 @@ from polyfed.training.losses import contrastive
 from polyfed.training.optimisers import Moments
 
 ALIGNED = 0.05
-"""Mean cosine of paired embeddings below which a model counts as not aligned with its teacher: on the measured sets it
-is 0.16 to 0.39 where the two modalities describe one thing, and 0.01 to 0.04 where they do not
+"""A model whose paired embeddings have a mean cosine below this value counts as not aligned with its teacher. On the
+measured data sets the cosine is 0.16 to 0.39 if two modalities describe one thing, otherwise 0.01 to 0.04
 (docs/results/partialfl.md)."""
 
 
@@ -53,10 +53,10 @@ class PartialState(State):
 
     Attributes:
         tower: parameters of the server model F_s.
-        tower_moments: moments of the tower's optimiser, which are kept from round to round.
+        tower_moments: moments of the tower's optimiser, kept from round to round.
         tower_steps: optimiser steps of the tower so far.
-        deposits: shared rows (n, ...) by client and modality; under `present.<modality>` which of them the client has,
-            if it lacks the modality for some rows.
+        deposits: shared rows (n, ...) by client and modality. If the client lacks a modality for some rows,
+            `present.<modality>` marks the rows that it has.
         logged: losses and alignment of the last round, for the log.
     """
 
@@ -69,7 +69,7 @@ class PartialState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class PartialFL(PartialOptions):
-    """PartialFL: the method. Its options are those of `PartialOptions`."""
+    """PartialFL. `PartialOptions` lists the options."""
 
     needs_embeddings: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
@@ -80,7 +80,7 @@ class PartialFL(PartialOptions):
     # the setup
 
     def init(self, fed: Federation, params: Tree) -> PartialState:
-        """The state of `Averaging`, the initial tower, and the rows that the clients hand over.
+        """Return the state of `Averaging`, the initial tower, and the rows that the clients deposit.
 
         Raises:
             RecipeError: the global model has no joint embedding.
@@ -94,13 +94,13 @@ class PartialFL(PartialOptions):
         donors = [k for k in fed.clients.eligible if set(shared) & set(fed.clients.owned(k))]
         given = fed.ask(self.deposit, donors, Call())
         deposits = {k: rows for k in given if (rows := usable_rows(given[k], fed.context.model.shapes))}
-        # the tower has no classifier, as the server has no labels
+        # the tower has no classifier, because the server has no labels
         tower = {name: value for name, value in select(tower, shared).items() if ".encoder." in name}
         return PartialState(**vars(super().init(fed, params)), tower=tower, deposits=deposits)
 
     @task()
     def deposit(self, context: ClientContext, data: ClientData, local: Tree, got: Call) -> tuple[Deposit, Tree]:
-        """Hand over, once, the rows of the modalities that this client's own policy allows."""
+        """Send, once, the rows of the modalities that this client's own policy allows."""
         shared = self.shareable(context.policy, context.modalities)
         rows = data.collect(lambda batch: teachers.shared_rows(batch, shared)) if shared else {}
         there = {SHARED: rows.pop(PRESENT)} if PRESENT in rows else {}
@@ -116,11 +116,11 @@ class PartialFL(PartialOptions):
         return mlps(shapes_of(model, shared), self.local_hidden, embedding_size(model), model.num_outputs)
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The initial local model, which never leaves the device; empty without a shareable modality."""
+        """Return the initial local model, which never leaves the device; empty without a shareable modality."""
         shared = self.shareable(context.policy, context.modalities)
         if not shared:
             return {}
-        if self.local_start == "common":  # the same for all devices of a run, without sending a key
+        if self.local_start == "common":  # all devices of a run draw the same model, so no key has to be sent
             key = keys.key("local model", digest(select(context.initial, [SHARED])))
         model = self.local_model(context.model, shared)
         theta_k = model.init(key)
@@ -142,7 +142,7 @@ class PartialFL(PartialOptions):
         return merged
 
     def outgoing(self, state: PartialState, cohort: list[int], fed: Federation) -> dict[int, Guided]:
-        """Step 1: the global model, and z_T of the client's rows from the current tower, or the placebo's."""
+        """Step 1: send the global model, and z_T of the client's rows from the current tower or from the placebo."""
         model = self.tower(fed.context.model, self.shareable(fed.context.policy, fed.clients.modalities))
         sent = {}
         for k in cohort:
@@ -160,7 +160,7 @@ class PartialFL(PartialOptions):
     ) -> tuple[GuidedUpdate, Tree]:
         """Steps 2 and 3: train theta_g with L_glob and theta_k with L_loc on the same batches, then embed all rows.
 
-        A client that owns none of the global model's modalities trains theta_k alone.
+        A client that owns none of the global model's modalities trains only theta_k.
         """
         z_T, nothing = got.teacher, torch.zeros((), device=data.num_rows.device)
         update = GuidedUpdate({}, {}, nothing, nothing, nothing, {}, data.num_rows)
@@ -203,7 +203,7 @@ class PartialFL(PartialOptions):
         return replace(update, params=fit.params, loss=fit.loss)
 
     def server_train(self, state: PartialState, replies: Replies, fed: Federation) -> PartialState:
-        """Step 4: train the tower with L_server (Eq. 2) on one device after the other; no batch mixes devices."""
+        """Step 4: train the tower with L_server (Eq. 2) on one device after another; no batch mixes devices."""
         model = self.tower(fed.context.model, self.shareable(fed.context.policy, fed.clients.modalities))
         train = replace(self.train, epochs=self.server_epochs, steps=None)
         after, losses = state, list[float]()
@@ -230,7 +230,7 @@ class PartialFL(PartialOptions):
     def loss_global(self, objective: Objective, model: Model, theta_g: Tree, batch: Batch, got: Guided) -> Any:
         """L_glob (Eq. 3): the task's loss, FedProx's proximal term, and beta times L^{T->A} (Eq. 1) of z_A towards z_T.
 
-        With a teacher, also the mean cosine of z_A and z_T.
+        If there is a teacher, the method also returns the mean cosine of z_A and z_T.
         """
         z_A, logits = embed(model, theta_g, batch)
         value = objective.loss(logits, batch)
@@ -245,7 +245,7 @@ class PartialFL(PartialOptions):
         return value, teachers.mean_alignment(near, batch, read)
 
     def loss_local(self, objective: Objective, model: Model, theta_k: Tree, batch: Batch, z_T: Tree) -> Tensor:
-        """L_loc (Eq. 4): the task's loss, and beta times L^{S->L} of z'_T towards z_T. Rows without T do not count."""
+        """L_loc (Eq. 4): the task's loss plus beta times L^{S->L} of z'_T towards z_T. Rows without T are left out."""
         z = model.features(theta_k, batch)
         beta = self.beta if self.beta_local is None else self.beta_local
         value = objective.loss(model.fuse(theta_k, z, batch), teachers.rows_with(batch, z_T))
@@ -270,7 +270,7 @@ class PartialFL(PartialOptions):
             teacher: embeddings of the other model, by modality.
             batch: the rows of the students.
             labels: classes of the rows (B,), if rows of one class may be left out of each other's negatives.
-            read: rows that the student's model reads, bool (B,); None stands for all.
+            read: rows that the student's model reads, bool (B,); None means all rows.
         """
         same = labels if labels is not None and not self.same_class_negatives else None
         terms = []
@@ -294,7 +294,7 @@ class PartialFL(PartialOptions):
         return state.logged
 
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
-        """That no drawn device has a teacher, or that the embeddings do not align with it."""
+        """Warn if no drawn device has a teacher, or if the embeddings do not align with the teacher."""
         seen = [row["alignment"] for row in logged if "alignment" in row]
         if not self.beta:
             return []

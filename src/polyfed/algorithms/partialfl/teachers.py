@@ -1,4 +1,4 @@
-"""Which rows of a batch have a teacher, the rows that a device deposited, and teachers without meaning as a control."""
+"""Rows of a batch that have a teacher, rows that a device deposited, and teachers without meaning as a control."""
 
 from collections.abc import Mapping
 
@@ -16,9 +16,10 @@ from polyfed.training.prototypes import masked_mean
 
 
 def shared_rows(batch: Batch, shared: tuple[str, ...]) -> Tree:
-    """The rows (B, ...) of a batch to deposit, zero where the client lacks the modality.
+    """Return the rows (B, ...) of a batch to deposit, with zeros where the client lacks the modality.
 
-    If it lacks one somewhere, `present` says where it has which, (B, M), with the modalities in alphabetical order.
+    If the client lacks a modality for some rows, `present` (B, M) marks which row has which modality. The M modalities
+    are in alphabetical order.
     """
     there = {m: batch.present[m] for m in shared if m in batch.present}
     rows = {m: batch.x[m] for m in shared}
@@ -32,14 +33,14 @@ def shared_rows(batch: Batch, shared: tuple[str, ...]) -> Tree:
 
 
 def deposited(deposit: Tree, client: int, fed: Federation) -> ClientData | None:
-    """The rows that a client deposited as a dataset of the server; None if it deposited none."""
+    """Return the rows that a client deposited as a dataset of the server, or None if the client deposited none."""
     there = {m: has.bool() for m, has in under(PRESENT, deposit).items()}
     rows = {name: value for name, value in deposit.items() if not name.startswith(f"{PRESENT}.")}
     return fed.server_data(rows, present=there, number=client) if rows else None
 
 
 def without_meaning(z_T: Tree, deposit: Tree, placebo: str, fed: Federation, client: int) -> Tree:
-    """Teachers (n, d) that say nothing about their rows: `noise` of the same lengths, or the rows `shuffled`."""
+    """Return teachers (n, d) unrelated to their rows: `noise` of the same lengths, or the rows `shuffled`."""
     out = {}
     for m, z in z_T.items():
         key = keys.key(fed.seed, "placebo", client, fed.round, m)
@@ -55,16 +56,16 @@ def without_meaning(z_T: Tree, deposit: Tree, placebo: str, fed: Federation, cli
 
 
 def paired(batch: Batch, modality: str, read: Tensor | None = None) -> Tensor | None:
-    """Rows that count in a contrastive term, bool (B,): real, with the modality, and read by the student's model.
+    """Return the rows that count in a contrastive term, bool (B,); None means all rows.
 
-    None stands for all.
+    These rows are not padding, have the modality, and are read by the student's model.
     """
     masks = [mask for mask in (batch.ok, batch.present.get(modality), read) if mask is not None]
     return torch.stack(masks).all(0) if masks else None
 
 
 def readable(batch: Batch, modalities: tuple[str, ...]) -> Tensor | None:
-    """Rows that have one of these modalities, bool (B,); None stands for all."""
+    """Return the rows that have one of these modalities, bool (B,); None means all rows."""
     own = [m for m in modalities if m in batch.x]
     if any(m not in batch.present for m in own):
         return None
@@ -72,7 +73,7 @@ def readable(batch: Batch, modalities: tuple[str, ...]) -> Tensor | None:
 
 
 def rows_with(batch: Batch, z_T: Tree) -> Batch:
-    """The batch, in which rows that lack every shareable modality count as padding."""
+    """Return the batch with rows that lack every shareable modality marked as padding."""
     there = readable(batch, tuple(z_T))
     if there is None:
         return batch
@@ -81,7 +82,7 @@ def rows_with(batch: Batch, z_T: Tree) -> Batch:
 
 
 def mean_alignment(near: Mapping[str, Tensor], batch: Batch, read: Tensor | None) -> Tensor:
-    """Mean of the cosines (B,) over modalities and over the rows that have a teacher, a 0-dim tensor."""
+    """Return the mean of the cosines (B,) over modalities and over the rows that have a teacher, a 0-dim tensor."""
     if read is None and not batch.present.keys() & near.keys():
         return batch.mean(torch.stack([*near.values()]).mean(0))
     masks = {m: paired(batch, m, read) for m in near}
@@ -90,11 +91,11 @@ def mean_alignment(near: Mapping[str, Tensor], batch: Batch, read: Tensor | None
 
 
 def nearest_mean_accuracy(z_T: Tree, data: ClientData, num_classes: int) -> Tensor:
-    """How well class means of a device's teachers tell the classes of its rows, a 0-dim tensor.
+    """Measure how well a device's teachers separate the classes of its rows; returns an accuracy, a 0-dim tensor.
 
-    The class means are those of the rows with even positions, in every modality; the rows with odd positions are
-    classified by the largest cosine with a mean, and the accuracy is over those whose class has a mean. So a device
-    needs several rows of a class for this number to say anything.
+    The rows with even positions give the class means in every modality. The rows with odd positions are classified by
+    the largest cosine with a class mean. The accuracy counts only rows whose class has a mean. The number is therefore
+    meaningful only if a device has several rows of a class.
     """
     first = next(iter(z_T))
     z = F.normalize(z_T[first], dim=-1)

@@ -1,7 +1,7 @@
 """Personalised federated multimodal learning with learned aggregation coefficients (`pfmml` in recipes).
 
 Open `pfmml.py` first: it holds the whole method, in the steps of the paper's Algorithm 1. `coefficients.py` has the
-matrix algebra of scheduling, mixing and learning, and knows nothing of clients or messages. The page of the method is
+matrix algebra for scheduling, mixing and learning; it does not use clients or messages. The page of the method is
 docs/algorithms/pfmml.md.
 """
 

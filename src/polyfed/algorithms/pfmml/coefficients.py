@@ -1,8 +1,8 @@
-"""Aggregation coefficients of personalised copies: who uploads, mixing by the coefficients, and learning them.
+"""Aggregation coefficients of personalised copies: scheduling of uploads, mixing, and learning of the coefficients.
 
-The paper's Eq. 4 to 7 for all devices at once; see docs/algorithms/pfmml.md. Shape letters: `K` devices, `S` devices
-that uploaded, `G` those of them whose copies were built in the same round, `P` numbers of a block, of which the first
-`num_trainable` are parameters.
+This file computes the paper's Eq. 4 to 7 for all devices at once; see docs/algorithms/pfmml.md. Shape letters: `K`
+devices, `S` devices that uploaded, `G` uploading devices whose copies were built in the same round, `P` numbers of a
+block. The first `num_trainable` numbers of a block are parameters.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from polyfed.core import keys
 from polyfed.core.tree import keep_on_host
 
 PIECE = 16384
-"""Columns of a block that are processed together: 333 rows of them take 22 MB and fit into 32 MiB of cache."""
+"""Columns of a block that are processed together. With 333 rows they take 22 MB, which fits into 32 MiB of cache."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One aggregation of a block (step 6), kept as long as some device's newest copy comes from it.
+    """One aggregation of a block (step 6). It is kept as long as some device's newest copy comes from it.
 
     Attributes:
         members: devices that uploaded, ascending, int64 (S,).
@@ -35,24 +35,24 @@ class Record:
     copies: Tensor
 
     def __post_init__(self) -> None:
-        """Keep all but the blocks on the CPU."""
+        """Move everything except the blocks to the CPU."""
         keep_on_host(self, "members", "mix")
 
     def rows(self, devices: Tensor) -> Tensor:
-        """Positions of these devices among the members."""
+        """Return the positions of these devices among the members."""
         return torch.searchsorted(self.members, devices)
 
 
 @dataclass(frozen=True)
 class BlockState:
-    """What the server knows of one block.
+    """The server's knowledge about one block.
 
     Attributes:
         owners: devices that have this block and rows to train it on, bool (K,).
         logits: Xi, float64 (K, K); every row always sums to 1.
         ages: A, rounds since the last upload, int64 (K,).
-        built: round in which a device's newest copy was built, int64 (K,); 0 while it has the initial block.
-        sent: devices whose newest copy was built in the last round and is sent in the next one, bool (K,).
+        built: the round in which a device's newest copy was built, int64 (K,); 0 if the device has the initial block.
+        sent: devices whose newest copy was built in the last round and is sent in the next round, bool (K,).
         records: aggregations by round.
     """
 
@@ -64,7 +64,7 @@ class BlockState:
     records: dict[int, Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Keep what is known about the devices on the CPU."""
+        """Move the facts about the devices to the CPU."""
         keep_on_host(self, "owners", "logits", "ages", "built", "sent")
 
     @classmethod
@@ -75,7 +75,7 @@ class BlockState:
         return cls(owners, logits, zeros, zeros, zeros.bool())
 
     def copy_of(self, device: int) -> Tensor | None:
-        """A device's newest copy (P,), or None before the first one."""
+        """Return a device's newest copy (P,), or None before the first copy."""
         if not (number := int(self.built[device])):
             return None
         record = self.records[number]
@@ -88,9 +88,9 @@ class Step:
 
     Attributes:
         rate: eta-hat, times minus the sign of the gradient's estimate.
-        oldest: the update uses no copies that were built before this round.
-        divisors: divisor of each device's drift, (K,); None leaves the drift as it is.
-        normalised: whether inner products count relative to the lengths of drift and differences; see `learned`.
+        oldest: the update uses only copies that were built in this round or later.
+        divisors: divisor of each device's drift, (K,); None does not divide the drift.
+        normalised: whether inner products are divided by the lengths of drift and differences; see `learned`.
     """
 
     rate: float
@@ -100,7 +100,7 @@ class Step:
 
 
 def aggregate(logits: Tensor, members: Tensor, uploads: Tensor) -> Record:
-    """Step 4: mix a copy for every device that uploaded, by the softmax of its row over all of these (Eq. 5)."""
+    """Step 4: mix a copy for every device that uploaded, with the softmax of its row over these devices (Eq. 5)."""
     mix = torch.softmax(logits[members][:, members], 1)
     return Record(members, uploads, mix, mix.to(uploads) @ uploads)
 
@@ -113,18 +113,19 @@ def learned(
     num_trainable: int,
     step: Step,
 ) -> Tensor:
-    """Step 5: Xi after an update from how far the devices have drifted from their copies (Eq. 6, 7).
+    """Step 5: update Xi from how far the devices have drifted from their copies, and return the new Xi (Eq. 6, 7).
 
-    Xi_kj += rate * xi_kj * <w_j - W_k, upload_k - W_k> with w, W, xi of the round in which k's copy was built. This
-    takes one matrix product for each such round, and there are at most as many rounds as the largest age.
+    The update is Xi_kj += rate * xi_kj * <w_j - W_k, upload_k - W_k>, with w, W and xi of the round in which k's copy
+    was built. The update takes one matrix product for each such round. The number of these rounds is at most the
+    largest age.
 
-    If `step.normalised`, the change is rate * (c_kj - mean over j of c_kj), where c_kj is the inner product divided by
-    the length of the drift and by that of the longest w_j - W_k. So it does not depend on the size of the block, the
-    learning rate or the number of devices, and no logit changes by more than 2 * rate.
+    If `step.normalised`, the change is rate * (c_kj - mean over j of c_kj). Here c_kj is the inner product divided by
+    the length of the drift and by the length of the longest w_j - W_k. The change then does not depend on the size of
+    the block, the learning rate or the number of devices. No logit changes by more than 2 * rate.
 
     Args:
         logits: Xi before the update, (K, K).
-        built: round of every device's newest copy, (K,).
+        built: the round of every device's newest copy, (K,).
         records: aggregations by round.
         now: the devices that uploaded in this round, (S,), and their blocks, (S, P).
         num_trainable: how many numbers of a block are parameters.
@@ -141,7 +142,7 @@ def learned(
         mix_GS = record.mix[rows]
         dots, lengths = _dots(uploads, mine, record, rows, num_trainable)
         dots_GS = dots.to(logits)
-        # W is the mixture of the w, so <W, drift> needs no product of its own, and the changes of a row sum to zero
+        # W is the mixture of the w, so <W, drift> needs no extra product, and the changes of a row sum to zero
         centred_GS = dots_GS - (mix_GS * dots_GS).sum(1, keepdim=True)
         if step.normalised:
             scale = lengths.to(logits).unsqueeze(1) * _longest(record, rows, num_trainable).to(logits).unsqueeze(1)
@@ -158,9 +159,8 @@ def learned(
 def _dots(uploads: Tensor, mine: Tensor, record: Record, rows: Tensor, num_trainable: int) -> tuple[Tensor, Tensor]:
     """Inner products (G, S) of the devices' drifts with the record's uploads, and lengths (G,) of the drifts.
 
-    Both are summed piece by piece.
-
-    Writing the drifts of a thousand devices to memory and reading them back would take longer than the products.
+    Both are summed piece by piece. Writing the drifts of a thousand devices to memory and reading them again would take
+    longer than the products.
     """
     mine, rows = mine.to(uploads.device), rows.to(uploads.device)
     dots, squares = uploads.new_zeros(len(mine), len(record.members)), uploads.new_zeros(len(mine))
@@ -173,9 +173,9 @@ def _dots(uploads: Tensor, mine: Tensor, record: Record, rows: Tensor, num_train
 
 
 def _longest(record: Record, rows: Tensor, num_trainable: int) -> Tensor:
-    """For each device the length of the longest w_j - W_k in the record, (G,).
+    """Return the length of the longest w_j - W_k in the record for each device, (G,).
 
-    They follow from the inner products of the centred uploads, since W_k is a mixture of them.
+    The lengths follow from the inner products of the centred uploads, because W_k is a mixture of the uploads.
     """
     size = len(record.members)
     gram = torch.zeros(size, size, dtype=torch.float64)
@@ -190,7 +190,7 @@ def _longest(record: Record, rows: Tensor, num_trainable: int) -> Tensor:
 
 
 def shuffled(logits: Tensor, key: int) -> Tensor:
-    """The logits, with those of every row for other devices in random order: a control that keeps each device's own."""
+    """Shuffle each row's logits for the other devices, as a control; each device's logit for itself does not change."""
     after, size = logits.clone(), len(logits)
     for k in range(size):
         others = torch.tensor([j for j in range(size) if j != k], dtype=torch.int64)
@@ -199,16 +199,16 @@ def shuffled(logits: Tensor, key: int) -> Tensor:
 
 
 def own_coefficients(logits: Tensor, among: Tensor) -> Tensor:
-    """A device's coefficient for itself, (K,): the softmax of its row over the columns `among`, bool (K,) (Eq. 4)."""
+    """Return each device's coefficient for itself, (K,): the softmax of its row over `among`, bool (K,) (Eq. 4)."""
     total = logits.masked_fill(~among, -torch.inf).logsumexp(1)
     return (logits.diagonal() - total).exp()
 
 
 def scheduled(scores: Tensor, able: Tensor, ages: Tensor, count: int, max_age: int) -> Tensor:
-    """Step 2: which devices upload, bool (K,).
+    """Step 2: choose which devices upload, bool (K,).
 
     Args:
-        scores: the score of every device, (K,); of equal scores the lower number comes first.
+        scores: the score of every device, (K,). Of two equal scores, the device with the lower number comes first.
         able: devices that can upload, bool (K,).
         ages: rounds since the last upload, (K,).
         count: how many devices with the largest scores upload.

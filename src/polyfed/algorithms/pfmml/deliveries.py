@@ -1,4 +1,4 @@
-"""Which copies still have to reach their devices: those of the last round, and older ones that were lost on the way."""
+"""The copies that still have to reach their devices: copies of the last round, and older copies that were lost."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from polyfed.core.tree import Tree
 
 @dataclass(frozen=True)
 class Deliveries:
-    """The copies that are due, block by block.
+    """The copies that the server still has to send, block by block.
 
     Attributes:
-        blocks: what the server knows of each block.
+        blocks: the server's knowledge about each block.
         undelivered: by block, devices whose newest copy is older than the last round and has not arrived, bool (K,).
     """
 
@@ -25,12 +25,12 @@ class Deliveries:
     undelivered: Mapping[str, Tensor]
 
     def due(self, block: str) -> Tensor:
-        """Devices whose newest copy has to be sent, bool (K,): it is of the last round, or was lost before."""
+        """Return the devices that wait for their newest copy, bool (K,): it is new, or an older one was lost."""
         sent = self.blocks[block].sent
         return sent | self.undelivered.get(block, torch.zeros_like(sent))
 
     def messages(self, laid: Mapping[str, Layout], clients: Collection[int] | None = None) -> dict[int, Broadcast]:
-        """The copies that are due, by device; only those of `clients` if given.
+        """Return the copies to send, by device; only for `clients` if given.
 
         Args:
             laid: the layout of each block.
@@ -47,11 +47,11 @@ class Deliveries:
         return {client: Broadcast(tree) for client, tree in trees.items()}
 
     def lost(self, asked: Collection[int], installed: Collection[int]) -> dict[str, Tensor]:
-        """By block, devices that did not confirm the copy that was due, bool (K,).
+        """Return, by block, the devices that did not confirm the copy that they waited for, bool (K,).
 
         Args:
             asked: devices to which copies were sent.
-            installed: devices that confirmed theirs.
+            installed: devices that confirmed their copies.
         """
         found = {}
         for block in self.blocks:

@@ -1,14 +1,14 @@
 """Personalised federated multimodal learning over wireless networks, with learned aggregation coefficients.
 
-Every device trains a model of its own. For each block (a modality's encoder with its columns of the first layer, or the
-shared rest) the server mixes the uploads of a few devices into a personalised copy for each of them. The coefficients
-of the mixtures are learned in closed form, and the devices that upload are those with the largest benefit per second.
+Every device trains its own model. A block is a modality's encoder with its columns of the first layer, or the shared
+rest of the model. For each block, the server mixes the uploads of a few devices into a personalised copy for each of
+them. The coefficients of the mixtures are learned in closed form. The devices with the largest benefit per second
+upload.
 
-The steps are those of the paper's Algorithm 1. Letters: Xi the logits of the coefficients, xi the coefficients, W a
-copy at the server, w an upload, A the age of a block, K-hat the uploads per block and round. A round begins with the
-devices, which install the copies made in the round before and train (steps 7 and 1); then the server schedules,
-collects, mixes and learns (steps 2 to 6). Downloads come first because the paper's latency counts them there. See
-docs/algorithms/pfmml.md.
+The steps are the steps of the paper's Algorithm 1. Letters: Xi the logits of the coefficients, xi the coefficients, W a
+copy at the server, w an upload, A the age of a block, K-hat the uploads per block and round. At the start of a round,
+the devices install the copies of the round before and train (steps 7 and 1). Then the server schedules, collects, mixes
+and learns (steps 2 to 6). Downloads come first, as in the paper's latency. See docs/algorithms/pfmml.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,10 +47,10 @@ from polyfed.training import ClientData
 from polyfed.training.client_data import rows_trained, steps_trained
 
 MOVED = 0.005
-"""Change of the mean coefficient of devices for themselves, over a third of a run, that counts as learning."""
+"""How much the mean coefficient of devices for themselves must change over a third of a run to count as learning."""
 
 TABLE_CLIENTS = 64
-"""Matrices of more devices than this are not logged, because their heat map would not be readable."""
+"""The largest number of devices for which matrices are logged. Larger heat maps would not be readable."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class PfmmlState:
 
     Attributes:
         params: the common initial model; there is no global model.
-        blocks: what the server knows of each block, in the order in which uploads are queued.
+        blocks: the server's knowledge about each block, in the order in which uploads are queued.
         undelivered: by block, devices whose newest copy is older than the last round and has not arrived, bool (K,).
         waited_for: devices that were asked for an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
@@ -72,39 +72,41 @@ class PfmmlState:
     train_loss: float = float("nan")
 
     def __post_init__(self) -> None:
-        """Keep what is known about the devices on the CPU."""
+        """Move the facts about the devices to the CPU."""
         keep_on_host(self, "undelivered")
 
     @property
     def deliveries(self) -> Deliveries:
-        """The copies that are due."""
+        """The copies that the server still has to send."""
         return Deliveries(self.blocks, self.undelivered)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pfmml(Algorithm):
-    """Personalised aggregation. Without a [network] no time passes, and scores are 1 - xi.
+    """Personalised aggregation. Without a [network], no time passes and scores are 1 - xi.
 
     Attributes:
         uploads: K-hat, devices that upload a block in a round: a share of all devices, or a count.
-        coefficient_lr: eta-hat, learning rate of the coefficients; 0 keeps mixtures uniform. Under `scale =
-            "normalised"` a logit changes by at most twice this rate in an update; the paper has 0.01 under `raw`.
-        max_age: A_th, a block is uploaded after at most so many rounds; 10 in the paper, 0 never forces an upload.
-        rule: score of a device: `ratio`, benefit per second, or `linear`, benefit - `price_per_second` * seconds
-            (Table III).
+        coefficient_lr: eta-hat, learning rate of the coefficients; 0 keeps the mixtures uniform. Under `scale =
+            "normalised"`, an update changes a logit by at most twice this rate. The paper uses 0.01 under `raw`.
+        max_age: A_th: a block is uploaded after at most this number of rounds; 10 in the paper. 0 never forces an
+            upload.
+        rule: score of a device: `ratio`, benefit per second, or `linear`, benefit - `price_per_second` * seconds (Table
+            III).
         price_per_second: alpha, the price of a second under `linear`; the paper tries 1e-4, 1e-3, 1e-2.
-        grad_sign: sign of a device's drift as an estimate of its gradient: -1, because a device moves against its
-            gradient; 1 is the paper's literal text.
-        scale: `normalised` divides inner products by the lengths of their vectors, so that one rate serves all blocks
-            and data sets. `raw` (the paper) takes the drift as it is, `per-step` divides it by learning rate and steps,
-            `per-size` treats every block as if it were as large as the largest one. Inner products grow with the size
-            of a block, so that under `raw` the coefficients of a small block hardly change (docs/results/pfmml.md).
-        record: `last` learns from a device's newest copy, however old; `previous-round` only from copies of the last
-            round.
+        grad_sign: sign of a device's drift as an estimate of its gradient. -1 is correct, because a device moves
+            against its gradient; 1 is the paper's literal text.
+        scale: how inner products are scaled. `normalised` divides them by the lengths of their vectors, so one rate
+            works for all blocks and data sets. `raw` (the paper) uses the unscaled drift. `per-step` divides the drift
+            by learning rate and steps. `per-size` treats every block as if it were as large as the largest one. Inner
+            products grow with the size of a block, so under `raw` the coefficients of a small block hardly change
+            (docs/results/pfmml.md).
+        record: `last` learns from a device's newest copy, whatever its age. `previous-round` learns only from copies of
+            the last round.
         learn: update the coefficients `after` mixing, as in the paper, or `before`.
-        softmax_over: the coefficients that enter the score are a softmax over `all` devices or the block's `owners`.
-        waits_for: the server waits for the `scheduled` devices, or for `all`.
-        placebo: a control that keeps the cost: `uniform` learns coefficients and does not use them, `shuffled` mixes
+        softmax_over: the score uses coefficients from a softmax over `all` devices or over the block's `owners`.
+        waits_for: the devices that the server waits for: `scheduled`, or `all`.
+        placebo: a control that has the same cost. `uniform` learns coefficients but does not use them. `shuffled` mixes
             with each device's coefficients for the other devices in random order. `none` is the method.
     """
 
@@ -127,16 +129,16 @@ class Pfmml(Algorithm):
     renamed: ClassVar[Mapping[str, str]] = {"alpha": "price_per_second"}
 
     def __post_init__(self) -> None:
-        """Refuse options out of range, and `uploads` that is neither a share nor a count."""
+        """Refuse options that are out of range, and a value of `uploads` that is neither a share nor a count."""
         super().__post_init__()
         exchange.check_uploads(self.uploads)
 
     def init(self, fed: Federation, params: Tree) -> PfmmlState:
-        """Equal coefficients for all devices, which start from the same blocks."""
+        """Return the first state: equal coefficients for all devices, which start from the same blocks."""
         return PfmmlState(params, {block: BlockState.start(owners(fed, block)) for block in layouts(fed, params)})
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The device's own model, with the common initial values."""
+        """Return the device's own model, with the common initial values."""
         return dict(context.initial)
 
     def round(self, state: PfmmlState, fed: Federation) -> PfmmlState:
@@ -163,7 +165,7 @@ class Pfmml(Algorithm):
         )
 
     def evaluate(self, state: PfmmlState, fed: Federation) -> Measured:
-        """Devices evaluate their own models, with the due copies installed (`personal`) and without (`trained`)."""
+        """Evaluate the devices' own models with the newest copies installed (`personal`) and without (`trained`)."""
         own = super().evaluate(state, fed)
         if "personal" not in own.metrics:
             return own
@@ -171,20 +173,20 @@ class Pfmml(Algorithm):
         return Measured(own.metrics | {"trained": trained}, own.personal)
 
     def to_judge(self, state: PfmmlState, fed: Federation, clients: Sequence[int]) -> Send:
-        """The copies that are due."""
+        """Return the copies that the server still has to send."""
         arriving = state.deliveries.messages(layouts(fed, state.params), {*clients})
         return {client: arriving.get(client, Broadcast({})) for client in clients}
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
-        """The device's model, with the copies that it received."""
+        """Return the device's model with the copies that it received."""
         return {**local, **got.params}
 
     def simulated_seconds(self, state: PfmmlState, times: Timetable) -> float:
-        """Devices work independently of each other; the server waits for those that upload, or for all."""
+        """Return the duration: devices work independently; the server waits for the uploading ones, or for all."""
         return times.chains(times.by_client() if self.waits_for == "all" else state.waited_for)
 
     def observe(self, state: PfmmlState) -> dict[str, float]:
-        """Per block: mean coefficient of owners for themselves, number of uploads, largest age."""
+        """Return per block the mean coefficient of owners for themselves, the number of uploads, the largest age."""
         seen: dict[str, float] = {}
         for block, entry in state.blocks.items():
             own = own_coefficients(entry.logits, torch.ones_like(entry.owners))[entry.owners]
@@ -194,7 +196,7 @@ class Pfmml(Algorithm):
         return seen
 
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
-        """The blocks whose coefficients have not moved."""
+        """Warn about the blocks whose coefficients have not changed."""
         names = [name for name in logged[0] if name.startswith("own_coefficient.")]
         still = [
             name.removeprefix("own_coefficient.") for name in names if abs(logged[-1][name] - logged[0][name]) < MOVED
@@ -207,7 +209,7 @@ class Pfmml(Algorithm):
         ]
 
     def observe_tables(self, state: PfmmlState) -> dict[str, list[list[float]]]:
-        """Per block the coefficients (row softmax of Xi, Eq. 4); `uploads` says in a row per block who sent it."""
+        """Return each block's coefficients (row softmax of Xi, Eq. 4), and in `uploads` a row of senders per block."""
         if len(next(iter(state.blocks.values())).ages) > TABLE_CLIENTS:
             return {}
         tables = {f"coefficients.{block}": entry.logits.softmax(1).tolist() for block, entry in state.blocks.items()}
@@ -230,7 +232,7 @@ class Pfmml(Algorithm):
         return exchange.pick(local, got), local
 
     def _schedule(self, state: PfmmlState, fed: Federation) -> dict[str, Tensor]:
-        """Step 2, block after block: a later block waits in the queue for the earlier ones."""
+        """Run step 2, block by block. Later blocks wait in the queue behind earlier ones."""
         cost_s, queued_bits = self._seconds_before_upload(state, fed), torch.zeros(len(fed.clients)).double()
         count = exchange.num_uploads(self.uploads, len(fed.clients))
         chosen: dict[str, Tensor] = {}
@@ -249,10 +251,10 @@ class Pfmml(Algorithm):
         """The score of every device, (K,)."""
         if self.rule == "linear":
             return benefit - self.price_per_second * seconds
-        return benefit / seconds.clamp(min=1e-12)  # without a network no time passes, and the benefit alone decides
+        return benefit / seconds.clamp(min=1e-12)  # without a network no time passes, so only the benefit decides
 
     def _seconds_before_upload(self, state: PfmmlState, fed: Federation) -> Tensor:
-        """T_D + T_C of every device in this round, (K,): downloading the due copies, then training."""
+        """Return T_D + T_C of every device in this round, (K,): the times to download its copies and to train."""
         if fed.clock is None:
             return torch.zeros(len(fed.clients)).double()
         clients, model, links = fed.clients, fed.context.model, fed.clock.links
@@ -276,11 +278,11 @@ class Pfmml(Algorithm):
         round: int,
         key: int,
     ) -> BlockState:
-        """Steps 4 to 6 for one block. Devices in `lost`, bool (K,), did not receive the copy that was due."""
+        """Run steps 4 to 6 for one block. Devices in `lost`, bool (K,), did not receive the copy that was sent."""
         members, uploads = now
 
         def update(logits: Tensor) -> Tensor:
-            # a device that never received its copy has not drifted from it: its upload says nothing about the mixture
+            # a device that never received its copy has not drifted from it; its upload says nothing about the mixture
             drifted = (~lost[members]).to(members.device)
             known = now if bool(drifted.all()) else (members[drifted], uploads[drifted.to(uploads.device)])
             return learned(logits, entry.built, entry.records, known, layout.num_trainable, step)
@@ -303,7 +305,7 @@ class Pfmml(Algorithm):
         return BlockState(entry.owners, logits, ages, built, sent, records)
 
     def _step(self, fed: Federation) -> Step:
-        """Settings of this round's update of the coefficients."""
+        """Return the settings of this round's update of the coefficients."""
         divisors = None
         if self.scale == "per-step":
             skip, counts = fed.context.model.has_batchnorm, fed.clients.num_rows.tolist()

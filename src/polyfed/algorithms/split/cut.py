@@ -1,8 +1,8 @@
-"""A model cut in two: the clients have the encoders (lower half), the server has the rest (upper half).
+"""A model cut into two halves: the clients have the encoders (lower half), the server has the rest (upper half).
 
-The cut is where the features of the modalities enter the fusion. If the model is U-shaped, the client has the head too,
-so that labels stay on the client. In every training step the activations of a batch go to the server and their
-gradients come back. A step is one call of `ClientData.minimise` on that batch, on both sides, with an optimiser that
+The cut is the point where the features of the modalities enter the fusion. In a U-shaped model, the client also has the
+head, so that labels stay on the client. In every training step, the activations of a batch go to the server, and their
+gradients return to the client. On both sides, a step is one call of `ClientData.minimise` on that batch. The optimiser
 continues from the step before.
 """
 
@@ -38,7 +38,7 @@ from polyfed.training.client_data import steps_trained
 from polyfed.training.optimisers import Moments, Train
 
 COMMON = -1
-"""The key of a server's half that serves all clients, where each client could have one of its own."""
+"""The key of a server's half that serves all clients. Otherwise the keys are client numbers."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Cut:
         """Check the options.
 
         Raises:
-            RecipeError: `train.clip_norm` is set, but neither side has the whole gradient; or `train.steps` is set.
+            RecipeError: `train.clip_norm` is set, although neither side has the whole gradient, or `train.steps` is
+            set.
         """
         if self.train.clip_norm or self.train.steps is not None:
             raise RecipeError(
@@ -111,7 +112,7 @@ class Cut:
         """Compute the activations of this step's batch."""
         batch = data.batch(self.train, got.step)
         with torch.no_grad():
-            # a copy, as `backward` is where batch statistics are updated
+            # use a copy, because `backward` updates the batch statistics
             w = {n: v.clone() for n, v in client_half(local).items()}
             activations = masked(context.model.features(w, batch), batch.present)
         labels = {} if self.u_shaped else {LABELS: batch.y}
@@ -180,7 +181,7 @@ class Cut:
             fed: the federation.
             half: the server's half before the step.
             k: the client.
-            sent: its activations, with labels unless the model is U-shaped.
+            sent: the client's activations, with labels unless the model is U-shaped.
             head: the gradient from the client's head if the model is U-shaped, else None.
 
         Returns:
@@ -222,11 +223,11 @@ class Cut:
             fed: the federation.
             order: the clients, in the order in which the server serves them within a step.
             params: the whole model, whose lower half the clients start from.
-            halves: the server's half for each client, or one for all clients under `COMMON`; changed in place.
+            halves: the server's half for each client, or one half for all clients under `COMMON`; changed in place.
 
         Returns:
             The clients' halves after training, and the mean loss of a row. Clients that failed in any step are among
-            the `missing` of the replies. No quorum is required here: the caller does that once per round.
+            the `missing` of the replies. This method requires no quorum; the caller checks the quorum once per round.
         """
         started = fed.ask(self.start, order, Half(self.lower(params)), quorum=False)
         there, lost = list(started), dict(started.missing)
@@ -256,7 +257,7 @@ class Cut:
         return Replies(done.parts, lost | done.missing), total / max(rows, 1)
 
     def _as_cut(self, fed: Federation) -> Accept:
-        """A check for `fed.ask(..., accept=)`: activations of all modalities of the client, and labels if expected."""
+        """Return a check for `fed.ask`: a reply has activations of all the client's modalities, and expected labels."""
         labels = set() if self.u_shaped else {LABELS}
 
         def flaw(client: int, reply: Smashed) -> str:
@@ -268,7 +269,7 @@ class Cut:
     def _head_gradients(
         self, fed: Federation, smashed: Replies, halves: dict[int, ServerHalf], step: Tensor
     ) -> Replies:
-        """U-shaped: send the input of the head to each client and get its gradient back; else no replies."""
+        """U-shaped: send the input of the head to each client and return its gradients; otherwise return no replies."""
         if not self.u_shaped:
             return Replies([])
         sends = {}
@@ -286,7 +287,7 @@ class Cut:
 
 
 def will_send(cut: Cut, task: str, field: str, block: str) -> bool:
-    """The answer of `Algorithm.will_send` for the tasks of a cut."""
+    """Answer `Algorithm.will_send` for the tasks of a cut model."""
     if task == "cut.train_head" or (task == "cut.finish" and block == SHARED):  # only a U-shaped client has a head
         return cut.u_shaped
     return not (field == "labels" and cut.u_shaped)
@@ -295,14 +296,14 @@ def will_send(cut: Cut, task: str, field: str, block: str) -> bool:
 def train_one(
     cut: Cut, fed: Federation, params: Tree, k: int, halves: dict[int, ServerHalf]
 ) -> tuple[Tree, float, Replies]:
-    """Train with one client: the whole model after that, the loss, and the client's half, if it came back."""
+    """Train with one client. Return the whole model, the loss, and the client's half if the client sent it back."""
     done, loss = cut.exchange(fed, [k], params, halves)
     lower = done[k].params if k in done else {}
     return params | lower | halves[COMMON].params, loss, done
 
 
 def server_halves(params: Tree, cut: Cut, clients: Sequence[int], fed: Federation) -> dict[int, ServerHalf]:
-    """A server's half for each client, with the blocks that the client owns."""
+    """Return a server's half for each client, with the blocks that the client owns."""
     found = {}
     for k in clients:
         own = {n: v for n, v in cut.upper(params).items() if block_of(n) in fed.clients[k].blocks}

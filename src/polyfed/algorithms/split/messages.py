@@ -1,4 +1,4 @@
-"""What crosses between the client's half and the server's half of a cut model."""
+"""The messages between the client's half and the server's half of a cut model."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from polyfed.core.tree import Tree
 
 @message
 class Half(Message):
-    """The client's half of the model, to the client at the start of a round and back at its end."""
+    """The client's half of the model. The client receives it at the start of a round and returns it at the end."""
 
     params: Tree = carries("parameters", partial=True)
 

@@ -1,14 +1,14 @@
-"""Split learning: the clients train the lower half of one model in turn, the server trains the upper half.
+"""Split learning: the clients train the lower half of one model in turn, and the server trains the upper half.
 
 Gupta, Raskar, "Distributed learning of deep neural network over multiple agents", JNCA 2018. A client computes the
-activations of a batch at the cut and sends them with the labels; the server computes the loss, updates its half, and
-returns the gradients at the cut, with which the client updates its half. After its local epochs the client returns its
-half, and the server sends it to the next client, in a random order that changes every round. The server's optimiser
-continues over clients and rounds, a client's starts afresh. With `u_shaped` the head and the labels stay on the client
-(Vepakomma, Gupta, Swedish, Raskar, "Split learning for health", 2018).
+activations of a batch at the cut and sends them with the labels. The server computes the loss, updates its half, and
+returns the gradients at the cut. The client uses them to update its half. After its local epochs, the client returns
+its half, and the server sends it to the next client. The order of the clients is random and changes every round. The
+server's optimiser continues over clients and rounds; a client's optimiser starts afresh. With `u_shaped`, the head and
+the labels stay on the client (Vepakomma, Gupta, Swedish, Raskar, "Split learning for health", 2018).
 
-What crosses: activations and labels to the server and gradients to the clients in every step, the lower half in every
-round. Page: docs/algorithms/split-learning.md.
+What crosses: in every step, activations and labels to the server and gradients to the clients; in every round, the
+lower half. Page: docs/algorithms/split-learning.md.
 """
 
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ def first_state(cut: Cut, selector: Selector, fed: Federation, params: Tree) -> 
     """The state before the first round: the whole model, and a fresh optimiser for the server's half.
 
     Raises:
-        RecipeError: the model cannot be cut, see `Cut.check`.
+        RecipeError: the model cannot be cut; see `Cut.check`.
     """
     cut.check(fed.context.model)
     moments = cut.fresh(fed.context.model, cut.upper(params)).moments
@@ -61,8 +61,8 @@ class SplitLearning(Algorithm):
     """Clients train in turn.
 
     Attributes:
-        selector: which clients train in a round, the [selection] section; only `uniform`.
-        u_shaped: keep the head and the labels on the clients, at the price of one more exchange per batch.
+        selector: the rule that chooses which clients train in a round, the [selection] section; only `uniform`.
+        u_shaped: keep the head and the labels on the clients. This costs one more exchange per batch.
         cut: the client tasks and the server's step, made from the other options.
     """
 
@@ -83,19 +83,19 @@ class SplitLearning(Algorithm):
         object.__setattr__(self, "cut", Cut(train=self.train, u_shaped=self.u_shaped))
 
     def init(self, fed: Federation, params: Tree) -> SplitState:
-        """The first state, see `first_state`."""
+        """Return the first state; see `first_state`."""
         return first_state(self.cut, self.selector, fed, params)
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The client's half and its optimiser, which `Cut.start` replaces."""
+        """Return the client's half and its optimiser, which `Cut.start` replaces later."""
         return self.cut.local(context)
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Labels leave the client unless the model is U-shaped, see `cut.will_send`."""
+        """Allow labels to leave the client unless the model is U-shaped; see `cut.will_send`."""
         return will_send(self.cut, task, field, block)
 
     def round(self, state: SplitState, fed: Federation) -> SplitState:
-        """Train the clients of the cohort one after the other, in a random order."""
+        """Train the clients of the cohort one after another, in a random order."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         params, losses, rows, requests = state.params, 0.0, 0, list[Replies]()
         halves = {COMMON: ServerHalf(self.cut.upper(params), state.optimiser, state.steps)}

@@ -1,11 +1,12 @@
 """SplitFed: split learning with all clients of a round in parallel, and federated averaging of the halves.
 
-Thapa, Arachchige, Camtepe, Sun, "SplitFed: When federated learning meets split learning", AAAI 2022. Version 1: during
-a round the server keeps a copy of the upper half for each client, and averages the copies like the lower halves; this
-equals FedAvg of the uncut model. Version 2: one upper half serves the clients one after the other, in a random order
-that changes every round; only the lower halves are averaged, and the server's optimiser continues over rounds.
+Thapa, Arachchige, Camtepe, Sun, "SplitFed: When federated learning meets split learning", AAAI 2022. In version 1, the
+server keeps a copy of the upper half for each client during a round. It then averages these copies like the lower
+halves. The result equals FedAvg of the uncut model. In version 2, one upper half serves the clients one after another,
+in a random order that changes every round. Only the lower halves are averaged, and the server's optimiser continues
+over rounds.
 
-What crosses: as in split learning. Page: docs/algorithms/splitfed.md.
+What crosses: the same as in split learning. Page: docs/algorithms/splitfed.md.
 """
 
 from collections.abc import Mapping
@@ -27,10 +28,11 @@ class SplitFed(Algorithm):
     """Clients train in parallel.
 
     Attributes:
-        version: 1, one upper half for each client in a round, averaged at its end; 2, one upper half for all clients.
+        version: 1 keeps one upper half for each client in a round and averages them at its end; 2 keeps one for all
+        clients.
         aggregation: weights of the means: `weighted` by rows, or `uniform` as in the authors' code.
         selector: which clients take part in a round, the [selection] section; only `uniform`.
-        u_shaped: keep the head and the labels on the clients, at the price of one more exchange per batch.
+        u_shaped: keep the head and the labels on the clients. This costs one more exchange per batch.
         cut: the client tasks and the server's step, made from the other options.
     """
 
@@ -53,15 +55,15 @@ class SplitFed(Algorithm):
         object.__setattr__(self, "cut", Cut(train=self.train, u_shaped=self.u_shaped))
 
     def init(self, fed: Federation, params: Tree) -> SplitState:
-        """The first state, see `split_learning.first_state`."""
+        """Return the first state; see `split_learning.first_state`."""
         return first_state(self.cut, self.selector, fed, params)
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The client's half and its optimiser, which `Cut.start` replaces."""
+        """Return the client's half and its optimiser, which `Cut.start` replaces later."""
         return self.cut.local(context)
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Labels leave the client unless the model is U-shaped, see `cut.will_send`."""
+        """Allow labels to leave the client unless the model is U-shaped; see `cut.will_send`."""
         return will_send(self.cut, task, field, block)
 
     def round(self, state: SplitState, fed: Federation) -> SplitState:
@@ -84,7 +86,7 @@ class SplitFed(Algorithm):
 
 
 def mean(trees: Mapping[int, Tree], weights: Mapping[int, float]) -> Tree:
-    """The weighted mean of trees, each tensor over the clients that have it, in ascending order of clients.
+    """Return the weighted mean of trees, each tensor over the clients that have it, in ascending order of clients.
 
     Args:
         trees: client -> its tree.

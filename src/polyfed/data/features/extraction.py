@@ -1,11 +1,11 @@
-"""Extract the features of a listing once, with several workers; a stopped extraction can continue.
+"""Extracts the features of a listing once, with several workers. A stopped extraction can continue.
 
-A worker is a thread: decoders, Fourier transforms and models release the interpreter lock while they work, and nothing
-has to be copied between processes. The features of a clip are cached under `parts/`, named by a hash of the clip's
-content and of the extractor's settings. A stopped extraction therefore continues where it stopped, and after a change
-only the changed files are read again. `parts/` may be deleted once the manifest is there.
+A worker is a thread. Decoders, Fourier transforms and models release the interpreter lock during their work, and
+nothing has to be copied between processes. The features of a clip are cached under `parts/`, with a hash of the clip's
+content and of the extractor's settings as name. A stopped extraction therefore continues at the same place. After a
+change, only the changed files are read again. `parts/` may be deleted after the manifest exists.
 
-Every file is written under another name and then renamed, so that no half-written file is ever read.
+Every file is written under another name and then renamed, so no half-written file is ever read.
 """
 
 import hashlib
@@ -43,9 +43,9 @@ class Extraction:
     Attributes:
         listing: The samples of the data set.
         extractors: Modality -> extractor of its features.
-        target: Folder that the features are written to; it must exist.
+        target: Folder for the features; it must exist.
         workers: Number of threads that extract at the same time.
-        on_corrupt: "skip" leaves out and reports a sample with an unusable clip; "fail" stops at the first.
+        on_corrupt: "skip" leaves out and reports a sample with an unusable clip; "fail" stops at the first such sample.
         listener: Called with progress events, see `Listener`.
     """
 
@@ -60,11 +60,11 @@ class Extraction:
     _cached: int = 0
 
     def run(self, source: str, options: Mapping[str, Any]) -> Prepared:
-        """Extract the features, write the arrays, and last the manifest, without which the folder counts as unfinished.
+        """Extract the features, write the arrays, and write the manifest last; without it the folder is unfinished.
 
         Args:
             source: Name of the data source, which the manifest records.
-            options: Options of the source that decide which samples there are; the manifest records them.
+            options: Options of the source that determine its samples; the manifest records them.
 
         Raises:
             DataError: A clip is unusable (with "fail"), no sample is usable, or features differ in shape.
@@ -98,10 +98,11 @@ class Extraction:
         return prepared
 
     def _remove_previous(self) -> None:
-        """Delete the arrays of an earlier extraction, then its manifest: none of them may survive unlisted.
+        """Delete the arrays of an earlier extraction, then its manifest, so that no array remains unlisted.
 
-        The marks `<modality>_present` also go where no manifest lists them, since an extraction may have stopped after
-        it wrote them. The manifest goes last: if deleting is interrupted, it still lists what is left to delete.
+        The marks `<modality>_present` are deleted even if no manifest lists them, because an extraction may have
+        stopped after it wrote them. The manifest is deleted last. If the deletion is interrupted, the manifest still
+        lists the remaining arrays.
         """
         previous = Prepared.read(self.target)
         names = set(previous.arrays if previous else ()) | {f"{name}_present.npy" for name in self.extractors}
@@ -110,7 +111,7 @@ class Extraction:
         (self.target / MANIFEST).unlink(missing_ok=True)
 
     def _extract(self, total: int) -> tuple[list["Kept"], list[dict[str, str]]]:
-        """The usable samples with the cache files of their clips, in the listing's order, and the skipped ones."""
+        """Return the usable samples with the cache files of their clips, in listing order, and the skipped samples."""
         found: dict[int, dict[str, Path]] = {}
         skipped: dict[int, dict[str, str]] = {}
         samples = self.listing.samples
@@ -152,7 +153,7 @@ class Extraction:
         return parts
 
     def _part(self, modality: str, clip: Clip) -> tuple[Path, bool]:
-        """The cache file with the features of a clip, and whether it was there already."""
+        """Return the cache file with the features of a clip, and whether it existed already."""
         extractor = self.extractors[modality]
         key = hashlib.blake2b(f"{clip.digest()} {extractor!r}".encode(), digest_size=16).hexdigest()
         part = self.target / "parts" / modality / key[:2] / f"{key}.npy"
@@ -166,7 +167,7 @@ class Extraction:
         return part, False
 
     def _assemble(self, kept: Sequence["Kept"]) -> dict[str, dict[str, Any]]:
-        """Write one file for each array; file name -> its dtype, shape, size and checksum."""
+        """Write one file for each array. Return file name -> its dtype, shape, size and checksum."""
         arrays = self._records(kept)
         for modality in self.extractors:
             have = np.array([modality in parts for _, parts in kept])
@@ -178,7 +179,7 @@ class Extraction:
         return written | {f"{name}.npy": self._features(name, kept) for name in self.extractors}
 
     def _records(self, kept: Sequence["Kept"]) -> dict[str, Array]:
-        """Everything that is known of the rows apart from their features, by the name of the array."""
+        """Return all facts about the rows except their features, by the name of the array."""
         samples = [sample for sample, _ in kept]
         return {
             "id": np.array([_id(sample.name) for sample in samples]),
@@ -191,7 +192,7 @@ class Extraction:
         }
 
     def _features(self, modality: str, kept: Sequence["Kept"]) -> dict[str, Any]:
-        """Write the features of a modality as one array, row by row, so that one clip at a time is in memory."""
+        """Write the features of a modality as one array, row by row, so that only one clip is in memory at a time."""
         first = next(read_npy(parts[modality]) for _, parts in kept if modality in parts)
         by_client = self.extractors[modality].by_client
         moments = _moments(modality, kept) if by_client else {}
@@ -231,7 +232,7 @@ Kept = tuple[Sample, dict[str, Path]]
 
 
 def _moments(modality: str, kept: Sequence[Kept]) -> dict[str, tuple[Array, Array]]:
-    """Natural client -> mean and deviation of each feature over its frames, padding left out; float64 (features,)."""
+    """Natural client -> mean and deviation of each feature over its frames, without padding; float64 (features,)."""
     sums: dict[str, list[Any]] = {}
     for client, x in _frames(modality, kept):
         entry = sums.setdefault(client, [0, 0.0, 0.0])
@@ -258,5 +259,5 @@ def _standardised(x: Array, mean: Array, deviation: Array) -> Array:
 
 
 def _id(name: str) -> int:
-    """A 63-bit number for a name: with a million samples, two share one with a chance of about 5e-8."""
+    """Return a 63-bit number for a name. Among a million samples, two get the same with probability about 5e-8."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,4 +1,4 @@
-"""The list of a data set's samples, made before any media file is opened, and readers for the tables behind it."""
+"""The list of a data set's samples, made before any media file is opened, and readers for its tables."""
 
 import csv
 import hashlib
@@ -19,10 +19,10 @@ class Sample:
     Attributes:
         name: Stable and distinct within the data set; the sample id is its hash.
         label: Class number.
-        media: Modality -> clip that it is in; a modality that the sample lacks has no entry.
+        media: Modality -> clip with the sample's data; a modality that the sample lacks has no entry.
         split: Code of `Columns.split`.
         client: Natural client (speaker, subject, site), empty if there is none.
-        group: Number by which some data sets cut folds (a session); 0 elsewhere.
+        group: Number with which some data sets make folds (a session); 0 for others.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Listing:
     published: Mapping[str, int] = field(default_factory=dict)
 
     def checked(self, where: Path) -> "Listing":
-        """This listing, once it is known to have samples and to repeat no name.
+        """Return this listing after checking that it has samples and distinct names.
 
         Args:
             where: Folder of the data set, for the message.
@@ -65,7 +65,7 @@ class Listing:
         return self
 
     def fingerprint(self) -> str:
-        """Hash of everything that a prepared folder depends on. Of media files it sees size and time of change only."""
+        """Return a hash of all inputs of a prepared folder. Of media files, it covers only size and time of change."""
         seen = hashlib.sha256(repr(self.class_names).encode())
         for sample in self.samples:
             seen.update(repr((sample.name, sample.label, sample.split, sample.client, sample.group)).encode())
@@ -82,10 +82,10 @@ def _stamp(path: Path | None) -> tuple[int, int] | None:
 
 
 def folder(path: Path, name: str, what: str) -> Path:
-    """The folder `name` inside `path`, or `path` itself if `name` is empty.
+    """Return the folder `name` inside `path`, or `path` itself if `name` is empty.
 
     Raises:
-        DataError: It is missing. `what` is the source's name, for the message.
+        DataError: The folder is missing. `what` is the source's name, for the message.
     """
     found = path / name if name else path
     if not found.is_dir():
@@ -94,14 +94,14 @@ def folder(path: Path, name: str, what: str) -> Path:
 
 
 def lines(path: Path, what: str) -> list[str]:
-    """The lines of a text file that are not blank.
+    """Return the lines of a text file that are not blank.
 
     Raises:
         DataError: The file is missing or empty. `what` is the source's name, for the message.
     """
     if not path.is_file():
         raise DataError(f"{what}: file '{path}' is missing. See the layout in `polyfed data {what}`")
-    # a byte order mark and stray bytes of other encodings occur in published files; neither is in a name or a label
+    # published files contain a byte order mark and stray bytes of other encodings, but never in a name or a label
     found = [line for line in path.read_text("utf-8-sig", errors="replace").splitlines() if line.strip()]
     if not found:
         raise DataError(f"'{path}' is empty. Copy it again from the data set")
@@ -109,13 +109,13 @@ def lines(path: Path, what: str) -> list[str]:
 
 
 def table(path: Path, columns: Sequence[str], what: str, delimiter: str = ",") -> list[dict[str, str]]:
-    """The lines of a table with a header, each as column -> value.
+    """Return the lines of a table with a header, each as column -> value.
 
     Args:
         path: The file.
-        columns: Columns that must be there; others are kept too.
+        columns: Columns that must exist; the result also has all other columns.
         what: Name of the source, for messages.
-        delimiter: What separates fields; with a tab, quotation marks have no meaning.
+        delimiter: The separator of fields; with a tab, quotation marks have no meaning.
 
     Raises:
         DataError: The file or a column is missing, or a line has more or fewer fields than the header.
@@ -131,13 +131,13 @@ def table(path: Path, columns: Sequence[str], what: str, delimiter: str = ",") -
 
 
 def records(path: Path, what: str, delimiter: str = ",", width: int | None = None) -> list[list[str]]:
-    """The lines of a table without a header, each as a list of fields.
+    """Return the lines of a table without a header, each as a list of fields.
 
     Args:
         path: The file.
         what: Name of the source, for messages.
-        delimiter: What separates fields; with a tab, quotation marks have no meaning.
-        width: Number of fields that each line must have; None: any.
+        delimiter: The separator of fields; with a tab, quotation marks have no meaning.
+        width: Number of fields that each line must have; None allows any number.
 
     Raises:
         DataError: The file is missing or empty, or a line has another number of fields.
@@ -166,10 +166,10 @@ def _check_width(path: Path, number: int, record: Sequence[str], width: int) -> 
 
 
 def class_of(label: str, classes: Iterable[str], where: str) -> int:
-    """Number of a class, by its name.
+    """Return the number of a class, given its name.
 
     Raises:
-        DataError: There is no such class; the message names the place (`where`) and the nearest class.
+        DataError: There is no such class; the message names the place (`where`) and the most similar class.
     """
     names = list(classes)
     if label not in names:

@@ -1,4 +1,4 @@
-"""Extract the features of a published data set into a folder, as `polyfed data prepare NAME` does."""
+"""Extracts the features of a published data set into a folder, as `polyfed data prepare NAME` does."""
 
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -24,19 +24,19 @@ def prepare(
 ) -> Prepared:
     """Extract the features of a data set once.
 
-    The target folder then holds one `.npy` file for each array (modalities, label, split, client, ...), which the
-    source itself and the source `npz` read memory mapped, and a manifest with checksums. A stopped
-    preparation continues; an unchanged, undamaged folder is left as it is.
+    The target folder then holds a manifest with checksums, and one `.npy` file for each array (modalities, label,
+    split, client, ...). The source itself and the source `npz` read these files with memory mapping. A stopped
+    preparation continues. A folder that is unchanged and undamaged is not written again.
 
     Args:
         name: Name of the data source, as in `[data] name`.
-        source_dir: The published folder.
-        target_dir: Folder for the features; it is created if need be, and may not hold features of another data set.
+        source_dir: The folder of the published data set.
+        target_dir: Folder for the features. It is created if necessary, and may not hold features of another data set.
         workers: Number of threads that extract at the same time.
-        on_corrupt: "skip" leaves out and reports samples with an unusable file; "fail" stops at the first.
-        listener: Called as `listener(event, **facts)`, see `polyfed.data.features.extraction`, and with
-            "prepare-unchanged" where there is nothing to do.
-        options: Further options of the source, as in `[data]`.
+        on_corrupt: "skip" leaves out and reports samples with an unusable file; "fail" stops at the first such file.
+        listener: Called as `listener(event, **facts)`, see `polyfed.data.features.extraction`. The event
+            "prepare-unchanged" means that there is nothing to do.
+        options: More options of the source, as in `[data]`.
 
     Returns:
         The manifest of the target folder.

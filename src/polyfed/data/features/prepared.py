@@ -1,4 +1,4 @@
-"""A folder of extracted features: one `.npy` file for each array, read memory mapped, and a manifest with checksums."""
+"""A folder of extracted features: one memory-mapped `.npy` file for each array, and a manifest with checksums."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from polyfed.data.files import Arrays
 from polyfed.data.media import Extractor
 
 MANIFEST = "manifest.json"
-FORMAT = 1  # of the manifest
+FORMAT = 1  # version of the manifest
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Prepared:
         source: Name of the data source.
         fingerprint: Fingerprint of the files that the features were made from, see `Listing.fingerprint`.
         extractors: Modality -> settings of its extractor.
-        listing: Options of the source that decide which samples there are.
+        listing: Options of the source that determine its samples.
         classes: Class -> number of rows, in order of the class numbers.
         published: Class -> number of rows that the whole data set is known to have; may be empty.
         skipped: Samples that were left out, each with the keys "sample" and "reason".
@@ -53,13 +53,13 @@ class Prepared:
         return sum(self.classes.values())
 
     def write(self) -> None:
-        """Write the manifest into the folder; an interruption leaves either the whole file or none."""
+        """Write the manifest into the folder. After an interruption, the file is either complete or does not exist."""
         content = {"polyfed_features": FORMAT} | {k: v for k, v in vars(self).items() if k != "folder"}
         replace_file(self.folder / MANIFEST, json.dumps(content, indent=1).encode())
 
     @classmethod
     def read(cls, folder: Path) -> "Prepared | None":
-        """The manifest of a folder; None if there is none. It says nothing about the arrays, see `require_arrays`.
+        """Read the manifest of a folder; None if there is none. It does not check the arrays, see `require_arrays`.
 
         Raises:
             DataError: The file is not a manifest of this version of polyfed.
@@ -81,28 +81,28 @@ class Prepared:
         return found
 
     def incomplete(self) -> list[str]:
-        """Files that are missing or have another size than the manifest says. Quick: no file is opened."""
+        """Return files that are missing or have another size than in the manifest. This is quick: it opens no file."""
         sizes = {file.name: file.stat().st_size for file in self.folder.glob("*.npy") if file.is_file()}
         return [name for name, facts in self.arrays.items() if sizes.get(name) != facts["bytes"]]
 
     def require_arrays(self) -> None:
-        """Raise DataError if an array is missing or has another size than the manifest says."""
+        """Raise DataError if an array is missing or has another size than in the manifest."""
         for name in self.incomplete():
             raise DataError(f"'{self.folder / name}' is missing or cut short: prepare again into the same folder")
 
     def damaged(self) -> list[str]:
-        """Files that are missing, or whose content does not have the checksum of the manifest."""
+        """Return files that are missing, or whose content does not have the checksum of the manifest."""
         lost = self.incomplete()
         sums = {name: facts["sha256"] for name, facts in self.arrays.items() if name not in lost}
         return lost + [name for name, found in sums.items() if sha256(self.folder / name) != found]
 
     def check(self, source: str, extractors: Mapping[str, Extractor], listing: Mapping[str, Any]) -> None:
-        """Raise DataError if the features are of another data set, or were made with other options.
+        """Raise DataError if the features belong to another data set, or were made with other options.
 
         Args:
             source: Name of the data source that the recipe names.
             extractors: Modality -> extractor, as the recipe's options build them.
-            listing: Options of the source that decide which samples there are, as in the recipe.
+            listing: Options of the source that determine its samples, as in the recipe.
         """
         fix = "change the recipe, or prepare again into another folder"
         if self.source != source:
@@ -125,7 +125,7 @@ class Prepared:
                 )
 
     def columns(self, extractors: Mapping[str, Extractor]) -> Columns:
-        """The table; features stay on disk, and are read page by page as batches take them.
+        """Return the table. Features stay on disk, and are read page by page when batches need them.
 
         Args:
             extractors: Modality -> extractor, for the modalities to read; each gives its column's shift and scale.
@@ -165,7 +165,7 @@ class Prepared:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file under another name and rename it, so that an interruption never leaves a part of it."""
+    """Write a file under another name and rename it, so that an interruption never leaves an incomplete file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_bytes(content)
     os.replace(partial, path)

@@ -1,6 +1,6 @@
-"""How does a media file become the features of one sample? Each extractor here turns a `Clip` into an array.
+"""Extractors, which turn the media file of one sample into features. Each extractor turns a `Clip` into an array.
 
-- `clip`: `Clip`, the place of one modality of one sample, and `Extractor`, what an extractor must do.
+- `clip`: `Clip`, the place of one modality of one sample, and `Extractor`, the interface of an extractor.
 - `audio`: reads sound, and resamples and tiles it.
 - `spectra`: spectrograms and log-mels of sound.
 - `image`: pixels of images.
@@ -9,7 +9,8 @@
 - `signals`: windows of motion sensors, and electrocardiograms.
 - `values`: numbers that need no extraction.
 
-A new extractor is a frozen dataclass that extends `clip.PlainExtractor`; docs/data.md lists what each computes.
+A new extractor is a frozen dataclass that extends `clip.PlainExtractor`. docs/data.md lists what each extractor
+computes.
 """
 
 from polyfed.data.media.clip import Clip, Extractor, Norm

@@ -1,4 +1,4 @@
-"""Read sound with soundfile, and the sound of videos with PyAV; resample it; tile it to a fixed length."""
+"""Reads sound with soundfile, and the sound of videos with PyAV; resamples it; tiles it to a fixed length."""
 
 from math import gcd
 from pathlib import Path
@@ -38,11 +38,11 @@ def read_wave(clip: Clip, rate: int) -> Wave:
 
 
 def resampled(wave: Wave, found: int, rate: int) -> Wave:
-    """The sound at another sampling rate, by a polyphase low-pass filter.
+    """Return the sound at another sampling rate, with a polyphase low-pass filter.
 
     Args:
         wave: float32 (samples,).
-        found: Its sampling rate in Hz.
+        found: Sampling rate of `wave` in Hz.
         rate: Sampling rate of the result in Hz.
     """
     if found == rate:
@@ -54,10 +54,10 @@ def resampled(wave: Wave, found: int, rate: int) -> Wave:
 
 
 def tiled(wave: Wave, samples: int) -> Wave:
-    """The sound, repeated until it has `samples` samples, cut to that length, and clipped to [-1, 1].
+    """Return the sound, repeated until it has `samples` samples, cut to that length, and clipped to [-1, 1].
 
-    The releases of CMSFed and FMML repeat a clip three times and cut it. This repeats it more often if it is shorter
-    than a third of the length, for which their features would have another shape (docs/data.md).
+    The releases of CMSFed and FMML repeat a clip three times and cut it. This function repeats a clip more often if the
+    clip is shorter than a third of the length. Their features would have another shape for such a clip (docs/data.md).
     """
     return np.clip(np.tile(wave, -(-samples // len(wave)))[:samples], -1.0, 1.0)
 

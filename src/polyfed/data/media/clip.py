@@ -1,4 +1,4 @@
-"""`Clip`, the place of one modality of one sample, and `Extractor`, what turns a clip into features."""
+"""`Clip`, the place of one modality of one sample, and `Extractor`, the interface that turns a clip into features."""
 
 import hashlib
 import io
@@ -24,12 +24,12 @@ class Clip:
     """The place of one modality of one sample: a file, a part of a file, or content in memory.
 
     Attributes:
-        name: What messages call it: the file, or the row of a table.
-        path: The file; None if the content does not come from a file of its own.
-        held: Without `path`: returns the content (the bytes of a file, text or numbers).
-        start: Where the sample begins in the file: in seconds of media, or in lines of a table.
-        end: Where it ends, in the same unit; None is the end of the file.
-        stamp: Changes when content without a file changes, so that a cache notices.
+        name: The name in messages: the file, or the row of a table.
+        path: The file; None if the content has no file of its own.
+        held: Without `path`: a function that returns the content (the bytes of a file, text or numbers).
+        start: Start of the sample in the file: in seconds for media, in lines for a table.
+        end: End of the sample, in the same unit; None is the end of the file.
+        stamp: A value that changes when content without a file changes, so that a cache notices the change.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Clip:
         return io.BytesIO(found)
 
     def digest(self) -> str:
-        """Hash of the content and of the part that is used, as hexadecimal digits."""
+        """Return a hash of the content and of the part that is used, as hexadecimal digits."""
         found = self.content()
         seen = hashlib.blake2b(repr(self.part).encode(), digest_size=16)
         if isinstance(found, bytes):
@@ -111,11 +111,11 @@ class Clip:
 class Extractor(Protocol):
     """Turns a clip into features.
 
-    An implementation is a frozen dataclass, because its `repr` must name all settings: the feature cache uses it as
+    An implementation is a frozen dataclass. Its `repr` must name all settings, because the feature cache uses it as
     key.
 
     Attributes:
-        norm: Shift and scale of the column that holds the features; None leaves them as they are.
+        norm: Shift and scale of the column that holds the features; None means no shift and no scale.
         by_client: Whether the features are standardised over all clips of their natural client.
     """
 
@@ -139,21 +139,21 @@ class Extractor(Protocol):
 
 
 class PlainExtractor:
-    """Base of extractors whose features stay as they are: without shift and scale, not standardised by client."""
+    """Base class of extractors without shift and scale, whose features are not standardised by client."""
 
     @property
     def norm(self) -> Norm | None:
-        """None: batches take the features as they are."""
+        """Return None: batches use the features unchanged."""
         return None
 
     @property
     def by_client(self) -> bool:
-        """False: features are not standardised by natural client."""
+        """Return False: features are not standardised by natural client."""
         return False
 
 
 def optional(module: str, extra: str) -> Any:
-    """A module of an optional dependency.
+    """Import a module of an optional dependency.
 
     Raises:
         RecipeError: The package is not installed; the message names the extra that installs it.
@@ -167,5 +167,5 @@ def optional(module: str, extra: str) -> Any:
 
 
 def corrupt(clip: Clip, why: object) -> DataError:
-    """The error for a clip that cannot be used; `why` is a phrase with the clip as its subject."""
+    """Return the error for a clip that cannot be used; `why` is a phrase with the clip as its subject."""
     return DataError(f"'{clip.name}' {why}. Fetch it again, or prepare with on_corrupt='skip'")

@@ -24,7 +24,7 @@ class TextEmbedding(PlainExtractor):
     Attributes:
         model: Folder, or name in the hub's cache.
         pool: "mean" takes the mean of the last hidden layer over the text's tokens, "cls" its first token.
-        tokens: Maximum number of tokens; the rest of a text is cut off (512 is inferred, see docs/data.md).
+        tokens: Maximum number of tokens; longer texts are cut (512 is inferred, see docs/data.md).
     """
 
     model: str
@@ -32,7 +32,7 @@ class TextEmbedding(PlainExtractor):
     tokens: int = 512
 
     def __call__(self, clip: Clip) -> Floats:
-        """Embedding of a text; that of an empty text is the mean of the model's special tokens.
+        """Return the embedding of a text. For an empty text, it is the mean of the model's special tokens.
 
         Raises:
             DataError: The clip is missing, or is not text.
@@ -52,7 +52,7 @@ class Tokens(PlainExtractor):
 
     Attributes:
         model: Folder, or name in the hub's cache, of the tokenizer.
-        tokens: Length of every sample; the rest of a text is cut off.
+        tokens: Length of every sample; longer texts are cut.
     """
 
     model: str
@@ -71,10 +71,10 @@ class Tokens(PlainExtractor):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageEmbedding(PlainExtractor):
-    """Embedding of an image, float32 (hidden,): the model's pooled output, else the mean over its patches.
+    """Embedding of an image, float32 (hidden,): the model's pooled output, or else the mean over its patches.
 
-    MobileNetV2 gives 1280 numbers. The image is scaled and cropped to `size` (see `Image`) and normalised as the
-    model's `preprocessor_config.json` says, or by ImageNet's norm if there is none.
+    MobileNetV2 gives 1280 numbers. The image is scaled and cropped to `size` (see `Image`). It is then normalised with
+    the values of the model's `preprocessor_config.json`, or with ImageNet's norm if there is no such file.
 
     Attributes:
         model: Folder, or name in the hub's cache.

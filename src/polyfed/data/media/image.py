@@ -1,4 +1,4 @@
-"""Read images with Pillow, as pixels of a fixed size."""
+"""Reads images with Pillow, as pixels of a fixed size."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +19,7 @@ def bytes_norm(axes: int) -> Norm:
     """Shift and scale that standardise bytes by ImageNet's mean and deviation.
 
     Args:
-        axes: Number of axes of a sample (3, ...), of which the first are the channels.
+        axes: Number of axes of a sample (3, ...); the first axis is the channels.
     """
     mean, std = (255.0 * torch.tensor(values).view(3, *(1,) * (axes - 1)) for values in IMAGENET)
     return mean, std
@@ -31,7 +31,7 @@ class Image(PlainExtractor):
 
     Attributes:
         size: Height and width.
-        fit: "crop" scales the shorter side to 256/224 of the size and cuts the middle out, as is usual for ImageNet's
+        fit: "crop" scales the shorter side to 256/224 of the size and cuts out the middle, as is usual for ImageNet's
             models; "stretch" scales both sides.
     """
 

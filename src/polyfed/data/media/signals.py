@@ -20,14 +20,14 @@ _EPS = 1e-5  # added to the deviation of a window, as in FedMultimodal
 class SensorWindow(PlainExtractor):
     """Some columns of a part of a table of numbers: float32 (steps, columns).
 
-    The part is the clip's: its lines from `start` up to, not including, `end`.
+    The clip gives the part: its lines from `start` up to, but not including, `end`.
 
     Attributes:
         columns: Numbers of the columns to take, from 0.
         width: Number of columns that the table must have.
-        stride: 2 takes every second line.
+        stride: 2 uses every second line.
         normalise: "window" shifts and scales every column by its mean and deviation (+ 1e-5) over the window; "none"
-            leaves the numbers as they are.
+            does not change the numbers.
     """
 
     columns: tuple[int, ...]
@@ -47,14 +47,14 @@ class SensorWindow(PlainExtractor):
         return _by_window(part) if self.normalise == "window" else part
 
 
-@lru_cache(maxsize=8)  # the windows of a file are read one after the other
+@lru_cache(maxsize=8)  # the windows of a file are read one after another
 def _numbers(path: Path, width: int, changed: int) -> Floats:
     """The numbers of a csv file without a header, float32 (lines, width).
 
     Args:
         path: The file.
         width: Number of columns that it must have.
-        changed: Time of the file's last change, so that the cache notices one.
+        changed: Time of the file's last change, so that the cache notices a change.
     """
     try:
         table = np.loadtxt(path, delimiter=",", dtype=np.float32, ndmin=2)
@@ -77,7 +77,7 @@ class Ecg(PlainExtractor):
         leads: Names of the leads, as in the header, in upper or lower case.
         samples: Length that a record must have.
         normalise: "window" shifts and scales every lead by its mean and deviation (+ 1e-5) over the record; "none"
-            leaves millivolts.
+            keeps millivolts.
     """
 
     leads: tuple[str, ...]

@@ -22,10 +22,10 @@ _NORM_EPS = 1e-9  # added to the deviation of a clip
 class LogSpectrogram(PlainExtractor):
     """CMSFed's log-spectrogram, float32: (1, 257, 299) of 3 s, (1, 257, 1004) of 10 s.
 
-    The power spectral density per Hz of windows of 512 samples, one every 159 samples, without padding. The mean of
-    each window is subtracted, and a Tukey window with a taper of a quarter is applied: the defaults of SciPy's
-    `spectrogram`, which the released code calls. Then log(x + 1e-7), then (x - mean) / (deviation + 1e-9) over the
-    clip.
+    The feature is the power spectral density per Hz of windows of 512 samples, one every 159 samples, without padding.
+    The mean of each window is subtracted, and a Tukey window with a taper of a quarter is applied. These are the
+    defaults of SciPy's `spectrogram`, which the released code calls. The next steps are log(x + 1e-7), and then (x -
+    mean) / (deviation + 1e-9) over the clip.
 
     Attributes:
         seconds: Length that every clip is tiled and cut to.
@@ -58,8 +58,9 @@ class LogSpectrogram(PlainExtractor):
 class StftMagnitude(PlainExtractor):
     """FMML's log-spectrogram, float32 (1, 257, 188) of 3 s at 22,050 Hz: log(|STFT| + 1e-7), not normalised.
 
-    Periodic Hann windows of 512 samples, one every 353 samples and centred there: the sound is mirrored by 256 samples
-    at both ends. The mirror is librosa's default up to version 0.9, inferred from the date of the release.
+    The windows are periodic Hann windows of 512 samples, centred on every 353rd sample. The sound is mirrored by 256
+    samples at both ends. Mirroring is librosa's default up to version 0.9, which is inferred from the date of the
+    release.
 
     Attributes:
         seconds: Length that every clip is tiled and cut to.
@@ -89,9 +90,9 @@ class StftMagnitude(PlainExtractor):
 class LogMel(PlainExtractor):
     """Log-mel frames, float32 (frames, bands): 25 ms Hamming windows, one every 10 ms at 16 kHz, 80 bands (PartialFL).
 
-    A shorter clip is padded with frames of zeros at the end, which encoders with masks leave out; a longer one is cut.
-    With `per_speaker`, every band is standardised over all frames of its speaker, padding excluded:
-    (x - mean) / (deviation + 1e-5).
+    A shorter clip is padded with frames of zeros at the end, which encoders with masks leave out. A longer clip is cut.
+    With `per_speaker`, every band is standardised over all frames of its speaker, without padding: (x - mean) /
+    (deviation + 1e-5).
 
     Attributes:
         frames: Length of every clip, in windows.

@@ -1,4 +1,4 @@
-"""Read frames of videos with PyAV."""
+"""Reads frames of videos with PyAV."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from polyfed.data.media.image import bytes_norm, fitted
 
 Pick = Literal["random", "even", "first"]
 
-_SLACK = 1.5  # a file that ends more than these seconds before the length in its header is cut short
+_SLACK = 1.5  # a file counts as cut short if it ends more than these seconds before the length in its header
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +22,14 @@ class Frames(PlainExtractor):
 
     ImageNet's norm is applied when a batch is taken.
 
-    Candidates are the first frame of every second of the clip; if there are fewer than `least`, evenly spaced frames
-    take their place. A clip with fewer frames than `count` repeats its frames in order. The rules are CMSFed's, see
+    Candidates are the first frame of every second of the clip. If there are fewer than `least`, evenly spaced frames
+    are the candidates. A clip with fewer frames than `count` repeats its frames in order. These are CMSFed's rules, see
     docs/data.md.
 
     Attributes:
         count: Frames of a sample.
-        pick: Which candidates: "even" takes evenly spaced ones, "first" the first ones, "random" distinct ones that are
-            drawn once for each clip and sorted by time. The papers draw again at every step; here a sample is fixed.
+        pick: Which candidates are used: "even" uses evenly spaced ones, "first" the first ones. "random" uses distinct
+            ones that are drawn once for each clip and sorted by time; the papers draw again at every step.
         least: Minimum number of candidates.
         size: Height and width; both sides are scaled.
     """
@@ -71,7 +71,7 @@ class Frames(PlainExtractor):
 
 
 def _evenly(num: int, count: int) -> list[int]:
-    """The middles of `count` equal parts of range(num); for an odd count one of them is the middle frame."""
+    """Return the middles of `count` equal parts of range(num); with an odd count, one is the middle frame."""
     return [(2 * part + 1) * num // (2 * count) for part in range(count)]
 
 

@@ -1,6 +1,7 @@
-"""Which training rows go to which client? Each `[clients] partition` is a class here; docs/partitions.md explains them.
+"""Partitions split training rows over clients. Each `[clients] partition` is a class here; see docs/partitions.md.
 
-A new partition is a frozen dataclass that extends `Partition`, in a file of its own, and a line in `PARTITIONS` below.
+To add a partition, write a frozen dataclass that extends `Partition` in a new file, and add a line to `PARTITIONS`
+below.
 
 - `base`: the base class `Partition`, and the steps that partitions share.
 - `iid`: `iid` and `silos`, equal random shards.

@@ -1,7 +1,8 @@
-"""What a partition is, and the steps that partitions share.
+"""The base class of partitions, and the steps that partitions share.
 
-The partitions here first settle sizes, as a table of counts (class, client), and then split the rows by it. Redrawing
-a table is cheap, and one shuffle per class serves 100,000 clients without a loop over them in Python.
+The partitions here first decide on sizes, as a table of counts (class, client), and then split the rows with this
+table. Redrawing a table is cheap. One shuffle per class is enough for 100,000 clients, without a loop over them in
+Python.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ from polyfed.data.columns import Columns
 from polyfed.data.partitions.shards import Rows, RowSlices
 
 MAX_REDRAWS = 1000
-"""Draws after which a partition that repeats draws gives up with an error."""
+"""The number of draws after which a partition that repeats draws stops with an error."""
 
 Counts = NDArray[np.int64]
 
@@ -24,8 +25,8 @@ Counts = NDArray[np.int64]
 class Partition(ABC):
     """Splits training rows over clients.
 
-    A partition is a frozen dataclass whose fields take the values of the keys of `[clients]` with the same names.
-    One of your own extends this class and is named `package.module:Class` in `[clients] partition`.
+    A partition is a frozen dataclass whose fields take the values of the keys of `[clients]` with the same names. Your
+    own partition extends this class and is named `package.module:Class` in `[clients] partition`.
     """
 
     @abstractmethod
@@ -34,7 +35,7 @@ class Partition(ABC):
 
         Args:
             columns: The table.
-            rows: The rows to split, int64 (n,); the array belongs to the partition, which may reorder it.
+            rows: The rows to split, int64 (n,); the partition may reorder this array.
             key: The only source of randomness: the same key gives the same split.
 
         Returns:
@@ -59,7 +60,7 @@ def labels_of(columns: Columns, rows: Rows) -> Rows:
     """Labels of some rows, int64 (n,), on the CPU.
 
     Raises:
-        RecipeError: the labels are no classes.
+        RecipeError: the labels are not classes.
     """
     refuse_targets(columns, "[clients] partition deals rows by their class")
     found: Rows = columns.label.cpu().numpy()[rows]
@@ -67,12 +68,12 @@ def labels_of(columns: Columns, rows: Rows) -> Rows:
 
 
 def split_by_counts(columns: Columns, rows: Rows, counts: Counts, key: int) -> RowSlices:
-    """Shuffle the rows of each class and give every client its count of them; rows beyond the counts stay unused.
+    """Shuffle the rows of each class and give every client its count of them; rows beyond the counts are unused.
 
     Args:
         columns: The table.
         rows: The rows to split.
-        counts: int64 (classes, K): a line for each of the C classes, or only for those that occur in `rows`, ascending.
+        counts: int64 (classes, K): a line for each of the C classes, or only for the classes in `rows`, ascending.
         key: Key of the shuffles.
     """
     label = labels_of(columns, rows)

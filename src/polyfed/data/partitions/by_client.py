@@ -17,8 +17,8 @@ from polyfed.data.partitions.shards import Rows, RowSlices
 class ByClient(Partition):
     """One client per natural client (speaker, subject, video), in order of their numbers.
 
-    With `shards` above 1, each natural client is cut into that many clients by Dirichlet(alpha) over its labels, as
-    FedMultimodal does with UCI-HAR (21 subjects x 5 = 105 clients, `min_size` 5).
+    With `shards` above 1, each natural client is cut into that many clients by Dirichlet(alpha) over its labels.
+    FedMultimodal does this with UCI-HAR (21 subjects x 5 = 105 clients, `min_size` 5).
 
     Attributes:
         shards: Clients per natural client.
@@ -52,7 +52,7 @@ class ByClient(Partition):
 
 
 def natural_clients(columns: Columns, rows: Rows) -> RowSlices:
-    """The given rows, grouped by natural client, in order of their numbers; natural clients without a row are left out.
+    """Group the given rows by natural client, in order of client numbers; leave out natural clients without rows.
 
     Raises:
         RecipeError: The data has no natural clients.

@@ -16,12 +16,12 @@ from polyfed.data.partitions.shards import Rows, RowSlices
 class Dirichlet(Partition):
     """Label skew by Dirichlet(alpha) per class, as in NIID-Bench (Li et al., ICDE 2022).
 
-    For each class, shares over the clients are drawn; clients that already hold N/K rows get none of it, and the other
-    shares are renormalised. The whole draw is repeated until the smallest client has `min_size` rows.
+    For each class, shares over the clients are drawn. Clients that already hold N/K rows get no rows of the class, and
+    the other shares are renormalised. The whole draw is repeated until the smallest client has `min_size` rows.
 
     Attributes:
         num: Number of clients.
-        alpha: Concentration; large is near uniform, 0.1 leaves most clients with a few classes.
+        alpha: Concentration. A large value is near uniform; 0.1 leaves most clients with a few classes.
         min_size: Rows of the smallest client.
     """
 
@@ -87,7 +87,7 @@ def dirichlet_counts(sizes: Counts, num: int, alpha: float, full: float, draw: n
 
 
 def _split(spec: Dirichlet, fill: float, columns: Columns, rows: Rows, key: int) -> RowSlices:
-    """Draw until the smallest client is large enough; a client is full at `fill` times N/K rows."""
+    """Draw until the smallest client is large enough. A client is full at `fill` times N/K rows."""
     require_rows(columns, rows, spec.num, spec.min_size)
     sizes = np.bincount(labels_of(columns, rows), minlength=columns.num_classes)
     draw = keys.generator(keys.key(key, "shares"))

@@ -25,7 +25,7 @@ class Iid(Partition):
         """Shuffle the rows and cut them into `num` pieces; see `Partition.split`."""
         require_rows(columns, rows, self.num, 1)
         bounds = np.arange(self.num + 1) * len(rows) // self.num
-        keys.generator(key).shuffle(rows)  # in place: with many rows a second copy is the peak of a run's memory
+        keys.generator(key).shuffle(rows)  # in place, because a second copy would be the peak of a run's memory
         return RowSlices(rows, bounds)
 
 

@@ -1,4 +1,4 @@
-"""Label skew of the FMML paper: clients that own a few classes (`classes-per-client`) or mostly one (`main-class`)."""
+"""Label skew of the FMML paper: clients that own a few classes (`classes-per-client`), or mostly one (`main-class`)."""
 
 import warnings
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from polyfed.data.partitions.shards import Rows
 
 @dataclass(frozen=True, kw_only=True)
 class ClassesPerClient(Partition):
-    """non-IID-1 of the FMML paper: every client owns a random set of classes; a class is split evenly among its owners.
+    """non-IID-1 of the FMML paper: every client owns random classes, and each class is split evenly among its owners.
 
-    The sets of the clients all differ as long as there are enough different sets, and overlap at random.
+    The sets of the clients are all different as long as there are enough different sets. They overlap at random.
 
     Attributes:
         num: Number of clients.
@@ -52,12 +52,12 @@ class ClassesPerClient(Partition):
         owned = self._owners(len(classes), sizes, keys.generator(keys.key(key, "owners")))
         owners = owned.sum(1, keepdims=True)
         rank = np.cumsum(owned, axis=1) - 1
-        # split evenly: the first (size mod owners) of them get one row more
+        # split evenly: the first (size mod owners) owners get one row more
         counts = owned * (sizes[:, None] // owners + (rank < sizes[:, None] % owners))
         return split_by_counts(columns, rows, counts, key)
 
     def _owners(self, num_classes: int, sizes: Counts, draw: np.random.Generator) -> NDArray[np.bool_]:
-        """Which client owns which class, bool (C, K): every class has an owner, and a row for each owner."""
+        """Draw which client owns which class, bool (C, K): every class has an owner, and a row for each owner."""
         for _ in range(MAX_REDRAWS):
             sets = _class_sets(num_classes, self.classes_per_client, self.num, draw)
             owned = np.zeros((num_classes, self.num), dtype=bool)
@@ -75,16 +75,15 @@ class ClassesPerClient(Partition):
 class MainClass(Partition):
     """non-IID-2 and non-IID-3 of the FMML paper: equal clients, each with a share of its rows from one main class.
 
-    A client has floor(N/K) rows; the main class of client k is k mod C. The rest of its rows comes uniformly at random
-    from what is left of all classes. Rows that remain at the end are unused.
+    A client has floor(N/K) rows, and the main class of client k is k mod C. The other rows of a client come uniformly
+    at random from the remaining rows of all classes. Rows that remain at the end are unused.
 
     Attributes:
         num: Number of clients.
         main_share: Share of the main class: 0.5 is non-IID-2, 0.3 is non-IID-3.
-        exclude_main: Draw the rest from the other classes only, so that the share is exact.
-        on_shortage: What to do if a class is too rare for its clients: "reduce" makes every client smaller until the
-            shares are exact; "cap" lets a client take what is left of its class, fills it up from the other classes and
-            warns.
+        exclude_main: Draw the other rows only from other classes, so that the share is exact.
+        on_shortage: What to do if a class is too rare for its clients. "reduce" makes every client smaller until the
+            shares are exact. "cap" lets a client take the rest of its class, adds rows of the other classes, and warns.
     """
 
     num: int
@@ -109,14 +108,14 @@ class MainClass(Partition):
                 raise DataError("main-class: a class is too rare for its clients; use on_shortage = 'cap'")
         rest_key = keys.key(key, "rest")
         while (counts := self._table(left, size, keys.generator(rest_key))) is None:
-            # the last clients found little but their main class; 5 % less for every client leaves them a choice
+            # the last clients found few rows outside their main class; 5 % less for every client leaves them a choice
             size = int(0.95 * size) if self.on_shortage == "reduce" else 0
             if size < 1:
                 raise DataError("main-class: too few other rows; set clients.exclude_main = false")
         return split_by_counts(columns, rows, counts, key)
 
     def _table(self, sizes: Counts, size: int, draw: np.random.Generator) -> Counts | None:
-        """Rows of each class for each client, int64 (C, K); None if the other classes cannot fill some client up.
+        """Return rows of each class for each client, int64 (C, K); None if other classes cannot fill some client.
 
         Args:
             sizes: Rows of each class (C,).
@@ -156,6 +155,6 @@ def _class_sets(num_classes: int, size: int, num: int, draw: np.random.Generator
         passes = [draw.permutation(total) for _ in range(-(-num // total))]
         return every[np.concatenate(passes)[:num]]
     chosen: dict[tuple[int, ...], None] = {}
-    while len(chosen) < num:  # at most half of all sets are taken, so a draw is new at least every other time
+    while len(chosen) < num:  # at most half of all sets are used, so a draw is new at least every other time
         chosen[tuple(sorted(draw.choice(num_classes, size, replace=False).tolist()))] = None
     return np.array(list(chosen))

@@ -1,4 +1,4 @@
-"""The rows of all clients, in two arrays whatever the number of clients."""
+"""The rows of all clients, stored in two arrays for any number of clients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ Rows = NDArray[np.int64]
 
 
 class RowSlices(Sequence[Rows]):
-    """Consecutive slices of one array, each made when it is looked at.
+    """Consecutive slices of one array. Each slice is made on access.
 
-    A list of a hundred thousand small arrays would take several times the memory of the numbers in them.
+    A list of a hundred thousand small arrays would take several times the memory of their numbers.
 
     Args:
         rows: int64 (n,).
@@ -89,10 +89,10 @@ class Shards:
         return torch.repeat_interleave(torch.arange(len(self)), self.sizes)
 
     def held_out(self, share: float, key: int) -> tuple["Shards", "Shards"]:
-        """Split `floor(share * n_k)` random rows off every client.
+        """Remove `floor(share * n_k)` random rows from every client, and return both parts.
 
         Returns:
-            The rows that stay, and the rows that were split off.
+            The rows that remain, and the rows that were removed.
         """
         if share == 0.0:
             return self, self.where(torch.zeros(len(self.rows), dtype=torch.bool))
@@ -105,9 +105,9 @@ class Shards:
         return self.where(torch.from_numpy(~off)), self.where(torch.from_numpy(off))
 
     def where(self, keep: Tensor) -> "Shards":
-        """Only the entries where `keep`, bool (n,), is true; clients may become empty."""
+        """Keep only the entries where `keep`, bool (n,), is true; clients may become empty."""
         if bool(keep.all()):
-            return self  # no copy: with many clients these arrays are most of what a run holds
+            return self  # no copy: with many clients these arrays are most of a run's memory
         if not bool(keep.any()):
             return Shards(torch.zeros_like(self.offsets), self.rows[:0])
         sizes = torch.bincount(self.owner[keep], minlength=len(self))
@@ -118,7 +118,7 @@ class Shards:
         return self.where(torch.arange(len(self.rows)) - self.offsets[self.owner] < most)
 
     def repeated(self, times: int) -> "Shards":
-        """Every client `times` times in a row, each copy with the same rows."""
+        """Repeat every client `times` times, each copy with the same rows."""
         if times == 1:
             return self
         return Shards.of([part.numpy() for k in range(len(self)) for part in [self[k]] * times])

@@ -28,17 +28,17 @@ _FRAME, _HOP, _BANDS = 256, 128, 32
 class AvMnist(Source):
     """Pairs of a written and a spoken digit: `image` (1, 28, 28), and `audio` (1, 32, 64), a log-mel (1, band, frame).
 
-    Every MNIST image gets a recording of its digit from the Free Spoken Digit Dataset, drawn uniformly among those of
-    the same split: training images get training recordings, and test images test recordings (both official splits).
-    Recordings are stored once, however many images share them. The natural client of a pair is its speaker, 0..5 in
-    order of names. Both modalities are standardised with training statistics. This is not the AV-MNIST of Vielzeuf et
-    al. (2018), whose images are reduced by PCA and whose sounds are noisy: do not compare results with it.
+    Every MNIST image gets a recording of its digit from the Free Spoken Digit Dataset. The recording is drawn uniformly
+    from the same split: training images get training recordings, and test images get test recordings (both official
+    splits). Recordings are stored once, even if several images share them. The natural client of a pair is its speaker,
+    0..5 in order of names. Both modalities are standardised with training statistics. This is not the AV-MNIST of
+    Vielzeuf et al. (2018), whose images are reduced by PCA and whose sounds are noisy. Do not compare results with it.
 
     Attributes:
         mnist: MNIST, as an .npz or a folder; `polyfed data av-mnist` has the layout.
         fsdd: Folder of `<digit>_<speaker>_<take>.wav` files; or an .npz with logmel or audio (int16, 8 kHz),
             label, client and split.
-        subset: Share of every digit to keep in both splits of MNIST, drawn at random.
+        subset: Share of every digit that is kept in both splits of MNIST, drawn at random.
         seed: Seed of the pairs and the subset; the run's own seed has no effect.
     """
 
@@ -98,7 +98,7 @@ def pairs(label: Tensor, split: Tensor, digit: Tensor, spoken_split: Tensor, key
         Number of the recording for each image, int64 (N,).
 
     Raises:
-        DataError: A digit has images and no recording in one of the splits.
+        DataError: In one of the splits, a digit has images but no recording.
     """
     partner = torch.full_like(label, -1)
     draw = keys.uniform(key, len(label)).double()
@@ -131,7 +131,7 @@ def read_fsdd(path: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def log_mel(audio: Tensor) -> Tensor:
     """Log-mels: log(1e-6 + power) in 32 mel bands from 0 to 4 kHz.
 
-    Frames of 256 samples, one every 128 samples, under a symmetric Hann window, after 64 zeros on each side.
+    The frames have 256 samples, one every 128 samples, with a symmetric Hann window, after 64 zeros on each side.
 
     Args:
         audio: int16 (U, 8192) at 8 kHz.

@@ -21,16 +21,16 @@ _FIELDS = "category&id&quality&start&end"
 class Ave(MediaSet):
     """`audio` (1, 257, 1004) and `visual` (3, 4, 224, 224) of the part of each video in which an event happens.
 
-    There are 28 classes, numbered in order of their names, an official split of 3,339 / 402 / 402 samples, and no
-    natural clients. A sample is a segment (id, start, end); some videos have several.
+    There are 28 classes, numbered in order of their names, and an official split of 3,339 / 402 / 402 samples. There
+    are no natural clients. A sample is a segment (id, start, end); some videos have several segments.
 
     Attributes:
         path: Folder AVE_Dataset, or a folder of prepared features.
         cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "audio", "visual".
-        frames: Frames of a sample, out of one for every second; 4 in CMSFed.
-        frame_pick: Which frames, out of one for every second: "even" takes evenly spaced ones, "first" the first ones,
-            "random" distinct ones, drawn once for each clip.
+        frames: Frames of a sample, chosen from one frame per second; 4 in CMSFed.
+        frame_pick: Which of the frames (one per second) are used: "even" uses evenly spaced ones, "first" the first
+            ones, "random" distinct ones, drawn once for each clip.
         size: Height and width of a frame.
     """
 

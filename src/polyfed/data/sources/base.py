@@ -1,4 +1,4 @@
-"""The base class of data sources, and the facts that `polyfed data NAME` prints about one."""
+"""The base class of data sources, and the facts that `polyfed data NAME` prints about a source."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from polyfed.data.columns import Columns
 class Source(ABC):
     """A data set that a recipe can name.
 
-    A source is a frozen dataclass whose fields are the keys of `[data]`. One of your own extends this class and is
+    A source is a frozen dataclass whose fields are the keys of `[data]`. Your own source extends this class and is
     named `package.module:Class` in `[data] name`.
     """
 
@@ -27,10 +27,10 @@ class Facts:
     """What a user must know about a data set before the first run.
 
     Attributes:
-        title: One line that says what the data is.
+        title: One line that describes the data.
         modalities: Name -> sample shape and meaning.
         licence: The licence, as the owner states it.
-        obtain: Where to get the data; polyfed never downloads any.
+        obtain: Where to get the data; polyfed never downloads data.
         layout: The files that the loader expects.
     """
 

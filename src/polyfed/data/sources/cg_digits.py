@@ -15,19 +15,19 @@ from polyfed.data.splits import stratified
 class CgDigits(Source):
     """1,797 scans of 8 x 8 pixels, each as `gray` (1, 8, 8) and `color` (3, 8, 8), coloured like `cg-mnist`.
 
-    Training colours reveal the label, test colours do not: a model that relies on colour fails the test. A fifth of
-    every digit is the test set, always the same rows. Both modalities are standardised per channel with training
-    statistics.
+    Training colours reveal the label, but test colours do not. A model that relies on colour therefore fails the test.
+    A fifth of every digit is the test set, always with the same rows. Both modalities are standardised per channel with
+    training statistics.
 
     Attributes:
-        seed: Seed of the colours; the run's own seed has no effect, so that all runs share one data set.
+        seed: Seed of the colours. The run's own seed has no effect, so all runs share one data set.
     """
 
     seed: int = 0
 
     def load(self) -> Columns:
         """Colour the scans that scikit-learn contains."""
-        from sklearn.datasets import load_digits  # slow to import, and needed by this source alone
+        from sklearn.datasets import load_digits  # slow to import, and only this source needs it
 
         scans = load_digits()
         label = torch.from_numpy(scans.target).long()

@@ -35,16 +35,16 @@ _ROWS_AT_ONCE = 4096  # converted at a time, so that 60,000 images are never in 
 
 @dataclass(frozen=True, kw_only=True)
 class Cifar100(Source):
-    """Images as `rgb` (3, 32, 32) and `gray` (1, 32, 32): a row holds both of the same image. No augmentation.
+    """Images as `rgb` (3, 32, 32) and `gray` (1, 32, 32); a row holds both versions of one image. No augmentation.
 
-    Images are kept as bytes (gray is rounded) and standardised when a batch is taken: `rgb` by the usual mean and
-    deviation of CIFAR-100, `gray` by its own over the training rows.
+    Images are stored as bytes (gray is rounded) and standardised when a batch is taken. `rgb` uses the usual mean and
+    deviation of CIFAR-100. `gray` uses its own mean and deviation over the training rows.
 
     Attributes:
         path: An .npz, or the folder of CIFAR's binary version; `polyfed data cifar100` has the layout. The python
             version of CIFAR is a pickle, which polyfed does not open.
         labels: With the binary version: "fine" (100 classes) or "coarse" (20 superclasses).
-        subset: Share of every class to keep in both splits, drawn at random.
+        subset: Share of every class that is kept in both splits, drawn at random.
         seed: Seed of the subset; the run's own seed has no effect.
     """
 

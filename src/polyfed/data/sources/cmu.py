@@ -18,7 +18,7 @@ from polyfed.data.sources.media_set import check_modalities
 MODALITIES = ("text", "audio", "vision")
 _PARTS = (("train", TRAIN), ("valid", VALIDATION), ("test", TEST))
 _NAMES = {7: ("-3", "-2", "-1", "0", "1", "2", "3"), 2: ("negative", "not negative")}
-_SCALED = ("audio", "vision")  # GloVe vectors are left as they are
+_SCALED = ("audio", "vision")  # GloVe vectors are not scaled
 
 CONVERT = (
     "python -c \"import pickle, numpy as np; d = pickle.load(open('{file}', 'rb')); np.savez('{stem}.npz', "
@@ -82,9 +82,9 @@ class _Cmu(Source):
 class Mosei(_Cmu):
     """`text` (steps, 300) GloVe, `audio` (steps, 74), `vision` (steps, 35); 16,326 / 1,871 / 4,659 segments.
 
-    Infinite and missing numbers become 0. A step of zeros is padding, which encoders with masks (`transformer`) leave
-    out; scaling keeps such steps at zero. The natural clients are the videos, if the file has ids. All arrays are read
-    into memory.
+    Infinite and missing numbers become 0. A time step of zeros is padding, which encoders with masks (`transformer`)
+    leave out. Scaling keeps such steps at zero. The natural clients are the videos, if the file has ids. All arrays are
+    read into memory.
 
     Attributes:
         path: The .npz (or folder of .npy) converted from mosei_senti_data.pkl, aligned, or ..._noalign.pkl; the error
@@ -92,7 +92,7 @@ class Mosei(_Cmu):
         modalities: "text", "audio", "vision".
         classes: 7: round(clip(score, -3, 3)) + 3; 2: score >= 0. Both are inferred, see docs/data.md.
         target: "class", or "score": the sentiment from -3 to 3, for `regression`; then `classes` has no effect.
-        steps: Steps of a sample that are kept, from the first one that is not padding; aligned files have 50.
+        steps: Number of time steps of a sample, from the first one that is not padding; aligned files have 50.
         standardise: Shift and scale `audio` and `vision` by training statistics over steps that are not padding.
     """
 
@@ -116,8 +116,8 @@ class Mosei(_Cmu):
 class Mosi(_Cmu):
     """`text` (steps, 300) GloVe, `audio` (steps, ...), `vision` (steps, ...); 1,284 / 229 / 686 segments.
 
-    CMU-MOSI is read like CMU-MOSEI, see `Mosei`. Feature widths differ between releases and are taken from the file.
-    For the utterance-level vectors of Poria et al. use the source `npz`.
+    CMU-MOSI is read like CMU-MOSEI, see `Mosei`. Feature widths differ between releases, so they are read from the
+    file. For the utterance-level vectors of Poria et al., use the source `npz`.
 
     Attributes:
         path: The .npz (or folder of .npy) converted from mosi_data.pkl; the error for a .pkl prints the command that
@@ -125,7 +125,7 @@ class Mosi(_Cmu):
         modalities: "text", "audio", "vision".
         classes: 7: round(clip(score, -3, 3)) + 3; 2: score >= 0. Both are inferred, see docs/data.md.
         target: "class", or "score": the sentiment from -3 to 3, for `regression`; then `classes` has no effect.
-        steps: Steps of a sample that are kept, from the first one that is not padding.
+        steps: Number of time steps of a sample, from the first one that is not padding.
         standardise: Shift and scale `audio` and `vision` by training statistics over steps that are not padding.
     """
 
@@ -181,12 +181,12 @@ def _scaled(x: Tensor, train: Tensor) -> Tensor:
     real = (x != 0).any(-1)
     seen = x[train][real[train]].double()
     mean, deviation = seen.mean(0), seen.std(0, correction=0)
-    deviation = torch.where(deviation > 1e-6, deviation, 1.0)  # a constant feature is only centred
+    deviation = torch.where(deviation > 1e-6, deviation, 1.0)  # a constant feature is centred, but not scaled
     return torch.where(real[..., None], ((x - mean) / deviation).float(), 0.0)
 
 
 def _videos(arrays: Arrays, num: int) -> Tensor | None:
-    """Number of the video of every row, int64 (N,), from the arrays `<part>_id`; None if the file has none.
+    """Return the number of the video of every row, int64 (N,), from the arrays `<part>_id`; None without ids.
 
     An id is `video[segment]`, or the triple (video, start, end).
     """

@@ -32,9 +32,9 @@ _ROWS_AT_ONCE = 4096  # coloured at a time, so that 60,000 images are never in m
 def colours(label: Tensor, split: Tensor, seed: int) -> Tensor:
     """Draw a colour for every row.
 
-    A training row takes the mean colour of its label, every other row that of a digit drawn uniformly from the ten, so
-    that colour predicts the label in training and not in the test. Then noise N(0, 0.03), 0.03 being the variance, is
-    added to each channel, and the result is clipped.
+    A training row takes the mean colour of its label. Every other row takes the mean colour of a digit drawn uniformly
+    from the ten. Colour therefore predicts the label in training, but not in the test. Then noise N(0, 0.03), where
+    0.03 is the variance, is added to each channel, and the result is clipped.
 
     Args:
         label: int64 (N,).
@@ -52,7 +52,7 @@ def colours(label: Tensor, split: Tensor, seed: int) -> Tensor:
 
 
 def painted(gray: Tensor, colour: Tensor) -> Tensor:
-    """Colour gray images: gray * colour, rounded, so that the stroke is coloured and the background stays black.
+    """Colour gray images as gray * colour, rounded. The stroke is coloured and the background stays black.
 
     Args:
         gray: uint8 (N, H, W).

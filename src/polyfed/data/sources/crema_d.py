@@ -19,7 +19,7 @@ from polyfed.data.sources.media_set import MediaSet, check_modalities, fold_of_c
 
 CLASSES = ("NEU", "HAP", "SAD", "FEA", "DIS", "ANG")
 COUNTS = {"NEU": 1087, "HAP": 1271, "SAD": 1271, "FEA": 1271, "DIS": 1271, "ANG": 1271}
-"""Clips of the whole data set, by class: those of the released train.csv and test.csv together."""
+"""Clips of the whole data set, by class: the sum over the released train.csv and test.csv."""
 
 _SPECTRA: Mapping[str, Extractor] = {"257x299": LogSpectrogram(), "257x188": StftMagnitude()}
 _FOLDS = 5  # folds of actors, as in FedMultimodal
@@ -29,9 +29,9 @@ _FOLDS = 5  # folds of actors, as in FedMultimodal
 class CremaD(MediaSet):
     """`audio`, a log-spectrogram (1, 257, 299) or (1, 257, 188), and `visual`, frames (3, count, size, size).
 
-    7,442 clips of 6 acted emotions; the label is the third field of a clip's name. The 91 actors are the natural
-    clients. The files train.csv and test.csv that CMSFed, OGM-GE and PMR release split clips at random, so that an
-    actor can be in both; `split = "actors"` keeps training and test actors apart.
+    The data set has 7,442 clips of 6 acted emotions. The label is the third field of a clip's name. The 91 actors are
+    the natural clients. The files train.csv and test.csv that CMSFed, OGM-GE and PMR release split clips at random, so
+    an actor can be in both. `split = "actors"` keeps training and test actors apart.
 
     Attributes:
         path: Folder with AudioWAV/ and VideoFlash/, or a folder of prepared features.
@@ -39,10 +39,10 @@ class CremaD(MediaSet):
         modalities: "audio", "visual".
         spectrogram: "257x299" of CMSFed, each clip normalised; "257x188" of FMML, not normalised.
         frames: Frames of a sample; 3 in CMSFed, 1 (the middle one) in FMML.
-        frame_pick: Which frames, out of one for every second: "even" takes evenly spaced ones, "first" the first ones,
-            "random" distinct ones, drawn once for each clip.
+        frame_pick: Which of the frames (one per second) are used: "even" uses evenly spaced ones, "first" the first
+            ones, "random" distinct ones, drawn once for each clip.
         size: Height and width of a frame.
-        split: "files" reads train.csv and test.csv (lines `name,EMO`); "actors" makes a fifth of the actors test.
+        split: "files" reads train.csv and test.csv (lines `name,EMO`). "actors" uses a fifth of the actors as test set.
         fold: With `split = "actors"`: which fifth of the actors is the test set, 1 to 5.
     """
 

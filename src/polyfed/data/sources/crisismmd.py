@@ -1,4 +1,4 @@
-"""CrisisMMD: tweets of disasters with an image, eight humanitarian classes (FedMultimodal)."""
+"""CrisisMMD: tweets about disasters with an image, in eight humanitarian classes (FedMultimodal)."""
 
 import re
 from dataclasses import dataclass
@@ -29,15 +29,15 @@ _LINK = re.compile(r"http\S+")
 class CrisisMmd(ImageText):
     """`image` (1280,) and `text` (768,) of tweets, without their links; about 18,100 pairs, 8 classes, official split.
 
-    There are no natural clients; FedMultimodal makes 100 clients by a Dirichlet partition. Its released partition
-    script gives test images the texts of the development file; here every image keeps its own text, so test results
+    There are no natural clients. FedMultimodal makes 100 clients by a Dirichlet partition. Its released partition
+    script gives test images the texts of the development file. Here every image keeps its own text, so test results
     differ.
 
     Attributes:
         path: Folder CrisisMMD_v2.0, or a folder of prepared features.
         cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "image", "text".
-        label: Which annotation is the label: that of the "image" (FedMultimodal), or that of the "text".
+        label: The annotation that is the label: of the "image" (FedMultimodal), or of the "text".
         image: "embedding" by `image_model`, or "pixels" (3, size, size) for the encoders `resnet18` and `hf`.
         image_model: Folder, or name in the hub's cache; MobileNetV2 gives 1280 numbers.
         size: Height and width of the image.

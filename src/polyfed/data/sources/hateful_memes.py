@@ -1,4 +1,4 @@
-"""Hateful Memes: is this image with this text hateful? (FedMultimodal)"""
+"""Hateful Memes: images with text, labelled as hateful or not (FedMultimodal)."""
 
 import json
 from dataclasses import dataclass

@@ -22,9 +22,9 @@ _FILES = {".parquet": "parquet", ".csv": "csv", ".jsonl": "json"}
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(MediaSet):
-    """Columns of a `datasets` table become modalities; splits named train, test, validation (valid, dev) are used.
+    """A `datasets` table whose columns become modalities; reads the splits train, test, validation (valid, dev).
 
-    Nothing is downloaded. Save a data set of the hub once, with `load_dataset(NAME).save_to_disk(DIR)`.
+    Nothing is downloaded. Save a data set of the hub once with `load_dataset(NAME).save_to_disk(DIR)`.
 
     Attributes:
         path: Folder written by `save_to_disk`, or with files `<split>*.parquet`, `.csv` or `.jsonl`; or a folder of
@@ -32,7 +32,7 @@ class HuggingFace(MediaSet):
         cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: Modality -> kind: "image" (3, size, size), "text" embedded by `model`, "tokens" (64,), "audio"
             (600, 80) log-mel, "values" (numbers or lists of one shape).
-        columns: Modality -> column that it is read from, where the names differ.
+        columns: Modality -> column of its values, if the names differ.
         label: Column with class numbers or names.
         client: Column with the natural client; empty: there are none.
         model: Folder, or name in the hub's cache, of the model for "text" and "tokens".
@@ -135,7 +135,7 @@ class HuggingFace(MediaSet):
 def _cell(part: Any, row: int, column: str) -> Any:
     def read() -> Any:
         value = part[row][column]
-        if isinstance(value, dict):  # an image or a sound, not decoded
+        if isinstance(value, dict):  # an image or a sound that is not decoded
             return value["bytes"] if value.get("bytes") else Path(value["path"]).read_bytes()
         return value
 
@@ -143,7 +143,7 @@ def _cell(part: Any, row: int, column: str) -> Any:
 
 
 def _opened(root: Path, cache: str) -> dict[str, Any]:
-    """Split -> its table, with images and sounds left undecoded."""
+    """Return split -> its table. Images and sounds are not decoded."""
     datasets = optional("datasets", "text")
     try:
         if (root / "dataset_dict.json").is_file():

@@ -20,7 +20,7 @@ COUNTS = {"ang": 289, "neu": 1099, "sad": 608, "hap": 947}
 """Utterances in improvised dialogues, with excitement counted as happiness (PartialFL, Table 1)."""
 
 _MERGED = {"exc": "hap"}
-_OTHER = ("dis", "fea", "fru", "oth", "sur", "xxx")  # labels that occur and are left out
+_OTHER = ("dis", "fea", "fru", "oth", "sur", "xxx")  # labels in the data that are left out
 _LABEL = re.compile(r"\[\d+\.\d+ - \d+\.\d+\]\t(Ses\d\d[FM]_\w+)\t(\w+)\t\[")
 _SPOKEN = re.compile(r"(Ses\d\d[FM]_\w+) \[[\d.]+-[\d.]+\]:\s*(.*)")
 _SESSIONS = (1, 2, 3, 4, 5)
@@ -74,7 +74,7 @@ class Iemocap(MediaSet):
         return Listing(samples, CLASSES, COUNTS)
 
     def split_of(self, prepared: Prepared, split: Tensor) -> Tensor:
-        """The test session is the test set, all other sessions train."""
+        """Use the test session as the test set, and all other sessions for training."""
         return fold_of_groups(prepared.groups(), self.test_session, "session")
 
     @classmethod
@@ -106,7 +106,7 @@ def _dialogue(file: Path, session: Path, number: int) -> list[Sample]:
         if found is None:
             if line.startswith("["):
                 _refuse_malformed(file, line)
-            continue  # the votes of single raters, and the header
+            continue  # a vote of a single rater, or the header
         name, label = found.groups()
         if label in _OTHER:
             continue

@@ -1,4 +1,4 @@
-"""Base of the data sets that pair an image with a text."""
+"""Base class of the data sets that pair an image with a text."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,7 +11,7 @@ from polyfed.data.sources.media_set import MediaSet, check_modalities
 
 @dataclass(frozen=True, kw_only=True)
 class ImageText(MediaSet):
-    """A data set whose samples are an image and a text, each embedded by a frozen model, or raw for a recipe's encoder.
+    """A data set of images with texts. A frozen model embeds each, or a recipe's encoder reads them raw.
 
     Attributes:
         path: The data set's folder, or a folder of prepared features.

@@ -36,10 +36,10 @@ _FOLDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class KuHar(MediaSet):
-    """Windows `acc` and `gyro` of 128 steps x 3 axes at 50 Hz; the 8 activities of FedMultimodal, or all 18.
+    """Windows `acc` and `gyro` of 128 steps x 3 axes at 50 Hz, of the 8 activities of FedMultimodal, or of all 18.
 
-    The natural clients are the subjects; a fifth of them is the test set. FedMultimodal counts windows of 256 lines,
-    but its released extractor reads the first half of each, 64 steps; here it reads the whole window.
+    The natural clients are the subjects, and a fifth of them is the test set. FedMultimodal counts windows of 256
+    lines, but its released extractor reads only the first half of each, 64 steps. This source reads the whole window.
 
     Attributes:
         path: The folder that holds Trimmed_interpolated_data, or a folder of prepared features.
@@ -49,7 +49,7 @@ class KuHar(MediaSet):
         fold: Which fifth of the subjects, in order of their numbers, is the test set: 1 to 5.
         min_windows: A training subject with fewer windows is left out; 10 in FedMultimodal.
         normalise: "window" shifts and scales each window and axis by its own mean and deviation, as FedMultimodal does;
-            "none" leaves the numbers as they are.
+            "none" does not change the numbers.
     """
 
     NAME: ClassVar[str] = "ku-har"
@@ -85,7 +85,7 @@ class KuHar(MediaSet):
         return Listing(samples, classes)
 
     def split_of(self, prepared: Prepared, split: Tensor) -> Tensor:
-        """A fifth of the subjects is the test set; training subjects with few windows are left out."""
+        """Use a fifth of the subjects as test set, and leave out training subjects with few windows."""
         clients = prepared.clients()
         codes = fold_of_clients(clients, _FOLDS, self.fold)
         counts = Counter(clients)

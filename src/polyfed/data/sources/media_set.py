@@ -1,4 +1,4 @@
-"""Base of the data sets whose samples are media files: list them, extract their features once, then read these."""
+"""Base class of data sets of media files: it lists the files, extracts their features once, then reads the features."""
 
 import hashlib
 import os
@@ -24,17 +24,17 @@ from polyfed.data.sources.base import Source
 
 @dataclass(frozen=True, kw_only=True)
 class MediaSet(Source):
-    """A published data set on disk, or the folder that `polyfed data prepare` made of it.
+    """A published data set on disk, or the folder that `polyfed data prepare` made from it.
 
-    From the published folder, features are extracted at the first use and kept in the cache; any unusable file stops
-    the extraction. `polyfed data prepare` does the same with a progress bar and several workers, and can skip such
+    With the published folder, features are extracted at the first use and stored in the cache. Any unusable file stops
+    the extraction. `polyfed data prepare` does the same with a progress bar and several workers, and it can skip such
     files.
 
     A subclass names itself (`NAME`), lists its samples (`listing`) and chooses the extractors (`extractors`).
 
     Attributes:
         path: The data set's folder, or a folder of prepared features.
-        cache: Where features of a data set's folder are kept; empty: `$XDG_CACHE_HOME/polyfed`, by default
+        cache: Folder for the features of the data set; empty: `$XDG_CACHE_HOME/polyfed`, by default
             `~/.cache/polyfed`.
     """
 
@@ -42,13 +42,13 @@ class MediaSet(Source):
     """Name of the source, as in `[data] name`."""
 
     CHOOSES: ClassVar[tuple[str, ...]] = ()
-    """Options that decide which samples there are, or how they are labelled and split."""
+    """Options that determine which samples there are, or how they are labelled and split."""
 
     path: str
     cache: str = ""
 
     def listing(self, root: Path) -> Listing:
-        """All samples of the data set in the folder `root`.
+        """Return all samples of the data set in the folder `root`.
 
         Raises:
             DataError: A file is missing or malformed; the message names it.
@@ -60,7 +60,7 @@ class MediaSet(Source):
         raise NotImplementedError
 
     def split_of(self, prepared: Prepared, split: Tensor) -> Tensor:
-        """Split codes, int8 (N,): `split` as it is stored, unless an option of the recipe chooses the fold.
+        """Return split codes, int8 (N,): the stored `split`, unless an option of the recipe chooses the fold.
 
         Args:
             prepared: The folder of features.
@@ -69,7 +69,7 @@ class MediaSet(Source):
         return split
 
     def load(self) -> Columns:
-        """Read the table, whose features are memory mapped; extract them first if need be."""
+        """Read the table, whose features are memory-mapped. If the features do not exist, extract them first."""
         root = existing(self.path, self.NAME)
         prepared = Prepared.read(root) or self._cached(root)
         prepared.require_arrays()
@@ -90,7 +90,7 @@ class MediaSet(Source):
         return work.run(self.NAME, self.chosen())
 
     def _used(self, root: Path) -> Listing:
-        """The listing, cut to the modalities that are extracted."""
+        """Return the listing with only the modalities that are extracted."""
         listing = self.listing(root).checked(root)
         used = set(self.extractors())
         samples = [
@@ -100,11 +100,11 @@ class MediaSet(Source):
         return replace(listing, samples=samples)
 
     def matches(self, prepared: Prepared) -> bool:
-        """Whether the features were made from exactly the files that are in the data set's folder now."""
+        """Whether the features were made from exactly the current files in the data set's folder."""
         return prepared.fingerprint == self._used(existing(self.path, self.NAME)).fingerprint()
 
     def chosen(self) -> Mapping[str, Any]:
-        """The values of the options in `CHOOSES`, as JSON can hold them."""
+        """Return the values of the options in `CHOOSES`, in a form that JSON can hold."""
         values = {name: getattr(self, name) for name in self.CHOOSES}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -127,15 +127,15 @@ def check_modalities(given: tuple[str, ...], allowed: tuple[str, ...]) -> None:
 
 
 def fold_of_groups(groups: Tensor, test: int, what: str) -> Tensor:
-    """Split codes, int8 (N,): the rows of one group are the test set, all others train.
+    """Return split codes, int8 (N,): the rows of one group are the test set, and all others train.
 
     Args:
         groups: Group of every row, int64 (N,).
         test: The group that is the test set.
-        what: What a group is, for the message: "session".
+        what: The name of a group in the message, such as "session".
 
     Raises:
-        DataError: No row is in that group, or all are.
+        DataError: No row is in that group, or all rows are.
     """
     is_test = groups == test
     if not is_test.any() or is_test.all():
@@ -145,10 +145,10 @@ def fold_of_groups(groups: Tensor, test: int, what: str) -> Tensor:
 
 
 def fold_of_clients(clients: Sequence[str], folds: int, fold: int) -> Tensor:
-    """Split codes, int8 (N,): the natural clients of one fold are the test set, all others train.
+    """Return split codes, int8 (N,): the natural clients of one fold are the test set, and all others train.
 
-    A fold is a range of the clients in order of their names; the first folds have one client more if their number is
-    not divisible, as in scikit-learn's `KFold`.
+    A fold is a range of the clients in order of their names. If their number is not divisible, the first folds have one
+    client more, as in scikit-learn's `KFold`.
 
     Args:
         clients: Natural client of every row.

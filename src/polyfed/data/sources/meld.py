@@ -37,8 +37,8 @@ _PARTS = (
 class Meld(MediaSet):
     """`audio` (frames, 80), a log-mel standardised by speaker, and `text` (512,) of utterances; official split.
 
-    The natural clients are the speakers of each season. FedMultimodal uses 80 MFCCs; this source uses 80 log-mel bands,
-    which carry the same information and suit any encoder. A few videos of the release cannot be decoded: prepare it
+    The natural clients are the speakers of each season. FedMultimodal uses 80 MFCCs. This source uses 80 log-mel bands,
+    which hold the same information and suit any encoder. A few videos of the release cannot be decoded, so prepare it
     with `--on-corrupt skip`.
 
     Attributes:
@@ -46,7 +46,7 @@ class Meld(MediaSet):
         cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "audio", "text".
         classes: Number of classes: 4 (neutral, sadness, joy, anger, as in FedMultimodal) or all 7.
-        min_utterances: A speaker with fewer utterances in a split is left out of it; 11 in FedMultimodal.
+        min_utterances: A speaker with fewer utterances in a split is removed from that split; 11 in FedMultimodal.
         frames: Length of `audio`, in windows of 10 ms.
         text: "embedding" by `text_model`, or "tokens" (64,) for the encoder `hf`.
         text_model: Folder, or name in the hub's cache; MobileBERT, which FedMultimodal uses, gives 512 numbers.

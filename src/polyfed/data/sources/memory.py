@@ -1,4 +1,4 @@
-"""memory: data that a Python program holds in memory and passed to `polyfed.run`."""
+"""memory: data that a Python program holds in memory and passes to `polyfed.run`."""
 
 from dataclasses import dataclass
 
@@ -9,27 +9,27 @@ from polyfed.data.sources.base import Facts, Source
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Source):
-    """Data in memory. A recipe's file cannot hold it, so the file says what it was.
+    """Data in memory. A recipe's file cannot hold this data, so the file describes it.
 
     Attributes:
-        about: What the data was, in words.
+        about: A description of the data.
     """
 
     about: str = ""
 
     @classmethod
     def of(cls, columns: Columns) -> "Memory":
-        """A source whose `load` gives this table."""
+        """Make a source whose `load` returns this table."""
         shapes = ", ".join(f"{name} {column.shape}" for name, column in columns.modalities.items())
         made = cls(about=f"{len(columns):,} rows of {shapes}")
         object.__setattr__(made, "_columns", columns)
         return made
 
     def load(self) -> Columns:
-        """The table.
+        """Return the table.
 
         Raises:
-            DataError: This recipe was read from a file, and the data is gone.
+            DataError: This recipe was read from a file, which does not contain the data.
         """
         columns: Columns | None = getattr(self, "_columns", None)
         if columns is None:

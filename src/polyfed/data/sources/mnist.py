@@ -1,4 +1,4 @@
-"""Read MNIST from any of its usual files: an .npz, Keras' .npz, or the four idx files."""
+"""Reads MNIST from any of its usual files: an .npz, Keras' .npz, or the four idx files."""
 
 from pathlib import Path
 

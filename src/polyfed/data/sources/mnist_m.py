@@ -24,15 +24,15 @@ SIDE = 28
 class MnistM(Source):
     """60,000 / 10,000 digits, each as `mnist` (1, 28, 28) and `mnist_m` (3, 28, 28).
 
-    MNIST-M is |background - digit|, where the digit is binarised to 0 or 255 and the background is a random crop of a
-    natural image (Ganin & Lempitsky, ICML 2015). Rows are those of MNIST, unlike the published files, whose script
-    splits 55,000 / 5,000 / 10,000. Both modalities are scaled to [0, 1].
+    MNIST-M is |background - digit|. The digit is binarised to 0 or 255, and the background is a random crop of a
+    natural image (Ganin & Lempitsky, ICML 2015). The rows are the same as in MNIST. They differ from the published
+    files, whose script splits 55,000 / 5,000 / 10,000. Both modalities are scaled to [0, 1].
 
     Attributes:
         path: MNIST, as an .npz or a folder; `polyfed data mnist-m` has the layout.
         backgrounds: Folder of pictures of at least 28 x 28 pixels (BSDS500's training images in the original), or an
             .npz with one uint8 array (n, H, W, 3) named image.
-        subset: Share of every class to keep in both splits, drawn at random.
+        subset: Share of every class that is kept in both splits, drawn at random.
         seed: Seed of the crops and the subset; 42 in the public script. The run's own seed has no effect.
     """
 

@@ -18,7 +18,7 @@ CLASSES = ("N", "H", "S", "A")
 COUNTS = {"N": 2072, "H": 1184, "S": 739, "A": 585}
 """Turns of the types S and T (PartialFL, Table 1)."""
 
-LABELS = "Evalution.txt"  # as it is spelt in the release
+LABELS = "Evalution.txt"  # spelt like this in the release
 _KINDS = ("S", "T")  # types of recording; P (natural interaction) and R (read) are left out
 _OTHER = ("X", "O")  # labels that are left out: no agreement, other
 
@@ -27,8 +27,8 @@ _OTHER = ("X", "O")  # labels that are left out: no agreement, other
 class MspImprov(MediaSet):
     """`audio` (frames, 80), a log-mel standardised by speaker, and `text` (768,); 4 classes, 4,580 turns.
 
-    The twelve speakers are the natural clients, and one session is the test set. The release has transcripts of some
-    turns only, so `text` needs a csv file; a turn without a line in it lacks the modality.
+    The twelve speakers are the natural clients, and one session is the test set. The release has transcripts of only
+    some turns, so `text` needs a csv file. A turn without a line in this file lacks the modality.
 
     Attributes:
         path: Folder with Audio/ and Evalution.txt (sic), or a folder of prepared features.
@@ -67,7 +67,7 @@ class MspImprov(MediaSet):
         samples = []
         for line in lines(root / LABELS, self.NAME):
             if not line.startswith("UTD-IMPROV-"):
-                continue  # the votes of single raters
+                continue  # a vote of a single rater
             name, label = _labelled(root / LABELS, line)
             scenario, speaker, kind, _ = _fields(root / LABELS, name)
             if kind not in _KINDS or label in _OTHER:
@@ -82,7 +82,7 @@ class MspImprov(MediaSet):
         return Listing(samples, CLASSES, COUNTS)
 
     def split_of(self, prepared: Prepared, split: Tensor) -> Tensor:
-        """The test session is the test set, all other sessions train."""
+        """Use the test session as the test set, and all other sessions for training."""
         return fold_of_groups(prepared.groups(), self.test_session, "session")
 
     def _spoken(self) -> dict[str, str]:

@@ -35,10 +35,10 @@ class MultiView(Source):
 
     Attributes:
         path: The data set's folder; `polyfed data multiview` has the layout.
-        views: Modality -> names of its views, stacked as channels, as in `{ front = ["v001"], back = ["v007"] }`;
-            empty: Each view that the first object has is a modality of the view's name.
+        views: Modality -> names of its views, stacked as channels, such as `{ front = ["v001"], back = ["v007"] }`. If
+            empty, each view of the first object is a modality with the view's name.
         size: Height and width in pixels; 224 in the papers, 64 for quick runs.
-        gray: One channel for each view instead of three.
+        gray: Use one channel for each view instead of three.
     """
 
     path: str

@@ -25,16 +25,16 @@ from polyfed.data.splits import drawn
 class Npz(Source):
     """Your own data, without code: an array for each modality, an array of labels, and optional arrays named below.
 
-    A folder of `<array>.npy` files can take the place of an `.npz`; its arrays are memory mapped, for data larger than
-    memory. A boolean array `<modality>_present` says which rows have that modality; without it, all rows have it.
+    A folder of `<array>.npy` files can replace an `.npz`. Its arrays are memory-mapped, for data larger than memory. A
+    boolean array `<modality>_present` marks the rows that have the modality; without this array, all rows have it.
 
     Attributes:
         path: The `.npz` file, or the folder of `.npy` files.
         modalities: Names of the arrays that are modalities, in this order.
-        label: Array of the labels: class numbers 0..C-1 (N,); words (N,), which are numbered in sorted order and kept
-            as names; or targets (N,) or (N, T) for other tasks than classification: floats, with NaN where a target is
-            unknown, or integers (N, T). A boolean array `<label>_known` of the same shape may say which targets are
-            known.
+        label: Array of the labels. Class numbers 0..C-1 (N,); words (N,), which are numbered in sorted order and kept
+            as names; or targets (N,) or (N, T) for objectives other than classification. Targets are floats, with NaN
+            for an unknown target, or integers (N, T). A boolean array `<label>_known` of the same shape may mark the
+            known targets.
         client: Array of the natural client of each row: integers or strings, numbered in sorted order.
         split: Array of split codes: 0 train, 1 test, 2 validation, 3 left out; or the words train, test, validation.
         split_personal: Array of split codes within each natural client: 0 train, 1 test, 2 guard row.
@@ -42,14 +42,14 @@ class Npz(Source):
         ids: Array of sample ids, distinct integers; without it, the row numbers.
         layout: Modality -> axes of a sample, if the following rule guesses wrong. One axis is a vector (F). Two axes
             are an image (H, W) if uint8, otherwise a sequence (T, F). Three axes are (H, W, C) if the last has 1, 3 or
-            4 entries, otherwise (C, H, W). Samples are converted to (F), (T, F) or (C, H, W); "FT" is for sequences
-            that are stored features first.
-        standardise: Shift and scale every feature by its mean and deviation over the training rows; a list names the
-            modalities for which this is done. Otherwise uint8 images are scaled to [0, 1], and everything else is left
-            as it is.
-        test_share: Share of every class, or of all rows where labels are targets, that is drawn as global test set if
-            the file has no split array; 0: no test set.
-        seed: Seed of that draw; the run's own seed has no effect.
+            4 entries, otherwise (C, H, W). Samples are converted to (F), (T, F) or (C, H, W). Use "FT" for sequences
+            whose first axis is the features.
+        standardise: Shift and scale every feature by its mean and deviation over the training rows. A list names the
+            modalities for which this is done. In other modalities, uint8 images are scaled to [0, 1], and all other
+            values are unchanged.
+        test_share: Share of every class that is drawn as global test set if the file has no split array; 0: no test
+            set. If the labels are targets, it is a share of all rows.
+        seed: Seed for drawing that test set; the run's own seed has no effect.
     """
 
     path: str
@@ -132,13 +132,13 @@ class Npz(Source):
             require(name in self.modalities, "data.layout", name, ", ".join(self.modalities))
 
     def _named(self, arrays: Arrays, key: str) -> str | None:
-        """Name of the array that an option names; None if the file lacks it and the recipe did not name it."""
+        """Return the name of the array that an option names; None if the file lacks an array that nobody named."""
         name: str = getattr(self, key)
         if name in arrays:
             return name
         default = next(f.default for f in fields(self) if f.name == key)
         if name not in ("", default):
-            arrays[name]  # raises, naming the file and the nearest array
+            arrays[name]  # raises an error that names the file and the nearest array
         return None
 
     def _ids(self, arrays: Arrays) -> Tensor | None:

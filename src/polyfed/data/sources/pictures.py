@@ -1,4 +1,4 @@
-"""Read picture files with Pillow, which is imported only when a picture is read."""
+"""Reads picture files with Pillow, which is imported only when a picture is read."""
 
 from pathlib import Path
 
@@ -13,10 +13,10 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm")
 
 
 def pictures(folder: str | Path, what: str) -> list[Path]:
-    """The picture files of a folder, in order of their names.
+    """Return the picture files of a folder, in order of their names.
 
     Raises:
-        DataError: The folder is missing, or has no picture. `what` says in the message what was looked for.
+        DataError: The folder is missing, or has no picture. `what` describes the wanted files in the message.
     """
     found = existing(folder, what)
     paths = sorted(path for path in found.glob("*") if path.suffix.lower() in SUFFIXES)
@@ -30,8 +30,8 @@ def read_picture(path: Path, *, gray: bool = False, size: int | None = None) -> 
 
     Args:
         path: The file.
-        gray: Convert it to one channel; otherwise it has three.
-        size: Scale it to `size` x `size` pixels; None: keep its size.
+        gray: Convert the picture to one channel; otherwise it has three.
+        size: Scale the picture to `size` x `size` pixels; None keeps its size.
 
     Returns:
         uint8 (C, H, W).

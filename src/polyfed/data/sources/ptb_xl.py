@@ -26,10 +26,11 @@ _CERTAIN = 100.0  # a diagnostic statement counts at this likelihood only, as in
 class PtbXl(MediaSet):
     """`limb` (1000, 6), leads I to aVF, and `chest` (1000, 6), V1 to V6, at 100 Hz; 5 diagnostic superclasses.
 
-    The natural clients are the recording sites; records without a site are left out. Folds 1 to 8 train, 9 validates
-    and 10 tests, as the owners propose. With one label for each sample, records whose statements of likelihood 100 name
-    no superclass, or several, are left out. With several, only records that name none are left out: five labels of 0
-    and 1, the task `multi-label`, as in FedMultimodal.
+    The natural clients are the recording sites, and records without a site are left out. Folds 1 to 8 are for training,
+    9 for validation and 10 for the test, as the owners propose. Only statements of likelihood 100 count. With one label
+    per record, records whose statements name no superclass or several are left out. With several labels, only records
+    whose statements name no superclass are left out. The labels are then five values of 0 and 1, for the task
+    `multi-label`, as in FedMultimodal.
 
     Attributes:
         path: Folder with ptbxl_database.csv, or a folder of prepared features.
@@ -54,11 +55,11 @@ class PtbXl(MediaSet):
         check_ranges("[data]", self)
 
     def chosen(self) -> Mapping[str, Any]:
-        """The options in `CHOOSES`, and `labels` where there are several; folders of one label do not name it."""
+        """Return the options in `CHOOSES`, and `labels` if there are several; folders of one label do not name it."""
         return dict(super().chosen()) | ({"labels": self.labels} if self.labels == "several" else {})
 
     def load(self) -> Columns:
-        """Read the table; several labels are stored as the bits of a number."""
+        """Read the table. Several labels are stored as the bits of a number."""
         columns = super().load()
         if self.labels == "one":
             return columns
@@ -103,7 +104,7 @@ class PtbXl(MediaSet):
 
 
 def _combinations() -> tuple[str, ...]:
-    """The names of all sets of superclasses, in the order of the numbers whose bits they are."""
+    """Return the names of all sets of superclasses. The bits of a set's index tell its superclasses."""
     sets = ([name for bit, name in enumerate(CLASSES) if number >> bit & 1] for number in range(1 << len(CLASSES)))
     return tuple("+".join(names) or "none" for names in sets)
 

@@ -1,4 +1,4 @@
-"""table: your own table, a CSV, parquet or JSON-lines file with several columns for each modality."""
+"""table: your own table, a CSV, parquet or JSON-lines file with one or several columns for each modality."""
 
 import csv
 import json
@@ -22,31 +22,31 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SUFFIXES = (".csv", ".tsv", ".parquet", ".jsonl")
-"""The files that this source reads, by the end of their name."""
+"""The file endings that this source reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table(Source):
     """Your own table, without code: a row for each sample, and one or several columns for each modality.
 
-    An empty cell is a missing value: a row whose cells of a modality are all empty lacks this modality. Cells of
-    parquet and JSON-lines files may be lists: of numbers, of token ids, or of time steps.
+    An empty cell is a missing value. If all cells of a modality are empty in a row, the row lacks this modality. Cells
+    of parquet and JSON-lines files may be lists of numbers, of token ids, or of time steps.
 
     Attributes:
         path: The file: .csv, .tsv (with tabs), .parquet or .jsonl.
         modalities: Modality -> its columns: the name of a column, a pattern with `*`, or a list of these.
-        label: Column of the labels: words or class numbers from 0; or a list of columns with targets.
+        label: Column of the labels: words, or class numbers from 0. Or a list of columns with targets.
         client: Column of the natural client of each row: words or whole numbers.
         split: Column of the splits: the words train, test and validation, or their codes 0, 1 and 2.
-        shapes: Modality -> shape of a sample, if its columns are the pixels of an image, as [1, 8, 8], or the steps of
-            a series, as [20, 3] for 20 steps of 3 features.
+        shapes: Modality -> shape of a sample, if its columns are the pixels of an image, such as [1, 8, 8], or the
+            steps of a series, such as [20, 3] for 20 steps of 3 features.
         layout: Modality -> axes of a sample in lists or pictures, if the guess of the source `npz` is wrong.
-        partial: What to do with a row that has some cells of a modality and lacks others: "refuse", or "absent", which
-            takes it for a row without this modality.
-        standardise: Shift and scale every feature by its mean and deviation over the training rows; a list names the
+        partial: What to do with a row that has only some cells of a modality: "refuse" it, or treat the modality as
+            "absent" in this row.
+        standardise: Shift and scale every feature by its mean and deviation over the training rows. A list names the
             modalities for which this is done.
         test_share: Share of every class that is drawn as test set if there is no column of splits; 0: no test set.
-        seed: Seed of that draw; the run's own seed has no effect.
+        seed: Seed for drawing that test set; the run's own seed has no effect.
     """
 
     path: str
@@ -89,7 +89,7 @@ class Table(Source):
 
     @property
     def roles(self) -> Roles:
-        """What the columns mean."""
+        """Return the meaning of the columns."""
         defaults = tuple(role for role in ("client", "split") if getattr(self, role) == role)
         return Roles(
             modalities=self.modalities,
@@ -101,7 +101,7 @@ class Table(Source):
         )
 
     def _shaped(self, modalities: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-        """The values of the modalities in the shapes that the recipe gives."""
+        """Return the values of the modalities in the shapes that the recipe gives."""
         values = dict(modalities)
         for name, shape in self.shapes.items():
             if name not in values:
@@ -127,16 +127,16 @@ class Table(Source):
 
 
 def read(path: Path, problems: Problems) -> "pd.DataFrame":
-    """Read a table.
+    """Read a table from a file.
 
     Args:
         path: the file.
-        problems: columns that occur twice are added here.
+        problems: columns that occur twice are added to this object as faults.
 
     Raises:
         DataError: the file is damaged, empty or of another type, or a library that reads it is not installed.
     """
-    import pandas as pd  # here: it takes half a second
+    import pandas as pd  # imported here, because the import takes half a second
 
     if path.suffix not in SUFFIXES:
         raise DataError(f"'{path}' is no table that polyfed reads. Allowed: {', '.join(SUFFIXES)}, or an .npz file")
@@ -167,7 +167,7 @@ def _parquet(path: Path) -> "pd.DataFrame":
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file."""
+    """Return the objects of a JSON-lines file."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
         if not line.strip():
@@ -185,7 +185,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _refuse_copies(path: Path, separator: str, problems: Problems) -> None:
-    """Note columns that occur twice in the header, which pandas would rename."""
+    """Add a fault for columns that occur twice in the header, because pandas would rename them."""
     with path.open(encoding="utf-8-sig", newline="") as stream:
         header = next(csv.reader(stream, delimiter=separator), [])
     if doubled := sorted({name for name in header if header.count(name) > 1}):

@@ -20,8 +20,8 @@ class Toy(Source):
     """Class-dependent Gaussians: a sample of class c in modality m is `snr_m * u_mc + noise`.
 
     `u_mc` is a random direction of expected length 1 for each class and modality, and the noise is standard normal in
-    every entry. `snr` is therefore the length of the signal in deviations of the noise; with the defaults, modality `a`
-    dominates `b`. Each modality draws from its own stream: adding one never changes another.
+    every entry. `snr` is therefore the length of the signal in deviations of the noise. With the defaults, modality `a`
+    dominates `b`. Each modality draws from its own stream, so a new modality never changes the others.
 
     Attributes:
         rows: Number of rows, all splits together.
@@ -30,7 +30,7 @@ class Toy(Source):
         snr: Signal-to-noise ratio of each modality; 1 where none is given.
         natural_clients: Number of natural clients, to which rows are assigned at random; 0: there are none.
         test_share: Share of every class that is the global test set.
-        seed: Seed of the draws; the run's own seed has no effect, so that all runs share one data set.
+        seed: Seed of the draws. The run's own seed has no effect, so all runs share one data set.
     """
 
     rows: Annotated[int, AT_LEAST_ONE] = 2000
@@ -55,7 +55,7 @@ class Toy(Source):
 
     def load(self) -> Columns:
         """Draw the data set."""
-        # labels in turn and then shuffled: classes are as even as they can be
+        # labels in turn, then shuffled, so that the classes are as even as possible
         label = torch.arange(self.rows) % self.classes
         label = label[keys.permutation(keys.key(self.seed, "toy", "label"), self.rows)]
         client = None

@@ -25,16 +25,17 @@ _EPS = 1e-5  # added to the deviation of a window, as in FedMultimodal
 class UciHar(Source):
     """10,299 windows of 128 steps x 3 axes; `acc` and `gyro` without gravity, `total_acc` with it.
 
-    The natural clients are the subjects, 0..29. The official test set is the windows of 9 subjects who never train.
+    The natural clients are the subjects, 0..29. The official test set is the windows of 9 subjects who are never in
+    training.
 
     Attributes:
         path: The folder `UCI HAR Dataset`, or an .npz with the arrays acc, gyro, total_acc (N, 128, 3), label 0..5,
             client, split and, optionally, split_personal.
-        modalities: Which of the three to use; FedMultimodal uses acc and gyro.
-        split: "official"; or "none", which lets all 30 subjects train: use it with clients.personal_test.
-        normalise: "train": each axis by training statistics. "window": every window and axis by its own mean and
-            deviation, (x - mean) / (deviation + 1e-5), as FedMultimodal does; this loses offset and amplitude, and
-            makes sitting, standing and lying hard to tell apart. "none": as stored.
+        modalities: Which of the three modalities are used; FedMultimodal uses acc and gyro.
+        split: "official", or "none", which uses all 30 subjects for training; combine it with clients.personal_test.
+        normalise: "train" normalises each axis by training statistics. "window" uses the mean and deviation of every
+            window and axis, (x - mean) / (deviation + 1e-5), as FedMultimodal does. This loses offset and amplitude, so
+            sitting, standing and lying are hard to distinguish. "none" keeps the stored values.
     """
 
     path: str

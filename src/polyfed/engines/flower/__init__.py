@@ -1,8 +1,8 @@
 """The Flower transport. Only this folder imports `flwr` (1.41 or 1.42, installed by the extra `polyfed[flower]`).
 
 The same apps run on Flower's simulation runtime, on a SuperLink with SuperNodes, and on a grid that calls the ClientApp
-in this process. Flower's telemetry and update check, and Ray's usage statistics, are off unless the environment turns
-them on.
+in this process. This package turns off Flower's telemetry and update check, and Ray's usage statistics. Environment
+variables can turn them on again.
 """
 
 import os
@@ -16,7 +16,7 @@ for _name, _value in (QUIET | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}).items
 
 from flwr.supercore import telemetry  # noqa: E402
 
-# set here too: flwr has already read the variable if it was imported before polyfed
+# set here too, because flwr has already read the variable if it was imported before polyfed
 telemetry.FLWR_TELEMETRY_ENABLED = os.environ["FLWR_TELEMETRY_ENABLED"]
 
 from polyfed.engines.flower.apps import client_app, server_app, simulate  # noqa: E402

@@ -21,11 +21,11 @@ from polyfed.engines.protocol import FAILED
 from polyfed.federation.wire_format import Packet
 
 Handler = Callable[[Packet, Mapping[str, Any]], Packet]
-"""A client: takes a packet and its node's configuration, and returns the reply."""
+"""A client as a function: it takes a packet and the configuration of its node, and returns the reply."""
 
 
 def client_app(handler: Handler) -> ClientApp:
-    """Make a ClientApp that hands packets to a handler and sends its replies."""
+    """Make a ClientApp that passes packets to a handler and sends the handler's replies."""
     app = ClientApp()
 
     def answer(message: Message, context: Context) -> Message:
@@ -59,10 +59,10 @@ def simulate(main: Callable[[GridTransport], None], handler: Handler, clients: i
     """Run `main` against Flower's simulation runtime (Ray).
 
     Args:
-        main: the server; its exceptions are raised here.
-        handler: the clients; Ray copies it to its processes on this machine or cluster.
-        clients: how many clients.
-        cpus: CPUs of one client; as many clients run at a time as fit.
+        main: the server's function. This function raises its exceptions.
+        handler: the handler of all clients. Ray copies it to its processes on this machine or cluster.
+        clients: number of clients.
+        cpus: number of CPUs for each client. As many clients run at the same time as the CPUs allow.
     """
     stop = Event()
     app = ServerApp()
@@ -73,11 +73,11 @@ def simulate(main: Callable[[GridTransport], None], handler: Handler, clients: i
         nonlocal interrupted
         try:
             main(GridTransport(grid, stop))
-        except KeyboardInterrupt:  # Flower passes on errors of the ServerApp's thread, but not this one
+        except KeyboardInterrupt:  # Flower forwards errors of the ServerApp's thread, but not this exception
             interrupted = True
 
     config: Any = {"client_resources": {"num_cpus": cpus, "num_gpus": 0.0}}
-    # a signal stops the server, which then ends the simulation: interrupting the simulation itself blocks it
+    # a signal stops the server, which then ends the simulation. Interrupting the simulation itself would block it
     with _quiet(), handling(lambda *_: stop.set(), signal.SIGINT, signal.SIGTERM):
         try:
             run_simulation(app, client_app(handler), clients, backend_config=config)
@@ -89,7 +89,7 @@ def simulate(main: Callable[[GridTransport], None], handler: Handler, clients: i
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide what Flower logs, except errors."""
+    """Hide Flower's log messages, except errors."""
     logger = logging.getLogger("flwr")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""A packet as one Flower RecordDict: the header as JSON text, the body as one array of bytes.
+"""Conversion of a packet to a Flower RecordDict and back: the header is JSON text, and the body is an array of bytes.
 
-A message then takes two of Flower's objects, however many tensors it has. Neither Flower's nor PyTorch's own
-serialisation is used, and nothing that could run code.
+So a message takes only two of Flower's objects, independent of its number of tensors. This module uses neither Flower's
+nor PyTorch's serialisation, and no format that could run code.
 """
 
 import json
@@ -15,8 +15,9 @@ from polyfed.federation.wire_format import Packet
 HEADER, BODY, STYPE = "polyfed", "body", "polyfed.bytes"
 
 MAX_HEADER, MAX_OPENED, MAX_DEPTH = 2**22, 100_000, 8
-"""Bounds of a header that are checked before it is parsed: characters (a tensor takes about a hundred, so
-`MAX_TENSORS` fit), opening brackets, and nesting. They keep the parser below about 100 MB and a second."""
+"""Bounds of a header, checked before parsing: number of characters, number of opening brackets, and depth of nesting.
+A tensor takes about a hundred characters, so `MAX_TENSORS` tensors fit. With these bounds, the parser needs less than
+about 100 MB and one second."""
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _NO_BRACKET = re.compile(r"[^\[\]{}]+")
@@ -35,7 +36,7 @@ def packet_of(content: RecordDict) -> Packet | str:
     """Decode Flower's records.
 
     Returns:
-        The packet, whose header is parsed but not yet checked; or the reason why the records hold none.
+        The packet, with a header that is parsed but not yet checked; or the reason why the records hold no packet.
     """
     try:
         text = content.config_records[HEADER]["header"]
@@ -49,7 +50,7 @@ def packet_of(content: RecordDict) -> Packet | str:
 
 
 def _flaw(text: str) -> str:
-    """Why the text of a header must not be parsed; empty if it may be."""
+    """Return why the text of a header must not be parsed, or "" if it may be parsed."""
     if len(text) > MAX_HEADER:
         return f"its header is too long: {len(text)} characters, allowed are {MAX_HEADER}"
     if text.count("[") + text.count("{") > MAX_OPENED:

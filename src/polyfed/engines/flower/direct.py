@@ -1,4 +1,4 @@
-"""A Flower grid without processes, for conformance tests."""
+"""A Flower grid that runs in this process, for conformance tests."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +17,7 @@ class DirectGrid(Grid):
 
     Args:
         app: the ClientApp that answers all messages.
-        clients: number of Flower nodes; node k + 1 has partition k, as in Flower's simulation.
+        clients: number of Flower nodes. Node k + 1 has partition k, as in Flower's simulation.
 
     Attributes:
         bytes_down: bytes of all messages to clients, as Flower serialises them.
@@ -42,7 +42,7 @@ class DirectGrid(Grid):
         return self._run
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        """Make a message; the arguments are those of Flower's `Message`."""
+        """Make a message. The arguments are the same as for Flower's `Message`."""
         return Message(*args, **kwargs)
 
     def get_node_ids(self) -> Iterable[int]:
@@ -60,11 +60,11 @@ class DirectGrid(Grid):
         return sent
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies to these messages; each reply is returned only once."""
+        """Return the replies to these messages, each reply only once."""
         return [self._replies.pop(identity) for identity in message_ids if identity in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Call the ClientApp on each message and return the replies; `timeout` has no effect."""
+        """Call the ClientApp on each message and return the replies. `timeout` has no effect."""
         return self.pull_messages(self.push_messages(messages))
 
     def _called(self, message: Message) -> Message:

@@ -1,4 +1,4 @@
-"""Flower's own log lines in the format of polyfed's: time, level, one line for each record."""
+"""Format Flower's log messages as polyfed's: time, level, one line for each record."""
 
 from typing import Any
 
@@ -7,19 +7,19 @@ from flwr.supercore import http_logging, logger
 from polyfed.core.log_lines import LogLines, says_something
 
 ROUTINE = {"/metrics", "/status"}
-"""Paths that a monitor asks every few seconds."""
+"""Paths that a monitoring system requests every few seconds."""
 
 
 def adopt_flower_log(role: str) -> None:
-    """Format what Flower logs in this process as polyfed does; see `LogLines` for `role`."""
-    # Flower's handler formats records by itself, whatever formatter it is given
+    """Format Flower's log messages in this process as polyfed's; see `LogLines` for `role`."""
+    # Flower's handler ignores the formatter that it is given, so replace its `format` method
     vars(logger.console_handler)["format"] = LogLines(role).format
     logger.console_handler.addFilter(says_something)
 
 
 def web_log_config(role: str) -> dict[str, Any]:
-    """The logging configuration of a web server of this process, in polyfed's format."""
-    hidden = vars(http_logging)  # requests to these paths are logged only if they fail
+    """Return the logging configuration for a web server in this process, with polyfed's format."""
+    hidden = vars(http_logging)  # the log shows requests to these paths only if they fail
     hidden["ROUTINE_ACCESS_PATHS"] |= ROUTINE
     config = http_logging.get_uvicorn_log_config(logger.console_handler.level)
     config["formatters"] = {name: {"()": LogLines, "role": role} for name in config["formatters"]}

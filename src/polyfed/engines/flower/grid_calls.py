@@ -1,4 +1,4 @@
-"""Calls of a Flower grid, whose failures become a `TransportError` with a sentence."""
+"""Calls of a Flower grid. If a call fails, it raises a `TransportError` with a clear text."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,16 +14,16 @@ from flwr.superlink.grid import http_grid
 from polyfed.core.errors import TransportError
 
 SLACK = 2**24
-"""Bytes of a message besides its body: the header, of at most 4 MiB, and what Flower adds to every piece."""
+"""Bytes that a message may take besides its body: a header of at most 4 MiB, and Flower's overhead for every piece."""
 
 FEW_PIECES, LEAST_PIECE = 64, 2**20
-"""A message may have `FEW_PIECES` pieces, and one more for every `LEAST_PIECE` bytes that are allowed."""
+"""A message may have `FEW_PIECES` pieces, plus one for every `LEAST_PIECE` bytes of the limit."""
 
 TOO_LARGE = "polyfed does not fetch so much"
 
 
 def push(grid: Grid, messages: Sequence[Message]) -> list[str]:
-    """Send messages. Returns the id of each; empty for a message that the SuperLink did not take.
+    """Send messages and return their ids. The id is empty if the SuperLink did not accept the message.
 
     Raises:
         TransportError: the SuperLink failed.
@@ -33,13 +33,14 @@ def push(grid: Grid, messages: Sequence[Message]) -> list[str]:
 
 
 def pull(grid: Grid, identities: Sequence[str], limit: int) -> list[Message]:
-    """The replies that have come to these messages.
+    """Return the replies to these messages that have arrived.
 
-    A reply that is too large comes as an error (`is_too_large`), and at most `limit` bytes of it were fetched.
+    For a reply that is too large, the result holds an error message (`is_too_large`). This function fetches at most
+    about `limit` bytes of such a reply.
 
     Args:
         grid: the grid.
-        identities: of the messages.
+        identities: the ids of the messages.
         limit: size of the largest reply, in bytes.
 
     Raises:
@@ -50,7 +51,7 @@ def pull(grid: Grid, identities: Sequence[str], limit: int) -> list[Message]:
 
 
 def online(grid: Grid) -> list[int]:
-    """The nodes that are online.
+    """Return the ids of the nodes that are online.
 
     Raises:
         TransportError: the SuperLink failed.
@@ -61,13 +62,13 @@ def online(grid: Grid) -> list[int]:
 
 @contextmanager
 def at_most(module: Any, limit: int) -> Iterator[None]:
-    """Inside this block, Flower fetches at most so many bytes of a message, and then fails with an `ObjectPullError`.
+    """Limit the bytes of a message that Flower fetches in this block. A larger message raises an `ObjectPullError`.
 
-    Flower stores a message in pieces of 5 MiB and puts them together in memory, whatever their number.
+    Flower stores a message in pieces of 5 MiB and joins them in memory. Flower itself does not limit their number.
 
     Args:
-        module: the module of Flower's that fetches messages by `pull_objects`.
-        limit: in bytes.
+        module: the Flower module that fetches messages with `pull_objects`.
+        limit: the limit in bytes, without `SLACK`.
     """
     whole = module.pull_objects
 
@@ -94,13 +95,13 @@ def at_most(module: Any, limit: int) -> Iterator[None]:
 
 
 def is_too_large(reason: str | None) -> bool:
-    """Whether this is the reason of an error by which Flower says that a message was not fetched for its size."""
+    """Return whether this reason of a Flower error means that a message was too large to fetch."""
     return reason is not None and TOO_LARGE in reason
 
 
 @contextmanager
 def _sentence(what: str) -> Iterator[None]:
-    """Flower tries again by itself where it may help, so what is raised here is final."""
+    """Turn connection errors in this block into a `TransportError`. Flower has already tried the call repeatedly."""
     try:
         yield
     except (httpx.HTTPError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What a SuperLink's database tells: counts, numbers and statuses of its SuperNodes and runs."""
+"""Facts from a SuperLink's database: the number of SuperNodes, and the ids and statuses of runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,17 +10,18 @@ from flwr.supercore.constant import NodeStatus
 from polyfed.core.errors import RecipeError
 
 LATEST = 10
-"""How many runs are listed, the latest first."""
+"""Most runs in the list, which begins with the latest run."""
 
 
 def link_facts(state: Any) -> dict[str, Any]:
-    """The SuperNodes and the latest runs.
+    """Return facts about the SuperNodes and the latest runs.
 
     Args:
         state: the SuperLink's state.
 
     Returns:
-        `nodes`: how many are `registered` and how many are `online`; `runs`: `id` and `status` of each.
+        A table with `nodes`, the numbers of `registered` and `online` SuperNodes, and `runs`, the `id` and `status` of
+        each run.
     """
     nodes = [node for node in state.get_node_info() if node.status != NodeStatus.UNREGISTERED]
     online = sum(node.status == NodeStatus.ONLINE for node in nodes)
@@ -34,13 +35,15 @@ def link_facts(state: Any) -> dict[str, Any]:
 
 @contextmanager
 def database_of_this_release(path: str) -> Iterator[None]:
-    """Enclose the first use of a SuperLink's database. Flower brings an older database up to date by itself.
+    """Check, during the first use of a SuperLink's database, that this release of Flower can use it.
+
+    Flower upgrades an older database automatically.
 
     Args:
-        path: the file.
+        path: the file of the database.
 
     Raises:
-        RecipeError: a newer release of Flower has written it.
+        RecipeError: a newer release of Flower has written the database.
     """
     try:
         yield

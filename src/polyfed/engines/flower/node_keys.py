@@ -1,7 +1,7 @@
-"""The keys by which a server knows the nodes of a Flower grid.
+"""The keys by which a server identifies the nodes of a Flower grid.
 
-The SuperLink checks that every call of a SuperNode is signed with the key that was registered for this node, and tells
-the server the public key (`Grid.get_nodes`, Flower 1.41).
+The SuperLink checks that every call of a SuperNode is signed with the key that was registered for this node. The server
+gets the public key from the SuperLink (`Grid.get_nodes`, Flower 1.41).
 """
 
 import base64
@@ -12,16 +12,16 @@ from flwr.serverapp import Grid
 
 
 def device_of(grid: Grid, node: int) -> str:
-    """What a node is known by: the fingerprint of its key. Where a grid has no keys, the node's number.
+    """Return the name of a node's device: the fingerprint of its key, or the node's number if the grid has no keys.
 
-    A node that the grid does not list gets a name of its own, which is no device's.
+    If the grid does not list the node, the result is a unique name that no device has.
     """
     keys = {info.node_id: info.public_key for info in grid.get_nodes()}
     return fingerprint(keys[node]) if keys.get(node) else f"node {node}"
 
 
 def fingerprint(key: bytes) -> str:
-    """The fingerprint of a public key, as `ssh-keygen -l -f node.key.pub` prints it.
+    """Return the fingerprint of a public key in the format of `ssh-keygen -l -f node.key.pub`.
 
     Args:
         key: the public key, PEM.

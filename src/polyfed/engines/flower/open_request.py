@@ -8,7 +8,7 @@ from polyfed.engines.protocol import REPLY, Patience
 from polyfed.federation.wire_format import Packet
 
 GRACE = 1.1
-"""A client that missed its deadline is waited for until this multiple of the time that the others took."""
+"""The server waits for a client that missed its last deadline until this multiple of the time that the others took."""
 
 
 @dataclass
@@ -16,13 +16,13 @@ class OpenRequest:
     """One request to several clients while the server waits for their replies.
 
     Attributes:
-        packets: by client.
+        packets: the packets, by client.
         patience: how long to wait.
-        waiting: client by id of the message that has not been answered.
-        answers: what the clients answered, or why there is no answer.
+        waiting: id of each unanswered message -> client.
+        answers: client -> its answer, or the reason why there is no answer.
         again: clients whose message was lost with their node, and Flower's reason.
-        away: since when a client's node has been offline.
-        settled: when every client that is waited for in full had answered.
+        away: client -> the time at which its node went offline.
+        settled: the time at which all clients with the full deadline had answered.
     """
 
     packets: Mapping[int, Packet]
@@ -41,19 +41,22 @@ class OpenRequest:
 
     @property
     def grace(self) -> float:
-        """When clients that missed an earlier deadline have had their time; infinity while others are waited for."""
+        """The time until which the server waits for clients that missed an earlier deadline.
+
+        The time is infinity while the server still waits for other clients.
+        """
         return self.started + GRACE * (self.settled - self.started)
 
     @property
     def replied(self) -> int:
-        """How many clients have replied; refusals and failures do not count."""
+        """The number of clients that have replied. Refusals and failures do not count."""
         found = (answer for answer in self.answers.values() if isinstance(answer, Packet))
         return sum(answer.header.get("verdict") == REPLY for answer in found)
 
     def pending(self) -> list[int]:
-        """The clients that have not answered."""
+        """Return the clients that have not answered."""
         return [client for client in self.packets if client not in self.answers]
 
     def gone(self, client: int, now: float) -> bool:
-        """Whether the client's node has been offline for longer than it may be."""
+        """Return whether the client's node has been offline for longer than `patience.away_seconds`."""
         return client in self.away and now - self.away[client] >= self.patience.away_seconds

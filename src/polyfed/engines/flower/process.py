@@ -1,4 +1,4 @@
-"""The process in which Flower runs a ServerApp: what it prints last, and when it ends."""
+"""The process in which Flower runs a ServerApp: the last line of its log, and its end after the SuperLink's end."""
 
 import argparse
 import logging
@@ -14,10 +14,10 @@ from polyfed.core.errors import PolyfedError
 from polyfed.core.log_lines import logger_of
 
 LOOK_SECONDS, GRACE_SECONDS = 2.0, 10.0
-"""Seconds between two checks that the SuperLink listens, and from the interrupt to the end (Flower takes 5)."""
+"""Seconds between two checks that the SuperLink listens, and between the interrupt and the end (Flower takes 5)."""
 
 REFUSALS = 5
-"""Connections refused in a row after which the SuperLink is gone."""
+"""Number of refused connections in a row after which this process considers the SuperLink dead."""
 
 
 LINK_LOST = Event()
@@ -25,10 +25,10 @@ LINK_LOST = Event()
 
 
 class LastWord(logging.Filter):
-    """Keep our sentence about a user's fault as the last line of the log.
+    """Keep polyfed's sentence about a user's mistake as the last line of the log.
 
-    The app has printed that sentence. The filter drops the trace and the "unhandled exception" that Flower would log
-    after it, and the empty line that Flower logs after a run that went well.
+    The app has printed that sentence. Flower would log a traceback and an "unhandled exception" after the sentence, and
+    an empty line after a successful run. This filter drops them.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class LastWord(logging.Filter):
         self.told = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether Flower may log this record."""
+        """Return whether Flower may log this record."""
         if record.exc_info and isinstance(record.exc_info[1], PolyfedError):
             self.told = True
             return False
@@ -48,17 +48,17 @@ LAST_WORD = LastWord()
 
 
 def speak_last() -> None:
-    """Add the filter to Flower's log; calling this again changes nothing."""
+    """Add the filter `LastWord` to Flower's log. A second call has no effect."""
     logging.getLogger("flwr").addFilter(LAST_WORD)
 
 
 def end_with_link() -> None:
-    """End this process, a ServerApp, soon after its SuperLink has ended.
+    """Make this process, a ServerApp, end soon after its SuperLink has ended.
 
-    Flower checks only whether the process that started this one is alive. A SuperLink that was asked to end stays alive
-    for a minute while someone reads its log, but takes no connections. And Flower's signal reaches the thread that
-    checks, so it does not wake a main thread that sleeps between attempts to reach the SuperLink. The checkpoint of the
-    run is written atomically, so it is whole whenever the process ends.
+    Flower checks only whether the parent process is alive. When a SuperLink shuts down, its process stays alive for a
+    minute while someone reads its log, but it accepts no connections. Flower's signal reaches only the checking thread.
+    So the signal does not wake a main thread that sleeps between attempts to reach the SuperLink. polyfed writes
+    checkpoints atomically, so this process may end at any time.
     """
     parent, address = os.getppid(), _address(sys.argv)
 
@@ -77,7 +77,7 @@ def end_with_link() -> None:
 
 
 def _address(words: Sequence[str]) -> tuple[str, int] | None:
-    """Where the SuperLink listens, from the command line of this process; None if it does not say."""
+    """Return the SuperLink's address from the command line of this process, or None if there is no address."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--runtime-api-address", default="")
     host, _, port = parser.parse_known_args(list(words))[0].runtime_api_address.rpartition(":")
@@ -85,7 +85,7 @@ def _address(words: Sequence[str]) -> tuple[str, int] | None:
 
 
 def _refuses(address: tuple[str, int]) -> bool:
-    """Whether the connection is refused, because nothing listens there; other failures of the network do not count."""
+    """Return whether the connection is refused because nothing listens there. Other network errors do not count."""
     try:
         socket.create_connection(address, timeout=LOOK_SECONDS).close()
     except ConnectionRefusedError:

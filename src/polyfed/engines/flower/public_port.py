@@ -1,9 +1,9 @@
-"""A SuperLink with two ports: one for SuperNodes that other machines reach, one for commands on this machine only.
+"""A SuperLink with two ports: a public port for SuperNodes, and a port on loopback for commands.
 
 Flower 1.41 serves three interfaces on one port: for SuperNodes (`/v1/fleet`), for commands such as `flwr run`
-(`/v1/control`) and for the processes of an app (`/v1/runtime`). It asks only SuperNodes who they are, so whoever
-reaches the port can submit an app. Here the port that other machines reach serves what an authenticated SuperNode needs
-and refuses every other path; the whole SuperLink listens on loopback.
+(`/v1/control`) and for the processes of an app (`/v1/runtime`). Flower authenticates only SuperNodes, so anybody who
+reaches the port can submit an app. Here, the public port serves only the paths that authenticated SuperNodes need. It
+refuses every other path. The whole SuperLink listens only on loopback.
 """
 
 import socket
@@ -45,30 +45,30 @@ from polyfed.engines.flower.link_facts import database_of_this_release, link_fac
 LOOPBACK = "127.0.0.1"
 
 NOT_PUBLIC = {"/v1/fleet/register-node", "/v1/fleet/unregister-node"}
-"""Only the server's operator registers SuperNodes, by their public keys."""
+"""Paths that the public port refuses, because only the server's operator registers SuperNodes, by public keys."""
 
 PUBLIC = frozenset(vars(route)["path"] for route in fleet.routes) - NOT_PUBLIC
-"""Paths that SuperNodes call. Every one of them demands a signature by a registered key."""
+"""Paths that SuperNodes call. Every path requires a signature by a registered key."""
 
 LOCK_SECONDS = 600
-"""How long a write waits for the SuperLink's database. Flower's 5 seconds are too short while large models are written
-(inferred): the write then fails with "database is locked" and the run ends."""
+"""Seconds that a write waits for the SuperLink's database. Flower's 5 seconds are too short while large models are
+written (inferred): a write would fail with "database is locked" and end the run."""
 
 LARGEST_BODY, LARGEST_HEAD = 2**23, 2**15
-"""Bytes of a call's body and of its headers. Flower sends a message in pieces of 5 MiB (1.41)."""
+"""Most bytes of a call's body, and of its headers. Flower 1.41 sends a message in pieces of 5 MiB."""
 
 Scope = MutableMapping[str, Any]
 
 
 class FleetOnly:
-    """An ASGI application that passes on what registered SuperNodes call, and refuses everything else.
+    """An ASGI application that forwards calls of registered SuperNodes, and refuses all other calls.
 
-    The signature is checked before any of the body is read, and no body is read beyond `LARGEST_BODY`. Flower itself
-    reads the whole body first.
+    It checks the signature before it reads the body, and reads at most `LARGEST_BODY` bytes. Flower itself reads the
+    whole body first.
 
     Args:
         app: the SuperLink's application.
-        is_signed: whether the headers hold a fresh signature by a registered key.
+        is_signed: returns whether the headers hold a recent signature by a registered key.
     """
 
     def __init__(self, app: Any, is_signed: Callable[[Headers], bool]) -> None:
@@ -102,7 +102,7 @@ async def _refuse(send: Any, status: int, why: str) -> None:
 
 
 async def _body(receive: Any) -> bytes | None:
-    """The body of a call; None if it is too large."""
+    """Return the body of a call, or None if the body is too large."""
     body, more = bytearray(), True
     while more:
         event = await receive()
@@ -114,7 +114,7 @@ async def _body(receive: Any) -> bytes | None:
 
 
 def _again(body: bytes, receive: Any) -> Any:
-    """Hand out a body that has been read, and then what else comes."""
+    """Return a `receive` function that first returns a body that has been read, and then calls `receive`."""
     left = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def handed() -> Any:
@@ -124,10 +124,10 @@ def _again(body: bytes, receive: Any) -> Any:
 
 
 def signed_by_known(state: Callable[[], Any]) -> Callable[[Headers], bool]:
-    """Make the check of `FleetOnly`; Flower repeats it, and compares the key with the body.
+    """Make the signature check for `FleetOnly`. Flower repeats the check, and also compares the key with the body.
 
     Args:
-        state: gives the SuperLink's state, which knows the registered keys.
+        state: returns the SuperLink's state, which holds the registered keys.
     """
 
     def check(headers: Headers) -> bool:
@@ -140,7 +140,7 @@ def signed_by_known(state: Callable[[], Any]) -> Callable[[Headers], bool]:
             if not fresh or state().get_node_id_by_public_key(key) is None:
                 return False
             return bool(verify_signature(bytes_to_public_key(key), stamp.encode("ascii"), signature))
-        except (KeyError, ValueError, TypeError):  # missing, or not what it should be
+        except (KeyError, ValueError, TypeError):  # a header is missing or malformed
             return False
 
     return check
@@ -148,13 +148,13 @@ def signed_by_known(state: Callable[[], Any]) -> Callable[[Headers], bool]:
 
 @dataclass(frozen=True)
 class Service:
-    """A web application beside the SuperLink, on a port of its own.
+    """A web application in the SuperLink's process, on a port of its own.
 
     Attributes:
-        app: makes the application, given a function that asks the SuperLink for `polyfed.engines.flower.link_facts`.
-        host: address.
-        port: port.
-        tls: whether it uses the server's certificate.
+        app: makes the application, given a function that returns the result of `polyfed.engines.flower.link_facts`.
+        host: address on which the application listens.
+        port: port on which the application listens.
+        tls: whether the application uses TLS with the server's certificate.
     """
 
     app: Callable[[Callable[[], dict[str, Any]]], Any]
@@ -164,14 +164,14 @@ class Service:
 
 
 class _Whole(uvicorn.Server):
-    """The server on loopback; the others end with it."""
+    """The web server on loopback. The other web servers end with it."""
 
     def __init__(self, config: uvicorn.Config, others: Sequence[uvicorn.Server]) -> None:
         super().__init__(config)
         self.others = others
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop taking connections, on all ports."""
+        """Stop accepting connections on all ports."""
         for other in self.others:
             other.should_exit = True
         await super().shutdown(sockets)
@@ -187,19 +187,19 @@ def run_superlink(
     port: int,
     services: Iterable[Service] = (),
 ) -> None:
-    """Run a SuperLink until it is asked to end.
+    """Run a SuperLink until a signal ends it.
 
     Args:
         credentials: folder with `ca.pem`, `server.pem` and `server.key`.
         keys: files with the public keys of the SuperNodes that may take part.
-        database: file in which the SuperLink keeps its state.
+        database: file in which the SuperLink stores its state.
         control_port: port on loopback for `flwr` and for the processes of an app.
-        host: address on which SuperNodes are served.
-        port: port on which SuperNodes are served.
+        host: address of the public port, for SuperNodes.
+        port: number of the public port, for SuperNodes.
         services: further web applications.
 
     Raises:
-        RecipeError: a key is not a public key of the kind that Flower takes, or the database is of a newer release.
+        RecipeError: Flower does not accept a public key, or a newer release of Flower has written the database.
     """
     adopt_flower_log("superlink")
     known = [_public_key(path) for path in keys]
@@ -215,7 +215,7 @@ def run_superlink(
         _register(state(), known)
     common: dict[str, Any] = {"log_config": web_log_config("superlink"), "ws": "none"}
     tls: dict[str, Any] = {"ssl_keyfile": config.ssl_keyfile, "ssl_certfile": config.ssl_certfile}
-    # bound before anything starts, so that a port that is taken ends the command
+    # bound before anything starts, so that the command ends if another process uses the port
     outer = [public_config(FleetOnly(app, signed_by_known(state)), host, port, **tls, **common)]
     for service in services:
         made, secured = service.app(lambda: link_facts(state())), tls if service.tls else {}
@@ -230,13 +230,13 @@ def run_superlink(
 
 
 def public_config(app: Any, host: str, port: int, **common: Any) -> uvicorn.Config:
-    """How a port for other machines is served: headers are bounded too."""
+    """Return the configuration of a web server for other machines, which also limits the size of headers."""
     heads: dict[str, Any] = {"http": "h11", "h11_max_incomplete_event_size": LARGEST_HEAD}
     return uvicorn.Config(app, host=host, port=port, lifespan="off", **heads, **common)
 
 
 def _words(credentials: Path, database: str, control_port: int) -> Sequence[str]:
-    """Options of Flower's own command for the SuperLink on loopback."""
+    """Return the options of Flower's own command for the SuperLink on loopback."""
     options = {
         "host": LOOPBACK,
         "port": str(control_port),
@@ -250,7 +250,7 @@ def _words(credentials: Path, database: str, control_port: int) -> Sequence[str]
 
 
 def _patient(pragmas: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Flower's settings of SQLite, with our waiting time."""
+    """Return Flower's settings of SQLite, with polyfed's waiting time `LOCK_SECONDS`."""
     assert any(name == "busy_timeout" for name, _ in pragmas), "Flower 1.41 sets busy_timeout"
     return tuple((name, str(LOCK_SECONDS * 1000) if name == "busy_timeout" else value) for name, value in pragmas)
 
@@ -269,7 +269,7 @@ _HOW = "Make the key on the device by: ssh-keygen -t ecdsa -b 384 -N '' -f node.
 
 
 def _register(state: Any, keys: Iterable[bytes]) -> None:
-    """Make SuperNodes known that the database does not hold yet, owned by the account that `flwr` has here."""
+    """Register the SuperNodes that are missing in the database. Their owner is the local account of `flwr`."""
     for key in keys:
         if state.get_node_id_by_public_key(key) is None:
             state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT_DEFAULT_INTERVAL)

@@ -1,6 +1,6 @@
 """The program that a device's SuperNode runs: Flower's `flower-supernode`, with log lines in polyfed's format.
 
-`polyfed supernode` runs this file by its path. The package polyfed is not imported, because importing it would bring
+`polyfed supernode` runs this file by its path. This file does not import the package polyfed, because that would load
 PyTorch into a process that does not need it.
 """
 

@@ -1,4 +1,4 @@
-"""Packets over a Flower grid: enrolling nodes, sending requests, waiting for replies."""
+"""A transport over a Flower grid: it enrols nodes, sends requests and waits for replies."""
 
 import math
 import time
@@ -21,20 +21,22 @@ from polyfed.engines.protocol import ENROLLED, FAILED, Patience, hello, one_line
 from polyfed.federation.wire_format import Packet
 
 FIRST_WAIT, LONGEST_WAIT = 0.02, 0.5
-"""Shortest and longest pause in seconds between two looks for replies; the pause is a tenth of the time waited so far.
-Flower's own grids pause 0.1 (simulation) and 3 (SuperLink)."""
+"""Shortest and longest pause in seconds between two queries for replies. The pause is a tenth of the time since the
+start of the wait. Flower's own grids pause for 0.1 seconds (simulation) and 3 seconds (SuperLink)."""
 
 LOOK_EVERY = 1.0
-"""Seconds between two looks for nodes that are new, back, or offline."""
+"""Seconds between two queries for nodes that are new, are online again, or are offline."""
 
 LONGEST_SKIP = 64
-"""After its n-th missed deadline in a row, a client gets the full deadline again after 2**n requests, at most these."""
+"""A client that has missed n deadlines in a row gets the full deadline again after 2**n requests, but at the latest
+after this number of requests."""
 
 TTL = 2.0
-"""How long Flower keeps a message, as a multiple of the deadline, so that late replies arrive and can be counted."""
+"""Time for which Flower keeps a message, as a multiple of the deadline. So late replies arrive, and polyfed counts
+them."""
 
 LARGEST_ENROLMENT = 2**20
-"""Bytes of the largest answer to the question whether a node takes part."""
+"""Largest size in bytes of a node's answer to the request to enrol."""
 
 FINAL = (
     ErrorCode.CLIENT_APP_RAISED_EXCEPTION,
@@ -42,7 +44,7 @@ FINAL = (
     ErrorCode.MOD_FAILED_PRECONDITION,
     ErrorCode.INVALID_FAB,
 )
-"""Flower's errors after which the same request would fail again; after others the request is sent again in time."""
+"""Flower's errors that would occur again for the same request. After other errors, polyfed sends the request again."""
 
 
 @dataclass
@@ -51,11 +53,11 @@ class GridTransport:
 
     Attributes:
         grid: Flower's grid.
-        stop: set it from another thread to end a wait with KeyboardInterrupt.
+        stop: an event that another thread can set to end a wait with KeyboardInterrupt.
         node_of: the node from which each client enrolled.
-        vet: `vet(packet, device)` returns why an enrolment must be refused, and an empty text otherwise. The device is
-            named by the fingerprint of its key.
-        limit: size in bytes of the largest reply that is fetched.
+        vet: `vet(packet, device)` returns why to refuse an enrolment, or an empty text to accept the enrolment.
+            `device` is the fingerprint of the device's key.
+        limit: size in bytes of the largest reply that the transport fetches.
         discarded: by client, how many replies arrived after their request had been closed.
     """
 
@@ -69,29 +71,29 @@ class GridTransport:
     def __post_init__(self) -> None:
         self._asked: set[int] = set()  # nodes that have been asked to enrol
         self._enrolling: set[str] = set()
-        self._misses: Counter[int] = Counter()  # deadlines in a row that a client missed
-        self._skip: Counter[int] = Counter()  # requests until a client that missed one gets the full deadline again
+        self._misses: Counter[int] = Counter()  # number of deadlines in a row that a client missed
+        self._skip: Counter[int] = Counter()  # number of requests until a late client gets the full deadline again
         self._overdue: dict[str, tuple[int, float]] = {}  # closed requests: client, and when Flower deletes the message
 
     @property
     def lost(self) -> bool:
-        """Whether the SuperLink is gone, and this process ends for that reason."""
+        """Whether this process ends because its SuperLink has ended."""
         return LINK_LOST.is_set()
 
     def enrol(
         self, wanted: int, seconds: float, heard: Callable[[Sequence[Packet]], None] = lambda answers: None
     ) -> list[Packet]:
-        """Ask nodes to enrol, until `wanted` have enrolled or the time is up.
+        """Ask nodes to enrol until `wanted` clients have enrolled or the time has passed.
 
-        A node that refuses or fails does not count, so that it takes the place of nobody else.
+        A node that refuses or fails does not count towards `wanted`.
 
         Args:
             wanted: number of clients.
             seconds: how long to wait.
-            heard: is called with the answers so far after every look.
+            heard: called with the answers so far, after every query.
 
         Returns:
-            all answers; those that are not enrolments say why (`refused`, `failed`).
+            All answers. An answer that is not an enrolment has the verdict `refused` or `failed` and a reason.
         """
         started = time.monotonic()
         end = started + seconds
@@ -111,13 +113,13 @@ class GridTransport:
         patience: Patience,
         sent: Callable[[Collection[int]], None] = lambda clients: None,
     ) -> dict[int, Packet | str]:
-        """See `Transport.exchange`.
+        """Send a packet to each client and wait for the answers; see `Transport.exchange`.
 
-        A request that is lost with its node is sent again when the node is back; repeating a task gives the same reply
-        (`polyfed.engines.protocol`). The wait ends when everybody has answered, when `patience.enough` clients have
-        replied, or at the deadline. A client that missed its deadline is asked again, but for some requests it is
-        waited for only `open_request.GRACE` times as long as the others took. A client whose node is offline is waited
-        for only `patience.away_seconds`.
+        If a request is lost with its node, the transport sends it again when the node is online again. A repeated task
+        gives the same reply (`polyfed.engines.protocol`). The wait ends when all clients have answered, when
+        `patience.enough` clients have replied, or at the deadline. After a client has missed a deadline, some requests
+        wait for this client only `open_request.GRACE` times as long as the other clients took. The wait for a client
+        whose node is offline takes at most `patience.away_seconds`.
         """
         now = time.monotonic()
         run = OpenRequest(packets, patience, now)
@@ -137,7 +139,7 @@ class GridTransport:
         return self._settled(run, why)
 
     def _closed(self, run: OpenRequest) -> str:
-        """Why the wait is over, in the words for those who have not answered; empty while it goes on."""
+        """Return the reason why the wait is over, for clients that have not answered; "" while the wait continues."""
         now, pending, count = time.monotonic(), run.pending(), len(run.packets)
         if not pending:
             return "nobody is missing"
@@ -156,7 +158,7 @@ class GridTransport:
         return f"late: no answer to this request in {now - run.started:.3g} seconds, nor to an earlier one in time"
 
     def _settled(self, run: OpenRequest, why: str) -> dict[int, Packet | str]:
-        """The answers, with a reason for everybody who gave none; remembers who was late."""
+        """Return the answers, with a reason for each client without an answer, and count missed deadlines."""
         now = time.monotonic()
         kept_until = now + TTL * run.patience.seconds
         self._overdue |= {identity: (client, kept_until) for identity, client in run.waiting.items()}
@@ -166,14 +168,14 @@ class GridTransport:
                 away = now - run.away[client]
                 run.answers[client] = f"late: its node has been offline for {away:.0f} seconds"
             elif run.replied >= run.patience.enough:
-                continue  # it was not given the time to miss anything
+                continue  # the client did not have the full deadline, so it has not missed the deadline
             if not self._skip[client]:
                 self._misses[client] += 1
                 self._skip[client] = min(2 ** self._misses[client], LONGEST_SKIP) + 1
         return {client: run.answers[client] for client in run.packets}
 
     def _look(self, run: OpenRequest) -> None:
-        """Note which nodes are offline, and send lost requests again to those that are back."""
+        """Record which nodes are offline, and send lost requests again to nodes that are online again."""
         left = run.end - time.monotonic()
         if run.again:
             run.waiting |= self._push(self._reachable(run.packets, run.again, run.patience.seconds), left)
@@ -182,7 +184,7 @@ class GridTransport:
         run.away = {client: run.away.get(client, now) for client in absent}
 
     def _push(self, packets: Mapping[int, Packet], seconds: float) -> dict[str, int]:
-        """Send packets; return the client by id of the message."""
+        """Send packets, and return a mapping from the ids of the messages to the clients."""
         clients = [client for client in packets if client in self.node_of]
         messages = [
             Message(records(packets[client]), self.node_of[client], "train", ttl=max(TTL * seconds, 1.0))
@@ -192,7 +194,7 @@ class GridTransport:
         return {identity: client for identity, client in zip(sent, clients, strict=True) if identity}
 
     def _pull(self, run: OpenRequest) -> bool:
-        """Take in what came; every message is answered once, whatever the other side sends."""
+        """Fetch the replies that have arrived. The transport accepts only one reply to each message."""
         now = time.monotonic()
         self._overdue = {identity: entry for identity, entry in self._overdue.items() if entry[1] > now}
         wanted = [*run.waiting, *self._overdue]
@@ -220,7 +222,7 @@ class GridTransport:
         return bool(came)
 
     def _reachable(self, packets: Mapping[int, Packet], again: dict[int, str], seconds: float) -> dict[int, Packet]:
-        """The packets that can be sent again now; a client may have come back as another node."""
+        """Return the packets that can be sent again now. A client may have enrolled again from another node."""
         self._greet(seconds)
         self._greeted()
         there = set(online(self.grid))
@@ -230,14 +232,14 @@ class GridTransport:
         return {client: packets[client] for client in back}
 
     def _greet(self, seconds: float) -> None:
-        """Ask nodes that are new to enrol."""
+        """Send a request to enrol to new nodes."""
         new = [node for node in online(self.grid) if node not in self._asked]
         self._asked.update(new)
         messages = [Message(records(hello()), node, "query", ttl=max(seconds, 1.0)) for node in new]
         self._enrolling.update(identity for identity in push(self.grid, messages) if identity)
 
     def _greeted(self) -> list[Packet]:
-        """The answers of nodes that were asked to enrol; an enrolment that must be refused becomes a failure."""
+        """Return the new answers to requests to enrol. A refused enrolment becomes an answer with `failed`."""
         answers = []
         for message in pull(self.grid, list(self._enrolling), LARGEST_ENROLMENT):
             self._enrolling.discard(message.metadata.reply_to_message_id)
@@ -252,7 +254,7 @@ class GridTransport:
         return answers
 
     def _place(self, client: Any, node: int) -> str:
-        """Note the node of a client; returns a reason if another node that is online has its number."""
+        """Record the node of a client. Return the reason if the number is invalid or another online node has it."""
         if type(client) is not int or client < 0:
             return "it enrolled without a client number"
         if self.node_of.get(client, node) != node and self.node_of[client] in set(online(self.grid)):
@@ -272,7 +274,7 @@ def _enrolled(answers: Sequence[Packet]) -> int:
 
 
 def _content(message: Message) -> Packet:
-    """What a node answered when it was asked to enrol."""
+    """Return a node's answer to the request to enrol."""
     if message.has_error():
         return Packet({"verdict": FAILED, "reason": f"Flower says: {one_line(message.error.reason)}"})
     packet = packet_of(message.content)

@@ -1,8 +1,8 @@
-"""The process that does a SuperNode's tasks with installed code, in place of Flower's `flwr-clientapp`.
+"""The process that runs a SuperNode's tasks with installed code. It replaces Flower's `flwr-clientapp`.
 
-Flower's own process installs the app that arrives with a task (the FAB, a zip file) and imports its code. This one
-reads the app as data: two texts in a zip file in memory. Nothing of it is written where Python finds modules, and
-nothing of it is imported.
+Flower's own process installs the app that arrives with a task (the FAB, a zip file) and imports its code. The process
+here reads the app only as data: two texts in a zip file in memory. It imports no code from the app, and writes no file
+of the app to a folder from which Python imports modules.
 """
 
 import io
@@ -42,23 +42,23 @@ from polyfed.federation.wire_format import Packet
 
 PROJECT = "pyproject.toml"
 LONGEST_TEXT = 2**20
-"""Most bytes of a text that is read from an app."""
+"""Most bytes of a text that this process reads from an app."""
 
 LOOK_SECONDS, BUSY_SECONDS = 0.2, 1.0
-"""Between looks for a task, when there is none and when one is being done."""
+"""Seconds between two queries for a task, while no task runs and while a task runs."""
 
 GRACE_SECONDS = 10.0
-"""How long the process of a task may live on after the SuperNode has handed out the next task (inferred)."""
+"""How long the process of a task may continue after the SuperNode has assigned the next task (inferred)."""
 
 _ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 
 
 class AppTexts(NamedTuple):
-    """What a device reads of an app.
+    """The texts that a device reads from an app.
 
     Attributes:
-        client: what the app names as its ClientApp, `module:attribute`.
-        recipe: the text of its recipe.
+        client: the app's ClientApp, as `module:attribute`.
+        recipe: the text of the app's recipe.
     """
 
     client: str
@@ -66,14 +66,14 @@ class AppTexts(NamedTuple):
 
 
 def read_app(fab: bytes, recipe: str) -> AppTexts:
-    """Read an app without running or installing any of it.
+    """Read an app without running or installing its code.
 
     Args:
-        fab: the zip file.
-        recipe: name of the recipe in it.
+        fab: the bytes of the zip file.
+        recipe: name of the recipe's file in the zip file.
 
     Raises:
-        BadReply: it is not a whole app of polyfed's.
+        BadReply: the zip file is not a complete app that polyfed wrote.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(fab)) as archive:
@@ -94,14 +94,14 @@ def _text(archive: zipfile.ZipFile, name: str) -> str:
 
 @dataclass(frozen=True)
 class Duties:
-    """What the process of a device does with a SuperNode's tasks.
+    """The functions with which the process of a device handles a SuperNode's tasks.
 
     Attributes:
-        handler_for: what answers, given the bytes of an app; raises `BadReply` to refuse the app.
+        handler_for: returns the handler for an app, given the app's bytes. It raises `BadReply` to refuse the app.
         note: writes a line to the device's log.
-        wait: waits for some seconds; what the process serves besides is served meanwhile.
-        done: is told of every task that has ended: `verdict`, and `bytes_up` of the reply's body. A task whose process
-            was killed tells nothing, which is an empty table.
+        wait: waits for some seconds, and serves other requests of this process meanwhile.
+        done: called after every task with a table: `verdict`, and `bytes_up`, the size of the reply's body. If the
+            task's process was killed, the table is empty.
     """
 
     handler_for: Callable[[bytes], Handler]
@@ -111,18 +111,18 @@ class Duties:
 
 
 def work(address: str, secret: bytes, duties: Duties) -> None:
-    """Do the tasks of a SuperNode, each in a process of its own, until the SuperNode has ended.
+    """Run the tasks of a SuperNode, each in its own process, until the SuperNode has ended.
 
-    A task's process is a copy of this one (`fork`), so that PyTorch is imported once and a crash ends one task only. A
-    SuperNode hands out one task at a time.
+    A task's process is a fork of this process. So Python imports PyTorch only once, and a crash ends only one task. A
+    SuperNode assigns one task at a time.
 
     Args:
-        address: where the SuperNode's interface for such processes listens, `host:port` on this machine.
-        secret: what the SuperNode knows this process by.
-        duties: what to do with the tasks.
+        address: address of the SuperNode's interface for such processes, `host:port` on this machine.
+        secret: the secret with which this process authenticates to the SuperNode.
+        duties: the functions that handle the tasks.
     """
     parent = os.getppid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the SuperNode is asked to end, and this process ends with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the SuperNode handles the signal, and this process ends with it
     client = _client(address, SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={_ACQUIRE}), None)
     tasks: list[_Task] = []
     while os.getppid() == parent:
@@ -149,11 +149,11 @@ class _Task:
     """The process of a task.
 
     Attributes:
-        process: its number.
-        reading: where it tells what became of the task.
-        end: when it is killed. A SuperNode hands out a task when it has the reply to the one before, or has given up
-            on it, for example because the server died before the whole message was there. The process of a task that
-            was given up would wait for the rest of the message for ever.
+        process: the process id.
+        reading: file descriptor of the pipe from which this process reads the result of the task.
+        end: the time at which the process is killed. A SuperNode assigns the next task when it has the reply, or when
+            it has abandoned the task. For example, the server may have died before the whole message arrived. The
+            process of an abandoned task would wait forever for the rest of the message.
     """
 
     process: int
@@ -162,16 +162,16 @@ class _Task:
 
 
 def _acquired(client: Any) -> Any:
-    """The next task of the SuperNode, or None."""
+    """Return the next task of the SuperNode, or None if there is no task."""
     try:
         found = client.AcquireTask(AcquireTaskRequest(supported_task_types=list(TaskType)))
-    except httpx.TransportError:  # the SuperNode does not listen yet, or no more
+    except httpx.TransportError:  # the SuperNode does not listen yet, or has ended
         return None
     return found if found.HasField("task") and found.token else None
 
 
 def _ended(task: _Task, duties: Duties) -> bool:
-    """Whether the process of a task has ended; kills it if it is overdue."""
+    """Return whether the process of a task has ended. Kill the process if it is overdue."""
     if os.waitpid(task.process, os.WNOHANG) != (0, 0):
         duties.done(_told(task.reading))
         return True
@@ -183,7 +183,7 @@ def _ended(task: _Task, duties: Duties) -> bool:
 
 
 def _told(reading: int) -> dict[str, Any]:
-    """What the process of a task has told; empty if it told nothing."""
+    """Return the table that the process of a task has written, or an empty table."""
     os.set_blocking(reading, False)
     with open(reading, "rb", buffering=0) as file:
         facts: dict[str, Any] = json.loads(file.read() or b"{}")
@@ -191,7 +191,7 @@ def _told(reading: int) -> dict[str, Any]:
 
 
 def _perform_alone(address: str, token: str, kind: str, duties: Duties, supernode: int, writing: int) -> None:
-    """Do one task, tell what became of it, and end this process, whatever happens."""
+    """Run one task, write the result to a pipe, and end this process even if an error occurs."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -200,7 +200,7 @@ def _perform_alone(address: str, token: str, kind: str, duties: Duties, supernod
         facts = perform(_client(address, RuntimeTokenHttpInterceptor(token), retry), kind, duties)
         os.write(writing, json.dumps(facts).encode())
         code = 0
-    except BaseException as error:  # what is raised here must not return to the loop of `work`
+    except BaseException as error:  # this forked process must not return to the loop of `work`
         duties.note(f"a task was cut off: {type(error).__name__}: {error}")
     finally:
         sys.stdout.flush(), sys.stderr.flush()
@@ -208,15 +208,15 @@ def _perform_alone(address: str, token: str, kind: str, duties: Duties, supernod
 
 
 def perform(client: Any, kind: str, duties: Duties) -> dict[str, Any]:
-    """Fetch a task's message, answer it, and hand the reply to the SuperNode.
+    """Fetch a task's message, answer the message, and send the reply to the SuperNode.
 
     Args:
         client: the SuperNode's interface, for this task.
-        kind: the kind of task; only a ClientApp's is done.
-        duties: how to answer.
+        kind: the type of the task. Only tasks of a ClientApp are accepted.
+        duties: the functions that handle the task.
 
     Returns:
-        what became of the task, see `Duties.done`.
+        The table for `Duties.done`.
     """
     facts: dict[str, Any] = {"verdict": FAILED, "bytes_up": 0}
     heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
@@ -229,7 +229,7 @@ def perform(client: Any, kind: str, duties: Duties) -> dict[str, Any]:
         duties.note(f"REFUSED: {failure}. Nothing of it was run")
         facts["verdict"] = REFUSED
         reply = Message(Error(code=ErrorCode.INVALID_FAB, reason=failure), reply_to=message)
-    except Exception as error:  # Flower tells the server what a ClientApp raised; here only of which type
+    except Exception as error:  # Flower would send the whole error to the server, but this sends only its type
         failure = f"a task ended with {type(error).__name__}; the device's own log says why"
         duties.note(f"{failure}: {error}")
         reply = Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=failure), reply_to=message)
@@ -242,7 +242,7 @@ def perform(client: Any, kind: str, duties: Duties) -> dict[str, Any]:
 
 
 def _noting(handler: Handler, facts: dict[str, Any]) -> Handler:
-    """The handler, which also writes down what became of a packet."""
+    """Wrap the handler so that it also records the verdict and the size of the reply in `facts`."""
 
     def answer(packet: Packet, config: Mapping[str, Any]) -> Packet:
         reply = handler(packet, config)
