@@ -110,6 +110,17 @@ def test_a_run_that_would_be_refused_stops_before_training() -> None:
         refuse_forbidden(assemble(recipe(Leaky())))
 
 
+def test_a_refusal_names_the_private_block_that_would_train_without_leaving() -> None:
+    table = {"a": {"server": []}, "shared": {"server": ["parameters", "statistic"]}}
+    with pytest.raises(EgressError, match=r'can keep and train its own: \[algorithm\] private = \["a"\]'):
+        refuse_forbidden(assemble(recipe(algorithm("fedavg"), egress=table)))
+    kept = recipe(algorithm("fedavg", private=("a",)), egress=table)
+    refuse_forbidden(assemble(kept))
+    with pytest.raises(EgressError) as refused:  # FedProto has no private blocks
+        refuse_forbidden(assemble(recipe(algorithm("fedproto"), egress=table)))
+    assert "private" not in str(refused.value)
+
+
 def test_check_lists_every_field_and_block_that_a_run_then_sends() -> None:
     parts = assemble(recipe(Leaky(), egress=OPEN))
     planned = {(row.message, row.field, row.kind, row.block, row.destination) for row in plan(parts)}

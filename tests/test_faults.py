@@ -17,7 +17,7 @@ from polyfed.algorithms.base import Broadcast
 from polyfed.core.errors import DataError, EgressError, PolyfedError, PolyfedWarning, RecipeError, TooFewReplies
 from polyfed.core.schema import ranges, simple_types
 from polyfed.core.tree import Tree, block_of
-from polyfed.data import ClientsSpec
+from polyfed.data import SOURCES, ClientsSpec
 from polyfed.data.sources import Npz, Toy
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.recipe import parse_recipe
@@ -381,9 +381,20 @@ def test_odd_arrays_are_told_by_name(changes: Any, words: str, tmp_path: Path) -
     assert words in str(error.value)
 
 
+def test_labels_that_are_also_a_modality_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "one.npz", **arrays(both=np.eye(4, dtype=np.float32)[np.arange(40) % 4]))
+    for role in ("label", "client", "split"):
+        with pytest.raises(
+            RecipeError, match=f"data.{role} = 'both'; allowed: an array that is not in data.modalities"
+        ):
+            Npz(path=str(tmp_path / "one.npz"), modalities=("a", "both"), **{role: "both"})
+    with pytest.raises(RecipeError, match=r"data.label = 'x'; allowed: a column that is not in data"):
+        SOURCES["hf"](path="rows", modalities={"a": "values"}, columns={"a": "x"}, label="x")
+
+
 def test_classes_without_a_row_and_modalities_of_nobody_are_told(tmp_path: Path) -> None:
     np.savez(tmp_path / "one.npz", **arrays(label=np.arange(40) % 3 + 1))
-    with pytest.warns(PolyfedWarning, match=r"classes run from 0 to 3, and 1 of them \(0\) have no row"):
+    with pytest.warns(PolyfedWarning, match=r"0 to 3, and 1 of them \(0\) have no row.*\n?.*regression"):
         Npz(path=str(tmp_path / "one.npz"), modalities=("a",)).load()
     names = np.array(["none", "x", "y", "z"])
     np.savez(tmp_path / "named.npz", **arrays(label=np.arange(40) % 3 + 1, label_name=names))

@@ -82,6 +82,21 @@ def test_several_columns_of_targets_are_passed_on(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"label": "audio_0"}, "column 'audio_0' is the label and also part of modality 'audio'. Name the columns"),
+        ({"label": ["text.a", "text.b"]}, "column 'text.a' is the label and also part of modality 'text'"),
+        ({"client": "audio_1"}, "column 'audio_1' is the client and also part of modality 'audio'"),
+        ({"split": "audio_2"}, "column 'audio_2' is the split and also part of modality 'audio'"),
+    ],
+)
+def test_a_modality_that_holds_the_labels_is_refused(tmp_path, options, words):
+    held = frame().assign(audio_0=LABEL, audio_1=LABEL, audio_2=np.arange(ROWS) % 2)
+    with pytest.raises(DataError, match=words):
+        load(written(held, tmp_path, ".csv"), **options)
+
+
+@pytest.mark.parametrize(
     ("change", "options", "words"),
     [
         ({}, {"modalities": {}}, r'modalities = \{ audio = \["audio_0", "audio_1", "audio_2"\], text = \['),

@@ -103,3 +103,21 @@ def test_without_natural_clients_the_rows_are_shared(tmp_path: Path) -> None:
     held = table().drop(columns="speaker").assign(client=[f"row{row}" for row in range(ROWS)])
     held.to_csv(tmp_path / "mine.csv", index=False)
     assert 'partition = "iid"\nnum = 4\n' in starter(tmp_path / "mine.csv", {}).text
+
+
+def test_several_targets_are_labels_and_no_modality(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = table().drop(columns="emotion").assign(y1=LABEL == 1, y2=LABEL > 0)
+    held.astype({"y1": int, "y2": int}).to_csv(tmp_path / "mine.csv", index=False)
+    out = tmp_path / "recipe.toml"
+    with pytest.raises(SystemExit, match="0"):
+        main(["init", str(tmp_path / "mine.csv"), "--label", "y1", "--label", "y2", "--out", str(out)])
+    recipe = polyfed.load_recipe(out)
+    assert recipe.data.label == ["y1", "y2"]
+    assert {*recipe.data.modalities} == {"audio", "text"}
+    assert "texts: note. If one of them names the client of a row, name it as client" in capsys.readouterr().out
+
+
+def test_several_arrays_of_labels_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "mine.npz", audio=AUDIO, y1=LABEL, y2=LABEL)
+    with pytest.raises(PolyfedError, match=r"labels = y1, y2 are several arrays. Save the targets of a row as one"):
+        starter(tmp_path / "mine.npz", {"label": ["y1", "y2"]})

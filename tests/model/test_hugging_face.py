@@ -9,6 +9,7 @@ from torch.func import vmap
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import tiny_models
+import transformers
 from transformers import AutoModel
 
 from polyfed.core.batch import Batch
@@ -54,6 +55,14 @@ def test_text_is_the_masked_mean_of_the_last_layer(frozen, model, folders):
         states = theirs(input_ids=IDS, attention_mask=(IDS != 0).long()).last_hidden_state
         mean = torch.stack([states[0, :4].mean(0), states[1].mean(0)])
         torch.testing.assert_close(built.features(w, batch(IDS))["x"], feature(built, w, mean), atol=1e-5, rtol=1e-4)
+
+
+def test_loading_draws_no_progress_bar_and_leaves_the_setting_alone(model, capfd):
+    logging = transformers.utils.logging
+    logging.enable_progress_bar()
+    model("text", (6,))
+    assert "Loading weights" not in capfd.readouterr().err
+    assert logging.is_progress_bar_enabled()
 
 
 def test_images_are_pooled_or_averaged_over_patches(model, folders):

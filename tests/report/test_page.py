@@ -241,6 +241,14 @@ def test_folder_without_a_run_is_refused(tmp_path):
         write_report(tmp_path)
 
 
+def test_a_folder_of_runs_is_told_from_a_run(made_run):
+    folder = made_run()
+    with pytest.raises(
+        DataError, match=rf"holds no run .* It holds folders of runs; give .*/{folder.name}, or .* for all"
+    ):
+        write_report(folder.parent)
+
+
 def test_page_that_cannot_be_written_is_an_error_of_the_user(made_run, tmp_path):
     comparison = compare([made_run()])
     with pytest.raises(RecipeError, match="cannot write"):

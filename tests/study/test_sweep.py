@@ -125,6 +125,12 @@ def test_a_run_that_fails_says_why_and_stops_no_other(tmp_path, here):
     assert "the policy forbids what this algorithm sends" in (tmp_path / "out" / "index.html").read_text()
 
 
+def test_a_metric_that_no_run_has_is_named_with_those_that_there_are(tmp_path, here):
+    study = table(tmp_path, seeds=[1], methods={"fedavg": {}}, metric="global.acuracy")
+    polyfed.sweep(study, tmp_path / "out", jobs=1)
+    assert "no global.acuracy, only global.accuracy, " in (tmp_path / "out" / "index.html").read_text()
+
+
 def test_a_setting_that_diverges_is_noted_and_not_tried_again(tmp_path, here):
     lr = {"search": {"train.lr": [1e30, 0.05]}}
     search = {"trials": 2, "seeds": [11], "sampler": "grid"}

@@ -80,7 +80,10 @@ def init(
         Path, typer.Argument(metavar="FILE", help=".npz, .csv, .tsv, .parquet or .jsonl.", show_default=False)
     ],
     out: Annotated[Path, typer.Option(metavar="RECIPE.toml", help="The recipe to write.")] = Path("recipe.toml"),
-    label: Annotated[str | None, typer.Option(metavar="NAME", help="Array or column of the labels.")] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Array or column of the labels; once for each target of a row."),
+    ] = None,
     client: Annotated[
         str | None, typer.Option(metavar="NAME", help="Array or column of the client that each row belongs to.")
     ] = None,
@@ -92,7 +95,8 @@ def init(
     """Write a complete recipe for a data file, and say what was guessed."""
     from polyfed.cli import starting
 
-    notes = starting.write_recipe(file, out, {"label": label, "client": client, "split": split})
+    labels = label[0] if label and len(label) == 1 else label or None
+    notes = starting.write_recipe(file, out, {"label": labels, "client": client, "split": split})
     lines = [f"guessed: {note}" for note in notes]
     lines.append(f"wrote {out}. Go on with: polyfed check {out}, polyfed run {out}")
     answer({"recipe": str(out), "guessed": notes}, *lines, as_json=as_json)

@@ -16,13 +16,14 @@ from polyfed.model import ModelSpec
 from polyfed.privacy.policy import EVERY, Policy
 
 
-def write_recipe(file: Path, out: Path, columns: Mapping[str, str | None]) -> tuple[str, ...]:
+def write_recipe(file: Path, out: Path, columns: Mapping[str, str | list[str] | None]) -> tuple[str, ...]:
     """Write a complete recipe for a data file.
 
     Args:
         file: the data.
         out: the recipe to write.
-        columns: `label`, `client` and `split`, each with the name of its array or column; None: it is guessed.
+        columns: `label`, `client` and `split`, each with the name of its array or column, or `label` with several
+            names; None: it is guessed.
 
     Returns:
         Sentences on everything that was guessed.

@@ -179,7 +179,8 @@ def check_numbering(label: Tensor, where: str) -> None:
         listed = ", ".join(map(str, absent[:5])) + (", ..." if len(absent) > 5 else "")
         warnings.warn(
             f"{where}: classes run from 0 to {num_classes - 1}, and {len(absent)} of them ({listed}) have no row. "
-            "Number the classes from 0 without gaps, or name them all in an array 'label_name'",
+            "Number the classes from 0 without gaps, or name them all in an array 'label_name' of an .npz. If the "
+            'numbers are quantities, write [task] name = "regression"',
             PolyfedWarning,
             stacklevel=6,
         )

@@ -72,6 +72,7 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems
         groups = guessed(frame, special, notes)
     else:
         groups = problems.attempt(lambda: chosen(roles.modalities or {}, columns, where)) or {}
+        _refuse_answers(groups, roles, where, problems)
     if not groups and not problems.found:
         problems.add(DataError(f"{where} has no column of numbers beside {', '.join(sorted(special & {*columns}))}"))
     values: dict[str, Any] = {}
@@ -104,8 +105,9 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str], notes: list[str]) -> 
         notes.append(f"modality '{modality}': {shown}")
     if texts:
         notes.append(
-            f"left out, because they hold texts: {', '.join(texts)}. Give numbers or token ids; the source `hf` reads "
-            "texts with a pretrained model"
+            f"left out, because they hold texts: {', '.join(texts)}. If one of them names the client of a row, name it "
+            "as client. Texts to train on must be numbers or token ids; the source `hf` reads texts with a pretrained "
+            "model"
         )
     return groups
 
@@ -119,6 +121,16 @@ def kind_of(column: "pd.Series[Any]") -> Literal["number", "list", "text"]:
         return "list"
     numbers = all(isinstance(cell, int | float | np.number) for cell in held)
     return "number" if held and numbers else "text"
+
+
+def _refuse_answers(groups: Mapping[str, Sequence[str]], roles: Roles, where: str, problems: Problems) -> None:
+    """Note columns of labels, clients or splits that are also features, since a model would read the answer there."""
+    meaning = {roles.split: "split", roles.client: "client"} | dict.fromkeys(roles.labels, "label")
+    for modality, group in groups.items():
+        for column in group:
+            if column in meaning:
+                text = f"{where}: column '{column}' is the {meaning[column]} and also part of modality '{modality}'"
+                problems.add(DataError(f"{text}. Name the columns of the modality without it"))
 
 
 def _fact(frame: "pd.DataFrame", role: str, column: str, roles: Roles, where: str, problems: Problems) -> Any:

@@ -1,6 +1,7 @@
 """What a recipe can let cross from its clients, found before anything runs."""
 
 import itertools
+import json
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms import ALGORITHMS, Averaging
 from polyfed.core.errors import EgressError, PolyfedWarning, RecipeError
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL
 from polyfed.core.registry import name_of
@@ -113,7 +114,7 @@ def check(recipe: Recipe | str | Path) -> Check:
         facts_of(assembly),
         planned,
         failures,
-        why=tuple(_why(refused, assembly.policy)),
+        why=tuple(_why(refused, assembly)),
         fixes=tuple(fixes_of(refused, assembly.policy)),
         not_in_ledger=tuple(_not_in_ledger(recipe, assembly)),
         private=private_sizes(assembly),
@@ -121,9 +122,19 @@ def check(recipe: Recipe | str | Path) -> Check:
     )
 
 
-def _why(refused: Iterable[Planned], policy: Policy) -> Iterator[str]:
-    """Why the policy forbids what no row of `shared` forbids; see `Policy.explanations`."""
-    return policy.explanations((row.kind, row.block, row.destination) for row in refused)
+def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
+    """Why the policy forbids what no row of `shared` forbids, and how to train what may not leave."""
+    yield from assembly.policy.explanations((row.kind, row.block, row.destination) for row in refused)
+    blocks = dict.fromkeys(row.block for row in refused if row.kind == "parameters")
+    method = assembly.algorithm
+    if not blocks or len(blocks) == len(block_sizes(assembly)) or not isinstance(method, Averaging):
+        return
+    private = (*method.private, *blocks)
+    try:
+        replace(method, private=private)
+    except RecipeError:  # the method cannot keep private blocks
+        return
+    yield f"without sending them, every client can keep and train its own: [algorithm] private = {json.dumps(private)}"
 
 
 def _not_in_ledger(recipe: Recipe, assembly: Assembly) -> Iterator[str]:
@@ -219,7 +230,7 @@ def refuse_forbidden(assembly: Assembly) -> None:
         f"  {row.message}.{row.field} (task {row.task}): {row.kind} of {row.block} to the {row.destination}"
         for row in refused
     ]
-    lines += _why(refused, assembly.policy)
+    lines += _why(refused, assembly)
     fixes = ["it would leave if the policy said:", *(f"  {fix}" for fix in fixes_of(refused, assembly.policy))]
     raise EgressError("\n".join(["the policy forbids what this algorithm sends:", *lines, *fixes]))
 

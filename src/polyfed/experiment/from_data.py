@@ -138,7 +138,8 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
         raise RecipeError(f"there is no option '{name}'; {did_you_mean(name, allowed)}")
     for name, value in options.items():
         if name in SECTIONS and name not in ("algorithm", "clients") and not isinstance(value, Mapping):
-            raise RecipeError(f"{name} is a section: write its keys in a dictionary, as in {name}={{...}}")
+            keys = f'{{"name": "{value}"}}' if isinstance(value, str) else "{...}"
+            raise RecipeError(f"{name} is a section: write its keys in a dictionary, as in {name}={keys}")
 
 
 def _clients(clients: Any, data: Any) -> tuple[Any, dict[str, Any]]:

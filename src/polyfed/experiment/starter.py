@@ -148,6 +148,11 @@ def source_of(
 def _of_arrays(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     arrays = Arrays(path)
     table = _roles(arrays.names, options, str(path))
+    if not isinstance(table["label"], str):
+        raise DataError(
+            f"'{path}': labels = {', '.join(table['label'])} are several arrays. Save the targets of a row as one "
+            "array (N, T) of floats, and name this array"
+        )
     if "modalities" not in table:
         special = (
             {*table.values()} if not table.get("standardise") else {v for v in table.values() if isinstance(v, str)}

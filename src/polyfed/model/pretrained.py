@@ -79,10 +79,17 @@ def _backbone(transformers: Any, path: str) -> nn.Module:
 
 def _from(path: str, what: str, load: Any) -> Any:
     check_model(path)
+    transformers = library()
+    bars = transformers.utils.logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()  # a run, its dry run and each worker load the model, and each would draw a bar
     try:
-        return load(library())
+        return load(transformers)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
             f"'{path}' holds no {what} that can be loaded ({error}). Give the folder of a saved model, or fetch it "
             f"into the hub's cache first: hf download {path}"
         ) from error
+    finally:
+        if shown:
+            bars.enable_progress_bar()

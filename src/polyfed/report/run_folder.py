@@ -30,7 +30,13 @@ class Folder:
 
     def __post_init__(self) -> None:
         if not (self.path / RECIPE).is_file():
-            raise DataError(f"{self.path} holds no run (no {RECIPE}). Give a folder that `polyfed run --out` made")
+            inside = sorted(found.parent.name for found in self.path.glob(f"*/{RECIPE}"))
+            more = (
+                f". It holds folders of runs; give {self.path}/{inside[0]}, or {self.path}/* for all" if inside else ""
+            )
+            raise DataError(
+                f"{self.path} holds no run (no {RECIPE}). Give a folder that `polyfed run --out` made{more}"
+            )
 
     @cached_property
     def recipe_text(self) -> str:

@@ -53,6 +53,9 @@ class HuggingFace(MediaSet):
         require(bool(self.modalities), "data.modalities", dict(self.modalities), "at least one: modality = kind")
         for name, kind in self.modalities.items():
             require(kind in _KINDS, f"data.modalities.{name}", kind, did_you_mean(kind, _KINDS))
+            for role in ("label", "client"):
+                other = self._column(name) != getattr(self, role)
+                require(other, f"data.{role}", getattr(self, role), "a column that is not in data.modalities too")
         for name in self.columns:
             require(name in self.modalities, "data.columns", name, ", ".join(self.modalities))
 

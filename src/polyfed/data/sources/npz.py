@@ -73,6 +73,9 @@ class Npz(Source):
             self.modalities,
             "distinct names",
         )
+        for role in ("label", "client", "split"):
+            name = getattr(self, role)
+            require(name not in self.modalities, f"data.{role}", name, "an array that is not in data.modalities too")
 
     def load(self) -> Columns:
         """Read and check the arrays."""

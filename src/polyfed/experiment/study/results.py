@@ -96,10 +96,17 @@ def settings_text(values: Mapping[str, Any]) -> str:
 
 
 def cell_text(board: Board, number: int) -> str:
-    """Mean and sample standard deviation of a cell's scores, with the number of runs if some are missing."""
+    """Mean and sample standard deviation of a cell's scores, with the number of runs if some are missing.
+
+    Without any score it is empty, or says which metrics the finished runs have in place of the study's.
+    """
     found, reported = board.summary(number), board.reported.get(number, [])
     if found is None:
-        return ""
+        groups = next((entry.result["metrics"] for entry in reported if entry.state == "finished"), None)
+        if groups is None:
+            return ""
+        has = [f"{group}.{name}" for group, values in groups.items() for name in values]
+        return f"no {' or '.join(board.metrics[board.cells[number].scenario])}, only {', '.join(has) or 'no metrics'}"
     mean, spread, count = found
     factor, digits = (100, 1) if is_share(board.metrics[board.cells[number].scenario][0]) else (1, 3)
     words = [f"{factor * value:.{digits}f}" for value in ((mean, spread) if count > 1 else (mean,))]
