@@ -318,6 +318,15 @@ def test_check_announces_embeddings_of_the_shareable_modality_alone_and_no_label
     assert all(row.allowed for row in planned)
 
 
+def test_a_policy_that_is_wide_for_shared_changes_nothing() -> None:
+    wide = {"shared": {"server": ["parameters", "statistic", "embeddings", "raw"]}}
+    made = partial()
+    _, state, rows = played(made)
+    _, again, same_rows = played(replace(made, egress={**SHARES_B, **wide}))
+    assert same(state.params, again.params)
+    assert rows == same_rows
+
+
 def test_raw_inputs_need_a_policy_that_lets_samples_go() -> None:
     with pytest.raises(RecipeError, match="raw"):
         assemble(partial(inputs="raw"))

@@ -96,7 +96,7 @@ class PartialOptions(Averaging):
         """Rows and embeddings of shareable modalities, and parameters of the modalities that the global model reads."""
         if task == "update":  # a task of `Averaging` that this method never asks for
             return False
-        shared = bool(self.shareable(policy, [block]))
+        shared = block != SHARED and bool(self.shareable(policy, [block]))
         if field in ("vectors", "samples"):
             return shared and (field == "vectors") == (self.inputs == "embeddings")
         if field == "there":
