@@ -38,7 +38,7 @@ def test_the_main_class_of_each_client() -> None:
 
 def test_other_partitions_and_clients_beyond_the_limit_record_no_classes() -> None:
     _, recorded = facts(partition="iid")
-    assert all(set(client) == {"id", "rows", "modalities"} for client in recorded)
+    assert all(set(client) == {"id", "rows", "modalities", "labels"} for client in recorded)
     assert len(facts(3, partition="classes-per-client", classes_per_client=2)[1]) == 3
 
 

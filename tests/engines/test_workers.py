@@ -179,7 +179,9 @@ def test_no_process_is_started_for_small_requests(monkeypatch: pytest.MonkeyPatc
 
 
 ENDLESS = """
-import polyfed, sys
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits that it is ignored
+import polyfed
 from polyfed.engines import in_process
 in_process.UNIT_FLOPS = 1.0
 from polyfed.experiment.recipe import EngineSpec

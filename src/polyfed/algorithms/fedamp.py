@@ -74,7 +74,7 @@ class FedAmpState:
     Attributes:
         params: the common initial model; there is no global model.
         clouds: by block, the cloud blocks to send in the next round: new ones, and those that the last round failed to
-        send.
+            send.
         waited_for: clients asked for an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """

@@ -75,7 +75,7 @@ class MovedModules(MetaPathFinder):
 
         Raises:
             ModuleNotFoundError: the module is in `MODULES`. The error has no `name`. With a `name`, Python would
-            replace its text if a script writes `from polyfed import algorithm`.
+                replace its text if a script writes `from polyfed import algorithm`.
         """
         package, _, old = fullname.partition(".")
         if package == "polyfed" and old in MODULES:

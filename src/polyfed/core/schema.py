@@ -143,7 +143,7 @@ def checked(where: str, cls: type, table: Mapping[str, Any], elsewhere: frozense
 
     Raises:
         RecipeError: keys are unknown or values are wrong. For each of them, the text gives section, key, value and the
-        allowed values. For a renamed option, it also gives the new name.
+            allowed values. For a renamed option, it also gives the new name.
     """
     values, problems = sifted(where, cls, table, elsewhere)
     problems.raise_all()

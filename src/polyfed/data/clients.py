@@ -112,7 +112,7 @@ class ClientsSpec:
 
         Raises:
             RecipeError: `num` is missing, or is given to a partition that counts its clients itself. Or the class of
-            the recipe's own partition has a field that is not a key of this section.
+                the recipe's own partition has a field that is not a key of this section.
         """
         if not isinstance(self.partition, str):
             given: Partition = self.partition

@@ -32,7 +32,7 @@ def build_model(
 
     Raises:
         ModelError: a modality has no encoder, or an encoder has no modality. Or an encoder cannot read the samples,
-        returns the wrong shape, or has a layer that is not supported.
+            returns the wrong shape, or has a layer that is not supported.
     """
     if spec.module is not None:
         _check_identifiers(inputs)

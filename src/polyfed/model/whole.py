@@ -150,7 +150,7 @@ def require_embeddings(model: Model, method: str) -> None:
 
     Raises:
         ModelError: the model has no embeddings. The text says how a whole module gets them, and which methods need
-        none.
+            none.
     """
     if not model.has_embeddings:
         raise ModelError(

@@ -104,7 +104,7 @@ class BlockSimilarity:
             num: number of clients.
             sizes: entries of each block.
             sketch: number of entries of all projected blocks together, each in proportion to its size; 0 keeps the
-            exact vectors.
+                exact vectors.
             key: the key of the random projections.
         """
         total = max(sum(sizes.values()), 1)

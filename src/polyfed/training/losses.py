@@ -54,12 +54,12 @@ def contrastive(
         student_BE: u.
         teacher_BE: v.
         ok_B: False for rows that are neither anchors nor negatives (padding), bool (B,). None means that all rows
-        count.
+            count.
         temperature: t.
         negatives: `intra`, `inter` or `both`.
         normalise: whether to scale all embeddings to length 1 first.
         classes_B: class of every row (B,); rows of the same class are then not negatives of each other. None keeps
-        them.
+            them.
 
     Returns:
         The mean over the rows that count, a 0-dim tensor.

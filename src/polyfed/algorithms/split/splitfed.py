@@ -29,7 +29,7 @@ class SplitFed(Algorithm):
 
     Attributes:
         version: 1 keeps one upper half for each client in a round and averages them at its end; 2 keeps one for all
-        clients.
+            clients.
         aggregation: weights of the means: `weighted` by rows, or `uniform` as in the authors' code.
         selector: which clients take part in a round, the [selection] section; only `uniform`.
         u_shaped: keep the head and the labels on the clients. This costs one more exchange per batch.
