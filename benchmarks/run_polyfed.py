@@ -1,5 +1,6 @@
 """polyfed's rounds on either in-process engine, including ledger, egress gate and reply validation."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -65,7 +66,9 @@ class Ours:
         algorithm = FedAvg(train=train, selector=Uniform(participation=setting.cohort))
         first = net.init(keys.key(1, "init"))
         self.ledger = Ledger("speed")
-        runner = ENGINES[engine](people, net, algorithm, first, policy=Policy(), ledger=self.ledger, debug=True)
+        workers = max(1, len(os.sched_getaffinity(0)))  # what a recipe without [engine] workers gets
+        options = {"policy": Policy(), "ledger": self.ledger, "workers": workers, "threads": 1}
+        runner = ENGINES[engine](people, net, algorithm, first, **options)
         self.fed = Federation(runner.registry, runner, algorithm, runner.context(-1), first, seed=1, rounds=1_000_000)
         self.algorithm, self.state, self.net = algorithm, algorithm.init(self.fed, first), net
 

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True)
 def _everything_is_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_process, "UNIT_FLOPS", 1.0)
-    monkeypatch.setattr(vectorised, "UNIT_FLOPS", 1.0)
+    monkeypatch.setattr(vectorised, "STACK_FLOPS", 1.0)
     monkeypatch.setattr(vectorised, "LEAST_STACK", 2)
 
 

@@ -20,7 +20,7 @@ from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import Tree, size_bytes
 from polyfed.engines.base import client_key, describe_failure, only_the_gate_refuses, reply_and_local
-from polyfed.engines.in_process import UNIT_FLOPS, InProcess
+from polyfed.engines.in_process import InProcess
 from polyfed.engines.worker_process import Unit
 from polyfed.federation.replies import ReplyStack
 from polyfed.training import StackedClientData
@@ -29,6 +29,10 @@ from polyfed.training.step_plan import Rows
 STACK_BYTES = 512 * 2**20
 """Memory budget of a stack in bytes, for the parameters, gradients, optimiser moments and batches of all its clients.
 512 MiB keep two cores busy and fit into the memory of a laptop (measured in docs/performance.md)."""
+
+STACK_FLOPS = 5e8
+"""Floating-point operations of local training that are worth a stack of their own. With half of them, two processes with
+a stack each took longer than one process with all clients in one stack (docs/performance.md)."""
 
 LEAST_STACK, MOST_STACKS = 8, 16
 """Bounds on the division of similar clients among worker processes: the least clients in a stack, and the most stacks.
@@ -95,7 +99,7 @@ class Vectorised(InProcess):
     def _share(self, group: list[int]) -> int:
         """Return how many of these clients a stack may hold, so that there are several stacks for worker processes."""
         work = sum(self.work(client) for client in group) if group[0] >= 0 else 0.0
-        stacks = max(1, min(MOST_STACKS, len(group) // LEAST_STACK, int(work / UNIT_FLOPS)))
+        stacks = max(1, min(MOST_STACKS, len(group) // LEAST_STACK, int(work / STACK_FLOPS)))
         return math.ceil(len(group) / stacks)
 
     def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
