@@ -237,7 +237,10 @@ class Averaging(Algorithm):
     def class_means(
         self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast
     ) -> tuple[ClassMeans, Tree]:
-        """Compute class means of the client's training rows. The server asks only to evaluate with class prototypes."""
+        """Compute class means of the client's training rows.
+
+        The server sends this request only if the evaluation uses class prototypes.
+        """
         model = context.model
         sizes = {m: model.feature_size(m) for m in context.modalities if m in model.modalities}
         means, rows = prototypes.class_means(data.fold, partial(model.vectors, got.params), sizes, context.num_classes)

@@ -168,7 +168,7 @@ class Columns:
         """Return the SHA-256 of the labels, splits, ids and presence of all rows, and of the features of some rows.
 
         The rows for the features are evenly spaced. Reading all features of a large data set would take as long as a
-        round of training. A run depends on all of these values.
+        round of training. The fingerprint covers these values because a run depends on them.
         """
         some = torch.linspace(0, len(self) - 1, min(len(self), _FINGERPRINT_ROWS), dtype=torch.float64).long()
         sha = hashlib.sha256(f"{self.name}|{self.num_classes}".encode())

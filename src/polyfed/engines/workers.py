@@ -32,7 +32,7 @@ BUNDLES = 4
 bundle costs about 0.3 ms to send."""
 
 TRIES = 2
-"""Most attempts to run a bundle if the worker process dies during an attempt."""
+"""Largest number of attempts to run a bundle whose worker process dies."""
 
 
 class Workers:
@@ -175,7 +175,8 @@ class _Worker:
     def __init__(self, pool: Workers) -> None:
         self.down, self.up = Arena(), Arena()
         self.connection, theirs = multiprocessing.Pipe()
-        # a worker notices the end of the server's process only if no other worker has the server's connection open
+        # a worker notices the end of the server's process only if no other worker holds the server's end of this
+        # worker's pipe open
         foreign = [self.connection, *(worker.connection for worker in pool.started)]
         memory = (pool.broadcast, self.down, self.up)
         arguments = (pool.engine, theirs, foreign, memory, pool.threads)

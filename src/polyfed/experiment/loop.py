@@ -212,7 +212,7 @@ class _Loop:
         started, self.confusion = time.perf_counter(), None
         measured = algorithm.evaluate(state, self.fed)
         row["metrics"] = measured.metrics
-        # only in the last round, for scores over folds: C x C numbers in every row would be most of the file
+        # scores over folds need the matrix of the last round; in every row, C x C numbers would be most of the file
         if self.confusion is not None and row["round"] == self.recipe.rounds:
             row["confusion"] = self.confusion.to(torch.int64).tolist()
         if measured.personal:

@@ -15,7 +15,8 @@ SMALL = 2**18
 the reply alone (docs/performance.md)."""
 
 MOST = 64
-"""Most small replies in one stack. With this number, a stack takes at most 16 MiB; more would hardly save time."""
+"""Largest number of small replies in one stack. With this number, a stack takes at most 16 MiB; more would hardly
+save time."""
 
 Piece = tuple[tuple[int, ...], Tensor]
 """Clients, and the stack of the tensors that they sent under one name of a tree, (K, ...)."""

@@ -101,7 +101,8 @@ class Model(Named):
         """Count the floating-point operations of a block in the forward pass of one sample, two per multiply-add.
 
         The method runs the block on a sample of zeros. It counts matrix products and convolutions, but not elementwise
-        operations and pooling. For `shared`, it counts the fusion of all modalities without their parts.
+        operations and pooling. For `shared`, it counts the fusion, without each modality's own part of the
+        first fusion layer.
         """
         if block not in self._flops:
             with torch.no_grad():

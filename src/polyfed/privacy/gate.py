@@ -105,7 +105,10 @@ class EgressGate:
 
 
 def _refuse_dotted(msg: Message, parts: tuple[Crossing, ...]) -> None:
-    """Refuse a message of the server if a tree without parameters or gradients has names with dots, as models do."""
+    """Refuse a message of the server if a tree that is neither parameters nor gradients has names with dots.
+
+    Only names of a model have dots.
+    """
     for part in parts:
         if part.kind not in OF_THE_MODEL and (dotted := [name for name in part.names if "." in name]):
             raise RecipeError(

@@ -96,7 +96,7 @@ class Job:
     on: Batch | None = None
 
     def __post_init__(self) -> None:
-        """Check that a training that continues another training counts in epochs.
+        """Check that `after` is used only if the length of training is given in epochs.
 
         Raises:
             RecipeError: gradient accumulation with a loss that returns its terms.
