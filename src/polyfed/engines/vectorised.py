@@ -31,8 +31,8 @@ STACK_BYTES = 512 * 2**20
 512 MiB keep two cores busy and fit into the memory of a laptop (measured in docs/performance.md)."""
 
 STACK_FLOPS = 5e8
-"""Floating-point operations of local training that are worth a stack of their own. With half of them, two processes with
-a stack each took longer than one process with all clients in one stack (docs/performance.md)."""
+"""Floating-point operations of local training that are worth a stack of their own. With half of them, two processes
+with a stack each took longer than one process with all clients in one stack (docs/performance.md)."""
 
 LEAST_STACK, MOST_STACKS = 8, 16
 """Bounds on the division of similar clients among worker processes: the least clients in a stack, and the most stacks.
