@@ -9,10 +9,11 @@ import torch
 
 from laws.rows import ROWS
 from oracles import creamfl as oracle
-from polyfed.algorithms.creamfl import CreamFL, draw_public, ensemble, under, weights
+from polyfed.algorithms.creamfl import CreamFL, draw_public, ensemble, weights
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
+from polyfed.core.tree import under
 from polyfed.data import ClientsSpec
 from polyfed.experiment.check import check
 from world import algorithm, furthest, played, recipe
@@ -51,7 +52,7 @@ def test_without_regularisers_clients_train_alone(engine: str) -> None:
     drawn = [k for k in theirs if k >= 0]
     assert drawn
     for client in drawn:
-        assert furthest(theirs[client], under("weight.", ours[client])) < 1e-4
+        assert furthest(theirs[client], under("weight", ours[client])) < 1e-4
 
 
 def test_representations_of_the_public_set_are_all_that_leaves() -> None:

@@ -14,7 +14,6 @@ What crosses: once, the public samples to every client; in every round, global r
 representations to the server. Page: docs/algorithms/creamfl.md.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
@@ -31,7 +30,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.core.tasks import task
-from polyfed.core.tree import Tree
+from polyfed.core.tree import Tree, nested, under
 from polyfed.federation.client_registry import VALIDATION
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -41,7 +40,7 @@ from polyfed.training import ClientData, TrainingResult
 from polyfed.training.losses import contrastive
 from polyfed.training.optimisers import Moments
 
-WEIGHT, PUBLIC, PREVIOUS, SEEN = "weight.", "public.", "previous.", "seen"
+WEIGHT, PUBLIC, PREVIOUS, SEEN = "weight", "public", "previous", "seen"
 """Names in a client's local state. The first three are prefixes: of its model, of the public samples and of its
 previous representations of these samples. The last is a flag that is 1 after the client has taken part once."""
 
@@ -168,10 +167,11 @@ class CreamFL(Algorithm):
     def store(self, context: ClientContext, data: ClientData, local: Tree, got: PublicSamples) -> tuple[Stored, Tree]:
         """Store the public samples, and the common initial model as the client's own."""
         size = next(iter(got.samples.values())).shape[0]
-        kept = {WEIGHT + n: v for n, v in context.initial.items()}
-        kept |= {PUBLIC + m: v for m, v in got.samples.items()}
+        kept = nested(WEIGHT, context.initial)
+        kept |= nested(PUBLIC, got.samples)
         device = data.num_rows.device
-        kept |= {PREVIOUS + m: torch.zeros(size, context.model.feature_size(m), device=device) for m in got.samples}
+        zeros = {m: torch.zeros(size, context.model.feature_size(m), device=device) for m in got.samples}
+        kept |= nested(PREVIOUS, zeros)
         return Stored(data.num_rows), kept | {SEEN: torch.zeros((), device=device)}
 
     @task()
@@ -193,8 +193,8 @@ class CreamFL(Algorithm):
 
         fit = data.minimise(loss, under(WEIGHT, local), train=self.train)
         z = context.model.vectors(fit.params, public_batch(public))
-        kept = {WEIGHT + n: v for n, v in fit.params.items()} | {PUBLIC + m: v for m, v in public.items()}
-        kept |= {PREVIOUS + m: v for m, v in z.items()} | {SEEN: torch.ones_like(local[SEEN])}
+        kept = nested(WEIGHT, fit.params) | nested(PUBLIC, public)
+        kept |= nested(PREVIOUS, z) | {SEEN: torch.ones_like(local[SEEN])}
         return LocalRepresentations(z, fit.loss, data.num_rows, got.num_public), kept
 
     def own_params(self, got: Broadcast, local: Tree) -> Tree:
@@ -282,11 +282,6 @@ def weights(sent: list[Tensor], other_PE: Tensor) -> Tensor:
     z, g = F.normalize(torch.stack(sent), dim=-1), F.normalize(other_PE, dim=-1)
     score = torch.log_softmax(z @ g.T, -1).diagonal(dim1=1, dim2=2)
     return torch.softmax(score, 0)
-
-
-def under(prefix: str, local: Mapping[str, Tensor]) -> Tree:
-    """The entries of a local state whose names have this prefix, with the prefix removed."""
-    return {n.removeprefix(prefix): v for n, v in local.items() if n.startswith(prefix)}
 
 
 def public_batch(samples: Tree) -> Batch:
