@@ -107,8 +107,9 @@ def test_check_says_why_and_which_row_decides(tmp_path: Path, capsys: Any) -> No
     checked = check(exposed("fedavg", SECRET))
     assert {row.block for row in checked.refused} == {"shared"}
     assert checked.fixes == ('[egress.shared] server = ["parameters", "statistic"]',)
-    (why,) = checked.why
+    why, cure = checked.why
     assert "[egress.a] server forbids it" in why
+    assert "private" in cure, "how to train without sending it"
     assert check(exposed("fedavg", WRITTEN)).refused == ()
     assert check(exposed("fedavg", WRITTEN)).why == ()
     (tmp_path / "made.toml").write_text(
