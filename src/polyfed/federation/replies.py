@@ -19,7 +19,7 @@ MOST = 64
 save time."""
 
 Piece = tuple[tuple[int, ...], Tensor]
-"""Clients, and the stack of the tensors that they sent under one name of a tree, (K, ...)."""
+"""A pair: K clients, and the tensor (K, ...) that stacks what they sent under one name of a tree."""
 
 
 @dataclass(frozen=True)

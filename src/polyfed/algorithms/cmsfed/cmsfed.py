@@ -71,7 +71,7 @@ class CmsFed(CmsFedOptions):
     # the round
 
     def init(self, fed: Federation, params: Tree) -> CmsFedState:
-        """Return the first state of `Averaging`. The server asks no client before round 1."""
+        """Return the first state of `Averaging`. No client is asked here; the first call of `round` runs `explore`."""
         return CmsFedState(**vars(super().init(fed, params)), ratios=ImbalanceRatios.unknown(fed.clients))
 
     def round(self, state: CmsFedState, fed: Federation) -> CmsFedState:
