@@ -299,9 +299,13 @@ class Averaging(Algorithm):
             return state.params  # type: ignore[no-any-return]
         return super().global_params(state)
 
-    def to_judge(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
+    def evaluation_message(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
         """Return the averaged blocks. Each client adds its private blocks to them."""
-        return Broadcast(state.params) if self.private or self.fine_tune else super().to_judge(state, fed, clients)
+        return (
+            Broadcast(state.params)
+            if self.private or self.fine_tune
+            else super().evaluation_message(state, fed, clients)
+        )
 
     def own_params(self, got: Any, local: Tree) -> Tree:
         """Return the received model with the client's private blocks, or the fine-tuned model if there is one."""

@@ -21,7 +21,7 @@ The table lists the hooks in the order in which they are called. All hooks excep
 | `evaluate` | server | after every round that `[evaluate] every` names | scores; it calls the hooks below |
 | `global_params` | server | around every round, in `evaluate`, and in `Run.predict` | the global model, or None |
 | `class_prototypes` | server | in `evaluate` | class means, for `[evaluate] unimodal = "prototype"` |
-| `to_judge` | server | in `evaluate`, and in `Run.predict` | what clients receive for personal evaluation |
+| `evaluation_message` | server | in `evaluate`, and in `Run.predict` | what clients receive for personal evaluation |
 | `own_params` | client | in personal evaluation, and in `Run.predict` | the model with which the client is evaluated |
 
 The properties `own_models` and `predictor` say where personal models are kept and how they predict
@@ -231,10 +231,10 @@ class Algorithm(ModelHooks, TrainedModels):
         measured = {} if params is None else self.evaluate_globally(params, fed)
         if not (self.evaluation.personal and fed.clients.tested):
             return Measured(measured)
-        group, accuracies = self.evaluate_personally(fed, self.to_judge(state, fed, fed.clients.tested))
+        group, accuracies = self.evaluate_personally(fed, self.evaluation_message(state, fed, fed.clients.tested))
         return Measured(measured | {"personal": group}, accuracies)
 
-    def to_judge(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
+    def evaluation_message(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
         """Return the message for personal evaluation: the global model, or an empty Tree if clients have own models.
 
         Args:
@@ -271,7 +271,7 @@ class Algorithm(ModelHooks, TrainedModels):
         objective = fed.context.objective
         matrix = objective.confusion(scores.sums)
         if tell and matrix is not None:
-            fed.emit("judged", round=fed.round, confusion=matrix)
+            fed.emit("evaluated", round=fed.round, confusion=matrix)
         exact = zip(objective.exact, scores.exact.tolist(), strict=True)
         return objective.measured(scores.sums) | {name: value for name, value in exact if value != UNDEFINED}
 

@@ -224,7 +224,7 @@ class FedGKT(Algorithm):
         """Return the predictor: the client's extractor followed by the server's network."""
         return ServerOnTop(self.server_hidden, self.server_embedding)
 
-    def to_judge(self, state: GktState, fed: Federation, clients: Sequence[int]) -> Broadcast:
+    def evaluation_message(self, state: GktState, fed: Federation, clients: Sequence[int]) -> Broadcast:
         """Return the server's network, which every client receives."""
         return Broadcast(state.params)
 

@@ -95,10 +95,10 @@ class FedMSplit(Averaging):
         """The mean of the personal models, or the global model of `block_mean`."""
         return state.params
 
-    def to_judge(self, state: SplitState, fed: Federation, clients: Sequence[int]) -> Send:
+    def evaluation_message(self, state: SplitState, fed: Federation, clients: Sequence[int]) -> Send:
         """Return, in `personal`, each client's own model for that client."""
         if self.mode == "block_mean":
-            return super().to_judge(state, fed, clients)
+            return super().evaluation_message(state, fed, clients)
         return {client: Broadcast(self._own(state, client, fed)) for client in clients}
 
     def mixed(self, trained: Mapping[int, Tree], fed: Federation) -> dict[int, Tree]:

@@ -169,7 +169,7 @@ class FedProto(Averaging):
         by_prototype = self.mode == "original" and self.predict_by == "prototype"
         return NearestPrototype(self.feature_norm) if by_prototype else Predictor()
 
-    def to_judge(self, state: ProtoState, fed: Federation, clients: Sequence[int]) -> Shared:
+    def evaluation_message(self, state: ProtoState, fed: Federation, clients: Sequence[int]) -> Shared:
         """Return the same message that a cohort receives."""
         return self._shared(state)
 

@@ -27,7 +27,7 @@ PRIVATE_STREAM, TUNE_STREAM = 1001, 1002
 """Random streams of the batches for separate training of private parameters, and for fine-tuning."""
 
 
-_TEMPLATE = ("model_spec", "round", "update", "to_judge", "own_params", "global_params")
+_TEMPLATE = ("model_spec", "round", "update", "evaluation_message", "own_params", "global_params")
 """Hooks of `Averaging` that add the private blocks to a model. A method that overrides one cannot have such blocks."""
 
 

@@ -158,14 +158,14 @@ class TrainedModels(ABC):
         return state.params if self.own_models == "none" else None
 
     @abstractmethod
-    def to_judge(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
+    def evaluation_message(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
         """Return the messages to these clients for personal evaluation: one for all, or a mapping with one for each."""
 
     def own_params(self, got: Any, local: Tree) -> Tree:
         """Return the model for a client's personal evaluation. By default, this is the model in the message `got`.
 
         Args:
-            got: the message from `to_judge`.
+            got: the message from `evaluation_message`.
             local: the client's local state.
         """
         params: Tree = got.params
@@ -186,7 +186,7 @@ class TrainedModels(ABC):
             fed: the federation. This hook sends no requests.
             local: returns the local state of a client, given its number.
         """
-        send = self.to_judge(state, fed, [client])
+        send = self.evaluation_message(state, fed, [client])
         got = cut(send if isinstance(send, Message) else send[client], fed.clients[client].blocks)
         return self.own_params(got, local(client))
 

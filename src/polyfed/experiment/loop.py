@@ -272,7 +272,7 @@ class _Loop:
         """Collect the facts that the round's row takes from events."""
         if event == "client-missing":
             self.missing[str(facts["client"])] = facts["reason"]
-        if event == "judged":  # an algorithm without a global model evaluates several models: add their matrices
+        if event == "evaluated":  # an algorithm without a global model evaluates several models: add their matrices
             more = facts["confusion"]
             self.confusion = more if self.confusion is None else self.confusion + more
 

@@ -172,7 +172,7 @@ class Pfmml(Algorithm):
         trained, _ = self.evaluate_personally(fed, Broadcast({}))
         return Measured(own.metrics | {"trained": trained}, own.personal)
 
-    def to_judge(self, state: PfmmlState, fed: Federation, clients: Sequence[int]) -> Send:
+    def evaluation_message(self, state: PfmmlState, fed: Federation, clients: Sequence[int]) -> Send:
         """Return the copies that the server still has to send."""
         arriving = state.deliveries.messages(layouts(fed, state.params), {*clients})
         return {client: arriving.get(client, Broadcast({})) for client in clients}
