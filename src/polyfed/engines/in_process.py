@@ -54,6 +54,7 @@ class InProcess(Engine):
     ) -> None:
         super().__init__(population, model, algorithm, initial, **kwargs)
         self.threads = threads
+        self._row_flops: dict[tuple[str, ...], int] = {}
         self.pool = Workers(self, workers, threads) if workers > 1 else None
         _refuse_missing_rows(population, algorithm)
 
@@ -114,8 +115,11 @@ class InProcess(Engine):
         """Return an estimate of the floating-point operations of a client's local training in one request."""
         train, rows = self.algorithm.train, int(self.registry.num_rows[client])
         trained = train.epochs * rows if train.steps is None else train.steps * (train.batch_size or rows)
-        read = [name for name in self.context(client).modalities if name in self.model.modalities]
-        return float(TRAINING_PASSES * trained * sum(self.model.flops(block) for block in (*read, SHARED)))
+        owned = self.context(client).modalities
+        if owned not in self._row_flops:  # once for all clients with these modalities, as each request asks for it
+            read = [name for name in owned if name in self.model.modalities]
+            self._row_flops[owned] = sum(self.model.flops(block) for block in (*read, SHARED))
+        return float(TRAINING_PASSES * trained * self._row_flops[owned])
 
     def received(self, request: Request, clients: Sequence[int], send: Send) -> dict[int, Any]:
         """Pass the messages through the clients' gates, and return the message that each client receives.

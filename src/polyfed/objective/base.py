@@ -159,6 +159,28 @@ class Objective(ABC):
         """Return the decision for each row from the result of `predicted`: a class, labels of 0 and 1, or values."""
 
 
+class OfClasses(Objective):
+    """Base of the objectives whose label is a class number: a client reports one number, a sum over its test rows."""
+
+    OF_CLASSES: ClassVar[bool] = True
+
+    def label_shape(self, size: int) -> tuple[int, ...]:
+        """Return the shape of a row's label, ()."""
+        return ()
+
+    def own_shape(self, size: int) -> tuple[int, ...]:
+        """Return the shape of a single number, ()."""
+        return ()
+
+    def own_score(self, sums: Tensor, num_rows: float) -> float | None:
+        """Return a client's `SCORE`, or None if it is undefined; see `Objective.own_score`."""
+        return float(sums) / num_rows if num_rows > 0 else None
+
+    def pooled(self, sums: Tensor) -> dict[str, float]:
+        """Return no metrics: the score over all rows equals the mean weighted by rows, which is already reported."""
+        return {}
+
+
 def summed(values: Tensor, batch: Batch) -> Tensor:
     """Return the sum of `values` (B, ...) without padding, in float64, so that sums of squares stay precise."""
     return batch.sum(values.to(torch.float64))

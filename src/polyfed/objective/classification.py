@@ -12,13 +12,13 @@ from polyfed.core.errors import RecipeError
 from polyfed.data.columns import Columns
 from polyfed.objective import confusion as matrices
 from polyfed.objective import ranking
-from polyfed.objective.base import UNDEFINED, Objective, not_counts
+from polyfed.objective.base import UNDEFINED, OfClasses, not_counts
 from polyfed.objective.targets import as_classes
 from polyfed.training.losses import cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classification(Objective):
+class Classification(OfClasses):
     """One class for each row. Labels are int64 (N,), or whole numbers of a float type.
 
     Attributes:
@@ -31,7 +31,6 @@ class Classification(Objective):
     NAME: ClassVar[str] = "classification"
     SCORE: ClassVar[str] = "accuracy"
     BEST: ClassVar[str] = "macro_f1"
-    OF_CLASSES: ClassVar[bool] = True
 
     class_weights: tuple[float, ...] = ()
     ranking: bool = False
@@ -44,10 +43,6 @@ class Classification(Objective):
     def prepared(self, columns: Columns) -> Columns:
         """Return the table with its labels in the form that this objective uses; see `Objective.prepared`."""
         return as_classes(columns, self.NAME, "For such labels set [task] name = 'regression' or 'multi-label'")
-
-    def label_shape(self, size: int) -> tuple[int, ...]:
-        """Return the shape of a row's label; see `Objective.label_shape`."""
-        return ()
 
     def num_outputs(self, size: int) -> int:
         """Return the number of classes, for one logit for each class."""
@@ -95,18 +90,6 @@ class Classification(Objective):
         right = (outputs.argmax(-1) == batch.y).to(torch.float32)
         # non-finite logits make the count NaN, so that reply validation drops the reply as diverged
         return batch.sum(torch.where(outputs.isfinite().all(-1), right, torch.nan))
-
-    def own_shape(self, size: int) -> tuple[int, ...]:
-        """Return the shape of a single number, ()."""
-        return ()
-
-    def own_score(self, sums: Tensor, num_rows: float) -> float | None:
-        """Return a client's `SCORE`, or None if it is undefined; see `Objective.own_score`."""
-        return float(sums) / num_rows if num_rows > 0 else None
-
-    def pooled(self, sums: Tensor) -> dict[str, float]:
-        """Return no metrics: the accuracy over all rows equals the mean weighted by rows, which is already reported."""
-        return {}
 
     def flaw(self, sums: Tensor, num_rows: float) -> str:
         """Return why a client's own sums are impossible, or an empty text; see `Objective.flaw`."""

@@ -11,13 +11,13 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.data.columns import Columns
 from polyfed.objective import confusion as matrices
-from polyfed.objective.base import Objective, not_counts, summed
+from polyfed.objective.base import OfClasses, not_counts, summed
 from polyfed.objective.classification import check_length, check_weights
 from polyfed.objective.targets import as_classes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ordinal(Objective):
+class Ordinal(OfClasses):
     """One of the levels 0 < 1 < ... < C-1 for each row. Labels are int64 (N,), or whole numbers of a float type.
 
     The model has C-1 outputs, and output k predicts whether the level is above k. The loss is the mean binary
@@ -32,7 +32,6 @@ class Ordinal(Objective):
     SCORE: ClassVar[str] = "mae"
     BEST: ClassVar[str] = "mae"
     RISING: ClassVar[bool] = False
-    OF_CLASSES: ClassVar[bool] = True
 
     class_weights: tuple[float, ...] = ()
 
@@ -44,10 +43,6 @@ class Ordinal(Objective):
     def prepared(self, columns: Columns) -> Columns:
         """Return the table with its labels in the form that this objective uses; see `Objective.prepared`."""
         return as_classes(columns, self.NAME, "For such labels set [task] name = 'regression'")
-
-    def label_shape(self, size: int) -> tuple[int, ...]:
-        """Return the shape of a row's label; see `Objective.label_shape`."""
-        return ()
 
     def num_outputs(self, size: int) -> int:
         """Return the number of levels minus one, for one output for each pair of neighbouring levels."""
@@ -95,18 +90,6 @@ class Ordinal(Objective):
         """Return only the summed distances between true and predicted levels, to reveal no labels."""
         gap = (self.decided(outputs) - batch.y).abs().to(torch.float32)
         return batch.sum(torch.where(outputs.isfinite().all(-1), gap, torch.nan))
-
-    def own_shape(self, size: int) -> tuple[int, ...]:
-        """Return the shape of a single number, ()."""
-        return ()
-
-    def own_score(self, sums: Tensor, num_rows: float) -> float | None:
-        """Return a client's `SCORE`, or None if it is undefined; see `Objective.own_score`."""
-        return float(sums) / num_rows if num_rows > 0 else None
-
-    def pooled(self, sums: Tensor) -> dict[str, float]:
-        """Return no metrics: the mean over all rows equals the mean weighted by rows, which is already reported."""
-        return {}
 
     def flaw(self, sums: Tensor, num_rows: float) -> str:
         """Return why a client's sum is impossible, or "". The sum of distances has no upper bound here."""
