@@ -3,8 +3,7 @@
 In each round the server sends the model to a cohort, every client trains it on its rows, and the server averages each
 block over the clients that have that block. The template without changes is FedAvg (`fedavg.py`).
 
-The table lists the hooks in the order in which they are called. `Algorithm` (`base.py`) has more hooks, such as
-`local`, `evaluate` and `will_send`:
+The hooks, in the order in which they are called (`Algorithm` in `base.py` has more, such as `local` and `evaluate`):
 
 | hook | called on | when | default |
 |---|---|---|---|
@@ -55,9 +54,9 @@ from polyfed.training.optimisers import Moments, ServerOptimiser
 class Update(Message):
     """A client's trained parameters, its mean training loss and its number of training rows."""
 
-    params: Tree = carries("parameters")
-    loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    params: Tree = carries("parameters", sum_only=True, weight="num_rows")
+    loss: Tensor = carries("statistic", sum_only=True, weight="num_rows")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE, sum_only=True)
 
 
 @message
@@ -222,6 +221,10 @@ class Averaging(Algorithm):
             return dict.fromkeys(replies, 1.0)
         return fed.clients.rows_of(replies)
 
+    def weight_of(self, field: str, kind: type[Message]) -> str | None:
+        """Return the weight of a field in a sum. Parameters have none if `aggregation` is `uniform`."""
+        return None if field == "params" and self.aggregation == "uniform" else super().weight_of(field, kind)
+
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
         """Return the class means of the features over all clients' training rows. Clients receive only the encoders."""
         if self.evaluation.unimodal != "prototype":
@@ -314,5 +317,4 @@ class Averaging(Algorithm):
 
 def mean_loss(replies: Replies, fed: Federation) -> float:
     """Return the mean training loss of a cohort, weighted by each client's row count in the client registry."""
-    losses, rows = replies.numbers("loss"), fed.clients.rows_of(replies)
-    return sum(losses[c] * rows[c] for c in replies) / max(sum(rows.values()), 1)
+    return replies.mean_number("loss", fed.clients.rows_of(replies))

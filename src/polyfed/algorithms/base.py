@@ -39,9 +39,10 @@ from typing import Any, ClassVar
 import torch
 
 from polyfed.algorithms.model_hooks import ModelHooks
+from polyfed.algorithms.summing import Summing
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.request import Accept, Send
+from polyfed.core.request import Send
 from polyfed.core.schema import check_ranges
 from polyfed.core.tasks import is_task, task
 from polyfed.core.tree import Tree
@@ -54,6 +55,7 @@ from polyfed.evaluation.scores import (
     Scores,
     TrainedModels,
     own_score,
+    possible,
     scores,
 )
 from polyfed.federation.client_registry import TEST, VALIDATION
@@ -61,6 +63,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
 from polyfed.federation.replies import Replies
+from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.model import ModelSpec
 from polyfed.objective import Classification, Objective
 from polyfed.objective.base import UNDEFINED
@@ -77,7 +80,7 @@ class Broadcast(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm(ModelHooks, TrainedModels):
+class Algorithm(Summing, ModelHooks, TrainedModels):
     """The base class of every method. Its fields are the hyper-parameters, its methods the server and client halves.
 
     The module's docstring lists the hooks in the order in which they are called.
@@ -286,11 +289,16 @@ class Algorithm(ModelHooks, TrainedModels):
     def over_clients(self, replies: Replies, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
         """Return statistics of the clients' scores, the metrics of all their rows, and the score of each client.
 
+        Under secure aggregation, the server has only the metrics of all rows.
+
         Args:
             replies: `OwnScore` of each client.
             fed: the federation.
         """
-        objective, rows = fed.context.objective, replies.numbers("num_rows")
+        objective = fed.context.objective
+        if isinstance(replies, SummedReplies):
+            return {f"pooled_{name}": value for name, value in objective.pooled(replies.total("sums")).items()}, {}
+        rows = replies.numbers("num_rows")
         sums = {client: reply.sums for client, reply in replies.items()}
         each = {client: objective.own_score(sums[client], rows[client]) for client in sums}
         scores = {client: score for client, score in each.items() if score is not None}
@@ -309,12 +317,3 @@ class Algorithm(ModelHooks, TrainedModels):
     def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[OwnScore, Tree]:
         """Compute what the client reports about its own test rows, such as the number of correct predictions."""
         return own_score(context, self.own_params(got, local), data.test, self.predictor), local
-
-
-def possible(fed: Federation) -> Accept:
-    """Return a check for `fed.ask(..., accept=)`: whether a client's sums are possible for its number of test rows."""
-
-    def flaw(client: int, reply: OwnScore) -> str:
-        return fed.context.objective.flaw(reply.sums, float(reply.num_rows))
-
-    return flaw

@@ -87,6 +87,12 @@ class FedMSplit(Averaging):
         return loss + self.lam * squared_distance(context.model.trainable(w), got.params)
 
     @property
+    def single_replies(self) -> str:
+        """Why the server needs single replies: in `personal`, it mixes the models of single clients."""
+        mixes = "mode = 'personal' mixes the models of single clients" if self.mode == "personal" else ""
+        return mixes or super().single_replies
+
+    @property
     def own_models(self) -> Literal["none", "server"]:
         """Return "server" in `personal`, because the server then keeps the clients' models."""
         return "server" if self.mode == "personal" else "none"

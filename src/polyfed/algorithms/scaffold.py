@@ -42,10 +42,10 @@ class Controlled(Message):
 class ControlledUpdate(Message):
     """The trained parameters y and the change of the client's control variate c_k."""
 
-    params: Tree = carries("parameters")
-    control: Tree = carries("gradients")
-    loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    params: Tree = carries("parameters", sum_only=True, weight="num_rows")
+    control: Tree = carries("gradients", sum_only=True)
+    loss: Tensor = carries("statistic", sum_only=True, weight="num_rows")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE, sum_only=True)
 
 
 @dataclass(frozen=True)

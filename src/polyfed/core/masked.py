@@ -1,7 +1,7 @@
 """Masked messages: what a client sends in place of a sum-only message under secure aggregation.
 
-A message is sum-only if every one of its fields is declared with `sum_only=True`. `masked_class(Update)` is a message class
-`MaskedUpdate` with the same fields, kinds and names. Its tensors are integers that look random. Only the sum over
+A message is sum-only if every one of its fields is declared with `sum_only=True`. `masked_class(Update)` is a message
+class `MaskedUpdate` with the same fields, kinds and names. Its tensors are integers that look random. Only the sum over
 several clients can be read (docs/secure-aggregation.md).
 """
 

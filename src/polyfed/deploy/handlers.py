@@ -180,7 +180,7 @@ def runtime_of(
     parts = (population, model, recipe.algorithm, initial_of(recipe, model))
     objective, ledger = task_of(recipe), Ledger("none")
     engine = Sequential(*parts, policy=policy, ledger=ledger, device=device_of(recipe), emit=emit, objective=objective)
-    engine.limits = limits
+    engine.limits, engine.on_device = limits, own
     relay = relay if relay is not None else recipe.engine.relay == "server-sees"
     limit, audit = recipe.engine.message_megabytes * MEGABYTE, AuditLog(folder) if own else None
     return ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit)

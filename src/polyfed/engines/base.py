@@ -2,22 +2,22 @@
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.core.errors import EgressError, PolyfedError, RecipeError
-from polyfed.core.messages import Message, malformed, map_tensors, tensors
+from polyfed.core.errors import PolyfedError
+from polyfed.core.messages import Message, map_tensors, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tasks import answers_of
 from polyfed.core.tree import SHARED, Tree, clone, select
 from polyfed.data import Population
 from polyfed.engines.heap import keep_freed_memory
 from polyfed.engines.metered import MeteredClientData
+from polyfed.engines.results import describe_failure, masked, only_the_gate_refuses, reply_and_local, secrets_apart
 from polyfed.federation.client_registry import TEST, VALIDATION, ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
@@ -73,6 +73,8 @@ class Engine(ABC):
     """Whether `locals` holds the clients' local states. If not, each client keeps its local state in its process."""
     limits: Limits = NO_LIMITS
     """Resource limits of the device on which this engine runs its client."""
+    on_device: bool = False
+    """Whether this engine runs on a device of a deployment; see `ClientContext.on_device`."""
 
     def __init__(
         self,
@@ -147,6 +149,7 @@ class Engine(ABC):
                 evaluation_client=client < 0,
                 policy=self.policy.for_client(owned),
                 objective=self.objective,
+                on_device=self.on_device,
             )
         return self._contexts[kind]
 
@@ -216,8 +219,9 @@ class Engine(ABC):
             guard = LimitGuard(self.limits if client >= 0 else NO_LIMITS, client, request.name)
             watched = guard.watch(self.metered(request, (client,), view), self.model)
             with guard.enforced(len(view.index)), only_the_gate_refuses(request):
-                returned = request.task(context, watched, self.local(request, client), got)
-            reply, local = reply_and_local(request, returned)
+                own, secrets = secrets_apart(request, self.local(request, client))
+                returned = request.task(context, watched, own, got)
+                reply, local = masked(request, *reply_and_local(request, returned), secrets)
             released = node.release(request, reply, stacked=False)
             if any(tensor.requires_grad for _, _, tensor in tensors(released)):
                 released = map_tensors(released, Tensor.detach)  # otherwise the reply keeps the autograd graph alive
@@ -269,52 +273,3 @@ def first_local(algorithm: Method, context: ClientContext, seed: int, client: in
 def client_key(request: Request, client: int) -> int:
     """Return the key from which a client derives its random numbers in a round, or in one turn of a round."""
     return keys.key(request.seed, "client", client, request.round, *((request.turn,) if request.turn else ()))
-
-
-@contextmanager
-def only_the_gate_refuses(request: Request) -> Iterator[None]:
-    """Turn an `EgressError` that a task raises in the `with` block into a `RuntimeError`.
-
-    The text of a refusal leaves the device, so only the egress gate may write this text. A task that raises
-    `EgressError` fails like a task that raises any other exception.
-    """
-    try:
-        yield
-    except EgressError as error:
-        raise RuntimeError(f"task {request.name} raised EgressError, which only the gate may") from error
-
-
-def reply_and_local(request: Request, returned: Any) -> tuple[Message, Tree]:
-    """Check what a task returned, and split it into the reply and the client's new local state.
-
-    Raises:
-        RecipeError: the task did not return a message and a local state. Or a field of the message differs from its
-            declaration (tensor or tree), or the local state is not a dict of tensors.
-    """
-    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Message)):
-        raise RecipeError(
-            f"task {request.name} must return a message and the local state of the client, as in "
-            f"`return Update(...), local`; it returned {type(returned).__name__}"
-        )
-    reply: Message = returned[0]
-    kept: Any = returned[1]
-    if flaw := malformed(reply):
-        raise RecipeError(f"task {request.name} returned a message that is not as declared: {flaw}")
-    if not (isinstance(kept, Mapping) and all(isinstance(value, Tensor) for value in kept.values())):
-        what = type(kept).__name__
-        if isinstance(kept, Mapping):
-            what = ", ".join(f"'{k}': {type(v).__name__}" for k, v in kept.items() if not isinstance(v, Tensor))
-        raise RecipeError(
-            f"task {request.name}: a client's local state is a dict of tensors by name, so that it can be saved; this "
-            f"one has {what}. A number becomes a tensor by torch.tensor(...)"
-        )
-    return reply, cast(Tree, kept)
-
-
-def describe_failure(request: Request, clients: Sequence[int], got: Message) -> str:
-    """Describe where a task failed: clients, round, task, and the shapes of the message that it received."""
-    shapes: Mapping[str, Any] = {
-        name: tuple(value.shape) if isinstance(value, Tensor) else {k: tuple(v.shape) for k, v in value.items()}
-        for name, value in ((field, getattr(got, field)) for field in got.kinds)
-    }
-    return f"in client(s) {list(clients)[:8]}, round {request.round}, task {request.name}; received {shapes}"

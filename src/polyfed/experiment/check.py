@@ -45,6 +45,7 @@ class Planned:
         in_dry_run: whether the dry run sent it (`polyfed.experiment.dry_run`). A part that depends on the state of the
             run or on the data may be sent later, or never.
         tells: what it reveals beyond what its kind says; empty for most.
+        masked: whether it is masked, so that the server reads only its sum over several clients.
     """
 
     task: str
@@ -59,6 +60,7 @@ class Planned:
     bytes_per_row: float = 0.0
     in_dry_run: bool = False
     tells: str = ""
+    masked: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from polyfed.core import keys
 from polyfed.core.errors import BadReply, Diverged, RecipeError, TooFewReplies
 from polyfed.core.messages import LABELS, Message, tensors
 from polyfed.core.request import Accept, Request, Send, Task
-from polyfed.core.tasks import path_of
+from polyfed.core.tasks import path_of, types_of
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data.columns import Column, Columns
 from polyfed.federation.attack import Attack
@@ -26,6 +26,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
 from polyfed.federation.replies import Answer, Replies, ReplyStack
 from polyfed.federation.reply_validation import NOT_FINITE, ReplyValidator
+from polyfed.federation.secure_aggregation.server import SecureSum, Summing
 from polyfed.training import SingleClientData
 
 HUGE = 1e8
@@ -124,12 +125,38 @@ class Federation:
                 or a falsy value to keep it.
             enough: how many replies close the request, without waiting for slower clients. None waits for all.
 
+        Returns:
+            The replies. Under secure aggregation and for a sum-only reply, this is a `SummedReplies`: the server then
+            has only sums, and `accept` has no effect.
+
         Raises:
             EgressError: a client's policy refused to release its reply.
             RecipeError: `clients` holds something that is not the number of a client.
             TooFewReplies: fewer clients than the quorum gave a usable reply.
             Diverged: no client replied with finite numbers, or the message to all clients is not finite.
         """
+        masked = types_of(task)[1].masks
+        if masked is None:
+            return self._ask(task, clients, send, quorum=quorum, turn=turn, accept=accept, enough=enough)
+        method: Summing = task.__self__  # type: ignore[attr-defined]
+        secure = SecureSum(self._ask, method, self.clients, self.template, self.emit)
+        replies = secure.of(task, masked, clients, send, turn=turn, enough=enough)
+        if quorum and clients:
+            self.require_quorum(replies, path_of(task, self.owner))
+        return replies
+
+    def _ask(
+        self,
+        task: Task,
+        clients: Sequence[int],
+        send: Send,
+        *,
+        quorum: bool = True,
+        turn: int = 0,
+        accept: Accept | None = None,
+        enough: int | None = None,
+    ) -> Replies:
+        """Send one request, without secure aggregation; see `ask`."""
         enough = None if enough is None else max(enough, min(self.min_replies, len(clients)))
         place = (self.round, self.rounds, self.asked, self.seed)
         request = Request(task, path_of(task, self.owner), *place, turn, enough)

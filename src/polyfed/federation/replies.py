@@ -127,6 +127,11 @@ class Replies(Mapping[int, Any]):
             found.update(zip(part.clients, getattr(part.message, name).tolist(), strict=True))
         return {client: found[client] for client in self}
 
+    def mean_number(self, name: str, weights: Mapping[int, float]) -> float:
+        """Return the weighted mean of a 0-dimensional field, or 0 if all weights are 0."""
+        numbers = self.numbers(name)
+        return sum(numbers[c] * weights[c] for c in self) / max(sum(weights[c] for c in self), 1)
+
     def mean(self, name: str, weights: Mapping[int, float]) -> Tree:
         """Return the weighted mean of a tree, name by name, over the clients that sent the name.
 

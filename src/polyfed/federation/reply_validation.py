@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import BadReply
+from polyfed.core.masked import fits
 from polyfed.core.messages import OF_THE_MODEL, Declared, Message, tensors
 from polyfed.core.tree import Tree, block_of
 from polyfed.federation.replies import ReplyStack
@@ -135,15 +136,17 @@ class ReplyValidator:
                 bad.setdefault(client, reason)
 
     def _check_tensor(self, field: str, key: str | None, value: Tensor, said: Declared) -> None:
+        if said.masked and not fits(said, value.dtype):
+            raise BadReply(f"{field} is {value.dtype}, expected masked integers")
         if said.kind in OF_THE_MODEL:
             assert key is not None, f"{field}: parameters and gradients come in trees"
             wanted = self.template[key]
-            if value.shape[1:] != wanted.shape or value.dtype != wanted.dtype:
+            if value.shape[1:] != wanted.shape or (value.dtype != wanted.dtype and not said.masked):
                 found, ours = (f"{t.dtype} {tuple(s)}" for t, s in ((value, value.shape[1:]), (wanted, wanted.shape)))
                 raise BadReply(f"{field}.{key} is {found}, expected {ours}")
             return
         where = field if key is None else f"{field}.{key}"
-        if said.kind in REAL and value.dtype not in self.floats:
+        if said.kind in REAL and value.dtype not in self.floats and not said.masked:
             raise BadReply(f"{where} is {value.dtype}, expected {' or '.join(sorted(map(str, self.floats)))}")
         wanted_type = self._exact_type(said)
         if wanted_type is not None and value.dtype != wanted_type:

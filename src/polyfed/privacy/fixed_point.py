@@ -67,11 +67,11 @@ class Scale:
         if not peak <= self.limit:  # also true for NaN
             raise ValueError(f"{where} holds {peak:.6g}, and values of up to {self.limit:g} can be summed")
         whole = np.rint(values.astype(np.float64) * (weight * 2.0**self.exponent)).astype(np.int64)
-        return whole.astype(SIGNED[self.bits]).view(UNSIGNED[self.bits])
+        return np.asarray(whole).astype(SIGNED[self.bits]).view(UNSIGNED[self.bits])
 
     def real(self, sums: np.ndarray) -> np.ndarray:
         """Return the sums of real numbers that unsigned integers stand for, in float64."""
-        return sums.view(SIGNED[self.bits]).astype(np.float64) * 2.0**-self.exponent
+        return np.asarray(sums.view(SIGNED[self.bits]).astype(np.float64) * 2.0**-self.exponent)
 
     def error(self, num: int) -> float:
         """Return the largest error of a sum of `num` clients."""

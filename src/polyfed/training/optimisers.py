@@ -238,6 +238,11 @@ class ServerOptimiser:
             idle["max_norm"] = f"aggregate = '{self.aggregate}'"
         return idle
 
+    @property
+    def single_replies(self) -> str:
+        """Why the server needs the replies of single clients; empty if their mean is enough."""
+        return "" if self.aggregate == "mean" else f"[server] aggregate = '{self.aggregate}' compares single clients"
+
     def moments(self, params: Mapping[str, Tensor]) -> Moments:
         """Return the state of the server's optimiser before the first round."""
         if self.optimiser == "none":

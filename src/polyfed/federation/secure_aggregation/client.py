@@ -8,8 +8,8 @@ The protocol is that of Bonawitz et al., "Practical Secure Aggregation for Priva
    encrypted to its receiver.
 3. `deliver`: every client receives its shares, and checks them.
 4. The method's own task, such as `update`. The engine masks the reply (`mask`) before the egress gate sees it.
-5. `unmask`: the clients reveal shares: of the self-masks of the clients whose reply arrived, and of the mask keys of the
-   clients whose reply did not arrive.
+5. `unmask`: the clients reveal shares: of the self-masks of the clients whose reply arrived, and of the mask keys of
+   the clients whose reply did not arrive.
 
 Masks are drawn for each block, over the clients of the cohort that have the block. `secure_sum.py` has the server's
 half. docs/secure-aggregation.md says what all this protects, and from whom.

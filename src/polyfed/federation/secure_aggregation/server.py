@@ -79,14 +79,14 @@ class SecureSum:
         method: the method.
         registry: the client registry.
         template: the model's tree.
-        note: called with a text for the user.
+        emit: called with the name and the fields of each event.
     """
 
     ask: Callable[..., Replies]
     method: Summing
     registry: ClientRegistry
     template: Mapping[str, Tensor]
-    note: Callable[[str], None]
+    emit: Callable[..., None]
 
     @property
     def options(self) -> SecureAggregation:
@@ -127,12 +127,12 @@ class SecureSum:
         options: Mapping[str, Any],
     ) -> Replies:
         secure = self.options
-        keys = self._step(secure.advertise, clients, Opening(), missing, accept=_form_of("keys", 2, masks.KEY))
+        keys = self._step(secure.advertise, clients, Opening(), missing, accept=_bytes_of(2, masks.KEY))
         here = self._session(keys)
         num, members = len(here.clients), here.cohort.members
         self._require(num, num, "sent keys")
         roster = Roster(torch.from_numpy(here.cohort.keys), {b: torch.from_numpy(held) for b, held in members.items()})
-        form = _form_of("sealed", num, 2 * masks.SEED + masks.TAG)
+        form = _bytes_of(num, 2 * masks.SEED + masks.TAG)
         shares = self._step(secure.share, here.clients, roster, missing, accept=form)
         self._require(len(shares), num, "sent shares")
         delivered = self._step(secure.deliver, list(shares), self._deliveries(here, shares), missing)
@@ -143,7 +143,7 @@ class SecureSum:
         self._leave_out_small(here)
         self._require(int(here.survivors.sum()), num, "sent a masked reply")
         lists = Unmasking(torch.from_numpy(here.survivors), torch.from_numpy(here.sent & ~here.survivors))
-        alive, form = here.chosen(here.survivors), _form_of("of_keys", num, masks.SEED)
+        alive, form = here.chosen(here.survivors), _bytes_of(num, masks.SEED)
         revealed = self._step(secure.unmask, alive, lists, missing, accept=form)
         self._require(len(revealed), num, "revealed their shares")
         sums = self._unmasked(kind, here, self._seeds(here, revealed))
@@ -210,7 +210,10 @@ class SecureSum:
             before = int(here.survivors.sum())
             for block, group in here.cohort.summed(here.sent, self.options.min_clients).items():
                 if 0 < (num := int((group & here.survivors).sum())) < self.options.min_clients:
-                    self.note(f"secure aggregation leaves {num} clients out: nobody else is left with block '{block}'")
+                    self.emit(
+                        "note",
+                        text=f"secure aggregation leaves {num} clients out: nobody else is left with block '{block}'",
+                    )
                     here.survivors &= ~group
 
     def _seeds(self, here: Session, revealed: Replies) -> dict[int, bytes]:
@@ -275,13 +278,13 @@ class SecureSum:
         senders: dict[Entry, tuple[int, ...]] = {}
         for block, numbers in sums.items():
             inside = tuple(here.chosen(here.survivors & here.cohort.members[block]))
-            for (field, key), total in numbers.items():
-                scale = self.options.scale(kind.declared[field], bits[weighed[field] is not None])
+            for (name, key), total in numbers.items():
+                scale = self.options.scale(kind.declared[name], bits[weighed[name] is not None])
                 value = torch.from_numpy(scale.real(total))
-                most = scale.limit * sum(weights[field][client] for client in inside) + scale.error(len(inside))
+                most = scale.limit * sum(weights[name][client] for client in inside) + scale.error(len(inside))
                 if bool((value.abs() > most).any()):
-                    raise Abandoned(f"the sum of {field} is out of range, so a client has revealed a wrong share")
-                real[field, key], senders[field, key] = value.to(device), inside
+                    raise Abandoned(f"the sum of {name} is out of range, so a client has revealed a wrong share")
+                real[name, key], senders[name, key] = value.to(device), inside
         self._check_weights(weighed, real, rows)
         return SummedReplies([], missing, tuple(alive), real, senders, weights, self.template)
 
@@ -298,16 +301,15 @@ class SecureSum:
                 raise RecipeError(
                     f"the clients' weights ({by}) add up to {float(real[by, None]):.0f}, and those of the client "
                     f"registry to {sum(rows.values())}. [engine] rows_cap cannot limit weights that the server does not "
-                    "see: set rows_cap = 0. If it is 0, a client's data has changed since it enrolled: start again"
+                    "see: set it to 0. If it is 0, a client's data has changed since it enrolled: start again"
                 )
 
 
-def _form_of(field: str, *shape: int) -> Accept:
-    """Return a check for `Federation.ask`: whether a field holds bytes of this shape."""
+def _bytes_of(*shape: int) -> Accept:
+    """Return a check for `Federation.ask`: whether every field holds bytes of this shape."""
 
     def flaw(client: int, reply: Message) -> str:
-        value = getattr(reply, field)
-        fine = value.dtype == torch.uint8 and tuple(value.shape) == shape
-        return "" if fine else f"sent {field} in another form than {' x '.join(map(str, shape))} bytes"
+        strange = [name for name, _, v in tensors(reply) if v.dtype != torch.uint8 or tuple(v.shape) != shape]
+        return f"sent {strange[0]} in another form than {' x '.join(map(str, shape))} bytes" if strange else ""
 
     return flaw

@@ -48,10 +48,12 @@ def state_of(local: Tree, step: int) -> Tree:
 
 
 def without_secrets(local: Tree) -> Tree:
+    """Return the local state without the secrets of a request."""
     return {name: value for name, value in local.items() if not name.startswith(f"{SECRETS}.")}
 
 
 def seeds_of(state: Tree) -> tuple[bytes, bytes, bytes]:
+    """Return the seeds of the key for shares, of the key for masks, and of the self-masks."""
     enc, mask, root = (bytes_of(row) for row in state["seeds"])
     return enc, mask, root
 
@@ -70,10 +72,16 @@ def cohort_of(public: Tensor, members: Mapping[str, Tensor]) -> Cohort:
 
 
 def cohort_in(state: Tree) -> Cohort:
+    """Return the cohort that a client has kept."""
     return cohort_of(state["keys"], under("members", state))
 
 
 def flags(value: Tensor, num: int, what: str) -> np.ndarray:
+    """Read a list of clients, bool (n,), that the server sent.
+
+    Raises:
+        Refusal: it has another form.
+    """
     if value.dtype != torch.bool or value.shape != (num,):
         raise Refusal(f"the list of {what} cannot be read")
     flags: np.ndarray = value.cpu().numpy()
@@ -86,8 +94,10 @@ def way(cohort: Cohort, sender: int, receiver: int) -> tuple[bytes, ...]:
 
 
 def tensor_of(content: bytes, *shape: int) -> Tensor:
+    """Return bytes as a tensor, uint8."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(shape)
 
 
 def bytes_of(value: Tensor) -> bytes:
+    """Return the bytes of a tensor."""
     return value.cpu().contiguous().numpy().tobytes()
