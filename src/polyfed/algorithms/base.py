@@ -297,7 +297,9 @@ class Algorithm(Summing, ModelHooks, TrainedModels):
         """
         objective = fed.context.objective
         if isinstance(replies, SummedReplies):
-            return {f"pooled_{name}": value for name, value in objective.pooled(replies.total("sums")).items()}, {}
+            sums, total = replies.total("sums"), float(replies.total("num_rows"))
+            pooled = {f"pooled_{name}": value for name, value in objective.pooled(sums).items()}
+            return pooled or {"weighted": objective.own_score(sums, total) or 0.0}, {}
         rows = replies.numbers("num_rows")
         sums = {client: reply.sums for client, reply in replies.items()}
         each = {client: objective.own_score(sums[client], rows[client]) for client in sums}

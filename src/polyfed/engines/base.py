@@ -22,6 +22,7 @@ from polyfed.federation.client_registry import TEST, VALIDATION, ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
 from polyfed.federation.replies import Answer
+from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.model import Model
 from polyfed.objective import CLASSES, Objective
 from polyfed.privacy.announcement import Announcement, Asking, Holder, PrivateNames
@@ -42,6 +43,10 @@ class Method(Asking, Protocol):
     @property
     def train(self) -> Train:
         """The [train] section: how clients train."""
+
+    @property
+    def secure_aggregation(self) -> SecureAggregation | None:
+        """The [secure_aggregation] section, or None without it."""
 
     @property
     def handles_missing_rows(self) -> bool:
