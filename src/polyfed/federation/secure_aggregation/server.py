@@ -114,7 +114,9 @@ class SecureSum:
         try:
             return self._sum(task, kind, clients, send, missing, options)
         except Abandoned as reason:
-            rest = dict.fromkeys(clients, f"secure aggregation was given up: {reason}")
+            text = f"secure aggregation was given up: {reason}"
+            self.emit("note", text=text)
+            rest = dict.fromkeys(clients, text)
             return Replies([], rest | missing)
 
     def _sum(
