@@ -1,4 +1,4 @@
-"""Secure aggregation behind the wire: the same sums as in one process, and what a dishonest server gets from a device."""
+"""Secure aggregation behind the wire: the sums of one process, and what a dishonest server gets from a device."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -84,7 +84,7 @@ def devices(tmp_path_factory: Any) -> Observed:
 def test_parameters_and_ledgers_equal_the_sequential_engines(tmp_path: Path) -> None:
     method = world.algorithm("scaffold", selector=Uniform(), secure_aggregation=SecureAggregation())
     made = world.recipe(method, EngineSpec(name="flower"), rounds=1)
-    one, state_one, ledger_one = world.played(replace(made, engine=EngineSpec(name="sequential")))
+    _, state_one, ledger_one = world.played(replace(made, engine=EngineSpec(name="sequential")))
     state, ledger = played(made, joined(made, grid_of(made, tmp_path)))
     assert checkpoint.digest(state_one) == checkpoint.digest(state)
     assert ledger == ledger_one, "the server's ledger"

@@ -289,15 +289,13 @@ class Algorithm(Summing, ModelHooks, TrainedModels):
     def over_clients(self, replies: Replies, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
         """Return statistics of the clients' scores, the metrics of all their rows, and the score of each client.
 
-        Under secure aggregation, the server has only the metrics of all rows.
-
         Args:
             replies: `OwnScore` of each client.
             fed: the federation.
         """
         objective = fed.context.objective
         if isinstance(replies, SummedReplies):
-            sums, total = replies.total("sums"), float(replies.total("num_rows"))
+            sums, total = replies.total("sums"), float(replies.total("num_rows"))  # of no single client
             pooled = {f"pooled_{name}": value for name, value in objective.pooled(sums).items()}
             return pooled or {"weighted": objective.own_score(sums, total) or 0.0}, {}
         rows = replies.numbers("num_rows")

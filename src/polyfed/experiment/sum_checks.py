@@ -67,6 +67,6 @@ def refuse_small_blocks(recipe: Recipe, population: Population) -> None:
         name, num = next(iter(few.items()))
         what = f"modality '{name}' is" if name != "all" else "rows are"
         raise RecipeError(
-            f"[secure_aggregation] min_clients = {secure.min_clients}: {what} held by {num} clients only, so no sum over "
-            f"them would ever be read. Set min_clients to {num} or less, but at least 2, or leave the modality out"
+            f"[secure_aggregation] min_clients = {secure.min_clients}: {what} held by {num} clients only, so no "
+            f"sum over them would ever be read. Lower min_clients, or leave the modality out"
         )

@@ -8,7 +8,8 @@ drops a bad reply with a reason, and continues the round if enough clients have 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -110,6 +111,7 @@ class Federation:
         turn: int = 0,
         accept: Accept | None = None,
         enough: int | None = None,
+        secure: bool = True,
     ) -> Replies:
         """Send a request to these clients and return their replies.
 
@@ -118,16 +120,15 @@ class Federation:
             clients: the clients' numbers, in any order.
             send: one message for all clients, or a mapping with one message for each. A client receives only the blocks
                 that it has.
-            quorum: whether too few replies end the run. If several requests count together, pass False and call
-                `require_quorum` on the joined replies.
+            quorum: whether too few replies end the run. For joined requests, pass False and call `require_quorum`.
             turn: a different number each time a round repeats a request, so that batches and dropout masks differ.
             accept: an additional check of valid replies. `accept(client, reply)` returns a reason to drop the reply,
                 or a falsy value to keep it.
             enough: how many replies close the request, without waiting for slower clients. None waits for all.
+            secure: whether sum-only replies are summed under [secure_aggregation]; its own steps pass False.
 
         Returns:
-            The replies. Under secure aggregation and for a sum-only reply, this is a `SummedReplies`: the server then
-            has only sums, and `accept` has no effect.
+            The replies. Under secure aggregation, these are `SummedReplies`, and `accept` has no effect.
 
         Raises:
             EgressError: a client's policy refused to release its reply.
@@ -135,37 +136,12 @@ class Federation:
             TooFewReplies: fewer clients than the quorum gave a usable reply.
             Diverged: no client replied with finite numbers, or the message to all clients is not finite.
         """
-        masked = types_of(task)[1].masks
-        if masked is None:
-            return self._ask(task, clients, send, quorum=quorum, turn=turn, accept=accept, enough=enough)
-        method: Summing = task.__self__  # type: ignore[attr-defined]
-        secure = SecureSum(self._ask, method, self.clients, self.template, self.emit)
-        replies = secure.of(task, masked, clients, send, turn=turn, enough=enough)
-        if quorum and clients:
-            self.require_quorum(replies, path_of(task, self.owner))
-        return replies
-
-    def _ask(
-        self,
-        task: Task,
-        clients: Sequence[int],
-        send: Send,
-        *,
-        quorum: bool = True,
-        turn: int = 0,
-        accept: Accept | None = None,
-        enough: int | None = None,
-    ) -> Replies:
-        """Send one request, without secure aggregation; see `ask`."""
+        if secure and types_of(task)[1].masks is not None:
+            return self._summed(task, clients, send, quorum=quorum, turn=turn, enough=enough)
         enough = None if enough is None else max(enough, min(self.min_replies, len(clients)))
-        place = (self.round, self.rounds, self.asked, self.seed)
-        request = Request(task, path_of(task, self.owner), *place, turn, enough)
+        request = Request(task, path_of(task, self.owner), self.round, self.rounds, self.asked, self.seed, turn, enough)
         self.asked += 1
-        for client in clients:
-            if type(client) is not int or not (client in self.evaluation_clients or 0 <= client < len(self.clients)):
-                raise RecipeError(
-                    f"{request.name} is asked of {client!r}: clients are numbers from 0 to {len(self.clients) - 1}"
-                )
+        self._check_clients(request, clients)
         if not clients:
             return Replies([])
         peak = self._check_sent(request, send)
@@ -175,10 +151,8 @@ class Federation:
         missing = dict(answer.missing)
         parts = [kept for part in answer.parts if (kept := self._inspect(request, part, missing, accept))]
         parts = self._in_time(request, parts, missing)
-        if peak > HUGE:
-            missing = {
-                c: f"{why}{self._broken(peak)}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()
-            }
+        broken = self._broken(peak) if peak > HUGE else ""
+        missing = {c: f"{why}{broken}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()}
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
         for client, reason in sorted(missing.items()):
             self.emit("client-missing", round=self.round, task=request.name, client=client, reason=reason)
@@ -187,6 +161,23 @@ class Federation:
             self.require_quorum(replies, request.name)
         self.watch(send, replies)
         return replies
+
+    def _summed(self, task: Task, clients: Sequence[int], send: Send, *, quorum: bool, **options: Any) -> Replies:
+        """Ask under secure aggregation; see `ask`."""
+        method: Summing = task.__self__  # type: ignore[attr-defined]
+        protocol = SecureSum(partial(self.ask, secure=False), method, self.clients, self.template, self.emit)
+        replies = protocol.of(task, clients, send, **options)
+        if quorum and clients:
+            self.require_quorum(replies, path_of(task, self.owner))
+        return replies
+
+    def _check_clients(self, request: Request, clients: Sequence[int]) -> None:
+        """Raise a RecipeError if the clients of a request are not numbers of clients."""
+        for client in clients:
+            if type(client) is not int or not (client in self.evaluation_clients or 0 <= client < len(self.clients)):
+                raise RecipeError(
+                    f"{request.name} is asked of {client!r}: clients are numbers from 0 to {len(self.clients) - 1}"
+                )
 
     def _check_sent(self, request: Request, send: Send) -> float:
         """Return the largest absolute value in a message to all clients, or 0 if each client gets its own message.

@@ -17,6 +17,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.masked import LONG
 from polyfed.core.messages import Message, tensors
 from polyfed.core.request import Accept, Send, Task
+from polyfed.core.tasks import types_of
 from polyfed.core.tree import SHARED
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.replies import Replies
@@ -75,7 +76,7 @@ class SecureSum:
     """One request under secure aggregation.
 
     Attributes:
-        ask: sends a request without secure aggregation; see `Federation.ask`.
+        ask: `Federation.ask` with `secure = False`.
         method: the method.
         registry: the client registry.
         template: the model's tree.
@@ -94,12 +95,11 @@ class SecureSum:
         assert self.method.secure_aggregation is not None
         return self.method.secure_aggregation
 
-    def of(self, task: Task, kind: type[Message], clients: Sequence[int], send: Send, **options: Any) -> Replies:
+    def of(self, task: Task, clients: Sequence[int], send: Send, **options: Any) -> Replies:
         """Ask the clients for masked replies to a task, and return their sum.
 
         Args:
             task: the task.
-            kind: the class of its replies before they are masked.
             clients: the clients.
             send: the message to the clients.
             options: `turn` and `enough` of `Federation.ask`.
@@ -111,6 +111,8 @@ class SecureSum:
             RecipeError: the recipe's options do not allow to sum these replies.
         """
         missing: dict[int, str] = {}
+        kind = types_of(task)[1].masks
+        assert kind is not None, "the replies of this task are not masked"
         try:
             return self._sum(task, kind, clients, send, missing, options)
         except Abandoned as reason:
@@ -302,8 +304,8 @@ class SecureSum:
             if round(float(real[by, None])) != sum(rows.values()):
                 raise RecipeError(
                     f"the clients' weights ({by}) add up to {float(real[by, None]):.0f}, and those of the client "
-                    f"registry to {sum(rows.values())}. [engine] rows_cap cannot limit weights that the server does not "
-                    "see: set it to 0. If it is 0, a client's data has changed since it enrolled: start again"
+                    f"registry to {sum(rows.values())}. [engine] rows_cap cannot limit weights that the server does "
+                    "not see: set it to 0. If it is 0, a client's data has changed since it enrolled: start again"
                 )
 
 
