@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -606,6 +607,12 @@ def test_attacks_on_replies_are_refused_and_on_data_are_not() -> None:
     with pytest.raises(RecipeError, match="changes single replies on their way"):
         assemble(replace(secured(small()), attack=Attack(name="sign-flip")))
     assert len(updates(assemble(replace(secured(small()), attack=Attack(name="label-flip"))))) == 10
+
+
+def test_without_the_libraries_the_text_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "Crypto.Protocol.SecretSharing", None)
+    with pytest.raises(RecipeError, match=r"Crypto.Protocol.SecretSharing.*pip install 'polyfed\[secure\]'"):
+        SecureAggregation()
 
 
 # the parts

@@ -104,7 +104,10 @@ def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
                 "Annotate it with one message for each: (..., got: Question) -> tuple[Answer, Tree]"
             )
         found.append(kind)
-    return found[0], masked_class(found[1]) if masks(owner) and found[1].declared and sum_only(found[1]) else found[1]
+    got, reply = found
+    if masks(owner) and reply.declared and sum_only(reply):
+        reply = masked_class(reply)  # type: ignore[arg-type]  # a class is hashable
+    return got, reply
 
 
 def masks(owner: object) -> bool:

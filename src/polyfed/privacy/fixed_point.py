@@ -1,9 +1,10 @@
 """Fixed-point numbers modulo 2**32 or 2**64, in which secure aggregation adds the values of the clients.
 
-A client turns the value x with the weight w into the integer round(w x 2^k). The exponent k is the largest for which no
-sum of the cohort can leave the range of the integers, whatever the values are:
+A client turns the value x with the weight w into the integer round(w x 2^k). The exponent k is so small that no sum of
+the cohort can leave the range of the integers, whatever the values are. W and Q are the sum of the weights and the
+largest value, each rounded up to a power of two:
 
-    (sum of the weights) * range * 2^k < 2^(bits - 1)
+    W * Q * 2^k = 2^(bits - 2)
 
 A value beyond `range` could make a sum wrap around unnoticed, so the client refuses to send it. Rounding moves a
 client's w x by at most 2^-(k + 1). The mean of n clients therefore moves by at most n 2^-(k + 1) / (sum of weights).

@@ -4,35 +4,53 @@ Key agreement is X25519 with HKDF-SHA256, a mask is a ChaCha20 keystream, and sh
 from `cryptography`). Secrets are shared with Shamir's scheme over GF(2^128) from PyCryptodome, 16 bytes at a time.
 
 Every secret that the server may have to reconstruct is therefore a *seed* of 16 bytes, from which the keys are derived.
+The libraries are imported where they are used, because a run without secure aggregation needs neither of them.
 docs/secure-aggregation.md describes the protocol, docs/decisions/0019-secure-aggregation.md the choices.
 """
 
 from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import numpy as np
-from Crypto.Protocol.SecretSharing import Shamir
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
-from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from polyfed.core.errors import RecipeError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 SEED, KEY, TAG = 16, 32, 16
 """Sizes in bytes: of a seed (the block of PyCryptodome's scheme, and the security level of X25519), of a key of X25519
 or ChaCha20, and of the tag of Poly1305 (RFC 7748, RFC 8439)."""
 
 
+def require_libraries() -> None:
+    """Check that the libraries are installed.
+
+    Raises:
+        RecipeError: one of them is missing. The text names the extra.
+    """
+    for name in ("Crypto.Protocol.SecretSharing", "cryptography.hazmat.primitives.ciphers.aead"):
+        try:
+            import_module(name)
+        except ImportError as error:
+            text = f"[secure_aggregation] needs two libraries ({error}): pip install 'polyfed[secure]'"
+            raise RecipeError(text) from None
+
+
 def derived(secret: bytes, *purpose: bytes) -> bytes:
     """Return a key of 32 bytes for a purpose from a secret (HKDF-SHA256, RFC 5869)."""
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
     info = b"".join(len(part).to_bytes(4, "little") + part for part in (b"polyfed secure aggregation", *purpose))
     return HKDF(SHA256(), KEY, None, info).derive(secret)
 
 
 def public_key(seed: bytes) -> bytes:
     """Return the X25519 public key (32 bytes) whose private key is derived from a seed."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
     return _private(seed).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
 
 
@@ -44,10 +62,14 @@ def agreed(seed: bytes, peer: bytes) -> bytes:
     Raises:
         ValueError: the public key is not a point of full order.
     """
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+
     return _private(seed).exchange(X25519PublicKey.from_public_bytes(peer))
 
 
-def _private(seed: bytes) -> X25519PrivateKey:
+def _private(seed: bytes) -> "X25519PrivateKey":
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
     return X25519PrivateKey.from_private_bytes(derived(seed, b"key agreement"))
 
 
@@ -60,6 +82,8 @@ def seal(secret: bytes, text: bytes, *about: bytes) -> bytes:
         about: what the ciphertext is for. The receiver must give the same. A text that is sealed for one direction of
             one request therefore opens nowhere else. The key is used for one text only, so the nonce is constant.
     """
+    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
     return ChaCha20Poly1305(derived(secret, b"shares", *about)).encrypt(bytes(12), text, None)
 
 
@@ -69,6 +93,9 @@ def opened(secret: bytes, sealed: bytes, *about: bytes) -> bytes:
     Raises:
         ValueError: the ciphertext was changed, or it is for another purpose.
     """
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
     try:
         return ChaCha20Poly1305(derived(secret, b"shares", *about)).decrypt(bytes(12), sealed, None)
     except InvalidTag:
@@ -77,6 +104,9 @@ def opened(secret: bytes, sealed: bytes, *about: bytes) -> bytes:
 
 def keystream(key: bytes, num_bytes: int) -> bytes:
     """Return the first bytes of the ChaCha20 keystream of a key (RFC 8439). Use a key for one mask only."""
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+
     return Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(num_bytes))
 
 
@@ -91,7 +121,9 @@ def split(seed: bytes, threshold: int, num: int) -> list[bytes]:
 
     The coefficients come from the system's secure generator (Shamir, "How to Share a Secret", CACM 1979).
     """
-    return [share for _, share in Shamir.split(threshold, num, seed)]
+    from Crypto.Protocol.SecretSharing import Shamir
+
+    return [share for _, share in Shamir.split(threshold, num, seed, ssss=False)]
 
 
 def combined(shares: Sequence[tuple[int, bytes]]) -> bytes:
@@ -100,5 +132,7 @@ def combined(shares: Sequence[tuple[int, bytes]]) -> bytes:
     Args:
         shares: as many pairs (place in the result of `split`, share) as the threshold says.
     """
-    found: bytes = Shamir.combine([(place + 1, share) for place, share in shares])
+    from Crypto.Protocol.SecretSharing import Shamir
+
+    found: bytes = Shamir.combine([(place + 1, share) for place, share in shares], ssss=False)
     return found

@@ -88,8 +88,9 @@ class SecureAggregation:
     bits: Literal[32, 64] = 32
 
     def __post_init__(self) -> None:
-        """Check that every option is in its range."""
+        """Check that every option is in its range, and that the libraries are installed."""
         check_ranges("[secure_aggregation]", self)
+        masks.require_libraries()
 
     def needed(self, num: int) -> int:
         """Return how many of `num` clients must stay until the end."""
@@ -298,7 +299,8 @@ def _rebuilt(reply: Message, numbers: Numbers) -> Message:
             fields[name] = _signed(numbers[name, None], value)
         else:
             fields[name] = {key: _signed(numbers[name, key], t) for key, t in value.items() if (name, key) in numbers}
-    return masked_class(type(reply))(**fields)
+    kind = masked_class(type(reply))  # type: ignore[arg-type]  # a class is hashable
+    return kind(**fields)
 
 
 def _signed(numbers: np.ndarray, like: Tensor) -> Tensor:
