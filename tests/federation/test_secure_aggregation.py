@@ -107,7 +107,7 @@ def test_the_mean_of_the_masked_replies_equals_the_plain_one_to_the_stated_error
     ],
 )
 def test_every_method_that_reads_only_means_trains_the_same_model(name: str, options: dict[str, Any]) -> None:
-    made = replace(small(name, "vectorised", **options), rounds=2)
+    made = small(name, "vectorised", **options)
     _, plain, _ = world.played(made)
     _, secure, _ = world.played(secured(made))
     assert world.furthest(plain.params, secure.params) < 1e-4
@@ -137,7 +137,7 @@ def test_the_sum_survives_drop_outs_in_two_steps_at_once() -> None:
     assert furthest(summed, updates(plain, counted), dict(plain.fed.clients.rows_of(range(10)))) <= 1.0
 
 
-@pytest.mark.parametrize("step", ["advertise", "share", "deliver", "update", "unmask"])
+@pytest.mark.parametrize("step", ["advertise", "update", "unmask"])
 def test_with_too_few_clients_left_nothing_is_summed(step: str) -> None:
     secure = assemble(secured(replace(small(), engine=replace(small().engine, min_replies=2))))
     world.losing(secure, step, *range(8) if step == "advertise" else range(5))
@@ -534,9 +534,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path) 
     whole = polyfed.run(made, tmp_path / "whole").result
     assert resumed["state_sha256"] == whole["state_sha256"]
     assert resumed["bytes_up"] == whole["bytes_up"]
-    ledgers = [
-        [json.loads(line) for line in (tmp_path / name / "egress.jsonl").open()] for name in ("stopped", "whole")
-    ]
+    texts = [(tmp_path / name / "egress.jsonl").read_text() for name in ("stopped", "whole")]
+    ledgers = [[json.loads(line) for line in text.splitlines()] for text in texts]
     assert [{**row, "run": ""} for row in ledgers[0]] == [{**row, "run": ""} for row in ledgers[1]]
     assert {row["message"] for row in ledgers[0] if row.get("masked")} == {"MaskedControlledUpdate"}
 
