@@ -153,7 +153,7 @@ def test_a_device_goes_on_from_its_log_and_not_from_a_damaged_one(tmp_path: Path
     with pytest.raises(CheckpointError, match=r"does not end as audit-head.json says"):
         log.append([entry(7)], "run-1")
     (tmp_path / PRIVATE_KEY).unlink()
-    with pytest.raises(CheckpointError, match=r"is missing, and audit_log.jsonl beside it is signed with it"):
+    with pytest.raises(CheckpointError, match=r"is missing, and audit.jsonl beside it is signed with it"):
         log.append([entry(7)], "run-1")
 
 

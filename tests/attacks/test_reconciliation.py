@@ -167,8 +167,8 @@ def test_a_broken_chain_is_told_by_the_report(whose: str, copied: Path) -> None:
 
 def test_a_log_that_is_gone_is_a_finding(copied: Path) -> None:
     (copied / "run" / AUDIT).unlink()
-    assert "holds no audit_log.jsonl" in found(copied)
-    assert "holds no audit_log.jsonl" in write_report(copied / "run").read_text()
+    assert "holds no audit.jsonl" in found(copied)
+    assert "holds no audit.jsonl" in write_report(copied / "run").read_text()
 
 
 def test_a_line_nested_too_deeply_is_named_and_ends_no_command_with_a_traceback(copied: Path) -> None:
