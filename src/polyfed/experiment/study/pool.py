@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from polyfed.experiment.study import machine
+from polyfed.experiment import machine
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 """Several runs at once use the cores better than several threads of one run, which wait for each other."""
@@ -132,7 +132,7 @@ class Pool:
                 stderr=file,
                 text=True,
                 encoding="utf-8",
-                env=os.environ | ONE_THREAD,
+                env=os.environ | ONE_THREAD | {machine.CORES: str(max(1, machine.cores() // self.jobs))},
                 start_new_session=True,  # Ctrl-C goes to this process alone, which then ends the others
             )
         worker = Worker(process, log)
