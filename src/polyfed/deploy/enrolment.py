@@ -98,7 +98,7 @@ class _Waiting:
             raise EgressError(one_line(refused[0].header.get("reason")))
         count = sum(answer.header.get("verdict") == ENROLLED for answer in answers)
         now = time.monotonic()
-        complete = count >= self.least and count + len(refused) >= self.wanted
+        complete: bool = count >= self.least and count + len(refused) >= self.wanted
         if count != self.said or now - self.moment >= self.EVERY:
             self.said, self.moment = count, now
             self.emit("enrolling", enrolled=count, wanted=self.wanted)

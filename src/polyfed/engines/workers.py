@@ -232,7 +232,7 @@ def _stdin_dropped() -> Iterator[None]:
 
 def _drop_stdin() -> None:
     if _stdins:
-        sys.stdin = None  # type: ignore[assignment]  # `_stdins` keeps the object, whose end would close it too
+        sys.stdin = None  # `_stdins` keeps the object, whose end would close it too
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, where there are no forks
