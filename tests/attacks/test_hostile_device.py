@@ -17,7 +17,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from engines.devices import RECIPE, Devices
 from polyfed.core.errors import CheckpointError, DataError, TooFewReplies
-from polyfed.deploy.admission import Admission, capped_rows
+from polyfed.deploy.enrolment import Admission, capped_rows
 from polyfed.deploy.membership import MEMBERS, Membership
 from polyfed.deploy.server import serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
@@ -191,6 +191,12 @@ def test_a_client_number_stays_with_the_key_that_enrolled_with_it_first(tmp_path
     assert members.refusal(enrolment, device_of(grid, 5)) == "", "the same key as another node"
 
 
+def test_a_node_of_a_simulation_is_known_by_its_number(tmp_path: Path) -> None:
+    grid = Nodes(client_app(lambda packet, config: packet), 3)
+    grid.keys = {1: bytes(range(200, 232)), 2: b""}  # Flower's simulation has random bytes in place of keys
+    assert [device_of(grid, node) for node in (1, 2, 3, 9)] == ["node 1", "node 2", "node 3", "node 9"]
+
+
 def test_a_number_can_be_given_to_a_key_before_the_first_run(tmp_path: Path) -> None:
     (tmp_path / MEMBERS).write_text(json.dumps({"clients": {"0": "SHA256:one"}}))
     members = Membership(tmp_path)
@@ -215,8 +221,9 @@ def test_a_node_that_fails_takes_the_place_of_nobody(tmp_path: Path) -> None:
     grid.absent = frozenset({4})
     transport = GridTransport(grid)
 
-    def arrive(answers: Any) -> None:
+    def arrive(answers: Any) -> bool:
         grid.absent = frozenset() if len(answers) == 3 else grid.absent
+        return False
 
     verdicts = [answer.header["verdict"] for answer in transport.enrol(3, 5.0, arrive)]
     assert sorted(verdicts) == ["enrolled", "enrolled", "enrolled", "failed"]
