@@ -12,7 +12,7 @@ from pathlib import Path
 
 from polyfed.core.errors import CheckpointError, EgressError
 from polyfed.core.files import replace_text
-from polyfed.core.parsing import parse_json
+from polyfed.core.json_and_toml import parse_json
 from polyfed.core.request import Request
 from polyfed.core.tasks import info_of
 from polyfed.core.tree import Tree, digest, nested, under
