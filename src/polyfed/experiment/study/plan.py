@@ -7,6 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,7 +169,7 @@ def edit(table: dict[str, Any], changes: Mapping[str, Any], removed: list[str]) 
     for key in removed:
         remove(table, key)
     for key, value in changes.items():
-        put(table, key, value)
+        put(table, key, deepcopy(value))  # a later change to this table must not reach the table of another cell
 
 
 def quiet(table: Mapping[str, Any]) -> Recipe:
