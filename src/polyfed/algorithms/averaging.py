@@ -116,6 +116,8 @@ class Averaging(Algorithm):
     replies: ClassVar[type[Message]] = Update
     sends_class_means: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"client": ("update.params",)}
+    spare: ClassVar[tuple[str, ...]] = ("update.loss", "update.num_rows")
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -211,7 +213,7 @@ class Averaging(Algorithm):
     def merge(self, state: Any, replies: Replies, fed: Federation) -> Any:
         """Return the next state: a step of the server optimiser towards the combined replies, per block."""
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
-        mean = aggregate(replies, "params", weights, state.params, self.server)
+        mean = aggregate(replies, "params", weights, state.params, self.server, fed.private_mean)
         trainable = fed.context.model.trainable(state.params)
         params, moments = self.server.apply(state.params, mean, state.moments, trainable)
         return state.with_(params=params, moments=moments)
@@ -301,11 +303,9 @@ class Averaging(Algorithm):
 
     def evaluation_message(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
         """Return the averaged blocks. Each client adds its private blocks to them."""
-        return (
-            Broadcast(state.params)
-            if self.private or self.fine_tune
-            else super().evaluation_message(state, fed, clients)
-        )
+        if self.private or self.fine_tune:
+            return Broadcast(state.params)
+        return super().evaluation_message(state, fed, clients)
 
     def own_params(self, got: Any, local: Tree) -> Tree:
         """Return the received model with the client's private blocks, or the fine-tuned model if there is one."""
@@ -313,6 +313,8 @@ class Averaging(Algorithm):
 
 
 def mean_loss(replies: Replies, fed: Federation) -> float:
-    """Return the mean training loss of a cohort, weighted by each client's row count in the client registry."""
+    """Return the mean training loss of a cohort, weighted by the registry's rows; NaN if clients withhold the loss."""
+    if fed.privacy is not None and fed.privacy.withholds("loss"):
+        return float("nan")
     losses, rows = replies.numbers("loss"), fed.clients.rows_of(replies)
     return sum(losses[c] * rows[c] for c in replies) / max(sum(rows.values()), 1)

@@ -24,9 +24,9 @@ The table lists the hooks in the order in which they are called. All hooks excep
 | `evaluation_message` | server | in `evaluate`, and in `Run.predict` | what clients receive for personal evaluation |
 | `own_params` | client | in personal evaluation, and in `Run.predict` | the model with which the client is evaluated |
 
-The properties `own_models` and `predictor` say where personal models are kept and how they predict
-(`evaluation/scores.py`). The task `score` evaluates the global model on the evaluation clients; the task `score_own`
-evaluates a client's model on the client's own test rows. docs/own-method.md explains how to write a method.
+The properties `own_models` and `predictor` say where personal models are kept and how they predict. The task `score`
+evaluates the global model on the evaluation clients; the task `score_own` evaluates a client's model on the client's own
+test rows. docs/own-method.md explains how to write a method. `protects` (`privacy_hooks.py`) is about [privacy].
 """
 
 import warnings
@@ -39,6 +39,7 @@ from typing import Any, ClassVar
 import torch
 
 from polyfed.algorithms.model_hooks import ModelHooks
+from polyfed.algorithms.privacy_hooks import PrivacyHooks
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Accept, Send
@@ -77,7 +78,7 @@ class Broadcast(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm(ModelHooks, TrainedModels):
+class Algorithm(ModelHooks, PrivacyHooks, TrainedModels):
     """The base class of every method. Its fields are the hyper-parameters, its methods the server and client halves.
 
     The module's docstring lists the hooks in the order in which they are called.

@@ -19,8 +19,9 @@ from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import Tree, size_bytes
-from polyfed.engines.base import client_key, describe_failure, only_the_gate_refuses, reply_and_local
+from polyfed.engines.base import client_key, noise_key, only_the_gate_refuses
 from polyfed.engines.in_process import InProcess
+from polyfed.engines.task_results import describe_failure, reply_and_local
 from polyfed.engines.worker_process import Unit
 from polyfed.federation.replies import ReplyStack
 from polyfed.training import StackedClientData
@@ -111,7 +112,7 @@ class Vectorised(InProcess):
         own_tests = [self.test_rows(client) for client in group]
         tests = None if any(t is None for t in own_tests) else Rows.pad([t for t in own_tests if t is not None])
         locals_, local_dims = _stack_trees([self.local(request, client) for client in group])
-        lane = torch.arange(len(group), device=self.device)
+        lane, client_keys = torch.arange(len(group), device=self.device), tuple(client_key(request, k) for k in group)
         received = [self._to_device(cut(msg, context.blocks)) for msg in messages]
         fields, field_dims = _stack_messages(received)
         kind = type(received[0])
@@ -121,7 +122,7 @@ class Vectorised(InProcess):
             view = StackedClientData(
                 columns=self.columns,
                 stack=rows,
-                keys=tuple(client_key(request, client) for client in group),
+                keys=client_keys,
                 lane=lane,
                 modalities=context.modalities,
                 model=self.model,
@@ -129,6 +130,7 @@ class Vectorised(InProcess):
                 rounds=request.rounds,
                 test_stack=tests,
                 replays=self.replay,
+                privacy=self.per_sample(request, group[0]),
             )
             with only_the_gate_refuses(request):
                 returned = request.task(context, self.metered(request, group, view), local, kind(**got))
@@ -154,6 +156,8 @@ class Vectorised(InProcess):
         else:  # all messages have the same names and shapes, so one ledger entry is enough for all clients
             node.receive(request, received[0])
         made = reply_type[0](**values)
+        if self.privacy is not None:
+            made = self.privacy.of_stack(request.name, fields, made, [noise_key(request, k) for k in group])
         _refuse_padding(request, made, rows.counts)
         _refuse_kept_padding(request, after, locals_, rows.counts)
         reply = node.release(request, _without_padding(made), stacked=True)
