@@ -24,9 +24,10 @@ The table lists the hooks in the order in which they are called. All hooks excep
 | `evaluation_message` | server | in `evaluate`, and in `Run.predict` | what clients receive for personal evaluation |
 | `own_params` | client | in personal evaluation, and in `Run.predict` | the model with which the client is evaluated |
 
-The properties `own_models` and `predictor` say where personal models are kept and how they predict. The task `score`
-evaluates the global model on the evaluation clients; the task `score_own` evaluates a client's model on the client's own
-test rows. docs/own-method.md explains how to write a method. `protects` (`privacy_hooks.py`) is about [privacy].
+The properties `own_models` and `predictor` say where personal models are kept and how they predict
+(`evaluation/scores.py`). The task `score` evaluates the global model on the evaluation clients; the task `score_own`
+evaluates a client's model on the client's own test rows. The class variables `protects` and `spare` are about [privacy]
+(`privacy_hooks.py`). docs/own-method.md explains how to write a method.
 """
 
 import warnings
@@ -112,11 +113,8 @@ class Algorithm(ModelHooks, PrivacyHooks, TrainedModels):
         for name, value in vars(cls).items():
             new = callable(value) and not name.startswith("_") and name not in hooks and not is_task(value)
             if new and (meant := get_close_matches(name, hooks, n=1, cutoff=0.8)):
-                warnings.warn(
-                    f"{cls.__name__}.{name} overrides nothing; was '{meant[0]}' meant? A leading _ says it was not",
-                    PolyfedWarning,
-                    stacklevel=2,
-                )
+                text = f"{cls.__name__}.{name} overrides nothing; was '{meant[0]}' meant? A leading _ says it was not"
+                warnings.warn(text, PolyfedWarning, stacklevel=2)
 
     def __post_init__(self) -> None:
         """Check that every option lies in the range of its type. A subclass with more checks calls this method first.
@@ -167,7 +165,7 @@ class Algorithm(ModelHooks, PrivacyHooks, TrainedModels):
         return self.local(context, key)
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return a client's local state before its first task. The local state never leaves the client.
+        """Return a client's local state before its first task. It never leaves the client.
 
         Args:
             context: the client context.

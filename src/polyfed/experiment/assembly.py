@@ -164,7 +164,8 @@ def assemble(
     guarantee = guarantee_of(recipe, fed, held)
     if guarantee is not None:  # the run ends with the round that spends the budget
         held.privacy = fed.privacy = guarantee.mechanism
-        fed.rounds, recipe = guarantee.rounds, replace(recipe, rounds=guarantee.rounds)
+        fed.rounds = guarantee.rounds
+        recipe = replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved)
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
 
 

@@ -165,7 +165,7 @@ def _refuse_delta(spec: Privacy, fed: Federation) -> None:
 def _refuse(recipe: Recipe, spec: Privacy, model: Model, initial: Tree) -> None:
     """Refuse a method, model or section with which the mechanism does not hold; all reasons at once."""
     reasons = [*_faults_of_method(recipe, spec), *_faults_of_model(model, initial)]
-    reasons += [*(_faults_of_mean(recipe, spec) if spec.unit == "client" else _faults_of_rows(recipe))]
+    reasons += [*(_faults_of_mean(recipe, spec) if spec.unit == "client" else _faults_of_rows(recipe, model))]
     if reasons:
         raise RecipeError(f'[privacy] unit = "{spec.unit}" cannot be honoured: ' + "; ".join(reasons), ("privacy",))
 
@@ -202,12 +202,14 @@ def _faults_of_mean(recipe: Recipe, spec: Privacy) -> Iterator[str]:
         yield "amplification needs the selector uniform without overselect, because other cohorts depend on the data"
 
 
-def _faults_of_rows(recipe: Recipe) -> Iterator[str]:
+def _faults_of_rows(recipe: Recipe, model: Model) -> Iterator[str]:
     """Yield why the gradient of a batch would not be the mean of the gradients of its rows."""
     train, objective = recipe.algorithm.train, task_of(recipe)
     if mixes := objective.mixes_rows:
         yield f"[task] {objective.NAME}: {mixes}"
     if train.steps is not None:
         yield "[train] steps: clients would pass over their rows a different number of times. Give epochs"
+    if model.recomputes:
+        yield "gradient checkpointing computes layers again, which the gradients of single rows do not allow"
     if train.accumulate > 1:
         yield "[train] accumulate: set accumulate = 1"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from polyfed.privacy.accounting import Accounting
@@ -33,6 +33,11 @@ class Guarantee:
     parts: Sequence[tuple[Announced, str]]
     rounds: int
     wanted: int
+
+    @property
+    def resolved(self) -> Privacy:
+        """The section with the noise multiplier that was found, so that a resumed run must have the same."""
+        return replace(self.spec, noise_multiplier=self.mechanism.noise_multiplier)
 
     @property
     def unprotected(self) -> list[Announced]:
@@ -125,6 +130,8 @@ class Guarantee:
             f"{spec.clip_norm:g}, clip {spec.clip}, accountant {spec.accountant})"
         )
         found = [head, f"Neighbours: {self.neighbours}. Assumption: {self.assumption}", self.stop_note]
+        if names := in_words([part for part, state in self.parts if state == WITHHELD]):
+            found.append(f"Withheld, so clients send zeros: {names}")
         if names := in_words(self.unprotected):
             found.append(
                 f"NOT PROTECTED: {names}. Epsilon bounds only what the protected parts reveal in addition to these "
