@@ -52,8 +52,8 @@ class Clip:
             squares = value.flatten(1).to(torch.float64).square().sum(1)
             groups.setdefault(block_of(name) if self.limits else "", []).append(squares)
         found = {}
-        for group, squares in groups.items():
-            norm = torch.stack(squares).sum(0).sqrt()
+        for group, parts in groups.items():
+            norm = torch.stack(parts).sum(0).sqrt()
             limit = self.limits[group] if self.limits else self.total
             found[group] = (limit / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1.0)
         return {name: found[block_of(name) if self.limits else ""].to(value.dtype) for name, value in stack.items()}

@@ -117,7 +117,7 @@ def refuse_batch_facts(aux: Any) -> None:
     Raises:
         RecipeError: `aux` is not empty.
     """
-    if aux or isinstance(aux, Tensor):
+    if isinstance(aux, Tensor) or aux:  # in this order, because under `vmap` a tensor has no truth value
         raise RecipeError(
             '[privacy] unit = "example": this method changes its gradients by numbers that it computes from the rows, '
             "and these numbers have no noise"
