@@ -7,7 +7,7 @@ or raises an exception in a stack, its clients also run one by one, and the engi
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -112,7 +112,7 @@ class Vectorised(InProcess):
         own_tests = [self.test_rows(client) for client in group]
         tests = None if any(t is None for t in own_tests) else Rows.pad([t for t in own_tests if t is not None])
         locals_, local_dims = _stack_trees([self.local(request, client) for client in group])
-        lane, client_keys = torch.arange(len(group), device=self.device), tuple(client_key(request, k) for k in group)
+        lane = torch.arange(len(group), device=self.device)
         received = [self._to_device(cut(msg, context.blocks)) for msg in messages]
         fields, field_dims = _stack_messages(received)
         kind = type(received[0])
@@ -122,7 +122,7 @@ class Vectorised(InProcess):
             view = StackedClientData(
                 columns=self.columns,
                 stack=rows,
-                keys=client_keys,
+                keys=tuple(client_key(request, client) for client in group),
                 lane=lane,
                 modalities=context.modalities,
                 model=self.model,
@@ -155,9 +155,7 @@ class Vectorised(InProcess):
                 self.node((client,), context).receive(request, msg)
         else:  # all messages have the same names and shapes, so one ledger entry is enough for all clients
             node.receive(request, received[0])
-        made = reply_type[0](**values)
-        if self.privacy is not None:
-            made = self.privacy.of_stack(request.name, fields, made, [noise_key(request, k) for k in group])
+        made = self._protected(request, group, fields, reply_type[0](**values))
         _refuse_padding(request, made, rows.counts)
         _refuse_kept_padding(request, after, locals_, rows.counts)
         reply = node.release(request, _without_padding(made), stacked=True)
@@ -165,6 +163,12 @@ class Vectorised(InProcess):
             self.locals[client] = {name: value[i].clone() for name, value in after.items()}
         # in ascending order, so that the order of sums over clients does not depend on their numbers of rows
         return ReplyStack(tuple(group), reply).ascending()
+
+    def _protected(self, request: Request, group: Unit, sent: Mapping[str, Any], made: Any) -> Any:
+        """Return the stacked replies with the clipping and the noise of [privacy]."""
+        if self.privacy is None:
+            return made
+        return self.privacy.of_stack(request.name, sent, made, [noise_key(request, client) for client in group])
 
     def _note(self, request: Request, reason: str) -> None:
         """Emit the event `looped`, once for each task and reason."""

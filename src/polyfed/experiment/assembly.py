@@ -161,12 +161,18 @@ def assemble(
         clock=clock,
         attack=recipe.attack,
     )
-    guarantee = guarantee_of(recipe, fed, held)
-    if guarantee is not None:  # the run ends with the round that spends the budget
-        held.privacy = fed.privacy = guarantee.mechanism
-        fed.rounds = guarantee.rounds
-        recipe = replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved)
+    recipe, guarantee = _protected(recipe, fed, held)
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
+
+
+def _protected(recipe: Recipe, fed: Federation, engine: Engine) -> tuple[Recipe, Guarantee | None]:
+    """Apply [privacy] to engine and federation. The recipe returned ends with the round that spends the budget."""
+    guarantee = guarantee_of(recipe, fed, engine)
+    if guarantee is None:
+        return recipe, None
+    engine.privacy = fed.privacy = guarantee.mechanism
+    fed.rounds = guarantee.rounds
+    return replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved), guarantee
 
 
 def _completed(recipe: Recipe, population: Population) -> tuple[Recipe, Policy, tuple[str, ...]]:
