@@ -17,7 +17,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from engines.devices import RECIPE, Devices
 from polyfed.core.errors import CheckpointError, DataError, TooFewReplies
-from polyfed.deploy.admission import Admission, capped_rows
+from polyfed.deploy.enrolment import Admission, capped_rows
 from polyfed.deploy.membership import MEMBERS, Membership
 from polyfed.deploy.server import serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
@@ -215,8 +215,9 @@ def test_a_node_that_fails_takes_the_place_of_nobody(tmp_path: Path) -> None:
     grid.absent = frozenset({4})
     transport = GridTransport(grid)
 
-    def arrive(answers: Any) -> None:
+    def arrive(answers: Any) -> bool:
         grid.absent = frozenset() if len(answers) == 3 else grid.absent
+        return False
 
     verdicts = [answer.header["verdict"] for answer in transport.enrol(3, 5.0, arrive)]
     assert sorted(verdicts) == ["enrolled", "enrolled", "enrolled", "failed"]

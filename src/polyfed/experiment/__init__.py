@@ -3,7 +3,7 @@
 From the recipe to the parts:
 
 - `recipe`: the recipe as a file and as objects; `overrides`: its sections, and `--set section.key=value`.
-- `settings`: the sections [engine] and [checkpoint].
+- `settings`: the sections [engine] and [checkpoint]; `machine`: the cores and the memory that a run may use.
 - `assembly`: data, clients, model, policy, engine and federation from a recipe.
 - `check`: what a recipe lets cross, before anything runs; `dry_run`: how large the replies will be.
 
@@ -17,9 +17,9 @@ The files:
 
 - `records`: the files of a run's folder, and how a resumed run continues them; `lock`: one process per folder.
 - `round_facts`: what the ledger says about a round; `json_text`: the JSON that a run writes.
-- `norms`: how far models moved in a round; `label_counts`: the classes that clients hold.
+- `update_norms`: how far models moved in a round; `label_counts`: the classes that clients hold.
 - `calibration`: whether the model is as often right as it is sure; `display`: runs and recipes in a notebook.
-- `checkpoint`: any nest of values as safetensors and JSON; `run_checkpoint`: the values that a run keeps.
+- `checkpoint`: any nest of values as safetensors and JSON; `run_state`: the values that a run keeps.
 
 Many runs:
 

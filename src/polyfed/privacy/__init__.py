@@ -10,6 +10,6 @@
 - `mechanism`: what a client does to its reply before the gate: clipping, noise, fields that it withholds.
 - `guarantee`: epsilon of a run by block and kind, and what is not protected.
 - `contents`: the SHA-256 of each part of a message, for the audit log.
-- `audit`: the signed log of a device or server, in which each line holds the hash of the line before.
-- `audit_check`: the verification of an audit log.
+- `audit_log`: the signed log of a device or server, in which each line holds the hash of the line before.
+- `audit_log_verification`: the verification of an audit log.
 """
