@@ -160,8 +160,7 @@ class Averaging(Algorithm):
         """Choose a cohort, ask it to train, and merge the replies. Without any reply, the model does not change."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         state = state.with_(memory=memory)
-        enough = self.selector.enough(fed)
-        replies = fed.ask(self.update, cohort, self.outgoing(state, cohort, fed), enough=enough)
+        replies = fed.ask(self.update, cohort, self.outgoing(state, cohort, fed), enough=self.selector.enough(fed))
         if not replies:
             return state
         memory = self.selector.learn(memory, state.params, replies, fed)
@@ -228,8 +227,7 @@ class Averaging(Algorithm):
         """Return the class means of the features over all clients' training rows. Clients receive only the encoders."""
         if self.evaluation.unimodal != "prototype":
             return {}
-        model = fed.context.model
-        head = set(model.head())
+        model, head = fed.context.model, set(fed.context.model.head())
         encoders = {name: params[name] for name in model.names(model.modalities) if name not in head}
         replies = fed.ask(self.class_means, list(fed.clients.eligible), Broadcast(encoders))
         merged = prototypes.gathered({}, [(reply.prototypes, reply.rows_per_class) for reply in replies.values()])
