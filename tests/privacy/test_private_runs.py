@@ -64,8 +64,6 @@ def test_engines_agree_in_parameters_local_states_and_ledgers(kind: str) -> None
     for client, tree in one.engine.locals.items():
         assert furthest(tree, many.engine.locals[client]) < 1e-3
     assert ledger_one == ledger_many
-    plain = played(replace(private(kind), privacy=None))[1]
-    assert furthest(state_one.params, plain.params) > 1e-2, "the mechanism changes the model"
 
 
 @pytest.mark.parametrize("kind", ["central", "local", "example"])
@@ -75,16 +73,16 @@ def test_the_number_of_workers_changes_no_bit(kind: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(vectorised, "LEAST_STACK", 2)
     found = []
     for workers in (1, 2, 3):
-        parts = assemble(private(kind, EngineSpec(name="vectorised", workers=workers), rounds=2))
+        parts = assemble(private(kind, EngineSpec(name="vectorised", workers=workers), rounds=1))
         try:
-            found.append(through(parts, 2).params)
+            found.append(through(parts, 1).params)
         finally:
             parts.engine.close()
     assert same(found[0], found[1])
     assert same(found[0], found[2])
 
 
-@pytest.mark.parametrize("kind", ["central", "local", "example"])
+@pytest.mark.parametrize("kind", ["central", "example"])
 def test_a_resumed_run_draws_the_same_noise(kind: str, tmp_path: Path) -> None:
     made = private(kind)
     whole = polyfed.run(made, tmp_path / "whole")
@@ -98,6 +96,13 @@ def test_a_resumed_run_draws_the_same_noise(kind: str, tmp_path: Path) -> None:
 def _interrupt(event: str, **facts: Any) -> None:
     if event == "round-finished" and facts["row"]["round"] == 2:
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", ["central", "local", "example"])
+def test_the_mechanism_changes_the_model(kind: str) -> None:
+    made = private(kind, rounds=1)
+    one, plain = (played(m)[1].params for m in (made, replace(made, privacy=None)))
+    assert furthest(one, plain) > 1e-2
 
 
 def test_the_same_seed_gives_the_same_noise_and_another_seed_other_noise() -> None:
