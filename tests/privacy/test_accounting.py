@@ -52,9 +52,9 @@ def test_a_secret_cohort_of_a_fixed_size_is_that_of_the_library() -> None:
     assert said < Accounting("rdp", 1e-5, swing=2.0).epsilon(4.0, 20)
 
 
-@pytest.mark.parametrize(("kind", "epsilon"), [("rdp", 3.0), ("pld", 0.3)])
-def test_the_noise_that_is_found_spends_the_budget_and_no_more(kind: str, epsilon: float) -> None:
-    accounting = Accounting(kind, 1e-2, uses=2)
+@pytest.mark.parametrize("epsilon", [0.3, 3.0])
+def test_the_noise_that_is_found_spends_the_budget_and_no_more(epsilon: float) -> None:
+    accounting = Accounting("rdp", 1e-4, uses=2)
     noise = accounting.noise_multiplier(epsilon, 10)
     assert accounting.epsilon(noise, 10) <= epsilon < accounting.epsilon(noise - 3 * STEP, 10)
     assert noise == round(noise, 4)

@@ -18,7 +18,7 @@ from polyfed.engines import Sequential, in_process, vectorised
 from polyfed.engines.protocol import Facts
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.assembly import assemble
-from polyfed.experiment.check import check
+from polyfed.experiment.check import check, plan
 from polyfed.experiment.protection import mechanism_of
 from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
 from polyfed.experiment.settings import EngineSpec
@@ -58,12 +58,14 @@ def private(kind: str = "central", engine: Any = "sequential", **changes: Any) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_engines_agree_in_parameters_local_states_and_ledgers(kind: str) -> None:
-    one, state_one, ledger_one = played(private(kind))
-    many, state_many, ledger_many = played(private(kind, "vectorised"))
+    one, state_one, ledger_one = played(private(kind, rounds=2))
+    many, state_many, ledger_many = played(private(kind, "vectorised", rounds=2))
     assert furthest(state_one.params, state_many.params) < 1e-4
     for client, tree in one.engine.locals.items():
         assert furthest(tree, many.engine.locals[client]) < 1e-3
     assert ledger_one == ledger_many
+    planned = {(row.message, row.field, row.block) for row in plan(one)}
+    assert {(r["message"], r["field"], r["block"]) for r in ledger_one if r["destination"] != "client"} <= planned
 
 
 @pytest.mark.parametrize("kind", ["central", "local", "example"])
