@@ -94,7 +94,7 @@ def main() -> None:
                 try:
                     cells.append(cell(name, method, epsilon, given.seeds, given.out))
                 except PolyfedError as error:
-                    cells.append(f"refused: {str(error).split(';')[0][:160]}")
+                    cells.append(f"refused: {' '.join(str(error).split(';')[0].split())[:160]}")
             print(f"| {method} | {' | '.join(cells)} |", flush=True)
 
 

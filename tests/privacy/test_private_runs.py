@@ -9,9 +9,12 @@ import pytest
 import torch
 
 import polyfed
+from laws.test_laws import world as law_world
 from polyfed.algorithms import ALGORITHMS, Averaging, FedAvg
 from polyfed.algorithms.averaging import Update
 from polyfed.core.errors import RecipeError
+from polyfed.core.messages import KINDS as KINDS_OF_DATA
+from polyfed.core.messages import Message
 from polyfed.core.tree import digest
 from polyfed.deploy.handlers import runtime_of
 from polyfed.engines import Sequential, in_process, vectorised
@@ -66,6 +69,33 @@ def test_engines_agree_in_parameters_local_states_and_ledgers(kind: str) -> None
     assert ledger_one == ledger_many
     planned = {(row.message, row.field, row.block) for row in plan(one)}
     assert {(r["message"], r["field"], r["block"]) for r in ledger_one if r["destination"] != "client"} <= planned
+
+
+DECLARED = [
+    (name, unit) for name, cls in sorted(ALGORITHMS.items()) for unit in ("client", "example") if cls.honours(unit)
+]
+
+
+@pytest.mark.parametrize(("name", "unit"), DECLARED)
+def test_every_method_that_declares_a_unit_runs_under_it(name: str, unit: str) -> None:
+    options = {"clip_norm": 0.01, "unprotected": KINDS_OF_DATA}
+    made = law_world(name, aggregation="uniform")
+    made = replace(made, rounds=1, privacy=Privacy(**(CLIENT if unit == "client" else EXAMPLE) | options))
+    parts, seen = assemble(made), []
+
+    def watch(send: Any, replies: Any) -> None:
+        for client, reply in replies.items():
+            sent = send if isinstance(send, Message) else send[client]
+            if client >= 0 and getattr(reply, "params", None):
+                apart = [(value - sent.params[key]).flatten() for key, value in reply.params.items()]
+                seen.append(float(torch.cat(apart).norm()))
+
+    parts.fed.watch = watch
+    state = through(parts, 1)
+    assert all(bool(value.isfinite().all()) for value in state.params.values())
+    assert seen
+    if unit == "client":
+        assert max(seen) <= 0.01 * (1 + 1e-3)
 
 
 @pytest.mark.parametrize("kind", ["central", "local", "example"])
