@@ -1,6 +1,7 @@
 """Whole runs under [privacy]: engines agree, runs resume and stop at their budget, and refusals name the reason."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,17 @@ def test_devices_and_deployed_servers_draw_from_the_system(tmp_path: Path) -> No
 
     first, again = (through(assemble(made, engine=deployed), 2).params for _ in range(2))
     assert not same(first, again)
+
+
+def test_a_device_needs_the_library_only_to_find_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = private("local")
+    parts = assemble(made)
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    for privacy in ({"epsilon": 987.0}, {"epsilon": 987.0, "noise_at": "server", "noise_multiplier": None}):
+        mechanism_of(private("local", **privacy), parts.model, parts.initial, None, secure=True)
+    own = private("local", epsilon=987.0, noise_multiplier=None)
+    with pytest.raises(RecipeError, match="needs dp-accounting"):
+        mechanism_of(own, parts.model, parts.initial, None, secure=True)
 
 
 def test_a_device_finds_the_noise_from_the_recipe_alone() -> None:

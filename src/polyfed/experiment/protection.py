@@ -67,9 +67,10 @@ def mechanism_of(recipe: Recipe, model: Model, initial: Tree, noise: float | Non
     """
     spec, method = recipe.privacy, recipe.algorithm
     assert spec is not None, "only a recipe with [privacy] has a mechanism"
+    if noise is None and spec.central:
+        noise = 0.0  # the server adds the noise
     if noise is None:
-        # with noise at the server, a client needs no noise multiplier
-        noise = 0.0 if spec.central else _noise_and_rounds(recipe, spec, _accounting(recipe, spec, None))[0]
+        noise = spec.noise_multiplier or _noise_and_rounds(recipe, spec, _accounting(recipe, spec, None))[0]
     kept = method.private_names(model)
     own = blocks(name for name in initial if name not in kept)
     spare = () if "statistic" in spec.unprotected or not _spares(method) else method.spare
