@@ -83,7 +83,8 @@ def test_the_options_of_a_recipe_stay_only_for_its_own_algorithm(tmp_path):
     recipe.write_text(RECIPE.replace('name = "fedavg"', 'name = "fedprox"\nmu = 0.25'))
     study = {"recipe": str(recipe), "seeds": [1], "methods": {"fedprox": {}, "fedavg": {}, "moon": {}}}
     tables = {cell.method: cell.table["algorithm"] for cell in Planner(load_study(study)).cells()}
-    assert tables == {"fedprox": {"name": "fedprox", "mu": 0.25}, "fedavg": {"name": "fedavg"}, "moon": {"name": "moon"}}
+    own = {"name": "fedprox", "mu": 0.25}
+    assert tables == {"fedprox": own, "fedavg": {"name": "fedavg"}, "moon": {"name": "moon"}}
 
 
 def test_all_problems_are_told_at_once(tmp_path):

@@ -10,7 +10,6 @@ import hashlib
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 from flwr.serverapp import Grid
 
-
 PEM = b"-----BEGIN "
 """A SuperLink stores public keys in PEM format (RFC 7468), which begins with these bytes."""
 
