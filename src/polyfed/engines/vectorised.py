@@ -7,7 +7,7 @@ or raises an exception in a stack, its clients also run one by one, and the engi
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,9 @@ from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import Tree, size_bytes
-from polyfed.engines.base import client_key, describe_failure, only_the_gate_refuses, reply_and_local
+from polyfed.engines.base import client_key, noise_key, only_the_gate_refuses
 from polyfed.engines.in_process import InProcess
+from polyfed.engines.task_results import describe_failure, reply_and_local
 from polyfed.engines.worker_process import Unit
 from polyfed.federation.replies import ReplyStack
 from polyfed.training import StackedClientData
@@ -129,6 +130,7 @@ class Vectorised(InProcess):
                 rounds=request.rounds,
                 test_stack=tests,
                 replays=self.replay,
+                privacy=self.per_sample(request, group[0]),
             )
             with only_the_gate_refuses(request):
                 returned = request.task(context, self.metered(request, group, view), local, kind(**got))
@@ -153,7 +155,7 @@ class Vectorised(InProcess):
                 self.node((client,), context).receive(request, msg)
         else:  # all messages have the same names and shapes, so one ledger entry is enough for all clients
             node.receive(request, received[0])
-        made = reply_type[0](**values)
+        made = self._protected(request, group, fields, reply_type[0](**values))
         _refuse_padding(request, made, rows.counts)
         _refuse_kept_padding(request, after, locals_, rows.counts)
         reply = node.release(request, _without_padding(made), stacked=True)
@@ -161,6 +163,12 @@ class Vectorised(InProcess):
             self.locals[client] = {name: value[i].clone() for name, value in after.items()}
         # in ascending order, so that the order of sums over clients does not depend on their numbers of rows
         return ReplyStack(tuple(group), reply).ascending()
+
+    def _protected(self, request: Request, group: Unit, sent: Mapping[str, Any], made: Any) -> Any:
+        """Return the stacked replies with the clipping and the noise of [privacy]."""
+        if self.privacy is None:
+            return made
+        return self.privacy.of_stack(request.name, sent, made, [noise_key(request, client) for client in group])
 
     def _note(self, request: Request, reason: str) -> None:
         """Emit the event `looped`, once for each task and reason."""

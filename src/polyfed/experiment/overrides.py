@@ -16,6 +16,7 @@ from polyfed.experiment.settings import CheckpointSpec, EngineSpec
 from polyfed.federation.attack import Attack
 from polyfed.federation.network import Network
 from polyfed.model import ModelSpec
+from polyfed.privacy.differential import Privacy
 from polyfed.privacy.limits import Limits
 from polyfed.training.optimisers import ServerOptimiser, Train
 
@@ -30,6 +31,7 @@ SECTIONS: Mapping[str, type | tuple[str, ...]] = {
     "evaluate": Evaluation,
     "network": Network,
     "attack": Attack,
+    "privacy": Privacy,
     "egress": (),
     "limits": Limits,
     "engine": EngineSpec,

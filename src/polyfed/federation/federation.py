@@ -24,8 +24,10 @@ from polyfed.federation.attack import Attack
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
+from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Answer, Replies, ReplyStack
 from polyfed.federation.reply_validation import NOT_FINITE, ReplyValidator
+from polyfed.privacy.mechanism import Mechanism
 from polyfed.training import SingleClientData
 
 HUGE = 1e8
@@ -61,6 +63,7 @@ class Federation:
         emit: called with the name and the fields of each event.
         clock: simulated time and the links of the clients, or None if the recipe has no [network] section.
         attack: the simulated attack of the [attack] section, or None.
+        privacy: how replies are protected under [privacy], or None.
         round: the current round, from 1; 0 before the first.
         asked: number of requests so far in this round.
         watch: called with what was sent and the usable replies of every request.
@@ -78,6 +81,7 @@ class Federation:
     emit: Callable[..., None] = lambda *_, **__: None
     clock: Clock | None = None
     attack: Attack | None = None
+    privacy: Mechanism | None = None
     round: int = 0
     asked: int = 0
     watch: Callable[[Send, Replies], None] = lambda *_: None
@@ -92,6 +96,13 @@ class Federation:
             objective, size = context.objective, context.num_classes
             self._validator = ReplyValidator(self.template, context.model, self.clients.modalities, objective, size)
         return self._validator
+
+    @property
+    def private_mean(self) -> PrivateMean | None:
+        """The private mean of the current request if [privacy] protects clients, else None."""
+        if self.privacy is None or self.privacy.unit != "client":
+            return None
+        return PrivateMean(self.privacy, keys.key(self.seed, "privacy", self.round, self.asked))
 
     def begin(self, round: int) -> None:
         """Start a round: set its number and restart the count of requests."""

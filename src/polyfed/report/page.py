@@ -21,7 +21,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.files import replace_text
 from polyfed.core.messages import KINDS, LABELS
 from polyfed.core.tree import SHARED
-from polyfed.report import bytes_by_client, charts, client_charts, egress, history
+from polyfed.report import bytes_by_client, charts, client_charts, egress, history, privacy
 from polyfed.report import formatting as words
 from polyfed.report.compare import Comparison, modalities_of
 from polyfed.report.comparison_tables import scenarios_sheet, tests_of
@@ -82,6 +82,7 @@ def write_report(dir: str | Path, baseline: str | Path | None = None, device_log
         apart=crossed.evaluation is not None,
         senders=bytes_by_client.senders(crossed, folder),
         logs=_reconciled(folder, device_logs),
+        spent=privacy.spent(folder),
         drawn={
             "charts": shown,
             "participation": past.participation.table(modalities),
@@ -103,6 +104,7 @@ def sections_of(
         "updates": client_charts.norms(past, modalities),
         "picks": client_charts.picks(past, modalities, folder.num_clients),
         "entries": client_charts.coefficients(past),
+        "privacy": privacy.chart(past, modalities),
     }
     return {name: [chart for chart in own if chart.has_values] for name, own in found.items()}
 
@@ -172,6 +174,7 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
     if any(apart):
         up, down = (sum(v for v in column if v is not None) for column in apart)
         add("evaluation traffic", up + down, "bytes", f"up {words.bytes_of(up)}, down {words.bytes_of(down)}")
+    add("epsilon", past.last("epsilon"), "number", "privacy spent, see below")
     first = folder.result.get("seconds_first_round")
     remark = "median, without evaluation"
     remark += "" if first is None else f"; first round {words.seconds_of(first)}"

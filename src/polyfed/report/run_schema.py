@@ -25,6 +25,39 @@ ANY_KEYS = ConfigDict(extra="allow", strict=True)
 
 
 @with_config(ANY_KEYS)
+class SpentPrivacy(TypedDict):
+    """What some rounds have spent: epsilon in total, and by block and kind. None: this kind is not protected."""
+
+    epsilon: Number
+    blocks: dict[str, dict[str, Number]]
+
+
+@with_config(ANY_KEYS)
+class UnprotectedPart(TypedDict):
+    """A field that crosses without protection."""
+
+    message: str
+    field: str
+    kind: str
+    block: str
+
+
+@with_config(ANY_KEYS)
+class PrivacyFacts(SpentPrivacy):
+    """The privacy of a run in `result.json`."""
+
+    unit: str
+    delta: float
+    noise_multiplier: float
+    clip_norm: float
+    accountant: str
+    neighbours: str
+    assumption: str
+    stopped: str
+    unprotected: list[UnprotectedPart]
+
+
+@with_config(ANY_KEYS)
 class RoundRow(TypedDict, total=False):
     """A line of `rounds.jsonl`."""
 
@@ -42,6 +75,7 @@ class RoundRow(TypedDict, total=False):
     training_requests: Count
     evaluation: dict[str, Count]
     norms: dict[str, dict[str, Number]]
+    privacy: SpentPrivacy
     personal_accuracy: dict[str, Number]
     personal_score: dict[str, Number]
     logged: dict[str, Any]
@@ -130,6 +164,7 @@ class RunResult(TypedDict, total=False):
     num_parameters: Count
     num_kept: dict[str, Count]
     calibration: Calibration
+    privacy: PrivacyFacts
     task: TaskFacts
     metrics: Scores
     best: BestRound

@@ -15,8 +15,8 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import PolyfedError, RecipeError, did_you_mean
 from polyfed.data.columns import VALIDATION
 from polyfed.data.stacking import stacked
-from polyfed.experiment.loop import versions
 from polyfed.experiment.recipe import Recipe, parse_recipe, read_table
+from polyfed.experiment.round_facts import versions
 from polyfed.experiment.study.ranges import at, combinations, put, remove
 from polyfed.experiment.study.study_file import refuse
 from polyfed.experiment.study.study_schema import NAMES, Study
