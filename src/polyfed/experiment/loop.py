@@ -20,10 +20,10 @@ from polyfed.engines.base import Engine
 from polyfed.engines.in_process import using_threads
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble, facts_of
-from polyfed.experiment.calibration import calibration_of
 from polyfed.experiment.check import check_before_run
 from polyfed.experiment.checkpoint import RESTORE
 from polyfed.experiment.events import Emitter
+from polyfed.experiment.model_facts import facts_of_models
 from polyfed.experiment.models import Models
 from polyfed.experiment.norms import ClientUpdates, block_norms
 from polyfed.experiment.recipe import Recipe
@@ -297,8 +297,7 @@ class _Loop:
         result |= {"seed": self.recipe.seed, "rounds": self.recipe.rounds, "clients": headline["clients"]}
         result |= {"num_parameters": headline["num_parameters"], "num_kept": num_kept(state, self.assembly.engine)}
         result |= {"task": headline["task"], "metrics": measured}
-        calibration = calibration_of(models, self.assembly.population)
-        result |= {} if calibration is None else {"calibration": calibration}
+        result |= facts_of_models(models, self.recipe, self.assembly.population)
         result |= {"best": best} if (best := best_round(self.rounds, self.fed.context.objective)) else {}
         result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}
         result |= {"seconds_total": self.totals["seconds"]} | seconds_of([r["seconds"]["train"] for r in self.rounds])

@@ -164,6 +164,9 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
     worst = past.last("personal.worst")
     remark = "" if worst is None else f"worst client {words.number_of(worst, head.unit)}"
     add(f"personal {head.title}", past.last("personal.mean"), head.unit, remark)
+    if (backdoor := folder.result.get("backdoor")) is not None:
+        without = words.number_of(backdoor["without_trigger"], "share")
+        add("backdoor", backdoor["success"], "share", f"test rows that the trigger turns; {without} without it")
     for way in ("up", "down"):
         column = past.columns.get(f"bytes_{way}", [])
         total = folder.result.get(f"bytes_{way}", sum(v for v in column if v is not None))

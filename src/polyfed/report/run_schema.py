@@ -118,6 +118,17 @@ class Calibration(TypedDict):
 
 
 @with_config(ANY_KEYS)
+class Backdoor(TypedDict):
+    """The success of a backdoor in `result.json`: shares of test rows that the model assigns to the target class."""
+
+    target: Count
+    modality: str
+    rows: Count
+    success: float
+    without_trigger: float
+
+
+@with_config(ANY_KEYS)
 class RunResult(TypedDict, total=False):
     """The content of `result.json`."""
 
@@ -130,6 +141,7 @@ class RunResult(TypedDict, total=False):
     num_parameters: Count
     num_kept: dict[str, Count]
     calibration: Calibration
+    backdoor: Backdoor
     task: TaskFacts
     metrics: Scores
     best: BestRound
