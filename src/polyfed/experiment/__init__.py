@@ -28,6 +28,7 @@ Many runs:
 
 The result:
 
+- `leakage`: what the messages of a run give away; `polyfed audit` attacks them.
 - `run_result`: the finished run, at its end or loaded from its folder.
 - `models`: the trained models and their predictions; `saved_model`: writing and loading them without the run.
 """

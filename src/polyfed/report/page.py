@@ -27,6 +27,7 @@ from polyfed.report.compare import Comparison, modalities_of
 from polyfed.report.curves import curves_of
 from polyfed.report.evidence import Evidence, evidence
 from polyfed.report.grids import class_scores, confusion, labels, modality_table
+from polyfed.report.leakage import leakage_of
 from polyfed.report.progressions import price_charts
 from polyfed.report.reconciliation import Reconciliation, reconcile
 from polyfed.report.run_folder import Folder
@@ -82,6 +83,7 @@ def write_report(dir: str | Path, baseline: str | Path | None = None, device_log
         apart=crossed.evaluation is not None,
         senders=senders.senders(crossed, folder),
         logs=_reconciled(folder, device_logs),
+        leakage=leakage_of(folder),
         drawn={
             "charts": shown,
             "participation": past.participation.table(modalities),

@@ -156,7 +156,7 @@ def _blocks(found: Capture, attack: str, kind: str) -> tuple[str, ...]:
     if attack == properties.HELD:
         return (ALL,)
     if attack == membership.MEMBERSHIP:
-        return (ALL, *modalities)
+        return (ALL, *modalities) if len(found.assembly.model.modalities) > 1 else (ALL,)
     if kind == "labels":
         return (LABELS,)
     whole = kind in OF_THE_MODEL and attack != reconstruction.REBUILT

@@ -98,6 +98,12 @@ class Capture:
         """The samples of rows as the model receives them, flattened: float32 (n, F)."""
         return self.population.columns.modalities[modality].take(rows).flatten(1)
 
+    @property
+    def owners(self) -> dict[int, int] | None:
+        """Client -> its silo, whose devices share their rows; None without silos."""
+        silo = self.population.silo
+        return None if silo is None else dict(enumerate(silo.tolist()))
+
     def watch(self, send: Send, replies: Replies) -> None:
         """Keep the replies to one request; `Federation.watch` calls this method."""
         fed, seen_by = self.assembly.fed, self._destination()

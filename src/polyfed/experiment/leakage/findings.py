@@ -108,6 +108,8 @@ def measured(
     *,
     raw: float | None = None,
     remark: str = "",
+    empty: str = "the attack found nothing to read",
+    owners: Mapping[int, int] | None = None,
 ) -> Finding:
     """Sum up the tallies of an attack.
 
@@ -117,14 +119,23 @@ def measured(
         tallies: client -> its guesses.
         raw: see `Finding`.
         remark: see `Finding`.
+        empty: the remark if there are no guesses.
+        owners: client -> the group of clients with the same rows, such as its silo; None if every client has its own.
 
     Returns:
         The finding; its status is `no attack` if there are no guesses.
     """
     place = vars(target)
-    found = [tally for _, tally in sorted(tallies.items()) if len(tally.value)]
-    if not found:
-        return Finding(**place, status="no attack", method=method, remark=remark or "the attack found nothing to read")
+    kept = {client: tally for client, tally in sorted(tallies.items()) if len(tally.value)}
+    if not kept:
+        return Finding(**place, status="no attack", method=method, remark=empty)
+    groups: dict[int, list[Tally]] = {}
+    for client, tally in kept.items():
+        groups.setdefault(client if owners is None else owners[client], []).append(tally)
+    found = [
+        Tally(*(np.concatenate([getattr(tally, name) for tally in group]) for name in ("value", "guess")))
+        for group in groups.values()
+    ]
     value, guess = (float(np.concatenate([getattr(t, name) for t in found]).mean()) for name in ("value", "guess"))
     low, high = interval(found)
     return Finding(
@@ -136,7 +147,7 @@ def measured(
         advantage=value - guess,
         low=low,
         high=high,
-        clients=len(found),
+        clients=len(kept),
         guesses=sum(len(tally.value) for tally in found),
         raw=raw,
         remark=remark,
@@ -147,8 +158,9 @@ def interval(tallies: Sequence[Tally]) -> tuple[float, float]:
     """Return the 95 % interval of the advantage.
 
     With at least three clients, the bootstrap resamples clients (percentiles), because guesses about one client depend
-    on each other. With fewer clients, or if all clients agree exactly, the interval is the exact binomial one
-    (Clopper and Pearson, 1934) if guesses are right or wrong. Otherwise the bootstrap resamples guesses.
+    on each other. Clients with the same rows count as one client. With fewer clients, or if all clients agree exactly,
+    the interval is the exact binomial one (Clopper and Pearson, 1934) if guesses are right or wrong. Otherwise the
+    bootstrap resamples guesses.
 
     Args:
         tallies: at least one tally with at least one guess.
@@ -168,5 +180,5 @@ def _bootstrap(gains: NDArray[np.float64], sizes: NDArray[np.float64]) -> tuple[
     """The percentile interval of sum(gains) / sum(sizes), resampled in pairs."""
     draws = keys.generator(keys.key("bootstrap")).integers(0, len(gains), (RESAMPLES, len(gains)))
     means = gains[draws].sum(1) / sizes[draws].sum(1)
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(means.clip(-1.0, 1.0), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)

@@ -23,6 +23,9 @@ PRESENT, FREQUENT, EACH_ROW = "classes present", "most frequent class", "label o
 PERMUTATIONS = 20
 """Random orders of the labels that show how good the best assignment of clusters is by chance."""
 
+FULL = "every attacked client holds every class, or none"
+"""Why there may be nothing to rank."""
+
 Scores = dict[int, Tensor]
 """Client -> a score for each class, float64 (C,); a larger one means that the class is more likely present."""
 
@@ -62,10 +65,10 @@ def classes_of_clients(found: Capture) -> Iterator[Finding]:
             "statistic": "class counts as sent",
         }[target.kind]
         remark = "pairs of a present and an absent class in the right order"
-        yield measured(target, method, presence(scores, truth), remark=remark)
+        yield measured(target, method, presence(scores, truth), remark=remark, empty=FULL, owners=found.owners)
         if target.kind != "prototypes":  # the length of a prototype says nothing about the number of rows
             other = Target(FREQUENT, target.kind, target.block, target.seen_by)
-            yield measured(other, f"largest entry, {method}", most_frequent(scores, truth))
+            yield measured(other, f"largest entry, {method}", most_frequent(scores, truth), owners=found.owners)
 
 
 def presence(scores: Scores, truth: Mapping[int, Tensor]) -> dict[int, Tally]:
@@ -134,7 +137,7 @@ def labels_of_rows(found: Capture, seed: int) -> Iterator[Finding]:
             tallies = cluster({client: z for client, (z, _) in values.items()}, truth, num, seed)
             known = cluster(raw, truth, num, seed)
             quality = float(np.concatenate([tally.value for tally in known.values()]).mean()) if known else None
-            yield measured(target, f"{method}, best assignment", tallies, raw=quality)
+            yield measured(target, f"{method}, best assignment", tallies, raw=quality, owners=found.owners)
     for kind, method in (("predictions", "largest logit"), ("labels", "labels as sent")):
         for target, values in embedded(found, kind, EACH_ROW).items():
             truth, tallies = _truth(found, values), {}
@@ -142,7 +145,7 @@ def labels_of_rows(found: Capture, seed: int) -> Iterator[Finding]:
                 guess = sent.argmax(-1) if kind == "predictions" else sent.flatten().long()
                 most = float(torch.bincount(truth[client]).max()) / len(truth[client])
                 tallies[client] = Tally.of((guess == truth[client]).double(), most)
-            yield measured(target, method, tallies)
+            yield measured(target, method, tallies, owners=found.owners)
 
 
 def _truth(found: Capture, values: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:

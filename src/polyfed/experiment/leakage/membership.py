@@ -134,11 +134,13 @@ def membership(found: Capture, shadows: int, seed: int) -> Iterator[Finding]:
         for block in (ALL, *(modalities if len(modalities) > 1 else ())):
             target = Target(MEMBERSHIP, "parameters", block, seen_by)
             tallies = {c: _of_reply(found, reply, block, others, seed) for c, reply in replies.items()}
-            yield measured(target, "loss below the median", _without_none(tallies), remark=remark)
+            yield measured(target, "loss below the median", _without_none(tallies), remark=remark, owners=found.owners)
         if shadows and isinstance(found.assembly.fed.context.objective, Classification):
             target = Target(MEMBERSHIP, "parameters", ALL, seen_by)
             ratios = {c: _lira(found, reply, others, shadows, seed) for c, reply in replies.items()}
-            yield measured(target, f"LiRA, {shadows} shadow models", _without_none(ratios), remark=remark)
+            yield measured(
+                target, f"LiRA, {shadows} shadow models", _without_none(ratios), remark=remark, owners=found.owners
+            )
     yield from _of_global_model(found, others, seed, remark)
 
 
@@ -153,7 +155,13 @@ def _of_global_model(found: Capture, others: Tensor, seed: int, remark: str) -> 
             loss = losses_of(found, context, context.modalities, model, candidates.rows)
             tallies[client] = loss_threshold(loss, candidates.member)
     if tallies:
-        yield measured(Target(MEMBERSHIP, "parameters", ALL, "client"), "loss below the median", tallies, remark=remark)
+        yield measured(
+            Target(MEMBERSHIP, "parameters", ALL, "client"),
+            "loss below the median",
+            tallies,
+            remark=remark,
+            owners=found.owners,
+        )
 
 
 def _of_reply(found: Capture, reply: CapturedReply, block: str, others: Tensor, seed: int) -> Tally | None:

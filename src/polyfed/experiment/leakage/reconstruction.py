@@ -127,16 +127,23 @@ def samples_rebuilt(found: Capture, seed: int) -> Iterator[Finding]:
     for target, values in embedded(found, "embeddings", REBUILT).items():
         rows = {c: (z, samples_of(found, target.block, own)) for c, (z, own) in values.items()}
         tallies = {c: tally for c, (z, x) in rows.items() if (tally := inverted(z, x, keys.key(seed, c))) is not None}
-        yield measured(target, "linear inverter", tallies, remark="the attacker knows the samples of half of the rows")
+        yield measured(
+            target,
+            "linear inverter",
+            tallies,
+            remark="the attacker knows the samples of half of the rows",
+            owners=found.owners,
+        )
     for target, values in embedded(found, "raw", REBUILT).items():
         sent = {client: Tally.of(np.ones(len(rows)), 0.0) for client, (_, rows) in values.items()}
-        yield measured(target, "samples as sent", sent)
+        yield measured(target, "samples as sent", sent, owners=found.owners)
 
 
 def inverted(z: Tensor, x: Tensor, key: int) -> Tally | None:
     """Learn to invert embeddings from half of the rows, and rebuild the other half.
 
-    The inverter is a ridge regression; leave-one-out errors choose the strength of its penalty.
+    The inverter is a ridge regression, and leave-one-out errors choose the strength of its penalty. If the embeddings
+    of the known rows are their samples, the inverter copies the others.
 
     Args:
         z: embeddings (n, d).
@@ -155,6 +162,8 @@ def inverted(z: Tensor, x: Tensor, key: int) -> Tally | None:
     scale = inputs[known].std(0)
     inputs = (inputs - inputs[known].mean(0)) / np.where(scale > 0, scale, 1.0)
     rebuilt = RidgeCV(ALPHAS).fit(inputs[known], samples[known]).predict(inputs[other]).reshape(len(other), -1)
+    if z.shape == x.shape and bool((z[known] == x[known]).all()):
+        rebuilt = z[other].double().numpy()
     spread = np.square(samples[other] - samples[known].mean(0)).sum(1)
     unit = max(float(spread.mean()), 1e-12)
     return Tally.of(1 - np.square(samples[other] - rebuilt).sum(1) / unit, 1 - spread / unit)
@@ -174,7 +183,7 @@ def _from_gradients(found: Capture, kind: str) -> Iterator[Finding]:
                 target = Target(REBUILT, kind, block, reply.seen_by)
                 tallies.setdefault(target, {})[reply.client] = nearest(rebuilt, own, found.samples(block, public))
     for target, found_ in tallies.items():
-        yield measured(target, "quotients of the first layer", found_)
+        yield measured(target, "quotients of the first layer", found_, owners=found.owners)
 
 
 def _by_matching(found: Capture, kind: str, seed: int) -> Iterator[Finding]:
@@ -191,7 +200,7 @@ def _by_matching(found: Capture, kind: str, seed: int) -> Iterator[Finding]:
             target = Target(REBUILT, kind, modality, reply.seen_by)
             tallies.setdefault(target, {})[client] = nearest(samples.flatten(1), own, known)
     for target, found_ in tallies.items():
-        yield measured(target, "gradient matching", found_)
+        yield measured(target, "gradient matching", found_, owners=found.owners)
 
 
 def _matched(found: Capture, reply: CapturedReply, kind: str, key: int) -> dict[str, Tensor]:
