@@ -19,11 +19,11 @@ from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
 from polyfed.data.columns import Columns
 from polyfed.data.sources import Toy
-from polyfed.evaluation import metrics
+from polyfed.evaluation import client_statistics
 from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.recipe import Recipe
 from polyfed.model import ModelSpec
-from polyfed.objective import confusion as classes
+from polyfed.objective import class_metrics as classes
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
 from world import AWKWARD, algorithm, recipe, same
@@ -121,7 +121,7 @@ def test_the_metrics_are_those_of_the_predictions(case: str, engine: str) -> Non
         if CASES[case][0] == "vfl":
             clients = [members[0] for members in devices_of_silos(parts.fed.clients).values()]
         each = [{"global": evaluated(run, parts, client)} for client in clients]
-        assert metrics.mean_groups(each)["global"] == pytest.approx(reported, abs=1e-6)
+        assert client_statistics.mean_groups(each)["global"] == pytest.approx(reported, abs=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -282,7 +282,7 @@ def test_silos_that_lack_a_modality_are_evaluated_and_predict_without_it(fusion:
     silos = devices_of_silos(parts.fed.clients)
     assert set(run.models.clients.values()) == {("b", "c")}, "no silo has the first modality, which is the gate"
     each = [{"global": evaluated(run, parts, members[0])} for members in silos.values()]
-    assert metrics.mean_groups(each)["global"] == pytest.approx(run.result["metrics"]["global"], abs=1e-5)
+    assert client_statistics.mean_groups(each)["global"] == pytest.approx(run.result["metrics"]["global"], abs=1e-5)
     assert check_personal(run, parts) == 3
 
 

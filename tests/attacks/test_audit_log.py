@@ -19,9 +19,9 @@ from polyfed.core.errors import CheckpointError, DataError, TooFewReplies
 from polyfed.core.files import AUDIT, PUBLIC_KEY
 from polyfed.core.messages import Crossing
 from polyfed.deploy import client_runtime
-from polyfed.privacy import audit
-from polyfed.privacy.audit import HEAD, PRIVATE_KEY, START, AuditLog
-from polyfed.privacy.audit_check import verify
+from polyfed.privacy import audit_log
+from polyfed.privacy.audit_log import HEAD, PRIVATE_KEY, START, AuditLog
+from polyfed.privacy.audit_log_verification import verify
 from polyfed.privacy.ledger import Entry
 
 PARTS = tuple(Crossing("params", "parameters", block, "float32", (2,), 8) for block in ("a", "b"))
@@ -247,7 +247,7 @@ def test_what_cannot_be_booked_does_not_leave_and_what_did_not_leave_is_not_book
     AuditLog(folder).prepare()
     module, name = {
         "the ledger": (client_runtime, "book"),
-        "the audit log": (audit, "sync"),
+        "the audit log": (audit_log, "sync"),
         "the state": (client_runtime.Store, "keep"),
     }[where]
     if where == "the state":

@@ -25,7 +25,7 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from engines.federations import PATIENCE, Surrounded, recipe_for, until
 from polyfed.core.errors import BadReply, PolyfedError
 from polyfed.deploy.app_folder import CLIENT, RECIPE
-from polyfed.deploy.installed_client import handler_for
+from polyfed.deploy.device_process import handler_for
 from polyfed.deploy.local_federation import Local
 from polyfed.engines.flower.public_port import PUBLIC, FleetOnly
 from polyfed.engines.flower.worker import LONGEST_TEXT
@@ -66,7 +66,7 @@ def main(grid, context):
 """
 """A server half that asks every device once and writes down what came."""
 
-SHADOWS = ("polyfed/__init__.py", "polyfed/deploy/__init__.py", "polyfed/deploy/installed_client.py", "torch.py")
+SHADOWS = ("polyfed/__init__.py", "polyfed/deploy/__init__.py", "polyfed/deploy/device_process.py", "torch.py")
 """Modules of an app that would come before the installed ones, if the app were on the path."""
 
 

@@ -17,7 +17,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from engines.devices import RECIPE, Devices
 from polyfed.core.errors import CheckpointError, DataError, TooFewReplies
-from polyfed.deploy.admission import Admission, capped_rows
+from polyfed.deploy.enrolment import Admission, capped_rows
 from polyfed.deploy.membership import MEMBERS, Membership
 from polyfed.deploy.server import serve
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app

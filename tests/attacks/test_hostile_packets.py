@@ -26,8 +26,8 @@ from engines.direct import grid_of, joined, played
 from polyfed.core.errors import BadReply, CheckpointError, Diverged
 from polyfed.core.messages import map_tensors
 from polyfed.deploy import request_limits
+from polyfed.deploy.device_process import handler_for
 from polyfed.deploy.faults import log
-from polyfed.deploy.installed_client import handler_for
 from polyfed.deploy.membership import MEMBERS, Membership
 from polyfed.deploy.request_limits import REQUESTS
 from polyfed.deploy.state_store import JOURNAL, Store
@@ -36,7 +36,7 @@ from polyfed.engines.protocol import RequestId
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.settings import EngineSpec
 from polyfed.federation.wire_format import Packet
-from polyfed.privacy.audit import HEAD, head_of
+from polyfed.privacy.audit_log import HEAD, head_of
 from polyfed.selection import Uniform
 
 COSTLY = {

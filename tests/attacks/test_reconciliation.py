@@ -15,9 +15,9 @@ from polyfed.cli import main
 from polyfed.core.errors import DataError, TransportError
 from polyfed.core.files import AUDIT, EGRESS, PUBLIC_KEY
 from polyfed.experiment import checkpoint
-from polyfed.privacy import audit
-from polyfed.privacy.audit import HEAD, PRIVATE_KEY
-from polyfed.privacy.audit_check import verify
+from polyfed.privacy import audit_log
+from polyfed.privacy.audit_log import HEAD, PRIVATE_KEY
+from polyfed.privacy.audit_log_verification import verify
 from polyfed.report import reconcile, write_report
 
 
@@ -48,9 +48,9 @@ def forged(folder: Path, change: Callable[[list[dict[str, Any]]], list[dict[str,
     rows = change([row for row in rows_of(folder) if "seal" not in row])
     for name in (AUDIT, HEAD, *(() if key_kept else (PRIVATE_KEY, PUBLIC_KEY))):
         (folder / name).unlink()
-    log = audit.AuditLog(folder)
+    log = audit_log.AuditLog(folder)
     if key_kept:
-        log._write_head(audit.Head(), audit._private_key(folder / PRIVATE_KEY))
+        log._write_head(audit_log.Head(), audit_log._private_key(folder / PRIVATE_KEY))
     plain = [{key: value for key, value in row.items() if key not in ("time", "previous")} for row in rows]
     log._add(plain, {"run": plain[0]["run"]})
     assert verify(folder).rows == len(rows)
@@ -64,7 +64,7 @@ def test_logs_of_an_honest_run_agree_and_the_report_says_so(finished: Path, caps
     result = reconcile(finished / "run", states(finished))
     assert result.findings == ()
     rows = rows_of(finished / "run")
-    assert rows[0]["previous"] == audit.START
+    assert rows[0]["previous"] == audit_log.START
     assert all(row["time"].endswith("+00:00") for row in rows)
     booked = [row for row in rows if "seal" not in row]
     assert all(len(row["sha256"]) == 64 for row in booked)
@@ -207,14 +207,14 @@ def test_a_run_that_was_killed_and_went_on_keeps_its_chain_and_agrees(
 
 
 def test_a_full_disk_of_the_server_leaves_no_half_of_a_round(tmp_path: Path, monkeypatch: Any) -> None:
-    devices, sync = Devices(tmp_path), audit.sync
+    devices, sync = Devices(tmp_path), audit_log.sync
 
     def full(path: Path) -> None:
         if path == tmp_path / "run" / AUDIT and b'"round":2' in path.read_bytes():
             raise OSError(28, "No space left on device")
         sync(path)
 
-    monkeypatch.setattr(audit, "sync", full)
+    monkeypatch.setattr(audit_log, "sync", full)
     with pytest.raises(DataError, match="No space left"):
         devices.serve(tmp_path / "run")
     told = json.loads((tmp_path / "run" / "error.json").read_text())
@@ -223,7 +223,7 @@ def test_a_full_disk_of_the_server_leaves_no_half_of_a_round(tmp_path: Path, mon
     assert '"round":2' not in (tmp_path / "run" / AUDIT).read_text()
     assert '"round":2' not in (tmp_path / "run" / EGRESS).read_text()
     assert verify(tmp_path / "run").rows
-    monkeypatch.setattr(audit, "sync", sync)
+    monkeypatch.setattr(audit_log, "sync", sync)
     devices.serve(tmp_path / "run")
     assert reconcile(tmp_path / "run", states(tmp_path)).findings == ()
 

@@ -131,7 +131,7 @@ def test_an_app_is_what_flower_builds_from(tmp_path: Path) -> None:
     project = tomllib.loads((app / "pyproject.toml").read_text())
     assert project["tool"]["flwr"]["app"]["components"] == {
         "serverapp": "polyfed_app:server",
-        "clientapp": "polyfed.deploy.installed_client:app",
+        "clientapp": "polyfed.deploy.device_process:app",
     }
     from flwr.cli.build import build_fab_from_disk
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines.federations import PATIENCE, recipe_for, reference, said, until
-from polyfed.core.signals import handling
+from polyfed.core.stop_signals import handling
 from polyfed.deploy.local_federation import Local
 from polyfed.deploy.server import only_server
 

@@ -20,7 +20,7 @@ from laws.test_laws import world
 from polyfed.algorithms import Averaging
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.engines import in_process, vectorised
-from polyfed.engines.arena import Arena
+from polyfed.engines.shared_memory import Arena
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.recipe import EngineSpec, Recipe
 from polyfed.federation.network import Network

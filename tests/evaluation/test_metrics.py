@@ -4,11 +4,11 @@ import torch
 from sklearn import metrics as sk
 
 from polyfed.data.sources import Toy
-from polyfed.evaluation import metrics
+from polyfed.evaluation import client_statistics
 from polyfed.evaluation.scores import own_score
 from polyfed.federation.context import ClientContext
 from polyfed.model import ModelSpec, build_model
-from polyfed.objective import confusion as classes
+from polyfed.objective import class_metrics as classes
 from polyfed.training import SingleClientData
 from world import PLAIN
 
@@ -62,17 +62,21 @@ def test_empty_matrices_give_numbers() -> None:
 
 
 def test_personal_numbers_by_hand() -> None:
-    found = metrics.personal({0: 0.75, 1: 0.5}, {0: 4.0, 1: 2.0, 2: 0.0})  # client 2 has no test rows, so no score
+    found = client_statistics.personal(
+        {0: 0.75, 1: 0.5}, {0: 4.0, 1: 2.0, 2: 0.0}
+    )  # client 2 has no test rows, so no score
     assert found == pytest.approx({"mean": 0.625, "weighted": 4 / 6, "worst": 0.5, "std": 0.125, "p10": 0.525})
-    errors = metrics.personal({0: 0.75, 1: 0.5}, {0: 4.0, 1: 2.0}, rising=False)
+    errors = client_statistics.personal({0: 0.75, 1: 0.5}, {0: 4.0, 1: 2.0}, rising=False)
     assert errors == pytest.approx(found | {"worst": 0.75, "p10": 0.725})
-    assert metrics.personal({}, {}) == {}
+    assert client_statistics.personal({}, {}) == {}
 
 
 def test_groups_of_several_models_are_averaged_number_by_number() -> None:
     silos = [{"global": {"accuracy": 0.2, "loss": 3.0}}, {"global": {"accuracy": 0.6, "loss": 1.0}}]
-    assert metrics.mean_groups(silos) == {"global": {"accuracy": pytest.approx(0.4), "loss": pytest.approx(2.0)}}
-    assert metrics.mean_groups([]) == {}
+    assert client_statistics.mean_groups(silos) == {
+        "global": {"accuracy": pytest.approx(0.4), "loss": pytest.approx(2.0)}
+    }
+    assert client_statistics.mean_groups([]) == {}
 
 
 def test_what_is_not_a_number_is_no_hit() -> None:

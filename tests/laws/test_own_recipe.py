@@ -12,9 +12,9 @@ from laws.own import row_from
 from laws.rows import ROWS
 from laws.test_laws import world
 from polyfed.algorithms.fedprox import FedProx
-from polyfed.cli.starting import SOME, egress_of, lines_for
+from polyfed.cli.init import SOME, egress_of, lines_for
 from polyfed.core.errors import RecipeError
-from polyfed.core.parsing import parse_toml
+from polyfed.core.json_and_toml import parse_toml
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import plan
 from polyfed.training.optimisers import Train

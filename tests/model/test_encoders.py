@@ -8,7 +8,7 @@ from torch import nn
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.model import Cnn4, ConvGru, Custom, Mlp, ModelSpec, ResNet18, Transformer, build_model, encoder_spec
-from polyfed.model.adopt import adopt
+from polyfed.model.layer_replacement import adopt
 from polyfed.model.layers import BatchNorm, Dropout, Rows
 
 

@@ -16,7 +16,7 @@ from polyfed.cli.tables import check_tables
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, ModelError, TooFewReplies
 from polyfed.core.tree import block_of, size_bytes
-from polyfed.engines.metered import MeteredClientData
+from polyfed.engines.work_count import MeteredClientData
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import Check, check

@@ -213,7 +213,7 @@ def test_an_lstm_is_that_of_pytorch(layers: int, both: bool) -> None:
     from torch import nn
     from torch.func import vmap
 
-    from polyfed.model.adopt import adopt
+    from polyfed.model.layer_replacement import adopt
     from polyfed.model.layers import Rows
 
     theirs = nn.LSTM(5, 7, layers, batch_first=True, bidirectional=both)

@@ -12,9 +12,9 @@ from made import KINDS, made_recipe
 import world
 from engines.direct import grid_of, joined, played
 from polyfed.core.errors import DataError
-from polyfed.deploy.admission import Admission
 from polyfed.deploy.app_folder import write_nodes
 from polyfed.deploy.device import NodeConfig, population_on
+from polyfed.deploy.enrolment import Admission
 from polyfed.engines.protocol import Enrolment, Facts
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.settings import EngineSpec

@@ -12,7 +12,7 @@ import pytest
 from sample import write_run
 
 from polyfed.cli import main
-from polyfed.report import compare, evidence, sheets, write_comparison, write_figures
+from polyfed.report import compare, comparison_tables, evidence, write_comparison, write_figures
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_formats_hold_the_same_numbers(runs, capsys):
 
 def test_every_markdown_table_is_complete(runs):
     comparison = compare(runs)
-    text = sheets.markdown(sheets.sheets_of(comparison, evidence(comparison)))
+    text = comparison_tables.markdown(comparison_tables.sheets_of(comparison, evidence(comparison)))
     tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
     assert len(tables) == 4
     for lines in tables:
@@ -65,7 +65,7 @@ def test_every_markdown_table_is_complete(runs):
 
 def test_words_of_the_user_are_no_commands_of_latex(runs):
     comparison = compare(runs)
-    text = sheets.latex(sheets.sheets_of(comparison, evidence(comparison)))
+    text = comparison_tables.latex(comparison_tables.sheets_of(comparison, evidence(comparison)))
     assert r"my\_own\%method" in text
     assert "my_own" not in text
     assert text.count(r"\toprule") == text.count(r"\bottomrule") == 4
@@ -74,7 +74,7 @@ def test_words_of_the_user_are_no_commands_of_latex(runs):
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="TeX is not installed: apt-get install texlive-latex-base")
 def test_latex_compiles(runs, tmp_path):
     comparison = compare(runs)
-    body = sheets.latex(sheets.sheets_of(comparison, evidence(comparison)))
+    body = comparison_tables.latex(comparison_tables.sheets_of(comparison, evidence(comparison)))
     page = "\\documentclass{article}\n\\usepackage{booktabs}\n\\begin{document}\n" + body + "\\end{document}\n"
     (tmp_path / "page.tex").write_text(page)
     words = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "page.tex"]

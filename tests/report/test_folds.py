@@ -168,7 +168,7 @@ b = { kind = "mlp", hidden = [4] }
 name = "fedavg"
 """
     (tmp_path / "r.toml").write_text(text)
-    monkeypatch.setattr("polyfed.objective.confusion.uar", lambda matrix: float("nan"))
+    monkeypatch.setattr("polyfed.objective.class_metrics.uar", lambda matrix: float("nan"))
     with pytest.raises(SystemExit):
         main(["run", str(tmp_path / "r.toml"), "--out", str(tmp_path / "out"), "--json"])
     out = capsys.readouterr().out

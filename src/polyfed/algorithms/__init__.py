@@ -2,7 +2,7 @@
 
 Open `base.py` first. `Algorithm` is the base class of every method, and its docstring lists the hooks. `averaging.py`
 has `Averaging`, the template of most methods. `fedprox.py` is the shortest method that uses the template. `blocks.py`
-and `towers.py` are helpers that several methods use. docs/algorithms/NAME.md explains the method NAME.
+and `second_model.py` are helpers that several methods use. docs/algorithms/NAME.md explains the method NAME.
 """
 
 from polyfed.algorithms.averaging import Averaging

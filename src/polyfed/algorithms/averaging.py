@@ -20,7 +20,7 @@ A method whose `outgoing` or `reply` returns another message class names that cl
 template reads the field `params` of the message sent, and the fields `params`, `loss` and `num_rows` of the replies.
 
 Private blocks (`private`) stay on the client, in its local state. The hooks see the complete model, but neither the
-server's message nor the reply contains the private blocks (`private.py`).
+server's message nor the reply contains the private blocks (`private_blocks.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
-from polyfed.algorithms import private
+from polyfed.algorithms import private_blocks
 from polyfed.algorithms.base import Algorithm, Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
@@ -124,7 +124,7 @@ class Averaging(Algorithm):
             RecipeError: an option is out of range, or private blocks or fine-tuning conflict with another option.
         """
         super().__post_init__()
-        private.check(self, Averaging)
+        private_blocks.check(self, Averaging)
 
     def will_ask(self, task: str, *, tested: bool) -> bool:
         """Ask for class means only under `[evaluate] unimodal = "prototype"`, and for fine-tuning only if it is on."""
@@ -137,16 +137,16 @@ class Averaging(Algorithm):
         """Check that the model has the private blocks and at least one other block."""
         super().check_model(model)
         if self.private:
-            private.refuse_all_private(self.private, model)
+            private_blocks.refuse_all_private(self.private, model)
 
     def private_names(self, model: Model) -> frozenset[str]:
         """Return the names of the parameters and buffers in the private blocks."""
-        return private.names_of(self.private, model) if self.private else frozenset()
+        return private_blocks.names_of(self.private, model) if self.private else frozenset()
 
     def first_local(self, context: ClientContext, key: int) -> Tree:
         """Return what `local` returns, together with the client's private parameters."""
         own = self.local(context, key)
-        return own | private.kept_at_first(context, self.private_names(context.model)) if self.private else own
+        return own | private_blocks.kept_at_first(context, self.private_names(context.model)) if self.private else own
 
     def init(self, fed: Federation, params: Tree) -> Any:
         """Return the first state: initial parameters, new server-optimiser moments and the selector's first memory."""
@@ -249,16 +249,18 @@ class Averaging(Algorithm):
     @task()
     def update(self, context: ClientContext, data: ClientData, local: Tree, got: Message) -> tuple[Message, Tree]:
         """Train the received model, with the client's private blocks, on the client's rows."""
-        kept, own = private.parted(local)
-        whole = private.completed(got, kept)
+        kept, own = private_blocks.parted(local)
+        whole = private_blocks.completed(got, kept)
 
         def loss(w: Tree, batch: Batch) -> Any:
             return self.loss(context, w, batch, whole, own)
 
         start, only = whole.params, None
         if kept and self.private_epochs:  # first the private parameters alone, then the others alone
-            train = private.epochs_of(self.train, self.private_epochs)
-            start = data.minimise(loss, start, train=train, only=kept.keys(), stream=private.PRIVATE_STREAM).params
+            train = private_blocks.epochs_of(self.train, self.private_epochs)
+            start = data.minimise(
+                loss, start, train=train, only=kept.keys(), stream=private_blocks.PRIVATE_STREAM
+            ).params
             only = start.keys() - kept.keys()
         directed = self.direction(context, data, whole, own)
         direction, carry = directed if directed is not None else (None, None)
@@ -266,20 +268,20 @@ class Averaging(Algorithm):
         if not kept:
             return self.reply(context, data, fit, whole, own)
         reply, after = self.reply(context, data, fit, whole, own)
-        after = after | nested(private.PRIVATE, {name: fit.params[name] for name in kept})
-        return private.public(reply, kept.keys()), after
+        after = after | nested(private_blocks.PRIVATE, {name: fit.params[name] for name in kept})
+        return private_blocks.public(reply, kept.keys()), after
 
     @task()
     def tune(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Tuned, Tree]:
         """Fine-tune a copy of the client's model with the template's `loss`, and keep the copy."""
-        whole = private.completed(got, private.parted(local)[0])
+        whole = private_blocks.completed(got, private_blocks.parted(local)[0])
         fit = data.minimise(
             lambda w, batch: Averaging.loss(self, context, w, batch, whole, {}),
             whole.params,
-            train=private.epochs_of(self.train, self.fine_tune),
-            stream=private.TUNE_STREAM,
+            train=private_blocks.epochs_of(self.train, self.fine_tune),
+            stream=private_blocks.TUNE_STREAM,
         )
-        return Tuned(), local | nested(private.TUNED, fit.params)
+        return Tuned(), local | nested(private_blocks.TUNED, fit.params)
 
     def evaluate(self, state: Any, fed: Federation) -> Measured:
         """Evaluate like `Algorithm.evaluate`. After the last round, clients first fine-tune if `fine_tune` is set."""
@@ -309,7 +311,7 @@ class Averaging(Algorithm):
 
     def own_params(self, got: Any, local: Tree) -> Tree:
         """Return the received model with the client's private blocks, or the fine-tuned model if there is one."""
-        return private.personal(got.params, local)
+        return private_blocks.personal(got.params, local)
 
 
 def mean_loss(replies: Replies, fed: Federation) -> float:

@@ -45,7 +45,7 @@ from polyfed.core.request import Accept, Send
 from polyfed.core.schema import check_ranges
 from polyfed.core.tasks import is_task, task
 from polyfed.core.tree import Tree
-from polyfed.evaluation import metrics
+from polyfed.evaluation import client_statistics
 from polyfed.evaluation.scores import (
     Evaluation,
     Measured,
@@ -294,7 +294,7 @@ class Algorithm(ModelHooks, TrainedModels):
         sums = {client: reply.sums for client, reply in replies.items()}
         each = {client: objective.own_score(sums[client], rows[client]) for client in sums}
         scores = {client: score for client, score in each.items() if score is not None}
-        group = metrics.personal(scores, rows, rising=objective.RISING)
+        group = client_statistics.personal(scores, rows, rising=objective.RISING)
         if scores:
             together = objective.pooled(torch.stack(list(sums.values())).sum(0))
             group |= {f"pooled_{name}": value for name, value in together.items()}

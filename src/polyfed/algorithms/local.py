@@ -22,7 +22,7 @@ from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
-from polyfed.evaluation import metrics
+from polyfed.evaluation import client_statistics
 from polyfed.evaluation.scores import Measured, ModelToEvaluate, Scores
 from polyfed.federation.client_registry import TEST
 from polyfed.federation.context import ClientContext
@@ -92,7 +92,7 @@ class Local(Algorithm):
         ):
             warnings.warn(
                 "local: under [egress] models may not reach the server, so it cannot evaluate them and there will be "
-                "no metrics.global. Allow parameters to the server, or set [algorithm] global_test = 'never'",
+                "no client_statistics.global. Allow parameters to the server, or set [algorithm] global_test = 'never'",
                 PolyfedWarning,
                 stacklevel=2,
             )
@@ -167,6 +167,6 @@ def over_clients(
     """
     if not scores:
         return {}
-    mean = metrics.mean_groups([{"global": one} for one in scores.values()])
+    mean = client_statistics.mean_groups([{"global": one} for one in scores.values()])
     each = {client: one[objective.SCORE] for client, one in scores.items() if objective.SCORE in one}
-    return mean | {"global_by_client": metrics.personal(each, rows, rising=objective.RISING)}
+    return mean | {"global_by_client": client_statistics.personal(each, rows, rising=objective.RISING)}

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from polyfed.model import Model
-from polyfed.model.whole import require_embeddings
+from polyfed.model.whole_module import require_embeddings
 
 
 class ModelHooks:

@@ -21,7 +21,7 @@ import typer
 from polyfed.cli.application import AsJson, Interrupted, Overrides, RecipePath, app
 from polyfed.cli.output import answer
 from polyfed.core.errors import EgressError, RecipeError
-from polyfed.core.signals import handling, interrupt
+from polyfed.core.stop_signals import handling, interrupt
 
 if TYPE_CHECKING:
     from polyfed.experiment.check import Check

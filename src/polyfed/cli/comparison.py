@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from polyfed.report import Comparison, Evidence
-    from polyfed.report.sheets import Sheet
+    from polyfed.report.comparison_tables import Sheet
 
 COMPARISON = "comparison.html"
 """The file that `compare --html` writes if no file is named."""
@@ -102,19 +102,19 @@ def print_as(form: Format, comparison: "Comparison", proof: "Evidence", written:
     from rich.text import Text
 
     from polyfed.cli import tables
-    from polyfed.report import sheets
+    from polyfed.report import comparison_tables
 
     match form:
         case Format.json:
-            print_json(sheets.content(comparison, proof))
+            print_json(comparison_tables.content(comparison, proof))
         case Format.csv:
-            typer.echo(sheets.csv(comparison, proof), nl=False)
+            typer.echo(comparison_tables.csv(comparison, proof), nl=False)
         case Format.markdown:
-            typer.echo(sheets.markdown(sheets.sheets_of(comparison, proof)), nl=False)
+            typer.echo(comparison_tables.markdown(comparison_tables.sheets_of(comparison, proof)), nl=False)
         case Format.latex:
-            typer.echo(sheets.latex(sheets.sheets_of(comparison, proof)), nl=False)
+            typer.echo(comparison_tables.latex(comparison_tables.sheets_of(comparison, proof)), nl=False)
         case Format.table:
-            found = [sheets.scenarios_sheet(comparison, proof), *sheets.tests_of(proof)]
+            found = [comparison_tables.scenarios_sheet(comparison, proof), *comparison_tables.tests_of(proof)]
             show(
                 tables.comparison_tables(comparison, standard_output().width),
                 *(part for sheet in found if sheet is not None for part in (Text(""), sheet_table(sheet))),

@@ -27,10 +27,10 @@ def algorithms(
     as_json: AsJson = False,
 ) -> None:
     """List the algorithms, or describe one: its idea, its hyper-parameters and what can cross."""
-    from polyfed.cli import catalogue, catalogue_pages, starting
+    from polyfed.cli import catalogue, catalogue_pages, init
 
     if recipe:
-        lines = starting.lines_for(name)
+        lines = init.lines_for(name)
         answer({"recipe": lines}, lines, as_json=as_json)
         return
     if name is None:
@@ -93,10 +93,10 @@ def init(
     as_json: AsJson = False,
 ) -> None:
     """Write a complete recipe for a data file, and say what was guessed."""
-    from polyfed.cli import starting
+    from polyfed.cli import init
 
     labels = label[0] if label and len(label) == 1 else label or None
-    notes = starting.write_recipe(file, out, {"label": labels, "client": client, "split": split})
+    notes = init.write_recipe(file, out, {"label": labels, "client": client, "split": split})
     lines = [f"guessed: {note}" for note in notes]
     lines.append(f"wrote {out}. Go on with: polyfed check {out}, polyfed run {out}")
     answer({"recipe": str(out), "guessed": notes}, *lines, as_json=as_json)

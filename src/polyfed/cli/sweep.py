@@ -9,7 +9,7 @@ import typer
 
 from polyfed.cli.application import AsJson, Interrupted, app
 from polyfed.cli.output import answer
-from polyfed.core.signals import handling, interrupt
+from polyfed.core.stop_signals import handling, interrupt
 
 UNFINISHED = 4
 """Exit code if a run failed or is left; the page says why."""

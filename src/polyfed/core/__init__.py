@@ -12,6 +12,6 @@
 - `errors.py`: the exceptions for faults of the user and for failures of a run.
 - `vocabulary.py`: words of other frameworks for keys of a recipe.
 - `files.py`: names of the files of a run, and writing them safely.
-- `signals.py`: handling the signals that stop a process.
+- `stop_signals.py`: handling the signals that stop a process.
 - `moved.py`: the new places of modules of earlier versions.
 """

@@ -8,7 +8,7 @@ clients, and sets test and validation rows aside. The result is a `Population`.
 - `clients`: `ClientsSpec`, the schema of `[clients]`.
 - `partitions/`: the rules that assign training rows to clients; one file for each family, and the registry
 `PARTITIONS`.
-- `assignment`: the rules that assign modalities to clients.
+- `modality_assignment`: the rules that assign modalities to clients.
 - `population`: `populate` and its result, `Population`.
 - `stacking`: several modalities concatenated into one (early fusion).
 - `features/`: extracts the features of media files once, into a folder that runs read with memory mapping.

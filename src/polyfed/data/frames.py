@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from polyfed.core.errors import DataError, did_you_mean
 from polyfed.core.problems import Problems
-from polyfed.data.cells import array_of, is_list, is_missing
-from polyfed.data.draft import Draft
-from polyfed.data.facts_of_rows import missing
-from polyfed.data.grouping import chosen, grouped
+from polyfed.data.cell_values import array_of, is_list, is_missing
+from polyfed.data.column_grouping import chosen, grouped
+from polyfed.data.row_facts import missing
+from polyfed.data.table_draft import Draft
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,11 +10,11 @@ from torch.utils.data import Dataset, IterableDataset
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.problems import Problems
-from polyfed.data.cells import array_of
+from polyfed.data.cell_values import array_of
 from polyfed.data.columns import Columns
-from polyfed.data.draft import Draft, columns_of
-from polyfed.data.facts_of_rows import SPLITS, plain
 from polyfed.data.frames import Modalities, Partial, Roles, drafted
+from polyfed.data.row_facts import SPLITS, plain
+from polyfed.data.table_draft import Draft, columns_of
 
 ALLOWED = (
     "a dictionary of tensors or arrays by modality, a pandas data frame, a torch.utils.data.Dataset, a data set of the "

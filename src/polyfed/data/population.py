@@ -9,9 +9,9 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
-from polyfed.data.assignment import assign, devices_per_silo
 from polyfed.data.clients import ClientsSpec
 from polyfed.data.columns import GUARD, OWN_TEST, TEST, TRAIN, VALIDATION, Columns, check_finite
+from polyfed.data.modality_assignment import assign, devices_per_silo
 from polyfed.data.partitions.base import Partition, refuse_targets
 from polyfed.data.partitions.by_client import ByClient, natural_clients
 from polyfed.data.partitions.shards import Shards

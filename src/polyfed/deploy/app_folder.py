@@ -20,12 +20,12 @@ from polyfed.experiment.assembly import assemble, model_of, population_of
 from polyfed.experiment.check import refuse_large
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.task_choice import task_of
-from polyfed.model import Custom, own
+from polyfed.model import Custom, user_classes
 from polyfed.privacy.policy import Policy
 
 APP, RECIPE, NODES = "polyfed_app.py", "recipe.toml", "nodes"
 
-CLIENT = "polyfed.deploy.installed_client:app"
+CLIENT = "polyfed.deploy.device_process:app"
 """The ClientApp that an app names. A device answers with its own installation of polyfed (docs/deploy.md)."""
 
 _APP = '''"""The server's half of a Flower app that runs recipe.toml; written by `polyfed app`."""
@@ -88,7 +88,7 @@ def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
     Examples are an encoder that cannot be imported, a model that cannot be built, and a reply that is too large.
     """
     for name, path in recipe.model.classes().items():
-        own.found(f"[model] {name}", path, nn.Module)
+        user_classes.found(f"[model] {name}", path, nn.Module)
     for encoder in recipe.model.encoders.values():
         if isinstance(encoder, Custom):
             encoder.encoder_class()

@@ -21,7 +21,7 @@ from polyfed.engines import Sequential
 from polyfed.engines.base import registry_of
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, Enrolment, Facts, RequestId, check_versions, reason
 from polyfed.federation.wire_format import Packet, decode, encode
-from polyfed.privacy.audit import AuditLog
+from polyfed.privacy.audit_log import AuditLog
 from polyfed.privacy.ledger import TO_CLIENT, Ledger, lines
 from polyfed.privacy.limits import NO_LIMITS, Limits
 from polyfed.privacy.policy import Policy

@@ -32,7 +32,7 @@ from polyfed.experiment.parts import build
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.task_choice import task_of, with_task
 from polyfed.federation.wire_format import Packet
-from polyfed.privacy.audit import AuditLog
+from polyfed.privacy.audit_log import AuditLog
 from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.limits import NO_LIMITS, Limits
 from polyfed.privacy.policy import Policy

@@ -21,7 +21,7 @@ from polyfed.deploy.server_monitor import TOKEN, ServerMonitor, token_at
 from polyfed.engines import flower
 from polyfed.engines.flower import QUIET
 
-WORKER = "polyfed.deploy.installed_client"
+WORKER = "polyfed.deploy.device_process"
 
 SUPERNODE = Path(flower.__file__).with_name("supernode_process.py")
 """The program that replaces this process as the SuperNode. It does not import PyTorch."""

@@ -17,7 +17,7 @@ from polyfed.core import errors
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.files import RECIPE as RUN_RECIPE
 from polyfed.core.files import RESULT
-from polyfed.core.signals import handling, interrupt
+from polyfed.core.stop_signals import handling, interrupt
 from polyfed.deploy.app_folder import data_of, node_config, write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.launch import CONNECTION

@@ -11,7 +11,7 @@ from typing import Any
 
 from polyfed.core.errors import BadReply, CheckpointError
 from polyfed.core.files import replace_text
-from polyfed.core.parsing import parse_json
+from polyfed.core.json_and_toml import parse_json
 from polyfed.engines.protocol import Enrolment
 from polyfed.federation.wire_format import Packet
 

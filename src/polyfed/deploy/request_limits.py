@@ -5,7 +5,7 @@ from pathlib import Path
 
 from polyfed.core.errors import CheckpointError
 from polyfed.core.files import replace_text
-from polyfed.core.parsing import parse_json
+from polyfed.core.json_and_toml import parse_json
 from polyfed.core.request import Request
 from polyfed.privacy.limits import Limits
 

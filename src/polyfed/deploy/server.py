@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from polyfed.core.errors import DataError, PolyfedError, RecipeError, TooFewReplies, TransportError
 from polyfed.data import Population
-from polyfed.deploy.admission import enrolled, enrolment_in
+from polyfed.deploy.enrolment import enrolled, enrolment_in
 from polyfed.deploy.handlers import MEGABYTE, Simulated
 from polyfed.deploy.membership import Membership
 from polyfed.deploy.run_log import LOGGER, RunStatus, listeners_of
@@ -27,7 +27,7 @@ from polyfed.experiment.lock import alone_in
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.records import Records
 from polyfed.experiment.settings import EngineSpec
-from polyfed.privacy.audit import AuditLog
+from polyfed.privacy.audit_log import AuditLog
 from polyfed.privacy.ledger import Ledger
 
 ERROR = "error.json"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from polyfed.core.errors import BadReply, CheckpointError
 from polyfed.core.files import replace_text
-from polyfed.core.parsing import parse_json
+from polyfed.core.json_and_toml import parse_json
 from polyfed.core.tree import Tree
 from polyfed.engines.protocol import RequestId
 from polyfed.experiment import checkpoint

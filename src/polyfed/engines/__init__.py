@@ -7,12 +7,12 @@ engines give the same numbers up to rounding. No file of this package depends on
 - `in_process`: the base class of the engines that hold all clients in this process.
 - `sequential`: runs one client after another. It is the reference for every other engine.
 - `vectorised`: runs clients in stacks, with one tensor operation for all clients of a stack.
-- `workers`, `worker_process`, `arena`: run clients in parallel on several processes of one machine.
+- `workers`, `worker_process`, `shared_memory`: run clients in parallel on several processes of one machine.
 - `remote`: sends requests to clients in other processes or on other machines over a transport.
 - `protocol`: headers of the packets between a server and remote clients, and the interface of a transport.
 - `flower`: a transport over Flower (the extra `polyfed[flower]`).
-- `metered`: counts the work of clients for simulated time.
-- `heap`: keeps freed memory for the next training step.
+- `work_count`: counts the work of clients for simulated time.
+- `allocator`: keeps freed memory for the next training step.
 """
 
 from polyfed.engines.sequential import Sequential

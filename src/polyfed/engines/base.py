@@ -16,8 +16,8 @@ from polyfed.core.request import Request, Send
 from polyfed.core.tasks import answers_of
 from polyfed.core.tree import SHARED, Tree, clone, select
 from polyfed.data import Population
-from polyfed.engines.heap import keep_freed_memory
-from polyfed.engines.metered import MeteredClientData
+from polyfed.engines.allocator import keep_freed_memory
+from polyfed.engines.work_count import MeteredClientData
 from polyfed.federation.client_registry import TEST, VALIDATION, ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock

@@ -14,7 +14,7 @@ from polyfed.core.messages import Message, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import Tree
-from polyfed.engines.arena import Arena, Place
+from polyfed.engines.shared_memory import Arena, Place
 from polyfed.federation.network import Clock
 from polyfed.federation.replies import Answer
 from polyfed.privacy.ledger import Entry, Ledger

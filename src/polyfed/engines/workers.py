@@ -23,7 +23,7 @@ from torch import multiprocessing
 
 from polyfed.core.messages import Message
 from polyfed.core.request import Request, Send
-from polyfed.engines.arena import Arena
+from polyfed.engines.shared_memory import Arena
 from polyfed.engines.worker_process import Done, Job, Sent, Served, Unit, message_of, names, serve, values
 from polyfed.federation.replies import Answer, ReplyStack
 

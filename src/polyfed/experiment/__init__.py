@@ -17,10 +17,10 @@ The files:
 
 - `records`: the files of a run's folder, and how a resumed run continues them; `lock`: one process per folder.
 - `round_facts`: what the ledger says about a round; `json_text`: the JSON that a run writes.
-- `norms`: how far models moved in a round; `label_counts`: the classes that clients hold.
+- `update_norms`: how far models moved in a round; `label_counts`: the classes that clients hold.
 - `calibration`: whether the model is as often right as it is sure; `model_facts`: this, and the success of a backdoor.
 - `display`: runs and recipes in a notebook.
-- `checkpoint`: any nest of values as safetensors and JSON; `run_checkpoint`: the values that a run keeps.
+- `checkpoint`: any nest of values as safetensors and JSON; `run_state`: the values that a run keeps.
 
 Many runs:
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from polyfed.core.errors import CheckpointError
 from polyfed.core.files import replace_text, sync
-from polyfed.core.parsing import parse_json, refuse_extremes
+from polyfed.core.json_and_toml import parse_json, refuse_extremes
 from polyfed.core.tasks import parts
 
 LATEST, TENSORS, SKELETON = "latest.json", "state.safetensors", "state.json"

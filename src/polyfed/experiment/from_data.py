@@ -13,9 +13,9 @@ from polyfed.data import Source
 from polyfed.data.columns import Columns
 from polyfed.data.objects import Given, table_of
 from polyfed.data.sources.memory import Memory
+from polyfed.experiment.first_recipe import source_of
 from polyfed.experiment.overrides import SECTIONS, homes
 from polyfed.experiment.recipe import Recipe, parse_recipe
-from polyfed.experiment.starter import source_of
 
 
 class DataOptions(TypedDict, total=False):

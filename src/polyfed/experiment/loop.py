@@ -25,13 +25,13 @@ from polyfed.experiment.checkpoint import RESTORE
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.model_facts import facts_of_models
 from polyfed.experiment.models import Models
-from polyfed.experiment.norms import ClientUpdates, block_norms
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.records import Records, run_id
 from polyfed.experiment.round_facts import check_tables, facts_of_round, means_of, seconds_of
-from polyfed.experiment.run_checkpoint import TOTALS, kept_facts, load_content, num_kept
 from polyfed.experiment.run_result import Run, best_round, models_of
+from polyfed.experiment.run_state import TOTALS, kept_facts, load_content, num_kept
 from polyfed.experiment.task_choice import headline_of
+from polyfed.experiment.update_norms import ClientUpdates, block_norms
 from polyfed.report import write_report
 
 

@@ -12,7 +12,7 @@ from polyfed.core.tree import Tree
 from polyfed.evaluation.predictions import predict
 from polyfed.evaluation.scores import Predictor
 from polyfed.model import Model, ModelSpec
-from polyfed.model.plain import PlainModule
+from polyfed.model.plain_module import PlainModule
 from polyfed.objective import Objective
 
 

@@ -13,15 +13,15 @@ from typing import Any
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError
-from polyfed.core.parsing import parse_toml
+from polyfed.core.json_and_toml import parse_toml
 from polyfed.core.problems import Problems
 from polyfed.core.registry import name_of
 from polyfed.core.schema import checked
 from polyfed.data import PARTITIONS, SOURCES, ClientsSpec, Source
 from polyfed.experiment.display import ShownRecipe
+from polyfed.experiment.line_numbers import in_file
 from polyfed.experiment.overrides import apply, refuse_unknown
 from polyfed.experiment.parts import PARTS, algorithm_of, build, class_of, egress_of
-from polyfed.experiment.places import in_file
 from polyfed.experiment.section_checks import refuse_breaches, refuse_no_training
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
 from polyfed.experiment.tracking import TRACKERS, Tracker

@@ -12,7 +12,7 @@ import tomli_w
 
 from polyfed.core.errors import CheckpointError, DataError, RecipeError
 from polyfed.core.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS, append_whole, replace_text, sync, undone
-from polyfed.core.parsing import parse_toml
+from polyfed.core.json_and_toml import parse_toml
 from polyfed.experiment.checkpoint import RESTORE, newest
 from polyfed.experiment.json_text import json_ready, to_json
 from polyfed.experiment.lock import LOCK, alone_in
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 class Log(Protocol):
-    """What a run writes into its audit log; see `polyfed.privacy.audit.AuditLog`."""
+    """What a run writes into its audit log; see `polyfed.privacy.audit_log.AuditLog`."""
 
     def append(self, entries: Sequence[Entry], run: str) -> str:
         """Write rows, all or none of them."""

@@ -23,7 +23,7 @@ from polyfed.experiment.display import clients_frame, metrics_frame, run_html
 from polyfed.experiment.models import Models, Personal
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.records import Records
-from polyfed.experiment.run_checkpoint import load_content
+from polyfed.experiment.run_state import load_content
 from polyfed.experiment.saved_model import save
 from polyfed.experiment.task_choice import task_of
 from polyfed.federation.client_registry import ClientRegistry

@@ -22,7 +22,7 @@ from torch import nn
 from polyfed.algorithms import PREDICTORS
 from polyfed.core.errors import DataError, NotAllowed, RecipeError
 from polyfed.core.files import sync
-from polyfed.core.parsing import parse_json
+from polyfed.core.json_and_toml import parse_json
 from polyfed.core.registry import Allowance, find, name_of, only
 from polyfed.core.tree import SHARED, Tree, digest, select
 from polyfed.evaluation.scores import Predictor
@@ -32,7 +32,7 @@ from polyfed.experiment.parts import build
 from polyfed.experiment.recipe import as_table
 from polyfed.model import Model, ModelSpec, build_model
 from polyfed.model.encoders import entry_of
-from polyfed.model.plain import write_onnx
+from polyfed.model.plain_module import write_onnx
 from polyfed.objective import OBJECTIVES, Classification, Objective
 
 FORMAT = 1

@@ -9,14 +9,14 @@
 - `default_encoders.py`: the default encoder of a modality for which a recipe names no encoder.
 - `encoders.py`: the encoders that a recipe can name, and the user's own encoders.
 - `fusion.py`: the fusions that a recipe can name.
-- `own.py`: the user's own fusions and whole modules.
-- `whole.py`: a whole module as the model.
+- `user_classes.py`: the user's own fusions and whole modules.
+- `whole_module.py`: a whole module as the model.
 - `names.py`: the names in a model's Tree.
-- `adopt.py`: replaces layers of a PyTorch module that depend on the batch.
+- `layer_replacement.py`: replaces layers of a PyTorch module that depend on the batch.
 - `layers.py`: the replacement layers: BatchNorm, dropout, GRU and attention.
-- `binding.py`: runs modules on the tensors of a Tree.
-- `plain.py`: a trained model as an ordinary module, and as ONNX.
-- `making.py`: makes modules from a random key, and counts their operations.
+- `parameter_slots.py`: runs modules on the tensors of a Tree.
+- `plain_module.py`: a trained model as an ordinary module, and as ONNX.
+- `seeded_modules.py`: makes modules from a random key, and counts their operations.
 - `lora.py`: LoRA for pre-trained encoders, with the `peft` library.
 - `recompute.py`: gradient checkpointing.
 - `pretrained.py`: loads models with the `transformers` library.

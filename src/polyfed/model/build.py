@@ -6,14 +6,14 @@ import torch
 
 from polyfed.core.errors import ModelError, did_you_mean
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.model.adopt import adopt
 from polyfed.model.encoder_spec import EncoderSpec, Shape
 from polyfed.model.fusion import FUSIONS, Attention, Concat, Fusion, Gated, Sum
+from polyfed.model.layer_replacement import adopt
 from polyfed.model.layers import Rows
 from polyfed.model.model import Block, Model
-from polyfed.model.own import called, described, fusion_class
 from polyfed.model.spec import ModelSpec
-from polyfed.model.whole import build_whole
+from polyfed.model.user_classes import called, described, fusion_class
+from polyfed.model.whole_module import build_whole
 
 _RESERVED = (SHARED, "labels")  # the block of no single modality, and a row of the policy
 

@@ -2,7 +2,7 @@
 
 An encoder maps the samples of one modality, in the shape of the data, to an embedding. Each kind of encoder is a frozen
 dataclass, whose fields are the options of an entry of `[model.encoders]`. Its `build` makes an ordinary PyTorch module.
-The model then replaces layers that depend on the batch (`adopt.py`).
+The model then replaces layers that depend on the batch (`layer_replacement.py`).
 """
 
 import math

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.model.binding import Naming, Slots, as_it_is
 from polyfed.model.fusion import Fusion, masked
 from polyfed.model.layers import BatchNorm, Rows
-from polyfed.model.making import flops_of, leaf, made
 from polyfed.model.names import Named
+from polyfed.model.parameter_slots import Naming, Slots, as_it_is
 from polyfed.model.recompute import Recompute
+from polyfed.model.seeded_modules import flops_of, leaf, made
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

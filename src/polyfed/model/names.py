@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.model.binding import Slots
+from polyfed.model.parameter_slots import Slots
 
 
 class Named:

@@ -9,7 +9,7 @@ from torch import nn
 
 from polyfed.core.errors import ModelError, RecipeError
 from polyfed.core.problems import Problems
-from polyfed.model import own
+from polyfed.model import user_classes
 from polyfed.model.checks import one_of, probability, sizes, whole
 from polyfed.model.encoders import encoder_spec
 from polyfed.model.fusion import FUSIONS, Fusion
@@ -91,7 +91,7 @@ class ModelSpec:
                     "remove them."
                 )
         else:
-            fusion = own.read("[model] fusion", self.fusion, Fusion, f"one of {', '.join(FUSIONS)}, or ")
+            fusion = user_classes.read("[model] fusion", self.fusion, Fusion, f"one of {', '.join(FUSIONS)}, or ")
             object.__setattr__(self, "fusion", fusion)
 
     def _check_module(self) -> None:
@@ -105,7 +105,7 @@ class ModelSpec:
                 if getattr(self, name):
                     raise ModelError(f"[model] {name} belongs to a whole module, and there is none: set module.")
             return
-        object.__setattr__(self, "module", own.read("[model] module", self.module, nn.Module, ""))
+        object.__setattr__(self, "module", user_classes.read("[model] module", self.module, nn.Module, ""))
         if self.encoders:
             raise ModelError("[model] module replaces encoders and fusion: remove [model.encoders], or module.")
         if isinstance(self.module, nn.Module) and self.module_options:
@@ -133,7 +133,9 @@ class ModelSpec:
         """Return the options that name the user's own class, as `package.module:Class`."""
         named = {"fusion": self.fusion, "module": self.module}
         return {
-            name: own.described(value) for name, value in named.items() if value is not None and value not in FUSIONS
+            name: user_classes.described(value)
+            for name, value in named.items()
+            if value is not None and value not in FUSIONS
         }
 
     def reading(self, modalities: Iterable[str]) -> "ModelSpec":

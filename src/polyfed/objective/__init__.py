@@ -3,7 +3,7 @@
 In a recipe, the [task] section sets the objective. In polyfed's code, the word *task* means a method that runs on a
 client, so the code uses the word `Objective`. Open `base.py` first. An `Objective` defines the width of the model's
 output, the loss of a batch, the sums from which metrics are computed, and the targets that it accepts. Each kind of
-objective has its own file, and `confusion.py` and `ranking.py` hold metrics. See docs/evaluation.md#choose-a-task.
+objective has its own file, and `class_metrics.py` and `ranking.py` hold metrics. See docs/evaluation.md#choose-a-task.
 """
 
 from polyfed.data.columns import Columns

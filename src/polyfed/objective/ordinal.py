@@ -10,7 +10,7 @@ from torch import Tensor
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.data.columns import Columns
-from polyfed.objective import confusion as matrices
+from polyfed.objective import class_metrics as matrices
 from polyfed.objective.base import OfClasses, not_counts, summed
 from polyfed.objective.classification import check_length, check_weights
 from polyfed.objective.targets import as_classes

@@ -12,7 +12,7 @@ src/MMSA/utils/metricsTop.py).
 import torch
 from torch import Tensor
 
-from polyfed.objective.confusion import accuracy, weighted_f1
+from polyfed.objective.class_metrics import accuracy, weighted_f1
 
 SIZE = 49 + 4 + 4
 """Number of entries in three confusion matrices: of seven classes, of signs without zeros, and of negative or not."""

@@ -6,6 +6,6 @@
 - `limits`: the least rows and steps, and the most rounds and requests, that a device accepts ([limits] of a device).
 - `ledger`: one row for each part of a message that was received, sent or refused.
 - `contents`: the SHA-256 of each part of a message, for the audit log.
-- `audit`: the signed log of a device or server, in which each line holds the hash of the line before.
-- `audit_check`: the verification of an audit log.
+- `audit_log`: the signed log of a device or server, in which each line holds the hash of the line before.
+- `audit_log_verification`: the verification of an audit log.
 """

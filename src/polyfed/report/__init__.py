@@ -4,7 +4,7 @@ Reading a folder:
 
 - `run_folder`: the files of a run, read line by line; `run_schema`: the types of their content.
 - `history`: the rounds as columns of numbers; `participation`: which clients took part when.
-- `egress`: sums over the ledger; `senders`: what each client sent.
+- `egress`: sums over the ledger; `bytes_by_client`: what each client sent.
 - `leakage`: what `polyfed audit` found out from the messages.
 - `reconciliation`: whether the audit logs of server and devices say the same.
 
@@ -12,8 +12,9 @@ Several runs:
 
 - `compare`: groups of runs that differ only in seed and fold, with mean and spread.
 - `study_folder`: the runs of a study, with their names; `labels`: names for other groups, by what differs.
-- `significance`: paired tests, Holm's correction, ranks; `evidence`: these tests on a comparison.
-- `sheets`: a comparison as Markdown, LaTeX, CSV and JSON; `figures`: as SVG and PDF; `progressions`: scores over costs.
+- `significance`: paired tests, Holm's correction, ranks; `paired_differences`: these tests on a comparison.
+- `comparison_tables`: a comparison as Markdown, LaTeX, CSV and JSON; `figures`: as SVG and PDF.
+- `score_against_cost`: scores over rounds, bytes and simulated seconds.
 - `folds`: scores over several folds, and the rounds to an accuracy; `curves`: the curves of groups.
 
 The page:
@@ -23,9 +24,9 @@ The page:
 """
 
 from polyfed.report.compare import Comparison, compare
-from polyfed.report.evidence import Evidence, evidence
 from polyfed.report.figures import write_figures
 from polyfed.report.page import REPORT, write_comparison, write_report
+from polyfed.report.paired_differences import Evidence, evidence
 from polyfed.report.reconciliation import Reconciliation, reconcile
 
 __all__ = [

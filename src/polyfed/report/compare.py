@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
-from polyfed.evaluation.metrics import mean_and_spread
+from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.report.folds import check_reach, fold_of, pooled_uars, rounds_to
 from polyfed.report.formatting import MISSING, number_of
 from polyfed.report.labels import flat, labels_of, method_of, parts_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyfed.core.files import EGRESS
-from polyfed.core.parsing import parse_json
+from polyfed.core.json_and_toml import parse_json
 from polyfed.report.run_folder import Folder, damaged
 from polyfed.report.run_schema import LIMIT
 

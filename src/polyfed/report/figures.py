@@ -7,8 +7,8 @@ from typing import Any
 
 from polyfed.core.errors import RecipeError
 from polyfed.report.compare import Comparison
-from polyfed.report.evidence import Evidence
-from polyfed.report.progressions import COSTS, Progression, progressions
+from polyfed.report.paired_differences import Evidence
+from polyfed.report.score_against_cost import COSTS, Progression, progressions
 
 FORMATS = ("svg", "pdf")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.files import ROUNDS
-from polyfed.objective.confusion import uar
+from polyfed.objective.class_metrics import uar
 from polyfed.report.run_folder import Folder, damaged
 
 FOLD_KEYS = ("data.test_session", "data.fold")

@@ -21,18 +21,18 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.files import replace_text
 from polyfed.core.messages import KINDS, LABELS
 from polyfed.core.tree import SHARED
-from polyfed.report import charts, client_charts, egress, history, senders
+from polyfed.report import bytes_by_client, charts, client_charts, egress, history
 from polyfed.report import formatting as words
 from polyfed.report.compare import Comparison, modalities_of
+from polyfed.report.comparison_tables import scenarios_sheet, tests_of
 from polyfed.report.curves import curves_of
-from polyfed.report.evidence import Evidence, evidence
 from polyfed.report.grids import class_scores, confusion, labels, modality_table
 from polyfed.report.leakage import leakage_of
-from polyfed.report.progressions import price_charts
+from polyfed.report.paired_differences import Evidence, evidence
 from polyfed.report.reconciliation import Reconciliation, reconcile
 from polyfed.report.run_folder import Folder
+from polyfed.report.score_against_cost import price_charts
 from polyfed.report.scores import title_of, unit_of
-from polyfed.report.sheets import scenarios_sheet, tests_of
 
 REPORT = "report.html"
 
@@ -81,7 +81,7 @@ def write_report(dir: str | Path, baseline: str | Path | None = None, device_log
         num_classes=len(past.confusion or ()),
         traffic=[(matrices(sums, folder, modalities), sums is crossed.evaluation) for sums in sides_of(crossed)],
         apart=crossed.evaluation is not None,
-        senders=senders.senders(crossed, folder),
+        senders=bytes_by_client.senders(crossed, folder),
         logs=_reconciled(folder, device_logs),
         leakage=leakage_of(folder),
         drawn={

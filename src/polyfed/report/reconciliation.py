@@ -18,7 +18,7 @@ from typing import Any
 
 from polyfed.core.errors import DataError
 from polyfed.core.files import AUDIT
-from polyfed.core.parsing import parse_json
+from polyfed.core.json_and_toml import parse_json
 from polyfed.report.run_folder import Folder
 
 WHAT = ("message", "field", "kind", "block", "destination", "dtype", "shape", "bytes", "sha256")
@@ -110,7 +110,7 @@ def reconcile(run: str | Path, devices: Sequence[Path] = ()) -> Reconciliation:
 
 def _verified(place: Path, remarks: list[str], findings: list[str]) -> bool:
     """Check the chain of a log; whether there is a log to compare."""
-    from polyfed.privacy.audit_check import verify  # needs the extra polyfed[flower]
+    from polyfed.privacy.audit_log_verification import verify  # needs the extra polyfed[flower]
 
     try:
         found = verify(place)

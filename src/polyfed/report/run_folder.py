@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from polyfed.core.errors import DataError
 from polyfed.core.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS
-from polyfed.core.parsing import parse_toml
+from polyfed.core.json_and_toml import parse_toml
 from polyfed.report.run_schema import LIMIT, ROUND_ROW, RUN_FACTS, RUN_RESULT, parse_as
 from polyfed.report.scores import Headline
 

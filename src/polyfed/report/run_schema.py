@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import Required, TypedDict  # noqa: UP035 - pydantic refuses those of `typing` before Python 3.12
 
-from polyfed.core.parsing import parse_json
+from polyfed.core.json_and_toml import parse_json
 
 LIMIT = 2**53
 """Whole numbers below this fit into a float and into NumPy's int64."""

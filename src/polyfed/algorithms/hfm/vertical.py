@@ -54,7 +54,7 @@ from polyfed.objective import SUPERVISED, Objective
 from polyfed.privacy.policy import Policy
 from polyfed.training import ClientData, TrainingResult
 from polyfed.training.client_data import FOLD_BATCH
-from polyfed.training.kept import KeptTraining
+from polyfed.training.kept_training import KeptTraining
 from polyfed.training.optimisers import Train
 
 

@@ -23,7 +23,7 @@ from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree
-from polyfed.evaluation import metrics
+from polyfed.evaluation import client_statistics
 from polyfed.evaluation.scores import Measured, OwnScore, Predictor, own_score
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
@@ -52,14 +52,14 @@ class Vfl(Vertical):
     def init(self, fed: Federation, params: Tree) -> SiloState:
         """Return the state of `Vertical`, and warn if the policy prevents server evaluation of the silos' models."""
         if not fed.context.policy.allows_models("server"):
-            rest = "silos evaluate them on their own test rows, metrics.personal"
+            rest = "silos evaluate them on their own test rows, client_statistics.personal"
             if not may_report(fed.context.policy):
                 rest = "as statistics of shared may not reach it either, there will be no accuracy at all"
             elif not (self.evaluation.personal and fed.clients.tested):
                 rest = "there will be no accuracy unless [clients] personal_test gives silos test rows of their own"
             warnings.warn(
                 "vfl: under [egress] encoders or heads may not reach the server, which therefore cannot evaluate the "
-                f"silos' models: no metrics.global; {rest}",
+                f"silos' models: no client_statistics.global; {rest}",
                 PolyfedWarning,
                 stacklevel=2,
             )
@@ -120,7 +120,7 @@ class Vfl(Vertical):
                 continue
             own = {name: value for client in members for name, value in uploads[client].params.items()}
             measured.append(self.evaluate_globally(own, fed))
-        return metrics.mean_groups(measured)
+        return client_statistics.mean_groups(measured)
 
     def _evaluated_in_silos(self, state: SiloState, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
         """Score every silo on its own test rows, under the number of its first device, which computes the score.

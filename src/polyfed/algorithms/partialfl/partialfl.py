@@ -24,7 +24,7 @@ from polyfed.algorithms.partialfl import teachers
 from polyfed.algorithms.partialfl.deposits import PRESENT, logged, usable_embeddings, usable_rows
 from polyfed.algorithms.partialfl.messages import Call, Deposit, Guided, GuidedUpdate
 from polyfed.algorithms.partialfl.options import PartialOptions
-from polyfed.algorithms.towers import embed, embedding_size, mlps, shapes_of
+from polyfed.algorithms.second_model import embed, embedding_size, mlps, shapes_of
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
@@ -37,7 +37,7 @@ from polyfed.federation.replies import Replies
 from polyfed.model import Model
 from polyfed.objective import SUPERVISED, Classification, Objective
 from polyfed.training import ClientData, TrainingResult
-from polyfed.training.kept import KeptTraining
+from polyfed.training.kept_training import KeptTraining
 from polyfed.training.losses import contrastive
 from polyfed.training.optimisers import Moments
 

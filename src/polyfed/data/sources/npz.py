@@ -13,10 +13,10 @@ from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
 from polyfed.data.checks import require
 from polyfed.data.columns import Column, Columns, standardised
-from polyfed.data.facts_of_rows import Labels, clients_of, labels_of, splits_of
 from polyfed.data.files import Arrays, stored_name
 from polyfed.data.labels import num_targets
 from polyfed.data.layout import Layout, laid_out
+from polyfed.data.row_facts import Labels, clients_of, labels_of, splits_of
 from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import drawn
 

@@ -12,11 +12,11 @@ from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
 from polyfed.data.checks import require
 from polyfed.data.columns import Columns
-from polyfed.data.draft import columns_of
 from polyfed.data.files import existing
 from polyfed.data.frames import Partial, Roles, drafted, guessed
 from polyfed.data.layout import Layout
 from polyfed.data.sources.base import Facts, Source
+from polyfed.data.table_draft import columns_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -35,7 +35,7 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from polyfed.core.errors import BadReply
-from polyfed.core.parsing import parse_toml
+from polyfed.core.json_and_toml import parse_toml
 from polyfed.engines.flower.apps import Handler, client_app
 from polyfed.engines.protocol import FAILED, REFUSED
 from polyfed.federation.wire_format import Packet

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polyfed.core.files import RESULT, replace_text
-from polyfed.core.parsing import parse_json
-from polyfed.evaluation.metrics import mean_and_spread
+from polyfed.core.json_and_toml import parse_json
+from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.experiment.study.plan import Cell
 from polyfed.report.run_schema import RUN_RESULT, parse_as
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import RecipeError, did_you_mean
-from polyfed.core.parsing import parse_toml
+from polyfed.core.json_and_toml import parse_toml
 from polyfed.core.schema import checked
 from polyfed.experiment.study.ranges import WHOLE, Range, entry_of, flat_keys, grid_size, values_of
 from polyfed.experiment.study.study_schema import NAMES, Method, Scenario, Search, Study, When

@@ -2,13 +2,13 @@
 
 import json
 
-from polyfed.report import egress, senders, write_report
+from polyfed.report import bytes_by_client, egress, write_report
 from polyfed.report.run_folder import Folder
 
 
 def table(folder):
     read = Folder(folder)
-    return senders.senders(egress.aggregate(read), read)
+    return bytes_by_client.senders(egress.aggregate(read), read)
 
 
 def row(client, size, kind="parameters", block="audio", to="server", verdict="allowed"):
@@ -47,7 +47,7 @@ def test_what_stays_in_a_silo_says_so(made_run):
 
 
 def test_many_clients_are_cut_and_the_page_says_so(made_run, monkeypatch):
-    monkeypatch.setattr(senders, "MOST_CLIENTS", 5)
+    monkeypatch.setattr(bytes_by_client, "MOST_CLIENTS", 5)
     folder = ledger(made_run(), [row(client, 10 + client) for client in range(30)])
     shown = table(folder)
     assert ([r.client for r in shown.rows], shown.total) == ([29, 28, 27, 26, 25], 30)

@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from polyfed.core.errors import CheckpointError, DataError
 from polyfed.core.files import AUDIT, PUBLIC_KEY
-from polyfed.core.parsing import parse_json
-from polyfed.privacy.audit import HEAD, SIGNATURE, START, head_of
+from polyfed.core.json_and_toml import parse_json
+from polyfed.privacy.audit_log import HEAD, SIGNATURE, START, head_of
 
 
 @dataclass(frozen=True)

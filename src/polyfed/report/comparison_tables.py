@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyfed.evaluation.metrics import mean_and_spread
+from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.report.compare import Cell, Column, Comparison
-from polyfed.report.evidence import Difference, Evidence
 from polyfed.report.formatting import MISSING, number_of
+from polyfed.report.paired_differences import Difference, Evidence
 
 MEANING = "mean ± sample standard deviation over n runs, last round"
 

@@ -45,7 +45,7 @@ def verify_log(
 ) -> None:
     """Check the chain and the signatures; exit code 0 if the log is whole, 5 and the first bad line if it is not."""
     with _needing_flower():
-        from polyfed.privacy.audit_check import verify
+        from polyfed.privacy.audit_log_verification import verify
     found = verify(folder, key)
     lines = [f"{folder / AUDIT} is whole: {found.rows:,} rows, {found.seals:,} signatures"]
     if found.first:

@@ -13,8 +13,8 @@ from torch import Tensor
 from polyfed.core.errors import DataError
 from polyfed.core.problems import Problems
 from polyfed.data.columns import Column, Columns, standardised
-from polyfed.data.facts_of_rows import Labels, clients_of, labels_of, splits_of
 from polyfed.data.layout import laid_out, tensor_of
+from polyfed.data.row_facts import Labels, clients_of, labels_of, splits_of
 from polyfed.data.splits import drawn
 
 

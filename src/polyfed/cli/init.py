@@ -11,7 +11,7 @@ from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.files import replace_text
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS
 from polyfed.core.tree import SHARED
-from polyfed.experiment.starter import starter
+from polyfed.experiment.first_recipe import starter
 from polyfed.model import ModelSpec
 from polyfed.privacy.policy import EVERY, Policy
 

@@ -1,6 +1,6 @@
 """The process of a device that answers messages with the installed polyfed, never with code from a message.
 
-`polyfed supernode` starts this process as `python -m polyfed.deploy.installed_client HOST:PORT METRICS_PORT`, with a
+`polyfed supernode` starts this process as `python -m polyfed.deploy.device_process HOST:PORT METRICS_PORT`, with a
 secret on its standard input. See docs/decisions/0013-deployed-code.md.
 """
 

@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from polyfed.core.errors import CheckpointError
 from polyfed.core.files import AUDIT, PUBLIC_KEY, append_whole, replace_text, sync
-from polyfed.core.parsing import parse_json
+from polyfed.core.json_and_toml import parse_json
 from polyfed.privacy.ledger import Entry, lines
 
 HEAD, PRIVATE_KEY, LOCK = "audit-head.json", "audit-key.pem", "audit.lock"

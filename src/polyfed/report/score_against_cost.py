@@ -7,7 +7,7 @@ from itertools import accumulate
 from polyfed.report import history
 from polyfed.report.charts import Chart, Series, Unit
 from polyfed.report.compare import Comparison, Group
-from polyfed.report.evidence import metrics_of
+from polyfed.report.paired_differences import metrics_of
 from polyfed.report.scores import is_share
 
 COSTS = {

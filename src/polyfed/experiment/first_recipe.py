@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.core.parsing import parse_toml
+from polyfed.core.json_and_toml import parse_toml
 from polyfed.core.problems import Problems
 from polyfed.data import Columns
 from polyfed.data.columns import moments

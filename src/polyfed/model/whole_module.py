@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from polyfed.core.errors import ModelError, did_you_mean
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.model.adopt import adopt
 from polyfed.model.encoder_spec import Shape
 from polyfed.model.fusion import Features, Fusion, Parts, masked
+from polyfed.model.layer_replacement import adopt
 from polyfed.model.layers import Rows
 from polyfed.model.model import Block, Model
-from polyfed.model.own import called, described, found
 from polyfed.model.spec import ModelSpec
+from polyfed.model.user_classes import called, described, found
 
 WHERE = "[model] module"
 
