@@ -13,7 +13,6 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.messages import HISTOGRAM
-from polyfed.core.tree import Tree
 from polyfed.experiment.leakage.capture import Capture, CapturedReply, blocks_of
 from polyfed.experiment.leakage.findings import Finding, Tally, Target, measured
 from polyfed.experiment.leakage.rows import embedded, samples_of
@@ -49,7 +48,7 @@ def output_scores(gradient: Mapping[str, Tensor], num_classes: int) -> Tensor | 
         return -biases[-1]
     if not layers:
         return None
-    first = torch.linalg.svd(layers[-1], full_matrices=False).U[:, 0]
+    first: Tensor = torch.linalg.svd(layers[-1], full_matrices=False).U[:, 0]
     return first * first[first.abs().argmax()].sign()
 
 
@@ -152,9 +151,7 @@ def _truth(found: Capture, values: Mapping[int, tuple[Tensor, Tensor]]) -> dict[
     return {client: found.labels(rows) for client, (_, rows) in values.items()}
 
 
-def _each_client(
-    values: Tree | dict[int, Tensor], truth: Mapping[int, Tensor], num: int, seed: int
-) -> dict[int, Tally]:
+def _each_client(values: dict[int, Tensor], truth: Mapping[int, Tensor], num: int, seed: int) -> dict[int, Tally]:
     return {c: assigned(clusters(z, num, seed), truth[c], num, seed) for c, z in values.items() if len(z) > 1}
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributions import Normal
 
 from polyfed.core import keys
 from polyfed.core.batch import Batch
@@ -68,7 +67,7 @@ class Candidates:
         """
         groups = [(members, others)]
         if not labels.is_floating_point():
-            classes = labels[members].unique().tolist()
+            classes = sorted(set(labels[members].tolist()))
             groups = [(members[labels[members] == c], others[labels[others] == c]) for c in classes]
         pairs = []
         for number, sides in enumerate(groups):
@@ -106,7 +105,8 @@ def likelihood_ratio(own: Tensor, shadows: Tensor, inside: Tensor, member: Tenso
         mean = (shadows * side).sum(0) / side.sum(0).clamp(min=1)
         mean = torch.where(side.any(0), mean, shadows[side].mean())
         spread = ((shadows - mean).square() * side).sum() / side.sum().clamp(min=1)
-        likelihoods.append(Normal(mean, spread.sqrt().clamp(min=LEAST_SPREAD)).log_prob(own))
+        deviation = spread.sqrt().clamp(min=LEAST_SPREAD)
+        likelihoods.append(-((own - mean) / deviation).square() / 2 - deviation.log())
     return _halves(likelihoods[0] - likelihoods[1], member)
 
 
