@@ -17,6 +17,7 @@ from polyfed.cli import main
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.messages import map_tensors
 from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Npz
@@ -35,6 +36,7 @@ from polyfed.experiment.leakage.membership import (
 )
 from polyfed.experiment.leakage.reconstruction import first_layer_rows, inverted, match_gradient, nearest
 from polyfed.federation.attack import Attack
+from polyfed.federation.replies import Replies, ReplyStack
 from polyfed.selection import Uniform
 from polyfed.training import SingleClientData
 from polyfed.training.optimisers import Train
@@ -246,6 +248,22 @@ def test_the_limit_keeps_the_first_clients_and_all_their_rounds() -> None:
     assert [(reply.round, reply.client) for reply in found.replies] == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
+def test_masked_integers_are_read_as_numbers_and_tell_nothing_about_the_next_round() -> None:
+    made = recipe(algorithm("fedavg", selector=Uniform()), clients=ClientsSpec(num=4))
+    found = capture(made, 1, 4)
+    (first, *_), honest = found.replies, found.replies[0].tree("parameters")
+    integers = {n: torch.randint(-(2**31), 2**31 - 1, v.shape, dtype=torch.int32) for n, v in honest.items()}
+    masked = replace(first, message=replace(first.message, params=integers))  # type: ignore[type-var]
+    for name, value in masked.tree("parameters").items():
+        assert value.dtype == honest[name].dtype
+        assert float(value.abs().max()) <= 1.0
+    again = Capture(found.assembly, 4)
+    found.assembly.fed.begin(2)
+    again.watch(first.sent, Replies([ReplyStack((0,), map_tensors(masked.message, lambda t: t[None]))]))
+    again.watch(first.sent, Replies([ReplyStack((0,), map_tensors(first.message, lambda t: t[None]))]))
+    assert all(torch.equal(again.replies[1].known[name], value) for name, value in first.known.items())
+
+
 # whole runs
 
 
@@ -280,6 +298,16 @@ def test_embeddings_that_a_silo_sees_are_attacked_on_the_rows_that_were_asked(tm
     assert (one.status, one.seen_by, one.field) == ("measured", "silo", "Embedded.embeddings")
     assert one.raw is not None
     assert found["modalities held", "any", "all"].status == "measured"
+
+
+def test_labels_and_samples_that_cross_are_known_without_an_attack(tmp_path: Path) -> None:
+    row = {"server": ["raw", "statistic"]}
+    policy = {"a": row, "b": row, "shared": {"server": ["statistic"]}, "labels": {"server": ["labels"]}}
+    found = audited(tmp_path / "run", algorithm("centralized", train=Train(lr=0.1)), egress=policy)
+    assert found["samples rebuilt", "raw", "a"].value == 1.0
+    assert found["label of each row", "labels", "labels"].value == 1.0
+    assert found["label of each row", "labels", "labels"].significant
+    assert found["membership of rows", "parameters", "all"].status == "did not cross"
 
 
 SILOS = {

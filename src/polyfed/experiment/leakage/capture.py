@@ -39,8 +39,14 @@ class CapturedReply:
     known: Tree
 
     def tree(self, kind: str) -> Tree:
-        """The tensors of the reply's trees of this kind, by name."""
-        return tree_of(self.message, kind)
+        """The tensors of the reply's trees of this kind, by name.
+
+        A masked reply holds integers in place of floating-point numbers. The attacker reads them as numbers in [-1, 1].
+        """
+        found = tree_of(self.message, kind)
+        for name in masked_names(found, self.known):
+            found[name] = (found[name].double() / torch.iinfo(found[name].dtype).max).to(self.known[name].dtype)
+        return found
 
     def update(self, kind: str) -> Tree:
         """What the reply says about the client's gradient: a gradient, or the known parameters minus the new ones.
@@ -119,7 +125,8 @@ class Capture:
             self.replies.append(CapturedReply(fed.round, client, seen_by, sent, message, known))
             returned = tree_of(message, "parameters")
             self._returned |= {client} if returned else set()
-            self._known[client] = known | returned
+            hidden = masked_names(returned, known)
+            self._known[client] = known | {name: value for name, value in returned.items() if name not in hidden}
 
     def _destination(self) -> str:
         """The destination of the replies to the last request, which the ledger notes."""
@@ -137,6 +144,12 @@ def tree_of(msg: Message, kind: str) -> Tree:
         if key is not None and msg.kinds[name] == kind:
             found.setdefault(key, value)
     return found
+
+
+def masked_names(values: Tree, known: Tree) -> set[str]:
+    """The names of the tensors that hold integers, although the model has floating-point numbers there."""
+    shared = {name for name in values if name in known and known[name].is_floating_point()}
+    return {name for name in shared if not values[name].is_floating_point()}
 
 
 def blocks_of(tree: Mapping[str, Tensor]) -> dict[str, Tree]:
@@ -180,7 +193,6 @@ def _captured(assembly: Assembly, rounds: int, limit: int) -> Capture:
         fed.begin(round)
         state = algorithm.round(state, fed)
         if round == last or algorithm.evaluation.due(round, assembly.recipe.rounds):
-            with torch.no_grad():
-                algorithm.evaluate(state, fed)
+            algorithm.evaluate(state, fed)
     fed.watch = lambda *_: None
     return found

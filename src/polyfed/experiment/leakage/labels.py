@@ -15,7 +15,7 @@ from polyfed.core import keys
 from polyfed.core.messages import HISTOGRAM
 from polyfed.experiment.leakage.capture import Capture, CapturedReply, blocks_of
 from polyfed.experiment.leakage.findings import Finding, Tally, Target, measured
-from polyfed.experiment.leakage.rows import embedded, samples_of
+from polyfed.experiment.leakage.rows import as_sent, embedded, samples_of
 
 PRESENT, FREQUENT, EACH_ROW = "classes present", "most frequent class", "label of each row"
 
@@ -137,14 +137,19 @@ def labels_of_rows(found: Capture, seed: int) -> Iterator[Finding]:
             known = cluster(raw, truth, num, seed)
             quality = float(np.concatenate([tally.value for tally in known.values()]).mean()) if known else None
             yield measured(target, f"{method}, best assignment", tallies, raw=quality, owners=found.owners)
-    for kind, method in (("predictions", "largest logit"), ("labels", "labels as sent")):
-        for target, values in embedded(found, kind, EACH_ROW).items():
-            truth, tallies = _truth(found, values), {}
-            for client, (sent, _) in values.items():
-                guess = sent.argmax(-1) if kind == "predictions" else sent.flatten().long()
-                most = float(torch.bincount(truth[client]).max()) / len(truth[client])
-                tallies[client] = Tally.of((guess == truth[client]).double(), most)
-            yield measured(target, method, tallies, owners=found.owners)
+    for target, values in embedded(found, "predictions", EACH_ROW).items():
+        truth, tallies = _truth(found, values), {}
+        for client, (logits, _) in values.items():
+            tallies[client] = Tally.of((logits.argmax(-1) == truth[client]).double(), _most(truth[client]))
+        yield measured(target, "largest logit", tallies, owners=found.owners)
+    for target, sent in as_sent(found, "labels", EACH_ROW).items():
+        tallies = {client: Tally.of(np.ones(len(y)), _most(y.flatten().long())) for client, y in sent.items()}
+        yield measured(target, "labels as sent", tallies, owners=found.owners)
+
+
+def _most(labels: Tensor) -> float:
+    """The share of the most frequent label."""
+    return float(torch.bincount(labels).max()) / len(labels)
 
 
 def _truth(found: Capture, values: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
@@ -194,8 +199,7 @@ def assigned(found: Tensor, labels: Tensor, num_classes: int, seed: int) -> Tall
     value = _best(found, labels, num_classes)
     orders = [keys.permutation(keys.key(seed, "chance", number), len(labels)) for number in range(PERMUTATIONS)]
     chance = np.mean([float(_best(found, labels[order], num_classes).mean()) for order in orders])
-    most = float(torch.bincount(labels).max()) / len(labels)
-    return Tally.of(value, max(most, float(chance)))
+    return Tally.of(value, max(_most(labels), float(chance)))
 
 
 def _best(found: Tensor, labels: Tensor, num_classes: int) -> Tensor:

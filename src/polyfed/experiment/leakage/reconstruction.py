@@ -19,7 +19,7 @@ from polyfed.experiment.leakage.capture import Capture, CapturedReply, blocks_of
 from polyfed.experiment.leakage.findings import Finding, Tally, Target, measured
 from polyfed.experiment.leakage.labels import output_scores
 from polyfed.experiment.leakage.membership import public_rows
-from polyfed.experiment.leakage.rows import embedded, samples_of
+from polyfed.experiment.leakage.rows import as_sent, embedded, samples_of
 
 REBUILT = "samples rebuilt"
 
@@ -134,9 +134,9 @@ def samples_rebuilt(found: Capture, seed: int) -> Iterator[Finding]:
             remark="the attacker knows the samples of half of the rows",
             owners=found.owners,
         )
-    for target, values in embedded(found, "raw", REBUILT).items():
-        sent = {client: Tally.of(np.ones(len(rows)), 0.0) for client, (_, rows) in values.items()}
-        yield measured(target, "samples as sent", sent, owners=found.owners)
+    for target, sent in as_sent(found, "raw", REBUILT).items():
+        copies = {client: Tally.of(np.ones(len(samples)), 0.0) for client, samples in sent.items()}
+        yield measured(target, "samples as sent", copies, owners=found.owners)
 
 
 def inverted(z: Tensor, x: Tensor, key: int) -> Tally | None:

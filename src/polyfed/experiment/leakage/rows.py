@@ -17,18 +17,35 @@ def embedded(found: Capture, kind: str, attack: str) -> dict[Target, Described]:
 
     Args:
         found: the captured replies.
-        kind: a kind with one entry for each row: embeddings, predictions, labels or raw.
+        kind: a kind with one entry for each row: embeddings or predictions.
         attack: the name of the attack, for the targets.
     """
     values: dict[Target, Described] = {}
     for reply in found.replies:
         for name, block, value in reply.parts(kind):
             rows = rows_of(found, reply, value)
-            if rows is not None and value.is_floating_point() == (kind != "labels"):
-                flat = value.flatten(1) if value.dim() > 1 else value
+            if rows is not None and value.is_floating_point() and value.dim() > 1:
+                flat = value.flatten(1)
                 field = f"{type(reply.message).__name__}.{name}"
                 target = Target(attack, kind, block, reply.seen_by, field)
                 values.setdefault(target, {})[reply.client] = (flat, rows)
+    return values
+
+
+def as_sent(found: Capture, kind: str, attack: str) -> dict[Target, dict[int, Tensor]]:
+    """Collect labels or samples that clients sent without a change. The last reply of each client counts.
+
+    Args:
+        found: the captured replies.
+        kind: labels or raw.
+        attack: the name of the attack, for the targets.
+    """
+    values: dict[Target, dict[int, Tensor]] = {}
+    for reply in found.replies:
+        for name, block, value in reply.parts(kind):
+            if value.dim() and len(value):
+                field = f"{type(reply.message).__name__}.{name}"
+                values.setdefault(Target(attack, kind, block, reply.seen_by, field), {})[reply.client] = value
     return values
 
 
