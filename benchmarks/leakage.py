@@ -39,7 +39,7 @@ def table_of(name: str, method: str, seed: int) -> dict[str, Any]:
     file, modalities = SETS[name]
     table = tomllib.loads((Path("recipes") / file).read_text())
     table |= {"seed": seed, "rounds": ROUNDS, "engine": {"name": "vectorised", "threads": 1, "workers": 1}}
-    table["clients"] = {"partition": "dirichlet", "num": CLIENTS, "alpha": 0.5, "min_size": 8, "validation": 0.15}
+    table["clients"] = {"partition": "dirichlet", "num": CLIENTS, "alpha": 0.5, "min_size": 8, "validation": 0.25}
     table["model"] |= {"embedding": 32, "head": [32]}
     table["train"] = {"epochs": 1, "batch_size": 16, "lr": 0.05}
     table["evaluate"] = {"every": 0}
@@ -53,7 +53,7 @@ def table_of(name: str, method: str, seed: int) -> dict[str, Any]:
             "shared": {"server": ["parameters", "statistic"]},
         }
     elif method == "HFM":
-        table["clients"] = {"partition": "silos", "silos": CLIENTS // 2, "validation": 0.15}
+        table["clients"] = {"partition": "silos", "silos": CLIENTS // 2, "validation": 0.25}
         table["egress"] = {m: {"silo": ["parameters", "embeddings"], "server": ["parameters"]} for m in modalities}
         table["egress"]["shared"] = {"server": ["parameters", "statistic"], "silo": ["parameters", "statistic", "ids"]}
     elif method == "PFMML":
@@ -109,7 +109,11 @@ def main() -> None:
                 exact = [
                     f for f in same if f["seen_by"] == seen_by and how.startswith(f["method"]) and f["field"] in how
                 ]
-                cells.append(cell(exact or [f for f in same if f["status"] != "measured"]))
+                kinds = [f for f in findings if (f["attack"], f["kind"]) == (attack, kind)]
+                crossed = any(f["status"] == "measured" for f in kinds)
+                cells.append(
+                    cell(exact or [f for f in same if f["status"] != "measured"] or ([] if crossed else kinds))
+                )
             print(f"| {attack} | {kind} | {block} | {seen_by} | {how} | {' | '.join(cells)} |", flush=True)
 
 

@@ -29,6 +29,7 @@ from polyfed.experiment.leakage.findings import Tally, Target, interval, measure
 from polyfed.experiment.leakage.labels import assigned, clusters, output_scores, presence
 from polyfed.experiment.leakage.membership import (
     Candidates,
+    candidates_of,
     likelihood_ratio,
     loss_threshold,
     losses_of,
@@ -183,6 +184,16 @@ def test_candidates_have_equally_many_rows_of_each_class_on_both_sides(parts: As
     inside, outside = (torch.bincount(label[found.rows[side]], minlength=4) for side in (found.member, ~found.member))
     assert torch.equal(inside, outside)
     assert len(found.rows.unique()) == len(found.rows)
+
+
+def test_no_public_row_is_a_candidate_of_two_clients() -> None:
+    found = capture(recipe(algorithm("fedavg", selector=Uniform()), clients=ClientsSpec(num=5)), 1, 5)
+    others = [one.rows[~one.member] for one in candidates_of(found, 1).values()]
+    assert len(torch.cat(others).unique()) == sum(map(len, others)) > 40
+    public, train = public_rows(found)[0], found.population.train
+    assert bool(torch.isin(torch.cat(others), public).all())
+    for client, one in candidates_of(found, 1).items():
+        assert bool(torch.isin(one.rows[one.member], train[client]).all())
 
 
 def test_lira_finds_members_that_the_loss_alone_does_not() -> None:

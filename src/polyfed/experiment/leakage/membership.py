@@ -125,50 +125,77 @@ def membership(found: Capture, shadows: int, seed: int) -> Iterator[Finding]:
         shadows: number of LiRA's shadow models for each client; with 0, only the loss decides.
         seed: the seed of the run.
     """
-    others, name = public_rows(found)
-    remark = f"against {name}"
+    candidates, remark = candidates_of(found, seed), f"against {public_rows(found)[1]}"
     last = {(r.client, r.seen_by): r for r in found.replies if r.tree("parameters")}
     for seen_by in sorted({way for _, way in last}):
         replies = {client: reply for (client, way), reply in last.items() if way == seen_by}
         modalities = found.assembly.model.modalities
         for block in (ALL, *(modalities if len(modalities) > 1 else ())):
             target = Target(MEMBERSHIP, "parameters", block, seen_by)
-            tallies = {c: _of_reply(found, reply, block, others, seed) for c, reply in replies.items()}
+            tallies = {c: _of_reply(found, reply, block, candidates[c]) for c, reply in replies.items()}
             yield measured(target, "loss below the median", _without_none(tallies), remark=remark, owners=found.owners)
         if shadows and isinstance(found.assembly.fed.context.objective, Classification):
             target = Target(MEMBERSHIP, "parameters", ALL, seen_by)
-            ratios = {c: _lira(found, reply, others, shadows, seed) for c, reply in replies.items()}
+            ratios = {c: _lira(found, reply, candidates[c], shadows, seed) for c, reply in replies.items()}
             yield measured(
                 target, f"LiRA, {shadows} shadow models", _without_none(ratios), remark=remark, owners=found.owners
             )
-    yield from _of_global_model(found, others, seed, remark)
+    yield from _of_global_model(found, candidates, remark)
 
 
-def _of_global_model(found: Capture, others: Tensor, seed: int, remark: str) -> Iterator[Finding]:
+def candidates_of(found: Capture, seed: int) -> dict[int, Candidates]:
+    """The candidates of each attacked client. No public row is a candidate of two clients that do not share their rows.
+
+    With common public rows, the guesses about all clients would depend on how difficult these few rows are.
+
+    Args:
+        found: the captured replies.
+        seed: the seed of the run.
+    """
+    label, owners = found.population.columns.label, found.owners
+    clients = sorted({reply.client for reply in found.replies})
+    owner = {client: client if owners is None else owners[client] for client in clients}
+    public = public_rows(found)[0]
+    public = public[keys.permutation(keys.key(seed, "public rows"), len(public))]
+    shares: dict[int, list[Tensor]] = {own: [] for own in owner.values()}
+    held = {own: set(_groups(label[found.rows(client)])) for client, own in owner.items()}
+    groups = _groups(label[public])
+    for group in sorted(set(groups)):
+        wanting = [own for own in shares if group in held[own]]
+        rows = public[torch.tensor([one == group for one in groups])]
+        for place, own in enumerate(wanting):
+            shares[own].append(rows[place :: len(wanting)])
+    none = torch.zeros(0, dtype=torch.int64)
+    return {
+        client: Candidates.draw(
+            found.rows(client), torch.cat([none, *shares[own]]), label, keys.key(seed, "members", client)
+        )
+        for client, own in owner.items()
+    }
+
+
+def _groups(labels: Tensor) -> list[int]:
+    """The class of each row; 0 for all rows in a task without classes."""
+    return [0] * len(labels) if labels.is_floating_point() else labels.tolist()
+
+
+def _of_global_model(found: Capture, candidates: Mapping[int, Candidates], remark: str) -> Iterator[Finding]:
     context = found.assembly.fed.context
     model = found.model if found.model.keys() >= context.initial.keys() else {}
-    members = {client: found.rows(client) for client in sorted(found.trained)} if model else {}
     tallies = {}
-    for client, rows in members.items():
-        candidates = Candidates.draw(rows, others, found.population.columns.label, keys.key(seed, "members", client))
-        if len(candidates.rows):
-            loss = losses_of(found, context, context.modalities, model, candidates.rows)
-            tallies[client] = loss_threshold(loss, candidates.member)
+    for client in sorted(found.trained & candidates.keys()) if model else ():
+        own = candidates[client]
+        if len(own.rows):
+            tallies[client] = loss_threshold(losses_of(found, context, context.modalities, model, own.rows), own.member)
     if tallies:
-        yield measured(
-            Target(MEMBERSHIP, "parameters", ALL, "client"),
-            "loss below the median",
-            tallies,
-            remark=remark,
-            owners=found.owners,
-        )
+        target = Target(MEMBERSHIP, "parameters", ALL, "client")
+        yield measured(target, "loss below the median", tallies, remark=remark, owners=found.owners)
 
 
-def _of_reply(found: Capture, reply: CapturedReply, block: str, others: Tensor, seed: int) -> Tally | None:
+def _of_reply(found: Capture, reply: CapturedReply, block: str, candidates: Candidates) -> Tally | None:
     """Attack one reply by the loss of its model, which reads all modalities or only one of them."""
     context = found.assembly.engine.context(reply.client)
     read = [m for m in context.modalities if m in context.model.modalities and block in (m, ALL)]
-    candidates = _candidates(found, reply.client, others, seed)
     if not read or not len(candidates.rows) or (block != ALL and block not in _sent(reply)):
         return None
     params = {**reply.known, **reply.tree("parameters")}
@@ -177,11 +204,6 @@ def _of_reply(found: Capture, reply: CapturedReply, block: str, others: Tensor, 
 
 def _sent(reply: CapturedReply) -> set[str]:
     return {name.split(".")[0] for name in reply.tree("parameters")}
-
-
-def _candidates(found: Capture, client: int, others: Tensor, seed: int) -> Candidates:
-    key = keys.key(seed, "members", client)
-    return Candidates.draw(found.rows(client), others, found.population.columns.label, key)
 
 
 def _without_none(tallies: Mapping[int, Tally | None]) -> dict[int, Tally]:
@@ -211,11 +233,10 @@ def batch_of(found: Capture, read: Sequence[str], rows: Tensor) -> Batch:
     return Batch(x=x, y=columns.label[rows], rows=torch.arange(len(rows)), present=present)
 
 
-def _lira(found: Capture, reply: CapturedReply, others: Tensor, shadows: int, seed: int) -> Tally | None:
+def _lira(found: Capture, reply: CapturedReply, candidates: Candidates, shadows: int, seed: int) -> Tally | None:
     """Train shadow models from the parameters that the client received, each on a random half of the candidates."""
     context, columns = found.assembly.engine.context(reply.client), found.population.columns
     read = [m for m in context.modalities if m in context.model.modalities]
-    candidates = _candidates(found, reply.client, others, seed)
     total = len(candidates.rows)
     if total < 4 or not read:
         return None
