@@ -321,6 +321,17 @@ def test_labels_and_samples_that_cross_are_known_without_an_attack(tmp_path: Pat
     assert found["membership of rows", "parameters", "all"].status == "did not cross"
 
 
+def test_the_ledger_of_the_run_decides_what_is_attacked(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    polyfed.run(recipe(algorithm("fedavg", selector=Uniform()), rounds=1), out=folder)
+    lines = [json.loads(line) for line in (folder / "egress.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if (line["block"], line["destination"]) != ("a", "server")]
+    (folder / "egress.jsonl").write_text("".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in kept))
+    found = {(f.attack, f.kind, f.block): f for f in audit(folder, rounds=1, clients=3).findings}
+    assert found["samples rebuilt", "parameters", "a"].status == "did not cross"
+    assert found["samples rebuilt", "parameters", "b"].status == "measured"
+
+
 SILOS = {
     "a": {"silo": ["parameters", "embeddings"]},
     "b": {"silo": ["parameters", "embeddings"]},

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.errors import RecipeError
 from polyfed.core.files import LEAKAGE, RECIPE, replace_text
 from polyfed.core.messages import LABELS, OF_THE_MODEL, crossings
 from polyfed.core.tree import SHARED
@@ -97,8 +97,7 @@ def audit(folder: str | Path, *, rounds: int = 3, clients: int = 20, shadows: in
     run = Folder(Path(folder))
     crossed = {(block, kind, way) for block, kind, way in egress.aggregate(run).bytes}
     recipe = load_recipe(run.path / RECIPE)
-    found = capture(recipe, rounds, clients)
-    _refuse_other_data(run, found)
+    found = capture(recipe, rounds, clients, run.facts.get("data", {}).get("sha256"))
     columns = found.population.columns
     table = recipe.table()
     return LeakageAudit(
@@ -138,6 +137,7 @@ def findings_of(
         done += [*labels.classes_of_clients(found), *labels.labels_of_rows(found, seed)]
     done += [*membership.membership(found, shadows, seed), *reconstruction.samples_rebuilt(found, seed)]
     done += properties.modalities_held(found)
+    done = [finding for finding in done if _crossed(finding, crossed)]
     sent = {(part.block, part.kind) for reply in found.replies for part in crossings(reply.message)}
     known = {(finding.attack, finding.kind, finding.block) for finding in done}
     for attack, kinds in READS.items():
@@ -148,6 +148,12 @@ def findings_of(
                     ways = {way for at, of, way in crossed if of == kind and block in (at, ALL) and way != TO_CLIENT}
                     there = any(of == kind and block in (at, ALL) for at, of in sent)
                     yield _unmeasured(Target(attack, kind, block), ways, there, has_classes)
+
+
+def _crossed(finding: Finding, crossed: Collection[tuple[str, str, str]]) -> bool:
+    """Whether the ledger of the run has what a finding is about."""
+    blocks = {at for at, kind, way in crossed if (kind, way) == (finding.kind, finding.seen_by)}
+    return finding.kind == properties.ANY or finding.block in blocks or (finding.block == ALL and bool(blocks))
 
 
 def _blocks(found: Capture, attack: str, kind: str) -> tuple[str, ...]:
@@ -175,13 +181,3 @@ def _unmeasured(target: Target, ways: Collection[str], there: bool, has_classes:
     if target.kind == "statistic":
         return Finding(**place, status="did not cross", remark="statistics crossed, but no class counts")
     return Finding(**place, status="no attack", remark=NOTHING[target.attack])
-
-
-def _refuse_other_data(run: Folder, found: Capture) -> None:
-    """Refuse data that differs from the data of the run."""
-    before = run.facts.get("data", {}).get("sha256")
-    if before and before != found.population.columns.fingerprint():
-        raise DataError(
-            f"the data is not that of the run in {run.path}: its labels, splits or features have changed. Restore the "
-            "data, or run the recipe again in another folder"
-        )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyfed.core.errors import DataError
 from polyfed.core.messages import LABELS, OF_THE_MODEL, Message, cut, map_tensors, tensors
 from polyfed.core.request import Send
 from polyfed.core.tree import SHARED, Tree, block_of
@@ -160,7 +161,7 @@ def blocks_of(tree: Mapping[str, Tensor]) -> dict[str, Tree]:
     return found
 
 
-def capture(recipe: Recipe, rounds: int, limit: int) -> Capture:
+def capture(recipe: Recipe, rounds: int, limit: int, sha256: str | None = None) -> Capture:
     """Run the first rounds of a recipe in a simulation, and keep the replies of its clients.
 
     The replies are those that the server uses: after clipping and noise at the client, and after simulated attacks.
@@ -169,12 +170,21 @@ def capture(recipe: Recipe, rounds: int, limit: int) -> Capture:
         recipe: the recipe; a recipe of engine `flower` runs on engine `sequential`, which gives the same replies.
         rounds: the number of rounds, at most those of the recipe.
         limit: the largest number of clients whose replies are kept.
+        sha256: the fingerprint of the data; None accepts any data.
+
+    Raises:
+        DataError: the data has another fingerprint.
     """
     engine = replace(recipe.engine, workers=1, device="cpu")
     recipe = replace(recipe, engine=replace(engine, name="sequential") if engine.name == "flower" else engine)
     with using_threads(recipe.engine.threads):
         assembly = assemble(recipe)
         try:
+            if sha256 is not None and sha256 != assembly.population.columns.fingerprint():
+                raise DataError(
+                    "the data is not that of the run: its labels, splits or features have changed. Restore the data, "
+                    "or run the recipe again in another folder"
+                )
             return _captured(assembly, rounds, limit)
         finally:
             assembly.engine.close()
