@@ -215,8 +215,9 @@ def test_a_node_that_fails_takes_the_place_of_nobody(tmp_path: Path) -> None:
     grid.absent = frozenset({4})
     transport = GridTransport(grid)
 
-    def arrive(answers: Any) -> None:
+    def arrive(answers: Any) -> bool:
         grid.absent = frozenset() if len(answers) == 3 else grid.absent
+        return False
 
     verdicts = [answer.header["verdict"] for answer in transport.enrol(3, 5.0, arrive)]
     assert sorted(verdicts) == ["enrolled", "enrolled", "enrolled", "failed"]

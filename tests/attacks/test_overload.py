@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import runpy
 import socket
 import time
 from base64 import b64encode
@@ -12,6 +13,7 @@ from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -24,12 +26,15 @@ from flwr.common.constant import ErrorCode
 from flwr.supercore.date import now
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, pull_objects
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
+from flwr.supernode import start_client_internal
 from starlette.datastructures import Headers
 
 from engines.devices import RECIPE, Devices
 from polyfed.core.errors import RecipeError
+from polyfed.deploy.launch import SUPERNODE
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
-from polyfed.engines.flower.grid_calls import FEW_PIECES, SLACK, TOO_LARGE, at_most, is_too_large
+from polyfed.engines.flower.fetch_limit import DEVICE_LIMIT, FEW_PIECES, SLACK, TOO_LARGE, at_most
+from polyfed.engines.flower.grid_calls import is_too_large
 from polyfed.engines.flower.public_port import (
     LARGEST_BODY,
     LARGEST_HEAD,
@@ -238,3 +243,47 @@ def test_a_client_whose_reply_is_too_large_is_left_out_at_once_and_not_asked_aga
     answers = transport.exchange({0: Packet({})}, Patience(20.0, 1))
     assert answers == {0: f"is too large: more than {LIMIT} bytes"}
     assert grid.pushed == 1
+
+
+def test_a_supernode_fetches_a_message_of_the_server_only_up_to_the_limit_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The program of a SuperNode, with Flower's own code for a message that arrives; the connection is a double."""
+    piece, came, stored = 2**20, [], []
+
+    def pull_object(run_id: int, identity: str) -> bytes:
+        came.append(identity)
+        return b"x" * piece
+
+    def receive(pieces: int) -> int | None:
+        came.clear()
+        message = Message(RecordDict(), 1, "train")
+        store = SimpleNamespace(
+            preregister=lambda run_id, tree: [str(number) for number in range(pieces)],
+            put=lambda identity, content: stored.append(identity),
+            delete=lambda identity: None,
+        )
+        state = MagicMock()
+        state.create_task.return_value = 1
+        config = {"state": state, "object_store": store, "node_config": {}, "receive": lambda: (message, None)}
+        found: int | None = start_client_internal._pull_and_store_message(
+            **config,
+            get_run=MagicMock(),
+            get_fab=MagicMock(),
+            pull_object=pull_object,
+            confirm_message_received=lambda run_id, message_id: None,
+            trusted_entities=None,
+        )
+        return found
+
+    def supernode() -> None:
+        assert receive(2) is not None
+        assert len(stored) == 2
+        assert receive(60) is None, "60 MiB, and the device fetches 4"
+        assert LIMIT + SLACK < len(came) * piece <= LIMIT + SLACK + 10 * piece, "the fetches are parallel"
+        assert len(stored) == 2
+
+    monkeypatch.setattr("flwr.supernode.cli.flower_supernode", supernode)
+    monkeypatch.setenv(DEVICE_LIMIT, str(LIMIT // 2**20))
+    runpy.run_path(str(SUPERNODE), run_name="__main__")
+    assert start_client_internal.pull_objects is pull_objects

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +22,8 @@ from polyfed.algorithms import Averaging
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.engines import in_process, vectorised
 from polyfed.engines.shared_memory import Arena
-from polyfed.experiment.assembly import assemble
+from polyfed.experiment import machine
+from polyfed.experiment.assembly import assemble, workers_of
 from polyfed.experiment.recipe import EngineSpec, Recipe
 from polyfed.federation.network import Network
 from polyfed.training.optimisers import Train
@@ -189,6 +191,50 @@ from world import algorithm, recipe
 made = recipe(algorithm("fedavg"), engine=EngineSpec(name="sequential", workers=2), rounds=100_000)
 polyfed.run(made, listeners=[lambda event, **facts: print(event, flush=True)])
 """
+
+
+READING = """
+import sys, threading, time
+threading.Thread(target=sys.stdin.readline, daemon=True).start()
+time.sleep(0.2)  # until the thread waits in the call, with the lock of sys.stdin
+import polyfed
+from polyfed.engines import in_process
+in_process.UNIT_FLOPS = 1.0
+from polyfed.experiment.recipe import EngineSpec
+from world import algorithm, recipe
+polyfed.run(recipe(algorithm("fedavg"), engine=EngineSpec(name="sequential", workers=2), rounds=1))
+print("done", sys.stdin is not None, flush=True)
+"""
+
+
+def test_workers_start_although_a_thread_reads_standard_input() -> None:
+    paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "src")])
+    process = subprocess.Popen(
+        [sys.executable, "-c", READING],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    end = threading.Timer(60.0, os.killpg, (process.pid, signal.SIGKILL))  # its workers hold its output open too
+    end.start()
+    try:
+        assert process.stdout.readline() == "done True\n", "a worker waits for the lock of sys.stdin"
+    finally:
+        end.cancel()
+        process.kill()
+        process.communicate()
+
+
+def test_the_default_number_of_workers_is_the_share_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recipe(algorithm("fedavg"))
+    for share, cores in (("1", 1), ("3", 3), ("", 8), ("many", 8), ("0", 8)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+        monkeypatch.setattr(machine, "CGROUP", Path("/nowhere"))
+        monkeypatch.setenv("POLYFED_CORES", share)
+        assert workers_of(made) == cores, share
 
 
 @pytest.fixture

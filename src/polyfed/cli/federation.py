@@ -121,6 +121,9 @@ def supernode(
     ],
     port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="A free port of this machine.")] = 9094,
     metrics_port: MetricsPort = 0,
+    message_megabytes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="The largest message that is fetched, in units of 2**20 bytes.")
+    ] = 512,
     log_format: LogFormatOption = LogFormat.text,
     as_json: JsonError = False,
 ) -> None:
@@ -128,7 +131,7 @@ def supernode(
     from polyfed import deploy
 
     os.environ[LOG_FORMAT] = log_format.value
-    deploy.run_supernode(superlink, root_certificates, key, node_config, port, metrics_port)
+    deploy.run_supernode(superlink, root_certificates, key, node_config, port, metrics_port, message_megabytes)
 
 
 @app.command()

@@ -91,7 +91,13 @@ def run_superlink(credentials: Path, ports: ServerPorts, database: Path | None) 
 
 
 def run_supernode(
-    superlink: str, root_certificates: Path, key: Path, node_config: str, port: int, metrics_port: int
+    superlink: str,
+    root_certificates: Path,
+    key: Path,
+    node_config: str,
+    port: int,
+    metrics_port: int,
+    message_megabytes: int,
 ) -> None:
     """Turn this process into a device's SuperNode; see `polyfed.deploy.launch.supernode`.
 
@@ -100,4 +106,4 @@ def run_supernode(
     """
     with _needing_flower("a SuperNode"):
         from polyfed.deploy import launch
-    launch.supernode(superlink, root_certificates, key, node_config, port, metrics_port)
+    launch.supernode(superlink, root_certificates, key, node_config, port, metrics_port, message_megabytes)

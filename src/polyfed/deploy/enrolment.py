@@ -49,8 +49,8 @@ def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, 
     """
     spec, out = recipe.engine, {} if left_out is None else left_out
     wanted = spec.nodes or recipe.clients.num or 1
-    stop = spec.on_refusal == "stop"
-    answers: list[Packet] = transport.enrol(wanted, spec.enrol_seconds, _Waiting(wanted, emit, stop))
+    least, stop = max(spec.min_nodes or wanted, spec.min_replies, 1), spec.on_refusal == "stop"
+    answers: list[Packet] = transport.enrol(wanted, spec.enrol_seconds, _Waiting(wanted, least, emit, stop))
     known: list[Enrolment] = []
     absent: list[str] = []
     for answer in answers:
@@ -62,7 +62,7 @@ def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, 
     out |= admission.left_out
     absent += [f"client {client}: {why}" for client, why in sorted(admission.left_out.items())]
     count, why = len(admission.clients), f"Not enrolled: {'; '.join(absent)}" if absent else "No other node answered"
-    if count < max(spec.min_nodes or wanted, spec.min_replies, 1):
+    if count < least:
         raise TooFewReplies(
             f"{count} of {wanted} clients enrolled ([engine] nodes, enrol_seconds = {spec.enrol_seconds:g}). "
             f"{why}. To start without some of them, set [engine] min_nodes"
@@ -75,27 +75,36 @@ def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, 
 
 
 class _Waiting:
-    """Emits the number of enrolled clients when the number changes, and otherwise every `EVERY` seconds."""
+    """Decides whether to wait longer, and emits the number of enrolled clients.
+
+    It emits the number when it changes, and otherwise every `EVERY` seconds.
+    """
 
     EVERY = 30.0
 
-    def __init__(self, wanted: int, emit: Emitter, stop_on_refusal: bool) -> None:
-        self.wanted, self.emit, self.stop_on_refusal = wanted, emit, stop_on_refusal
+    def __init__(self, wanted: int, least: int, emit: Emitter, stop_on_refusal: bool) -> None:
+        self.wanted, self.least, self.emit, self.stop_on_refusal = wanted, least, emit, stop_on_refusal
         self.said: int | None = None
         self.moment = 0.0
 
-    def __call__(self, answers: Sequence[Packet]) -> None:
+    def __call__(self, answers: Sequence[Packet]) -> bool:
+        """Return True if all expected clients have enrolled or refused, and enough of them have enrolled.
+
+        Raises:
+            EgressError: a client refused, and `on_refusal` is "stop".
+        """
         refused = [answer for answer in answers if answer.header.get("verdict") == REFUSED]
         if self.stop_on_refusal and refused:
             raise EgressError(one_line(refused[0].header.get("reason")))
         count = sum(answer.header.get("verdict") == ENROLLED for answer in answers)
         now = time.monotonic()
-        if count == self.said and now - self.moment < self.EVERY:
-            return
-        self.said, self.moment = count, now
-        self.emit("enrolling", enrolled=count, wanted=self.wanted)
-        word = "waiting: " if count < self.wanted else ""
-        self.emit("note", text=f"{word}{count} of {self.wanted} enrolled")
+        complete: bool = count >= self.least and count + len(refused) >= self.wanted
+        if count != self.said or now - self.moment >= self.EVERY:
+            self.said, self.moment = count, now
+            self.emit("enrolling", enrolled=count, wanted=self.wanted)
+            word = "" if complete else "waiting: "
+            self.emit("note", text=f"{word}{count} of {self.wanted} enrolled")
+        return complete
 
 
 def enrolment_in(answer: Packet) -> Enrolment:

@@ -20,6 +20,8 @@ from polyfed.deploy.run_log import STATUS_FILE
 from polyfed.deploy.server_monitor import TOKEN, ServerMonitor, token_at
 from polyfed.engines import flower
 from polyfed.engines.flower import QUIET
+from polyfed.engines.flower.fetch_limit import DEVICE_LIMIT
+from polyfed.experiment.settings import EngineSpec
 
 WORKER = "polyfed.deploy.device_process"
 
@@ -95,7 +97,13 @@ def _write_connection(credentials: Path, control_port: int) -> None:
 
 
 def supernode(
-    superlink: str, root_certificates: Path, key: Path, node_config: str, port: int, metrics_port: int = 0
+    superlink: str,
+    root_certificates: Path,
+    key: Path,
+    node_config: str,
+    port: int,
+    metrics_port: int = 0,
+    message_megabytes: int = EngineSpec.message_megabytes,
 ) -> NoReturn:
     """Turn this process into a device's SuperNode. Only installed code runs the SuperNode's tasks.
 
@@ -106,6 +114,7 @@ def supernode(
         node_config: the value of Flower's option `--node-config`: the device's data, number, modalities and policy.
         port: port on loopback between the SuperNode and the process that runs its tasks.
         metrics_port: port on loopback for health and metrics, or 0 for no such port.
+        message_megabytes: the largest message that the SuperNode fetches from the server, in units of 2**20 bytes.
 
     Raises:
         RecipeError: a file is missing, the configuration is wrong, or another process uses the port.
@@ -131,7 +140,7 @@ def supernode(
         "port": str(port),
     }
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    os.environ.update(QUIET | dict(os.environ))
+    os.environ.update(QUIET | dict(os.environ) | {DEVICE_LIMIT: str(message_megabytes)})
     _start_worker(address, secret, metrics_port)
     os.execv(sys.executable, [sys.executable, "-P", str(SUPERNODE), *words])
 

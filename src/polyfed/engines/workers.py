@@ -11,11 +11,13 @@ on the number of workers.
 """
 
 import math
+import os
 import signal
+import sys
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
@@ -181,7 +183,7 @@ class _Worker:
         memory = (pool.broadcast, self.down, self.up)
         arguments = (pool.engine, theirs, foreign, memory, pool.threads)
         self.process = multiprocessing.get_context("fork").Process(target=serve, args=arguments, daemon=True)
-        with warnings.catch_warnings():
+        with _stdin_dropped(), warnings.catch_warnings():
             # Python 3.12 warns about forks of processes with threads, but a worker uses no lock that a thread may hold
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()
@@ -208,6 +210,33 @@ class _Worker:
         self.process.join()
         self.down.close()
         self.up.close()
+
+
+_stdins: list[Any] = []
+"""While this process forks a worker: its standard input. Otherwise empty."""
+
+
+@contextmanager
+def _stdin_dropped() -> Iterator[None]:
+    """Let a process that is forked in this block begin without `sys.stdin`.
+
+    `multiprocessing` closes `sys.stdin` in the new process. If another thread of this process reads `sys.stdin`, the
+    copy of its lock is never released, and the new process would wait for it forever.
+    """
+    _stdins.append(sys.stdin)
+    try:
+        yield
+    finally:
+        _stdins.pop()
+
+
+def _drop_stdin() -> None:
+    if _stdins:
+        sys.stdin = None  # `_stdins` keeps the object, whose end would close it too
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where there are no forks
+    os.register_at_fork(after_in_child=_drop_stdin)
 
 
 def _close_all(workers: list[_Worker]) -> None:

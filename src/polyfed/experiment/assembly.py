@@ -16,6 +16,7 @@ from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
 from polyfed.data import Columns, Population, populate, stacked
 from polyfed.engines import Sequential, Vectorised
 from polyfed.engines.base import Engine
+from polyfed.experiment import machine
 from polyfed.experiment.client_checks import refuse_clients
 from polyfed.experiment.defaults import guesses_of, with_encoders
 from polyfed.experiment.events import Emitter
@@ -230,7 +231,7 @@ def workers_of(recipe: Recipe) -> int:
         raise RecipeError(f"[engine] workers = {spec.workers}: {reason}. Remove it, or use workers = 1")
     if reason:
         return 1
-    return spec.workers or max(1, len(os.sched_getaffinity(0)) // max(1, spec.threads))
+    return spec.workers or max(1, machine.cores() // max(1, spec.threads))
 
 
 def device_of(recipe: Recipe) -> torch.device:

@@ -31,7 +31,8 @@ class EngineSpec:
             with exit code 4; 0 means all `nodes`.
             A client that contradicts the others (another sample shape, too many classes) is left out, so a run that
             may go on without it needs a `min_nodes`.
-        enrol_seconds: flower: how long to wait for clients before the first round, in seconds.
+        enrol_seconds: flower: how long to wait for clients before the first round, in seconds. With `on_refusal` =
+            "drop", the wait ends earlier if all `nodes` have enrolled or refused, and `min_nodes` have enrolled.
         classes: flower: the number of classes of a deployment; a client with larger labels is left out. 0 takes the
             smallest number that holds the labels of more than half of the clients, or that of the server's own rows
             if it is larger. Set it where clients lack classes.
@@ -51,7 +52,8 @@ class EngineSpec:
             the client out of the request.
         relay: flower: `server-sees` lets messages between clients of a silo pass through the server, which can read
             them; `refused` refuses algorithms that send such messages.
-        message_megabytes: flower: the largest message that is read, in units of 2**20 bytes.
+        message_megabytes: flower: the largest message that the server sends or reads, in units of 2**20 bytes. Each
+            device has its own limit, which `polyfed supernode --message-megabytes` sets.
         client_cpus: flower: CPUs per client in a simulation; as many clients run at a time as fit on the machine.
     """
 

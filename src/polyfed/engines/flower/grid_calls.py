@@ -1,25 +1,15 @@
 """Calls of a Flower grid. If a call fails, it raises a `TransportError` with a clear text."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock
-from typing import Any
 
 import httpx
 from flwr.app import Message
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 from flwr.superlink.grid import http_grid
 
 from polyfed.core.errors import TransportError
-
-SLACK = 2**24
-"""Bytes that a message may take besides its body: a header of at most 4 MiB, and Flower's overhead for every piece."""
-
-FEW_PIECES, LEAST_PIECE = 64, 2**20
-"""A message may have `FEW_PIECES` pieces, plus one for every `LEAST_PIECE` bytes of the limit."""
-
-TOO_LARGE = "polyfed does not fetch so much"
+from polyfed.engines.flower.fetch_limit import TOO_LARGE, at_most
 
 
 def push(grid: Grid, messages: Sequence[Message]) -> list[str]:
@@ -58,40 +48,6 @@ def online(grid: Grid) -> list[int]:
     """
     with _sentence("list the SuperNodes"):
         return list(grid.get_node_ids())
-
-
-@contextmanager
-def at_most(module: Any, limit: int) -> Iterator[None]:
-    """Limit the bytes of a message that Flower fetches in this block. A larger message raises an `ObjectPullError`.
-
-    Flower stores a message in pieces of 5 MiB and joins them in memory. Flower itself does not limit their number.
-
-    Args:
-        module: the Flower module that fetches messages with `pull_objects`.
-        limit: the limit in bytes, without `SLACK`.
-    """
-    whole = module.pull_objects
-
-    def bounded(object_ids: list[str], pull_object_fn: Callable[[str], bytes], **more: Any) -> Any:
-        lock, left = Lock(), [limit + SLACK]
-
-        def fetch(identity: str) -> bytes:
-            content = pull_object_fn(identity)
-            with lock:
-                left[0] -= len(content)
-                if left[0] < 0:
-                    raise ObjectPullError(identity, TOO_LARGE)
-            return content
-
-        if len(object_ids) > FEW_PIECES + limit // LEAST_PIECE:
-            raise ObjectPullError(object_ids[0], TOO_LARGE)
-        return whole(object_ids=object_ids, pull_object_fn=fetch, **more)
-
-    module.pull_objects = bounded
-    try:
-        yield
-    finally:
-        module.pull_objects = whole
 
 
 def is_too_large(reason: str | None) -> bool:

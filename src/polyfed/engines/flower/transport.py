@@ -81,16 +81,16 @@ class GridTransport:
         return LINK_LOST.is_set()
 
     def enrol(
-        self, wanted: int, seconds: float, heard: Callable[[Sequence[Packet]], None] = lambda answers: None
+        self, wanted: int, seconds: float, heard: Callable[[Sequence[Packet]], bool] = lambda answers: False
     ) -> list[Packet]:
-        """Ask nodes to enrol until `wanted` clients have enrolled or the time has passed.
+        """Ask nodes to enrol until `wanted` clients have enrolled, `heard` returns True, or the time has passed.
 
         A node that refuses or fails does not count towards `wanted`.
 
         Args:
             wanted: number of clients.
             seconds: how long to wait.
-            heard: called with the answers so far, after every query.
+            heard: called with the answers so far, after every query. Returns whether the wait can end.
 
         Returns:
             All answers. An answer that is not an enrolment has the verdict `refused` or `failed` and a reason.
@@ -102,7 +102,8 @@ class GridTransport:
             self._greet(seconds)
             found = self._greeted()
             answers += found
-            heard(answers)
+            if heard(answers):
+                break
             if not found:
                 self._pause(started, end)
         return answers

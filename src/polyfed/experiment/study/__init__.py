@@ -4,7 +4,7 @@
 - `plan`: the recipes of its runs, and the names under which their results are kept.
 - `search`: the choice of settings by Optuna, on validation rows.
 - `scheduler`: `polyfed.sweep`, which carries a study out.
-- `pool`: the processes that carry out runs at once; `worker`: such a process; `machine`: cores and free memory.
+- `pool`: the processes that carry out runs at once; `worker`: such a process.
 - `board`: which runs are finished, failed or left, and why; `results`: the files of a study's folder.
 """
 

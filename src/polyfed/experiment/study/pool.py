@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from polyfed.experiment.study import machine
+from polyfed.experiment import machine
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 """Several runs at once use the cores better than several threads of one run, which wait for each other."""
@@ -71,7 +72,8 @@ class Pool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for worker in self.workers:
-            worker.process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)  # its own processes too, which hold its output open
         for worker in self.workers:
             _close(worker)
 
@@ -132,7 +134,7 @@ class Pool:
                 stderr=file,
                 text=True,
                 encoding="utf-8",
-                env=os.environ | ONE_THREAD,
+                env=os.environ | ONE_THREAD | {machine.CORES: str(max(1, machine.cores() // self.jobs))},
                 start_new_session=True,  # Ctrl-C goes to this process alone, which then ends the others
             )
         worker = Worker(process, log)

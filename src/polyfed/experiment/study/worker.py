@@ -19,9 +19,9 @@ from polyfed.core.errors import PolyfedError, PolyfedWarning
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.lock import alone_in
 from polyfed.experiment.loop import execute
+from polyfed.experiment.machine import memory_of
 from polyfed.experiment.recipe import parse_recipe
 from polyfed.experiment.records import Records
-from polyfed.experiment.study.machine import memory_of
 
 LEAVE = 30.0
 """Seconds to wait for a process that still writes to the folder of a run."""

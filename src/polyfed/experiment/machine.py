@@ -1,4 +1,4 @@
-"""How many runs fit on this machine at once: its cores and its free memory, within the limits of a container."""
+"""The cores and the free memory of this machine that polyfed may use, within the limits of a container."""
 
 import math
 import os
@@ -10,17 +10,25 @@ CGROUP = Path("/sys/fs/cgroup")
 """Where Linux tells a container its limits."""
 
 
+CORES = "POLYFED_CORES"
+"""Environment variable with the number of cores that a process may use. `polyfed sweep` sets it for its processes, so
+that several runs at once share the cores of the machine."""
+
+
 def cores() -> int:
-    """The number of cores that this process may use, at least 1."""
+    """Return the number of cores that this process may use, at least 1."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _text(CGROUP / "cpu.max").partition(" ")
     if quota.isdigit() and period.isdigit():
         own = min(own, math.ceil(int(quota) / int(period)))
+    share = os.environ.get(CORES, "")
+    if share.isdigit() and int(share):
+        own = min(own, int(share))
     return max(own, 1)
 
 
 def free_memory() -> int:
-    """The memory, in bytes, that this machine or container can still give."""
+    """Return the memory, in bytes, that this machine or container can still give."""
     free = int(psutil.virtual_memory().available)
     limit, used = _text(CGROUP / "memory.max"), _text(CGROUP / "memory.current")
     if limit.isdigit() and used.isdigit():
@@ -29,7 +37,7 @@ def free_memory() -> int:
 
 
 def memory_of(process: int) -> int:
-    """The memory, in bytes, that a process holds; 0 if the process has ended."""
+    """Return the memory, in bytes, that a process holds; 0 if the process has ended."""
     try:
         return int(psutil.Process(process).memory_info().rss)
     except psutil.Error:
@@ -37,7 +45,7 @@ def memory_of(process: int) -> int:
 
 
 def _reclaimable() -> int:
-    """Bytes of cached files, which count as used and are given up when memory is short."""
+    """Return the bytes of cached files, which count as used and are given up when memory is short."""
     lines = (line.split() for line in _text(CGROUP / "memory.stat").splitlines())
     return sum(int(words[1]) for words in lines if len(words) == 2 and words[0] == "inactive_file")
 
