@@ -1,13 +1,16 @@
 """Simulated attacks: who attacks, what they send, and that a robust rule withstands what the mean does not."""
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import polyfed
+from polyfed.cli.tables import result_table
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.request import Request
 from polyfed.data import ClientsSpec, Column
@@ -172,6 +175,9 @@ def test_a_backdoor_in_personal_models_is_measured_at_honest_clients(tmp_path: P
     assert run.result["backdoor"]["success"] < 0.6, "clients that never meet the attackers have no backdoor"
     page = (tmp_path / "r" / "report.html").read_text()
     assert "test rows that the trigger turns" in page
+    screen = Console(file=StringIO(), width=120)
+    screen.print(result_table(run.result))
+    assert "backdoor to class 1" in screen.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_mistakes_of_a_backdoor() -> None:
