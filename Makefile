@@ -32,9 +32,10 @@ $(OTHER)/installed: .venv/installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(OTHER) flwr==$(FLOWER)
 	touch $@
 
-check-flower: $(OTHER)/installed ## what CI runs besides: the tests of deployments on the other supported release of Flower
+check-flower: $(OTHER)/installed ## what CI runs besides: the tests of deployments and a simulation on the other supported release of Flower
 	FLOWER_RELEASE=$(FLOWER) PYTHONPATH=$(OTHER) $(BIN)/pytest -n 2 tests/engines tests/attacks
-	FLOWER_RELEASE=$(FLOWER) PYTHONPATH=$(OTHER) $(BIN)/pytest -n 0 -m slow tests/attacks/test_status.py
+	FLOWER_RELEASE=$(FLOWER) PYTHONPATH=$(OTHER) $(BIN)/pytest -n 0 -m slow tests/attacks/test_status.py \
+		'tests/engines/test_flower_processes.py::test_ray_equals_sequential[fedavg]'
 
 check-all: check ## check, then real processes: Ray, SuperLink and SuperNodes with TLS, kills (minutes)
 	# one more try for what failed: a busy machine can make Ray or a SuperNode miss a time-out

@@ -343,7 +343,7 @@ def test_a_malformed_override_is_told(override: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["seed = ", "\x00", "[data\n"])
 def test_a_broken_file_is_told(text: str, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(text)
-    with pytest.raises(RecipeError, match="not valid TOML"):
+    with pytest.raises(RecipeError, match=r"not valid TOML: .* TOML needs quotes around words"):
         polyfed.load_recipe(tmp_path / "r.toml")
     with pytest.raises(RecipeError, match="No such file"):
         polyfed.load_recipe(tmp_path / "nowhere.toml")

@@ -191,6 +191,12 @@ def test_a_client_number_stays_with_the_key_that_enrolled_with_it_first(tmp_path
     assert members.refusal(enrolment, device_of(grid, 5)) == "", "the same key as another node"
 
 
+def test_a_node_of_a_simulation_is_known_by_its_number(tmp_path: Path) -> None:
+    grid = Nodes(client_app(lambda packet, config: packet), 3)
+    grid.keys = {1: bytes(range(200, 232)), 2: b""}  # Flower's simulation has random bytes in place of keys
+    assert [device_of(grid, node) for node in (1, 2, 3, 9)] == ["node 1", "node 2", "node 3", "node 9"]
+
+
 def test_a_number_can_be_given_to_a_key_before_the_first_run(tmp_path: Path) -> None:
     (tmp_path / MEMBERS).write_text(json.dumps({"clients": {"0": "SHA256:one"}}))
     members = Membership(tmp_path)

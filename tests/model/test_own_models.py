@@ -192,6 +192,7 @@ def test_a_device_imports_only_what_its_owner_allows() -> None:
         ({"module": "own_models:Whole", "blocks": {"a": "net_x", "b": "net_b"}}, "'net_x': no parameter's name begins"),
         ({"module": "own_models:Whole", "blocks": {"a": "net_a", "b": ("net_b", "net_a.0")}}, "belongs to a and to b"),
         ({"module": "own_models:Whole", "blocks": BLOCKS, "module_options": {"size": 1}}, "calling it with"),
+        ({"module": "own_models:Whole", "blocks": BLOCKS, "embedding": 32, "head": (8,)}, "embedding, head: no effect"),
         ({"module": "own_models:Leaky", "blocks": BLOCKS}, r"without a depend on .* present\['a'\]"),
         ({"module": "own_models:Narrow", "blocks": BLOCKS}, r"gives \(2, 3\) for two rows; it must give \(2, 4\)"),
         ({"module": "own_models:NoFusion", "blocks": BLOCKS}, r"must be a class that extends torch.nn.Module"),

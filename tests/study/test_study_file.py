@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from study_world import table
+from study_world import RECIPE, table
 
 from polyfed.core.errors import RecipeError
 from polyfed.experiment.study.plan import Planner
@@ -76,6 +76,15 @@ def test_a_study_crosses_methods_with_scenarios_grids_and_conditions(tmp_path):
         ("many", 6, 3),
     }
     assert {c.table["engine"]["threads"] for c in found} == {1}
+
+
+def test_the_options_of_a_recipe_stay_only_for_its_own_algorithm(tmp_path):
+    recipe = tmp_path / "fedprox.toml"
+    recipe.write_text(RECIPE.replace('name = "fedavg"', 'name = "fedprox"\nmu = 0.25'))
+    study = {"recipe": str(recipe), "seeds": [1], "methods": {"fedprox": {}, "fedavg": {}, "moon": {}}}
+    tables = {cell.method: cell.table["algorithm"] for cell in Planner(load_study(study)).cells()}
+    own = {"name": "fedprox", "mu": 0.25}
+    assert tables == {"fedprox": own, "fedavg": {"name": "fedavg"}, "moon": {"name": "moon"}}
 
 
 def test_all_problems_are_told_at_once(tmp_path):

@@ -12,13 +12,13 @@ from polyfed.cli import egress_tables as crossing
 from polyfed.cli.layout import plain_table, stacked, titled
 from polyfed.experiment.check import Check
 from polyfed.report.compare import Column, Comparison
-from polyfed.report.formatting import bytes_of, number_of, seconds_of
+from polyfed.report.formatting import bytes_of, counted, number_of, seconds_of
 from polyfed.report.scores import TITLES, Headline, title_of, unit_of
 
 
 def result_table(result: dict[str, Any]) -> Group:
     """The scores and the cost of a finished run."""
-    title = f"{result['algorithm']} on {result['dataset']}, {result['rounds']} rounds, seed {result['seed']}"
+    title = f"{result['algorithm']} on {result['dataset']}, {counted(result['rounds'], 'round')}, seed {result['seed']}"
     table = plain_table("", "")
     head = Headline.of(result.get("task"))
     for name, value in _scores(result["metrics"], head):
@@ -73,9 +73,8 @@ def _task(task: dict[str, Any]) -> str:
 def check_tables(check: Check) -> Group:
     """The tables of a check: clients, blocks and their sizes, and what can cross."""
     recipe = check.recipe.table()
-    head = (
-        f"{recipe['algorithm']['name']} on {recipe['data']['name']}: {recipe['rounds']} rounds, seed {recipe['seed']}"
-    )
+    name, rounds = recipe["algorithm"]["name"], counted(recipe["rounds"], "round")
+    head = f"{name} on {recipe['data']['name']}: {rounds}, seed {recipe['seed']}"
     data = check.facts["data"]
     what = f"{data['classes']} {_what(check.facts['task'])}"
     rows = (

@@ -6,12 +6,15 @@ invalid text.
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from typing import Any
 
 MOST_DEPTH = 200
 """The deepest nesting that is accepted, counted in lists and tables. No file that polyfed writes comes near it."""
+
+CAUSES = "TOML needs quotes around words, `true` and `false` in lower case, and one `key = value` on each line"
 
 LARGEST = 10**300
 """Integers from this value on are refused, because a float cannot hold them."""
@@ -30,9 +33,16 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML.
 
     Raises:
-        ValueError: `text` is not TOML, is nested too deeply, or holds an integer that is too large.
+        ValueError: `text` is not TOML, is nested too deeply, or holds an integer that is too large. The error of a text
+            that is not TOML quotes the line and names the usual causes.
     """
-    table: dict[str, Any] = _guarded(lambda: tomllib.loads(text))
+    try:
+        table: dict[str, Any] = _guarded(lambda: tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"at line (\d+)", str(error))
+        line = text.splitlines()[int(place[1]) - 1].strip() if place else ""
+        shown = f", which reads: {line:.80}" if line.isprintable() and line else ""
+        raise ValueError(f"{error}{shown}. {CAUSES}") from None
     return table
 
 

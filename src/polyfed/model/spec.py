@@ -1,7 +1,7 @@
 """The `[model]` section of a recipe."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,9 @@ _ENCODERS = ("model", "encoders")
 
 MODEL_WIDTHS = ("embedding", "head", "attention_hidden")
 """Fields of the section that `widened` scales."""
+
+WITHOUT_MODULE = ("fusion", "embedding", "head", "dropout", "attention_hidden", "attention_heads")
+"""Fields of the section that have no effect if it names a whole module."""
 
 ENCODER_WIDTHS = ("hidden", "channels", "widths", "feedforward")
 """Fields of encoders that `widened` scales. A `Custom` encoder has none of these fields and keeps its size."""
@@ -78,7 +81,7 @@ class ModelSpec:
         object.__setattr__(self, "encoders", specs)
 
     def _check_fusion(self) -> None:
-        """Check the fusion. Store the user's own fusion in the form that `own.read` returns.
+        """Check the fusion. Store the user's own fusion in the form that `user_classes.read` returns.
 
         Raises:
             ModelError: there is no such fusion, or it takes no options.
@@ -108,6 +111,11 @@ class ModelSpec:
         object.__setattr__(self, "module", user_classes.read("[model] module", self.module, nn.Module, ""))
         if self.encoders:
             raise ModelError("[model] module replaces encoders and fusion: remove [model.encoders], or module.")
+        given = [f.name for f in fields(self) if f.name in WITHOUT_MODULE and getattr(self, f.name) != f.default]
+        if given:
+            raise ModelError(
+                f"[model] {', '.join(given)}: no effect, because module replaces the whole model. Remove it."
+            )
         if isinstance(self.module, nn.Module) and self.module_options:
             raise ModelError(
                 "[model] module_options are for a class; module is a module that has been made: remove them."

@@ -26,6 +26,15 @@ def number_of(value: float | None, unit: str) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, which takes an `s` unless the number is 1.
+
+    >>> counted(1, "round"), counted(30, "round")
+    ('1 round', '30 rounds')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def bytes_of(value: float) -> str:
     """Bytes with a decimal prefix and three digits.
 

@@ -10,14 +10,18 @@ import hashlib
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 from flwr.serverapp import Grid
 
+PEM = b"-----BEGIN "
+"""A SuperLink stores public keys in PEM format (RFC 7468), which begins with these bytes."""
+
 
 def device_of(grid: Grid, node: int) -> str:
-    """Return the name of a node's device: the fingerprint of its key, or the node's number if the grid has no keys.
+    """Return the name of a node's device: the fingerprint of its key, or the node's number if the node has no key.
 
-    If the grid does not list the node, the result is a unique name that no device has.
+    If the grid does not list the node, the result is a unique name that no device has. Flower's simulation has random
+    bytes in place of public keys; such a node has no key.
     """
-    keys = {info.node_id: info.public_key for info in grid.get_nodes()}
-    return fingerprint(keys[node]) if keys.get(node) else f"node {node}"
+    key = next((info.public_key for info in grid.get_nodes() if info.node_id == node), b"")
+    return fingerprint(key) if key.startswith(PEM) else f"node {node}"
 
 
 def fingerprint(key: bytes) -> str:

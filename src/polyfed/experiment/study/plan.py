@@ -128,7 +128,8 @@ class Planner:
         assert path is not None
         table = read_table(study.folder / path)
         if method in ALGORITHMS:
-            table["algorithm"] = {"name": method}
+            if at(table, "algorithm.name") != method:  # options of another algorithm would have no meaning
+                table["algorithm"] = {"name": method}
         elif not {"algorithm", "algorithm.name"} & set(chosen.set):
             hint = did_you_mean(method, ALGORITHMS)
             raise RecipeError(f"'{method}' is no algorithm; {hint}. Or name one: set.algorithm.name = \"...\"")
