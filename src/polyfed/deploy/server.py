@@ -142,7 +142,8 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
     """
     out = Path(str(config.get("out", "runs/flower"))).expanduser()
     listeners, status = listeners_of(out)
-    with told_in(out, lambda: transport.lost, status):
+    gone = TransportError("the SuperLink is gone. Start it again; the same `flwr run` goes on")
+    with told_in(out, status), transport.when_lost(lambda: _tell(out, gone, status)):
         recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
         if recipe.attack is not None:
             raise RecipeError("[attack] has clients lie, which only a simulation may. Remove the section")
@@ -157,12 +158,11 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
 
 
 @contextmanager
-def told_in(out: Path, lost: Callable[[], bool], status: RunStatus | None = None) -> Iterator[None]:
+def told_in(out: Path, status: RunStatus | None = None) -> Iterator[None]:
     """Write an error that ends the block to `error.json` in this folder, and to the last line of the app's log.
 
     Args:
         out: folder of the run.
-        lost: returns whether the SuperLink has ended, so that an interrupt means a failed connection.
         status: the status of the run, which records the error.
 
     Raises:
@@ -178,11 +178,6 @@ def told_in(out: Path, lost: Callable[[], bool], status: RunStatus | None = None
         failed = DataError(f"{error}. Make room on this machine's disk, or mend it; the same command goes on")
         _tell(out, failed, status)
         raise failed from error
-    except KeyboardInterrupt:
-        if lost():
-            gone = TransportError("the SuperLink is gone. Start it again; the same `flwr run` goes on")
-            _tell(out, gone, status)
-        raise
     except Exception as error:  # an error in polyfed: its traceback follows in the log
         _write_error(out, {"error": type(error).__name__, "text": str(error), "exit_code": 1})
         raise
