@@ -29,6 +29,11 @@ def result_table(result: dict[str, Any]) -> Group:
         if reached:
             words = ", ".join(f"{k} {number_of(reached[k], unit_of(k))}" for k in head.shown if k in reached)
             table.add_row(f"at best validation, round {best['round']}", words)
+    if backdoor := result.get("backdoor"):
+        turned, without = (number_of(backdoor[name], "share") for name in ("success", "without_trigger"))
+        table.add_row(
+            Text(f"backdoor to class {backdoor['target']}"), f"{turned} of test rows ({without} without trigger)"
+        )
     table.add_row("bytes up, down", f"{bytes_of(result['bytes_up'])}, {bytes_of(result['bytes_down'])}")
     table.add_row("time per round", seconds_of(result["seconds_per_round"]))
     if spent := result.get("privacy"):

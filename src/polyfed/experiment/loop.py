@@ -18,10 +18,10 @@ from polyfed.engines.base import Engine
 from polyfed.engines.in_process import using_threads
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble, facts_of
-from polyfed.experiment.calibration import calibration_of
 from polyfed.experiment.check import check_before_run
 from polyfed.experiment.checkpoint import RESTORE
 from polyfed.experiment.events import Emitter
+from polyfed.experiment.model_facts import facts_of_models
 from polyfed.experiment.models import Models
 from polyfed.experiment.protection import privacy_after, privacy_facts
 from polyfed.experiment.recipe import Recipe
@@ -298,8 +298,7 @@ class _Loop:
         result |= {"num_parameters": headline["num_parameters"], "num_kept": num_kept(state, self.assembly.engine)}
         result |= {"task": headline["task"], "metrics": measured}
         result |= privacy_facts(self.assembly.guarantee, len(self.rounds))
-        calibration = calibration_of(models, self.assembly.population)
-        result |= {} if calibration is None else {"calibration": calibration}
+        result |= facts_of_models(models, self.recipe, self.assembly.population)
         result |= {"best": best} if (best := best_round(self.rounds, self.fed.context.objective)) else {}
         result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}
         result |= {"seconds_total": self.totals["seconds"]} | seconds_of([r["seconds"]["train"] for r in self.rounds])

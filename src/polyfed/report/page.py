@@ -27,6 +27,7 @@ from polyfed.report.compare import Comparison, modalities_of
 from polyfed.report.comparison_tables import scenarios_sheet, tests_of
 from polyfed.report.curves import curves_of
 from polyfed.report.grids import class_scores, confusion, labels, modality_table
+from polyfed.report.leakage import leakage_of
 from polyfed.report.paired_differences import Evidence, evidence
 from polyfed.report.reconciliation import Reconciliation, reconcile
 from polyfed.report.run_folder import Folder
@@ -83,6 +84,7 @@ def write_report(dir: str | Path, baseline: str | Path | None = None, device_log
         senders=bytes_by_client.senders(crossed, folder),
         logs=_reconciled(folder, device_logs),
         spent=privacy.spent(folder),
+        leakage=leakage_of(folder),
         drawn={
             "charts": shown,
             "participation": past.participation.table(modalities),
@@ -166,6 +168,9 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
     worst = past.last("personal.worst")
     remark = "" if worst is None else f"worst client {words.number_of(worst, head.unit)}"
     add(f"personal {head.title}", past.last("personal.mean"), head.unit, remark)
+    if (backdoor := folder.result.get("backdoor")) is not None:
+        without = words.number_of(backdoor["without_trigger"], "share")
+        add("backdoor", backdoor["success"], "share", f"test rows that the trigger turns; {without} without it")
     for way in ("up", "down"):
         column = past.columns.get(f"bytes_{way}", [])
         total = folder.result.get(f"bytes_{way}", sum(v for v in column if v is not None))

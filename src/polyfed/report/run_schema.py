@@ -152,6 +152,17 @@ class Calibration(TypedDict):
 
 
 @with_config(ANY_KEYS)
+class Backdoor(TypedDict):
+    """The success of a backdoor in `result.json`: shares of test rows that the model assigns to the target class."""
+
+    target: Count
+    modality: str
+    rows: Count
+    success: float
+    without_trigger: float
+
+
+@with_config(ANY_KEYS)
 class RunResult(TypedDict, total=False):
     """The content of `result.json`."""
 
@@ -165,6 +176,7 @@ class RunResult(TypedDict, total=False):
     num_kept: dict[str, Count]
     calibration: Calibration
     privacy: PrivacyFacts
+    backdoor: Backdoor
     task: TaskFacts
     metrics: Scores
     best: BestRound
@@ -179,9 +191,43 @@ class RunResult(TypedDict, total=False):
     state_sha256: str
 
 
+@with_config(ANY_KEYS)
+class LeakageFinding(TypedDict):
+    """The result of one attack in `leakage.json`."""
+
+    attack: str
+    kind: str
+    block: str
+    seen_by: str
+    field: str
+    status: str
+    method: str
+    value: Number
+    guess: Number
+    advantage: Number
+    low: Number
+    high: Number
+    clients: Count
+    guesses: Count
+    raw: Number
+    remark: str
+
+
+@with_config(ANY_KEYS)
+class LeakageFacts(TypedDict):
+    """The content of `leakage.json`."""
+
+    rounds: Count
+    clients: Count
+    shadows: Count
+    defences: list[str]
+    findings: list[LeakageFinding]
+
+
 ROUND_ROW: TypeAdapter[Any] = TypeAdapter(RoundRow)
 RUN_FACTS: TypeAdapter[Any] = TypeAdapter(RunFacts)
 RUN_RESULT: TypeAdapter[Any] = TypeAdapter(RunResult)
+LEAKAGE_AUDIT: TypeAdapter[Any] = TypeAdapter(LeakageFacts)
 
 
 def parse_as(schema: TypeAdapter[Any], text: str | bytes) -> dict[str, Any]:
