@@ -115,6 +115,8 @@ class Averaging(Algorithm):
     replies: ClassVar[type[Message]] = Update
     sends_class_means: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"client": ("update.params",)}
+    spare: ClassVar[tuple[str, ...]] = ("update.loss", "update.num_rows")
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -157,8 +159,7 @@ class Averaging(Algorithm):
         """Choose a cohort, ask it to train, and merge the replies. Without any reply, the model does not change."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         state = state.with_(memory=memory)
-        enough = self.selector.enough(fed)
-        replies = fed.ask(self.update, cohort, self.outgoing(state, cohort, fed), enough=enough)
+        replies = fed.ask(self.update, cohort, self.outgoing(state, cohort, fed), enough=self.selector.enough(fed))
         if not replies:
             return state
         memory = self.selector.learn(memory, state.params, replies, fed)
@@ -210,7 +211,7 @@ class Averaging(Algorithm):
     def merge(self, state: Any, replies: Replies, fed: Federation) -> Any:
         """Return the next state: a step of the server optimiser towards the combined replies, per block."""
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
-        mean = aggregate(replies, "params", weights, state.params, self.server)
+        mean = aggregate(replies, "params", weights, state.params, self.server, fed.private_mean)
         trainable = fed.context.model.trainable(state.params)
         params, moments = self.server.apply(state.params, mean, state.moments, trainable)
         return state.with_(params=params, moments=moments)
@@ -227,8 +228,7 @@ class Averaging(Algorithm):
         """Return the class means of the features over all clients' training rows. Clients receive only the encoders."""
         if self.evaluation.unimodal != "prototype":
             return {}
-        model = fed.context.model
-        head = set(model.head())
+        model, head = fed.context.model, set(fed.context.model.head())
         encoders = {name: params[name] for name in model.names(model.modalities) if name not in head}
         replies = fed.ask(self.class_means, list(fed.clients.eligible), Broadcast(encoders))
         merged = prototypes.gathered({}, [(reply.prototypes, reply.rows_per_class) for reply in replies.values()])
@@ -304,11 +304,9 @@ class Averaging(Algorithm):
 
     def evaluation_message(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
         """Return the averaged blocks. Each client adds its private blocks to them."""
-        return (
-            Broadcast(state.params)
-            if self.private or self.fine_tune
-            else super().evaluation_message(state, fed, clients)
-        )
+        if self.private or self.fine_tune:
+            return Broadcast(state.params)
+        return super().evaluation_message(state, fed, clients)
 
     def own_params(self, got: Any, local: Tree) -> Tree:
         """Return the received model with the client's private blocks, or the fine-tuned model if there is one."""
@@ -316,5 +314,7 @@ class Averaging(Algorithm):
 
 
 def mean_loss(replies: Replies, fed: Federation) -> float:
-    """Return the mean training loss of a cohort, weighted by each client's row count in the client registry."""
+    """Return the mean training loss of a cohort, weighted by the registry's rows; NaN if clients withhold the loss."""
+    if fed.privacy is not None and fed.privacy.withholds("loss"):
+        return float("nan")
     return replies.mean_number("loss", fed.clients.rows_of(replies))

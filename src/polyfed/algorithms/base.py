@@ -26,7 +26,8 @@ The table lists the hooks in the order in which they are called. All hooks excep
 
 The properties `own_models` and `predictor` say where personal models are kept and how they predict
 (`evaluation/scores.py`). The task `score` evaluates the global model on the evaluation clients; the task `score_own`
-evaluates a client's model on the client's own test rows. docs/own-method.md explains how to write a method.
+evaluates a client's model on the client's own test rows. The class variables `protects` and `spare` are about [privacy]
+(`privacy_hooks.py`). docs/own-method.md explains how to write a method.
 """
 
 import warnings
@@ -39,6 +40,7 @@ from typing import Any, ClassVar
 import torch
 
 from polyfed.algorithms.model_hooks import ModelHooks
+from polyfed.algorithms.privacy_hooks import PrivacyHooks
 from polyfed.algorithms.summing import Summing
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.messages import Message, carries, message
@@ -80,7 +82,7 @@ class Broadcast(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm(Summing, ModelHooks, TrainedModels):
+class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
     """The base class of every method. Its fields are the hyper-parameters, its methods the server and client halves.
 
     The module's docstring lists the hooks in the order in which they are called.
@@ -114,11 +116,8 @@ class Algorithm(Summing, ModelHooks, TrainedModels):
         for name, value in vars(cls).items():
             new = callable(value) and not name.startswith("_") and name not in hooks and not is_task(value)
             if new and (meant := get_close_matches(name, hooks, n=1, cutoff=0.8)):
-                warnings.warn(
-                    f"{cls.__name__}.{name} overrides nothing; was '{meant[0]}' meant? A leading _ says it was not",
-                    PolyfedWarning,
-                    stacklevel=2,
-                )
+                text = f"{cls.__name__}.{name} overrides nothing; was '{meant[0]}' meant? A leading _ says it was not"
+                warnings.warn(text, PolyfedWarning, stacklevel=2)
 
     def __post_init__(self) -> None:
         """Check that every option lies in the range of its type. A subclass with more checks calls this method first.
@@ -169,7 +168,7 @@ class Algorithm(Summing, ModelHooks, TrainedModels):
         return self.local(context, key)
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return a client's local state before its first task. The local state never leaves the client.
+        """Return a client's local state before its first task. It never leaves the client.
 
         Args:
             context: the client context.

@@ -16,7 +16,7 @@ What crosses: the same as under FedAvg, but with a separate model for each clien
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -59,6 +59,8 @@ class FedMSplit(Averaging):
     lam: Annotated[float, NOT_NEGATIVE] = 0.01
     similarity: Literal["cosine", "dot"] = "cosine"
     temperature: Annotated[float, POSITIVE] = 0.1
+
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"example": ("update.params",)}
 
     def init(self, fed: Federation, params: Tree) -> SplitState:
         """The first state; every client starts from the common initial model."""

@@ -11,6 +11,7 @@ server's update of c is the number of the block's owners. Buffers have no contro
 What crosses: parameters and control variates, both ways. Page: docs/algorithms/scaffold.md.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -67,6 +68,10 @@ class Scaffold(Averaging):
 
     sends: ClassVar[type[Message]] = Controlled
     replies: ClassVar[type[Message]] = ControlledUpdate
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "client": ("update.params",),
+        "example": ("update.params", "update.control"),
+    }
 
     def __post_init__(self) -> None:
         """Check the options.

@@ -54,7 +54,7 @@ def reply_terms_of(spec: EngineSpec, session: int | None = None) -> ReplyTerms:
 
 
 def engine_by(
-    transport: Any, spec: EngineSpec, session: int | None = None, *, audited: bool = False
+    transport: Any, spec: EngineSpec, session: int | None = None, *, deployed: bool = False
 ) -> Callable[..., Engine]:
     """Return a function that builds an engine with this transport.
 
@@ -62,13 +62,16 @@ def engine_by(
         transport: carries packets.
         spec: the section [engine].
         session: number of this start of the server. The default is the time in milliseconds.
-        audited: whether the ledger needs the SHA-256 of each part of a message, for the audit log.
+        deployed: whether this is the server of a deployment. The ledger then has the SHA-256 of each part of a message,
+            for the audit log, and noise comes from the operating system's generator.
     """
     terms = reply_terms_of(spec, session)
 
     def build(*args: Any, ledger: Ledger, **options: Any) -> Engine:
-        ledger.hashing = audited
-        return Remote(*args, ledger=ledger, transport=transport, terms=terms, **options)
+        ledger.hashing = deployed
+        engine = Remote(*args, ledger=ledger, transport=transport, terms=terms, **options)
+        engine.deployed = deployed
+        return engine
 
     return build
 
@@ -142,7 +145,8 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
     """
     out = Path(str(config.get("out", "runs/flower"))).expanduser()
     listeners, status = listeners_of(out)
-    with told_in(out, lambda: transport.lost, status):
+    gone = TransportError("the SuperLink is gone. Start it again; the same `flwr run` goes on")
+    with told_in(out, status), transport.when_lost(lambda: _tell(out, gone, status)):
         recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
         if recipe.attack is not None:
             raise RecipeError("[attack] has clients lie, which only a simulation may. Remove the section")
@@ -152,17 +156,16 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
             members = Membership(out)
             transport.vet, transport.limit = members.refusal, recipe.engine.message_megabytes * MEGABYTE
             population = enrolled(recipe, transport, emit, members.left_out)
-            engine = engine_by(transport, recipe.engine, members.session, audited=True)
+            engine = engine_by(transport, recipe.engine, members.session, deployed=True)
             execute(recipe, records, emit, population=population, engine=engine)
 
 
 @contextmanager
-def told_in(out: Path, lost: Callable[[], bool], status: RunStatus | None = None) -> Iterator[None]:
+def told_in(out: Path, status: RunStatus | None = None) -> Iterator[None]:
     """Write an error that ends the block to `error.json` in this folder, and to the last line of the app's log.
 
     Args:
         out: folder of the run.
-        lost: returns whether the SuperLink has ended, so that an interrupt means a failed connection.
         status: the status of the run, which records the error.
 
     Raises:
@@ -178,11 +181,6 @@ def told_in(out: Path, lost: Callable[[], bool], status: RunStatus | None = None
         failed = DataError(f"{error}. Make room on this machine's disk, or mend it; the same command goes on")
         _tell(out, failed, status)
         raise failed from error
-    except KeyboardInterrupt:
-        if lost():
-            gone = TransportError("the SuperLink is gone. Start it again; the same `flwr run` goes on")
-            _tell(out, gone, status)
-        raise
     except Exception as error:  # an error in polyfed: its traceback follows in the log
         _write_error(out, {"error": type(error).__name__, "text": str(error), "exit_code": 1})
         raise

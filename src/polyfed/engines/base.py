@@ -2,21 +2,23 @@
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.core.errors import PolyfedError
+from polyfed.core.errors import EgressError, PolyfedError
 from polyfed.core.messages import Message, map_tensors, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tasks import answers_of
 from polyfed.core.tree import SHARED, Tree, clone, select
 from polyfed.data import Population
 from polyfed.engines.allocator import keep_freed_memory
-from polyfed.engines.results import describe_failure, masked, only_the_gate_refuses, reply_and_local, secrets_apart
+from polyfed.engines.masking import masked, secrets_apart
+from polyfed.engines.task_results import describe_failure, reply_and_local
 from polyfed.engines.work_count import MeteredClientData
 from polyfed.federation.client_registry import TEST, VALIDATION, ClientRegistry
 from polyfed.federation.context import ClientContext
@@ -29,10 +31,12 @@ from polyfed.privacy.announcement import Announcement, Asking, Holder, PrivateNa
 from polyfed.privacy.gate import EgressGate
 from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.limits import NO_LIMITS, LimitGuard, Limits
+from polyfed.privacy.mechanism import Mechanism
 from polyfed.privacy.policy import Policy
 from polyfed.training import SingleClientData
 from polyfed.training.client_data import ClientData
 from polyfed.training.optimisers import Train
+from polyfed.training.per_sample import PerSample
 
 Emit = Callable[..., None]
 
@@ -80,6 +84,10 @@ class Engine(ABC):
     """Resource limits of the device on which this engine runs its client."""
     on_device: bool = False
     """Whether this engine runs on a device of a deployment; see `ClientContext.on_device`."""
+    privacy: Mechanism | None = None
+    """How replies are protected under [privacy]."""
+    deployed: bool = False
+    """Whether this is the server of a deployment. Noise then comes from the operating system's generator."""
 
     def __init__(
         self,
@@ -219,6 +227,7 @@ class Engine(ABC):
             round=request.round,
             rounds=request.rounds,
             test_index=self.test_rows(client),
+            privacy=self.per_sample(request, client),
         )
         try:
             guard = LimitGuard(self.limits if client >= 0 else NO_LIMITS, client, request.name)
@@ -226,7 +235,10 @@ class Engine(ABC):
             with guard.enforced(len(view.index)), only_the_gate_refuses(request):
                 own, secrets = secrets_apart(request, self.local(request, client))
                 returned = request.task(context, watched, own, got)
-                reply, local = masked(request, *reply_and_local(request, returned), secrets)
+            reply, local = reply_and_local(request, returned)
+            if self.privacy is not None and client >= 0:
+                reply = self.privacy.of_one(request.name, got, reply, noise_key(request, client))
+            reply, local = masked(request, reply, local, secrets)
             released = node.release(request, reply, stacked=False)
             if any(tensor.requires_grad for _, _, tensor in tensors(released)):
                 released = map_tensors(released, Tensor.detach)  # otherwise the reply keeps the autograd graph alive
@@ -243,6 +255,10 @@ class Engine(ABC):
         if local is not self.locals.get(client):
             self.locals[client] = clone(local)
         return released
+
+    def per_sample(self, request: Request, client: int) -> PerSample | None:
+        """Return how the task's training protects single rows; None without such protection."""
+        return None if self.privacy is None or client < 0 else self.privacy.per_sample(request.name)
 
     def metered(self, request: Request, clients: Sequence[int], view: ClientData) -> ClientData:
         """Wrap the dataset of these clients to count their work, or return it unchanged without a [network] section."""
@@ -278,3 +294,21 @@ def first_local(algorithm: Method, context: ClientContext, seed: int, client: in
 def client_key(request: Request, client: int) -> int:
     """Return the key from which a client derives its random numbers in a round, or in one turn of a round."""
     return keys.key(request.seed, "client", client, request.round, *((request.turn,) if request.turn else ()))
+
+
+def noise_key(request: Request, client: int) -> int:
+    """Return the key from which a simulated client draws the noise of its reply to this request."""
+    return keys.fold_in(client_key(request, client), request.number)
+
+
+@contextmanager
+def only_the_gate_refuses(request: Request) -> Iterator[None]:
+    """Turn an `EgressError` that a task raises in the `with` block into a `RuntimeError`.
+
+    The text of a refusal leaves the device, so only the egress gate may write this text. A task that raises
+    `EgressError` fails like a task that raises any other exception.
+    """
+    try:
+        yield
+    except EgressError as error:
+        raise RuntimeError(f"task {request.name} raised EgressError, which only the gate may") from error

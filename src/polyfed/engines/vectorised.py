@@ -7,7 +7,7 @@ or raises an exception in a stack, its clients also run one by one, and the engi
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +19,10 @@ from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import Tree, size_bytes
-from polyfed.engines.base import client_key
+from polyfed.engines.base import client_key, noise_key, only_the_gate_refuses
 from polyfed.engines.in_process import InProcess
-from polyfed.engines.results import (
-    describe_failure,
-    masked_stack,
-    only_the_gate_refuses,
-    reply_and_local,
-    secrets_apart,
-)
+from polyfed.engines.masking import masked_stack, secrets_apart
+from polyfed.engines.task_results import describe_failure, reply_and_local
 from polyfed.engines.worker_process import Unit
 from polyfed.federation.replies import ReplyStack
 from polyfed.training import StackedClientData
@@ -137,6 +132,7 @@ class Vectorised(InProcess):
                 rounds=request.rounds,
                 test_stack=tests,
                 replays=self.replay,
+                privacy=self.per_sample(request, group[0]),
             )
             with only_the_gate_refuses(request):
                 returned = request.task(context, self.metered(request, group, view), local, kind(**got))
@@ -146,7 +142,7 @@ class Vectorised(InProcess):
 
         try:
             values, after = vmap(one, in_dims=(0, local_dims, field_dims))(lane, locals_, fields)
-            made = _without_padding(reply_type[0](**values))
+            made = _without_padding(self._protected(request, group, fields, reply_type[0](**values)))
             leaving, left = masked_stack(request, made, after, [secrets for _, secrets in owned])
         except PolyfedError:
             raise
@@ -169,6 +165,12 @@ class Vectorised(InProcess):
         self.locals |= dict(zip(group, left, strict=True))
         # in ascending order, so that the order of sums over clients does not depend on their numbers of rows
         return ReplyStack(tuple(group), reply).ascending()
+
+    def _protected(self, request: Request, group: Unit, sent: Mapping[str, Any], made: Any) -> Any:
+        """Return the stacked replies with the clipping and the noise of [privacy]."""
+        if self.privacy is None:
+            return made
+        return self.privacy.of_stack(request.name, sent, made, [noise_key(request, client) for client in group])
 
     def _note(self, request: Request, reason: str) -> None:
         """Emit the event `looped`, once for each task and reason."""

@@ -17,6 +17,7 @@ from polyfed.federation.attack import Attack
 from polyfed.federation.network import Network
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.model import ModelSpec
+from polyfed.privacy.differential import Privacy
 from polyfed.privacy.limits import Limits
 from polyfed.training.optimisers import ServerOptimiser, Train
 
@@ -32,6 +33,7 @@ SECTIONS: Mapping[str, type | tuple[str, ...]] = {
     "network": Network,
     "attack": Attack,
     "secure_aggregation": SecureAggregation,
+    "privacy": Privacy,
     "egress": (),
     "limits": Limits,
     "engine": EngineSpec,

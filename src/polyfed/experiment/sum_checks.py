@@ -25,6 +25,11 @@ def refuse_single_replies(recipe: Recipe, population: Population) -> None:
     if secure is None:
         return
     where = f"[secure_aggregation]: '{name_of(method, ALGORITHMS)}' cannot use it"
+    if recipe.privacy is not None:
+        raise RecipeError(
+            f"{where} together with [privacy]: the server could not clip the replies, and the noise of clients "
+            "would have no place in the range of the integers. Remove one of the two"
+        )
     if method.single_replies:
         raise RecipeError(f"{where}, because {method.single_replies}. Remove one of the two")
     if recipe.attack is not None and recipe.attack.name not in HONEST_FORMS:

@@ -25,9 +25,11 @@ from polyfed.federation.attack import Attack
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
+from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Answer, Replies, ReplyStack
 from polyfed.federation.reply_validation import NOT_FINITE, ReplyValidator
 from polyfed.federation.secure_aggregation.server import SecureSum, Summing
+from polyfed.privacy.mechanism import Mechanism
 from polyfed.training import SingleClientData
 
 HUGE = 1e8
@@ -63,6 +65,7 @@ class Federation:
         emit: called with the name and the fields of each event.
         clock: simulated time and the links of the clients, or None if the recipe has no [network] section.
         attack: the simulated attack of the [attack] section, or None.
+        privacy: how replies are protected under [privacy], or None.
         round: the current round, from 1; 0 before the first.
         asked: number of requests so far in this round.
         watch: called with what was sent and the usable replies of every request.
@@ -80,6 +83,7 @@ class Federation:
     emit: Callable[..., None] = lambda *_, **__: None
     clock: Clock | None = None
     attack: Attack | None = None
+    privacy: Mechanism | None = None
     round: int = 0
     asked: int = 0
     watch: Callable[[Send, Replies], None] = lambda *_: None
@@ -94,6 +98,13 @@ class Federation:
             objective, size = context.objective, context.num_classes
             self._validator = ReplyValidator(self.template, context.model, self.clients.modalities, objective, size)
         return self._validator
+
+    @property
+    def private_mean(self) -> PrivateMean | None:
+        """The private mean of the current request if [privacy] protects clients, else None."""
+        if self.privacy is None or self.privacy.unit != "client":
+            return None
+        return PrivateMean(self.privacy, keys.key(self.seed, "privacy", self.round, self.asked))
 
     def begin(self, round: int) -> None:
         """Start a round: set its number and restart the count of requests."""
@@ -165,8 +176,8 @@ class Federation:
     def _summed(self, task: Task, clients: Sequence[int], send: Send, *, quorum: bool, **options: Any) -> Replies:
         """Ask under secure aggregation; see `ask`."""
         method: Summing = task.__self__  # type: ignore[attr-defined]
-        protocol = SecureSum(partial(self.ask, secure=False), method, self.clients, self.template, self.emit)
-        replies = protocol.of(task, clients, send, **options)
+        ask = partial(self.ask, secure=False)
+        replies = SecureSum(ask, method, self.clients, self.template, self.emit).of(task, clients, send, **options)
         if quorum and clients:
             self.require_quorum(replies, path_of(task, self.owner))
         return replies
@@ -175,9 +186,7 @@ class Federation:
         """Raise a RecipeError if the clients of a request are not numbers of clients."""
         for client in clients:
             if type(client) is not int or not (client in self.evaluation_clients or 0 <= client < len(self.clients)):
-                raise RecipeError(
-                    f"{request.name} is asked of {client!r}: clients are numbers from 0 to {len(self.clients) - 1}"
-                )
+                raise RecipeError(f"{request.name} is asked of {client!r}: clients are 0 to {len(self.clients) - 1}")
 
     def _check_sent(self, request: Request, send: Send) -> float:
         """Return the largest absolute value in a message to all clients, or 0 if each client gets its own message.
@@ -302,8 +311,8 @@ class Federation:
         msg = part.message
         sent = {block_of(key) for name, key, _ in tensors(msg) if key is not None and name not in msg.whole}
         known = {client: {*self.clients.owned(client), SHARED, LABELS} for client in part.clients if client >= 0}
-        more = {client: sent - own for client, own in known.items() if not sent <= own}
-        return {client: f"sent something of {min(m)}, which it does not have" for client, m in more.items()}
+        more = {client: min(sent - own) for client, own in known.items() if not sent <= own}
+        return {client: f"sent something of {block}, which it does not have" for client, block in more.items()}
 
 
 def _listed(reasons: Mapping[int, str]) -> str:

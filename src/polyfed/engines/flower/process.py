@@ -7,8 +7,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from threading import Event, Thread
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Thread
 
 from polyfed.core.errors import PolyfedError
 from polyfed.core.log_lines import logger_of
@@ -20,8 +21,21 @@ REFUSALS = 5
 """Number of refused connections in a row after which this process considers the SuperLink dead."""
 
 
-LINK_LOST = Event()
-"""Set when this process ends because its SuperLink has ended."""
+_tellers: list[Callable[[], None]] = []
+"""What `when_lost` calls."""
+
+
+@contextmanager
+def when_lost(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell` if this process ends during the block because its SuperLink has ended.
+
+    Another thread calls `tell` and then interrupts the main thread. Flower may kill this process at any time then.
+    """
+    _tellers.append(tell)
+    try:
+        yield
+    finally:
+        _tellers.remove(tell)
 
 
 class LastWord(logging.Filter):
@@ -68,7 +82,9 @@ def end_with_link() -> None:
             time.sleep(LOOK_SECONDS)
             refused = refused + 1 if address is not None and _refuses(address) else 0
         logger_of("server", "stdout").error("the SuperLink is gone; this server ends")
-        LINK_LOST.set()
+        for tell in list(_tellers):
+            with suppress(OSError):  # a full disk
+                tell()
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(GRACE_SECONDS)
         os._exit(1)

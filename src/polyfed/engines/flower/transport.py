@@ -16,7 +16,7 @@ from polyfed.engines.flower.codec import packet_of, records
 from polyfed.engines.flower.grid_calls import is_too_large, online, pull, push
 from polyfed.engines.flower.node_keys import device_of
 from polyfed.engines.flower.open_request import OpenRequest
-from polyfed.engines.flower.process import LINK_LOST
+from polyfed.engines.flower.process import when_lost
 from polyfed.engines.protocol import ENROLLED, FAILED, Patience, hello, one_line
 from polyfed.federation.wire_format import Packet
 
@@ -75,10 +75,7 @@ class GridTransport:
         self._skip: Counter[int] = Counter()  # number of requests until a late client gets the full deadline again
         self._overdue: dict[str, tuple[int, float]] = {}  # closed requests: client, and when Flower deletes the message
 
-    @property
-    def lost(self) -> bool:
-        """Whether this process ends because its SuperLink has ended."""
-        return LINK_LOST.is_set()
+    when_lost = staticmethod(when_lost)
 
     def enrol(
         self, wanted: int, seconds: float, heard: Callable[[Sequence[Packet]], bool] = lambda answers: False
