@@ -160,8 +160,8 @@ class Federation:
         if self.attack is not None:
             answer = self.attack.falsify(answer, send, self.attack.attackers(len(self.clients), self.seed))
         missing = dict(answer.missing)
-        parts = [kept for part in answer.parts if (kept := self._inspect(request, part, missing, accept))]
-        parts = self._in_time(request, parts, missing)
+        usable = [kept for part in answer.parts if (kept := self._inspect(request, part, missing, accept))]
+        parts = self._in_time(request, usable, missing)
         broken = self._broken(peak) if peak > HUGE else ""
         missing = {c: f"{why}{broken}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()}
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
@@ -176,17 +176,18 @@ class Federation:
     def _summed(self, task: Task, clients: Sequence[int], send: Send, *, quorum: bool, **options: Any) -> Replies:
         """Ask under secure aggregation; see `ask`."""
         method: Summing = task.__self__  # type: ignore[attr-defined]
-        ask = partial(self.ask, secure=False)
-        replies = SecureSum(ask, method, self.clients, self.template, self.emit).of(task, clients, send, **options)
+        secure = SecureSum(partial(self.ask, secure=False), method, self.clients, self.template, self.emit)
+        replies = secure.of(task, clients, send, **options)
         if quorum and clients:
             self.require_quorum(replies, path_of(task, self.owner))
         return replies
 
     def _check_clients(self, request: Request, clients: Sequence[int]) -> None:
         """Raise a RecipeError if the clients of a request are not numbers of clients."""
+        last = len(self.clients) - 1
         for client in clients:
-            if type(client) is not int or not (client in self.evaluation_clients or 0 <= client < len(self.clients)):
-                raise RecipeError(f"{request.name} is asked of {client!r}: clients are 0 to {len(self.clients) - 1}")
+            if type(client) is not int or not (client in self.evaluation_clients or 0 <= client <= last):
+                raise RecipeError(f"{request.name} is asked of {client!r}: clients are numbers from 0 to {last}")
 
     def _check_sent(self, request: Request, send: Send) -> float:
         """Return the largest absolute value in a message to all clients, or 0 if each client gets its own message.
@@ -220,8 +221,8 @@ class Federation:
     def _suspects(self) -> str:
         """Name the clients whose replies were merged since the server's model was last healthy."""
         shown = ", ".join(map(str, sorted(self._senders)[:10]))
-        more = f" and {len(self._senders) - 10} more" if len(self._senders) > 10 else ""
-        return f"; it was merged from replies of clients {shown}{more}" if shown else ""
+        shown += f" and {len(self._senders) - 10} more" if len(self._senders) > 10 else ""
+        return f"; it was merged from replies of clients {shown}" if shown else ""
 
     def require_quorum(self, replies: Replies, what: str) -> None:
         """End the run if too few of the clients that were asked gave a usable reply.
@@ -308,11 +309,12 @@ class Federation:
 
     def _foreign(self, part: ReplyStack) -> dict[int, str]:
         """Return the clients that sent blocks of modalities they lack, each with the reason to drop the reply."""
-        msg = part.message
-        sent = {block_of(key) for name, key, _ in tensors(msg) if key is not None and name not in msg.whole}
+        whole, named = part.message.whole, tensors(part.message)
+        sent = {block_of(key) for name, key, _ in named if key is not None and name not in whole}
         known = {client: {*self.clients.owned(client), SHARED, LABELS} for client in part.clients if client >= 0}
-        more = {client: min(sent - own) for client, own in known.items() if not sent <= own}
-        return {client: f"sent something of {block}, which it does not have" for client, block in more.items()}
+        return {
+            c: f"sent something of {min(sent - own)}, which it does not have" for c, own in known.items() if sent - own
+        }
 
 
 def _listed(reasons: Mapping[int, str]) -> str:
