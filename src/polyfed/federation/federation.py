@@ -1,8 +1,7 @@
 """The server's view of the clients: facts about them, and the method `ask`, which sends requests to them.
 
-An algorithm's `round` reaches the clients only through `fed.ask(task, clients, send)`. The engine decides where and how
-the clients run. This module works with every engine. The server trusts no reply. It validates each reply before use,
-drops a bad reply with a reason, and continues the round if enough clients have answered.
+An algorithm's `round` reaches the clients only through `fed.ask(task, clients, send)`. The engine decides where clients
+run. The server validates each reply, drops a bad one with a reason, and continues if enough clients have answered.
 """
 
 import math
@@ -312,9 +311,8 @@ class Federation:
         whole, named = part.message.whole, tensors(part.message)
         sent = {block_of(key) for name, key, _ in named if key is not None and name not in whole}
         known = {client: {*self.clients.owned(client), SHARED, LABELS} for client in part.clients if client >= 0}
-        return {
-            c: f"sent something of {min(sent - own)}, which it does not have" for c, own in known.items() if sent - own
-        }
+        more = {client: min(sent - own) for client, own in known.items() if not sent <= own}
+        return {client: f"sent something of {block}, which it does not have" for client, block in more.items()}
 
 
 def _listed(reasons: Mapping[int, str]) -> str:
