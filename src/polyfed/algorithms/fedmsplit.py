@@ -29,6 +29,7 @@ from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.core.tree import SHARED, Tree, block_of, blocks, select, squared_distance, vector
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
+from polyfed.training.optimisers import refuse_server
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,16 @@ class FedMSplit(Averaging):
     temperature: Annotated[float, POSITIVE] = 0.1
 
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"example": ("update.params",)}
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            RecipeError: `mode = "personal"` with a [server] section, which would have no effect.
+        """
+        super().__post_init__()
+        if self.mode == "personal":
+            refuse_server(self.server, "fedmsplit with mode = 'personal'")
 
     def init(self, fed: Federation, params: Tree) -> SplitState:
         """The first state; every client starts from the common initial model."""

@@ -302,3 +302,17 @@ def _clipped(grads: Tree, limit: float) -> Tree:
     norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
     return {name: grad * scale for name, grad in grads.items()}
+
+
+def refuse_server(server: ServerOptimiser, method: str) -> None:
+    """Refuse a [server] section for a method whose server averages no models.
+
+    Args:
+        server: the section.
+        method: the method's name, for the error.
+
+    Raises:
+        RecipeError: the section sets an option.
+    """
+    if server != ServerOptimiser():
+        raise RecipeError(f"[server] has no effect, because {method} averages no models at the server. Remove it")
