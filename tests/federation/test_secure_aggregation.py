@@ -36,6 +36,7 @@ from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.secure_aggregation.state import SECRETS, Refusal, cohort_in, seeds_of
 from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.privacy import masks
+from polyfed.privacy.differential import Privacy
 from polyfed.privacy.fixed_point import Scale
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import ServerOptimiser
@@ -521,6 +522,22 @@ def test_too_few_clients_of_a_modality_are_refused() -> None:
         assemble(secured(small(), min_clients=8))
 
 
+def test_a_cohort_that_is_smaller_than_a_sum_is_refused_before_the_run() -> None:
+    selector = Uniform(participation=5)
+    made = world.recipe(world.algorithm("fedavg", selector=selector), clients=TEN)
+    with pytest.raises(RecipeError, match="a round asks 5 clients only") as error:
+        check(secured(made, min_clients=6))
+    assert error.value.key == ("secure_aggregation", "min_clients")
+    assert check(secured(made, min_clients=5)).refused == ()
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedamp"])
+def test_the_section_cannot_be_combined_with_privacy_whatever_the_method(name: str) -> None:
+    made = world.recipe(world.algorithm(name), clients=TEN, privacy=Privacy(unit="client", delta=0.01, epsilon=8.0))
+    with pytest.raises(RecipeError, match=r"^\[secure_aggregation\] and \[privacy\] cannot be combined"):
+        assemble(secured(made))
+
+
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
     made = replace(secured(small("scaffold", "vectorised")), rounds=2)
 
@@ -568,6 +585,11 @@ def test_the_check_says_what_is_masked(capsys: Any, tmp_path: Path) -> None:
     told = capsys.readouterr().out
     assert "parameters, masked" in told
     assert "the server reads only sums over the clients" in told
+    flat = " ".join(told.split())
+    assert (
+        "parameters and statistics may leave, masked: the server reads only sums; "
+        "not masked: PublicKeys, EncryptedShares, RevealedShares" in flat
+    )
 
 
 TEXT = """

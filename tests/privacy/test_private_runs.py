@@ -336,6 +336,9 @@ def test_personal_evaluation_needs_to_be_accepted() -> None:
     [
         ({"unit": "client", "delta": 0.01}, "needs epsilon, noise_multiplier, or both"),
         ({"unit": "row", "delta": 0.01, "epsilon": 1.0}, "unit"),
+        ({"unit": "client", "epsilon": 1.0}, "[privacy] needs delta: above 0 and below 1, such as 1e-3"),
+        ({"unit": "client", "epsilon": -1.0}, "[privacy] needs delta"),
+        ({"delta": 0.1, "epsilon": 1.0}, '[privacy] needs unit: "client" or "example"'),
         ({"unit": "client", "delta": 1.0, "epsilon": 1.0}, "above 0 and below 1"),
         ({"unit": "client", "delta": 0.1, "epsilon": 1.0, "unprotected": ["loss"]}, "no kind 'loss'"),
         ({"unit": "example", "delta": 0.1, "epsilon": 1.0, "amplification": True}, "amplification = true needs"),

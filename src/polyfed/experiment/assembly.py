@@ -23,6 +23,7 @@ from polyfed.experiment.events import Emitter
 from polyfed.experiment.label_counts import dealt_classes, label_counts
 from polyfed.experiment.protection import guarantee_of
 from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.sum_checks import refuse_small_cohorts
 from polyfed.experiment.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
 from polyfed.federation.client_registry import TEST
 from polyfed.federation.federation import Federation
@@ -162,6 +163,7 @@ def assemble(
         clock=clock,
         attack=recipe.attack,
     )
+    refuse_small_cohorts(recipe, fed)
     recipe, guarantee = _protected(recipe, fed, held)
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
 

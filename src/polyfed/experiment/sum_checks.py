@@ -7,6 +7,8 @@ from polyfed.core.registry import name_of
 from polyfed.core.tasks import parts, tasks_of, types_of
 from polyfed.data import Population
 from polyfed.experiment.recipe import Recipe
+from polyfed.federation.federation import Federation
+from polyfed.selection import Selector
 
 HONEST_FORMS = ("label-flip",)
 """Attacks that change a client's data, so that they also exist where the server sees no reply."""
@@ -27,8 +29,10 @@ def refuse_single_replies(recipe: Recipe, population: Population) -> None:
     where = f"[secure_aggregation]: '{name_of(method, ALGORITHMS)}' cannot use it"
     if recipe.privacy is not None:
         raise RecipeError(
-            f"{where} together with [privacy]: the server could not clip the replies, and the noise of clients "
-            "would have no place in the range of the integers. Remove one of the two"
+            "[secure_aggregation] and [privacy] cannot be combined: the server could not check the clipping of a "
+            "masked reply, and polyfed's integers have no room for the noise of the clients. Remove one of the two "
+            "sections",
+            ("secure_aggregation",),
         )
     if method.single_replies:
         raise RecipeError(f"{where}, because {method.single_replies}. Remove one of the two")
@@ -54,6 +58,23 @@ def refuse_single_replies(recipe: Recipe, population: Population) -> None:
 def _advice(task: str) -> str:
     """Return what switches a task of every method off."""
     return {"class_means": "; [evaluate] unimodal = 'auto' does without"}.get(task, "")
+
+
+def refuse_small_cohorts(recipe: Recipe, fed: Federation) -> None:
+    """Refuse secure aggregation if the cohort of a round has fewer clients than a sum needs.
+
+    Raises:
+        RecipeError: with the size of the cohort.
+    """
+    secure, selector = recipe.algorithm.secure_aggregation, getattr(recipe.algorithm, "selector", None)
+    if secure is None or not isinstance(selector, Selector):
+        return
+    if (size := selector.size(fed)) < secure.min_clients:
+        raise RecipeError(
+            f"[secure_aggregation] min_clients = {secure.min_clients}: a round asks {size} clients only, so no sum "
+            f"would ever be read. Set min_clients to at most {size}, or raise [clients] participation",
+            ("secure_aggregation", "min_clients"),
+        )
 
 
 def refuse_small_blocks(recipe: Recipe, population: Population) -> None:
