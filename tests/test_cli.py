@@ -235,6 +235,25 @@ def test_every_algorithm_explains_its_hyper_parameters_and_what_crosses(polyfed_
     assert {part for row in crossings(ALGORITHMS[name]) for part in row.field.split(".")} <= words
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "fedavg",
+            ['"client"  yes, with [algorithm] aggregation = "uniform"', '"example" yes', "[secure_aggregation] yes"],
+        ),
+        ("scaffold", ['unprotected = ["gradients"]', "[secure_aggregation] yes"]),
+        ("cmsfed", ["no: its server does not only average the updates", "no: the server reads Report.cross_entropy"]),
+    ],
+)
+def test_every_algorithm_says_which_protection_it_can_use(polyfed_command, name, words):
+    code, out, _ = polyfed_command("algorithms", name)
+    flat = " ".join(out.split())
+    assert code == 0
+    for part in words:
+        assert " ".join(part.split()) in flat
+
+
 def test_hyper_parameters_are_read_off_the_dataclass():
     mu, aggregation, *others = hyper_parameters(ALGORITHMS["fedprox"])
     assert [option.name for option in others] == ["private", "private_epochs", "fine_tune"]

@@ -612,6 +612,7 @@ bits = 64
     ("line", "reason"),
     [
         ("threshold = 0.5", "above 0.5, at most 1"),
+        ("threshold = 11", "a share of the cohort and not a number of clients"),
         ("min_clients = 1", "2 or more"),
         ("bits = 16", "must be 32 or 64"),
         ("clip = 3.0", "clip"),

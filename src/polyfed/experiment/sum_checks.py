@@ -2,10 +2,9 @@
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import RecipeError
-from polyfed.core.masked import sum_only
 from polyfed.core.registry import name_of
-from polyfed.core.tasks import parts, tasks_of, types_of
 from polyfed.data import Population
+from polyfed.experiment.privacy_support import read_singly
 from polyfed.experiment.recipe import Recipe
 from polyfed.federation.federation import Federation
 from polyfed.selection import Selector
@@ -41,18 +40,13 @@ def refuse_single_replies(recipe: Recipe, population: Population) -> None:
             f"[attack] name = '{recipe.attack.name}' changes single replies on their way, and under "
             f"[secure_aggregation] they are masked. Allowed: {', '.join(HONEST_FORMS)}"
         )
-    own = tuple(prefix for prefix, part in parts(method) if part is secure)
     tested = population.test is not None and bool((population.test.sizes > 0).any())
-    for name, task in tasks_of(method).items():
-        if name.startswith(own) or not method.will_ask(name, tested=tested):
-            continue
-        reply = types_of(task)[1]
-        if reply.masks is None and not sum_only(reply):
-            field = next(field for field, said in reply.declared.items() if not said.sum_only)
-            raise RecipeError(
-                f"{where}, because the server reads {reply.__name__}.{field} of every single client (task {name})"
-                f"{_advice(name)}. Methods that read only sums are fedavg and others that average parameters"
-            )
+    if single := read_singly(method, tested=tested):
+        task, field = single
+        raise RecipeError(
+            f"{where}, because the server reads {field} of every single client (task {task})"
+            f"{_advice(task)}. Methods that read only sums are fedavg and others that average parameters"
+        )
 
 
 def _advice(task: str) -> str:
