@@ -21,7 +21,7 @@ from polyfed.experiment.client_checks import refuse_clients
 from polyfed.experiment.defaults import guesses_of, with_encoders
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.label_counts import dealt_classes, label_counts
-from polyfed.experiment.protection import guarantee_of
+from polyfed.experiment.protection import guarantee_of, refuse_own_test_rows
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
 from polyfed.federation.client_registry import TEST
@@ -162,6 +162,7 @@ def assemble(
         clock=clock,
         attack=recipe.attack,
     )
+    refuse_own_test_rows(recipe, population)
     recipe, guarantee = _protected(recipe, fed, held)
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
 

@@ -175,7 +175,7 @@ class Federation:
     def _summed(self, task: Task, clients: Sequence[int], send: Send, *, quorum: bool, **options: Any) -> Replies:
         """Ask under secure aggregation; see `ask`."""
         method: Summing = task.__self__  # type: ignore[attr-defined]
-        secure = SecureSum(partial(self.ask, secure=False), method, self.clients, self.template, self.emit)
+        secure = SecureSum(partial(self.ask, secure=False), method, self.clients, self.template, self.emit, self.asked)
         replies = secure.of(task, clients, send, **options)
         if quorum and clients:
             self.require_quorum(replies, path_of(task, self.owner))
