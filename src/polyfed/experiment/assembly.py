@@ -21,6 +21,7 @@ from polyfed.experiment.client_checks import refuse_clients
 from polyfed.experiment.defaults import guesses_of, with_encoders
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.label_counts import label_counts
+from polyfed.experiment.rank_checks import client_ranks, rank_facts
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
 from polyfed.federation.client_registry import TEST
@@ -157,6 +158,7 @@ def assemble(
         emit=emit,
         clock=clock,
         attack=recipe.attack,
+        ranks=client_ranks(recipe, model, population.num_clients),
     )
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses)
 
@@ -276,6 +278,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
         ],
         "blocks": block_sizes(assembly),
         "frozen": frozen_facts(assembly.model),
+        **rank_facts(assembly.fed.ranks),
         "egress": assembly.policy.table(modalities),
     }
 

@@ -21,6 +21,7 @@ from polyfed.core.tasks import path_of
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data.columns import Column, Columns
 from polyfed.federation.attack import Attack
+from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
@@ -61,6 +62,7 @@ class Federation:
         emit: called with the name and the fields of each event.
         clock: simulated time and the links of the clients, or None if the recipe has no [network] section.
         attack: the simulated attack of the [attack] section, or None.
+        ranks: the LoRA ranks of the clients, or None if all have the ranks of the model's adapters.
         round: the current round, from 1; 0 before the first.
         asked: number of requests so far in this round.
         watch: called with what was sent and the usable replies of every request.
@@ -78,6 +80,7 @@ class Federation:
     emit: Callable[..., None] = lambda *_, **__: None
     clock: Clock | None = None
     attack: Attack | None = None
+    ranks: ClientRanks | None = None
     round: int = 0
     asked: int = 0
     watch: Callable[[Send, Replies], None] = lambda *_: None
@@ -116,7 +119,7 @@ class Federation:
             task: a method of the algorithm, or of one of its parts, that is marked `@task`.
             clients: the clients' numbers, in any order.
             send: one message for all clients, or a mapping with one message for each. A client receives only the blocks
-                that it has.
+                that it has, and adapters of its own LoRA rank.
             quorum: whether too few replies end the run. If several requests count together, pass False and call
                 `require_quorum` on the joined replies.
             turn: a different number each time a round repeats a request, so that batches and dropout masks differ.
@@ -142,11 +145,13 @@ class Federation:
         if not clients:
             return Replies([])
         peak = self._check_sent(request, send)
-        answer = self.engine.answer(request, sorted(clients), send)
+        sent = send if self.ranks is None else self.ranks.sized(send, clients)
+        answer = self.engine.answer(request, sorted(clients), sent)
         if self.attack is not None:
-            answer = self.attack.falsify(answer, send, self.attack.attackers(len(self.clients), self.seed))
+            answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
         missing = dict(answer.missing)
-        parts = [kept for part in answer.parts if (kept := self._inspect(request, part, missing, accept))]
+        alike = answer.parts if self.ranks is None else [p for part in answer.parts for p in self.ranks.split(part)]
+        parts = [kept for part in alike if (kept := self._inspect(request, part, missing, accept))]
         parts = self._in_time(request, parts, missing)
         if peak > HUGE:
             missing = {
@@ -269,7 +274,8 @@ class Federation:
     ) -> ReplyStack | None:
         """Return the stack without unusable replies, or None if it is empty, and put the reasons into `missing`."""
         try:
-            self.validator.check(part.message, request.reply)
+            shapes = None if self.ranks is None else self.ranks.shapes(part.clients[0])
+            self.validator.check(part.message, request.reply, shapes)
         except BadReply as error:
             missing.update(dict.fromkeys(part.clients, str(error)))
             return None

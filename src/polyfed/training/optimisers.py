@@ -196,7 +196,8 @@ class ServerOptimiser:
         tau: number added to the root of the second moment, which starts at its square (Reddi et al. use 1e-3).
         aggregate: how the replies are combined, block by block: by the `mean`, or by a rule that limits the influence
             of a minority of lying clients: `median`, `trimmed-mean`, `krum`, `multi-krum`, `geometric-median` or
-            `norm-clip`.
+            `norm-clip`. `hetlora` and `flexlora` combine LoRA adapters (docs/models.md), and average all other
+            parameters.
         lying: share of the replies that may lie, for `trimmed-mean`, `krum` and `multi-krum`.
         max_norm: `norm-clip` limits the distance of each reply from the model that was sent to this value, block by
             block; 0 uses the median distance of the replies.
@@ -208,7 +209,17 @@ class ServerOptimiser:
     beta1: Annotated[float, BELOW_ONE] = 0.9
     beta2: Annotated[float, BELOW_ONE] = 0.99
     tau: Annotated[float, POSITIVE] = 1e-3
-    aggregate: Literal["mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-clip"] = "mean"
+    aggregate: Literal[
+        "mean",
+        "median",
+        "trimmed-mean",
+        "krum",
+        "multi-krum",
+        "geometric-median",
+        "norm-clip",
+        "hetlora",
+        "flexlora",
+    ] = "mean"
     lying: Annotated[float, BELOW_HALF] = 0.2
     max_norm: Annotated[float, NOT_NEGATIVE] = 0.0
 
@@ -216,9 +227,14 @@ class ServerOptimiser:
         """Check types and ranges.
 
         Raises:
-            RecipeError: an option is out of range.
+            RecipeError: an option is out of range, or a server optimiser is combined with `flexlora`.
         """
         check_ranges("[server]", self)
+        if self.aggregate == "flexlora" and (self.optimiser != "none" or self.lr != 1.0):
+            raise RecipeError(
+                "[server] aggregate = 'flexlora' replaces the adapters by the factors of a matrix in every round, so a "
+                "step from the old factors has no meaning: remove optimiser and lr, or use aggregate = 'hetlora'"
+            )
 
     @property
     def idle(self) -> dict[str, str]:
