@@ -34,10 +34,14 @@ from polyfed.training.optimisers import ServerOptimiser, Train
 PRETRAINING, TRAINING = 600, 700
 """Digits for pre-training and for the clients; the other 497 are the test rows."""
 
-LENGTH, NOISE_WORDS, IMAGE_NOISE = 8, 0.5, 0.3
-"""Tokens of a caption, share of its words that are drawn at random, deviation of the noise on pixels from 0 to 1."""
+LENGTH = 8
+"""Tokens of a caption."""
 
-RATES, SEEDS, TUNED_ON = (1e-3, 3e-3, 1e-2), (1, 2, 3), 0
+SOURCE, TARGET = (0.5, 0.3), (0.8, 0.6)
+"""For pre-training and for the clients: the share of a caption's words that are drawn at random, and the deviation of
+the noise on pixels, whose values are from 0 to 1."""
+
+RATES, SEEDS, TUNED_ON = (1e-3, 3e-3, 1e-2, 3e-2), (1, 2, 3), 0
 TARGETS = {"text": ["q_proj", "v_proj", "fc1"], "image": ["q_proj", "v_proj", "fc1"]}
 MIXED = [8, 4, 2, 2]
 
@@ -76,16 +80,16 @@ def digits(seed: int) -> tuple[Tensor, Tensor]:
     return torch.nn.functional.interpolate(x, size=(16, 16)), torch.tensor(scans.target)[order]
 
 
-def noisy(x: Tensor, generator: torch.Generator) -> Tensor:
+def noisy(x: Tensor, noise: float, generator: torch.Generator) -> Tensor:
     """Images with noise and three equal channels."""
-    return (x + IMAGE_NOISE * torch.randn(x.shape, generator=generator)).expand(-1, 3, -1, -1).contiguous()
+    return (x + noise * torch.randn(x.shape, generator=generator)).expand(-1, 3, -1, -1).contiguous()
 
 
-def captions(y: Tensor, generator: torch.Generator) -> Tensor:
+def captions(y: Tensor, noise: float, generator: torch.Generator) -> Tensor:
     """Tokens (N, LENGTH): 2, words from 4 to 33, 3. Three words belong to each digit."""
     own = 4 + 3 * y.unsqueeze(1) + torch.randint(0, 3, (len(y), LENGTH - 2), generator=generator)
     other = torch.randint(4, 34, own.shape, generator=generator)
-    words = torch.where(torch.rand(own.shape, generator=generator) < NOISE_WORDS, other, own)
+    words = torch.where(torch.rand(own.shape, generator=generator) < noise, other, own)
     ends = torch.ones(len(y), 1, dtype=torch.int64)
     return torch.cat([2 * ends, words, 3 * ends], 1)
 
@@ -102,13 +106,13 @@ class RotatedDigits:
         draw = torch.Generator().manual_seed(1000 + self.seed)
         split = torch.full((len(y),), TEST, dtype=torch.int8)
         split[:TRAINING] = TRAIN
-        values = {"text": captions((y + 1) % 10, draw).float(), "image": noisy(x, draw)}
+        values = {"text": captions((y + 1) % 10, TARGET[0], draw).float(), "image": noisy(x, TARGET[1], draw)}
         columns = {name: Column(value) for name, value in values.items()}
         return Columns("rotated digits", columns, y, 10, split, torch.arange(len(y)))
 
 
 def pretrained(folder: Path, steps: int = 1500) -> Path:
-    """Train a CLIP with its own loss on pairs of image and caption, and save it. Digits of a batch are all different."""
+    """Train a CLIP with its own loss on images and captions, and save it. A batch has ten different digits."""
     from transformers import CLIPConfig, CLIPModel
 
     if (folder / "config.json").exists():
@@ -125,8 +129,8 @@ def pretrained(folder: Path, steps: int = 1500) -> Path:
     optimiser = torch.optim.Adam(net.parameters(), lr=1e-3)
     for step in range(steps):
         rows = torch.stack([of[torch.randint(len(of), (1,), generator=draw)][0] for of in map(rows_of(y), range(10))])
-        ids = captions(y[rows], draw)
-        loss = net(input_ids=ids, pixel_values=noisy(x[rows], draw), return_loss=True).loss
+        ids = captions(y[rows], SOURCE[0], draw)
+        loss = net(input_ids=ids, pixel_values=noisy(x[rows], SOURCE[1], draw), return_loss=True).loss
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -145,7 +149,8 @@ def recipe(method: Method, path: Path, seed: int, lr: float, rounds: int) -> Rec
     """Twelve clients (Dirichlet 0.5), all of them in every round, two epochs of Adam."""
     entry: dict[str, Any] = {"kind": "hf", "path": str(path), "frozen": method.rank is not None}
     encoders = {
-        m: entry | ({"lora": {"r": method.rank, "alpha": 2 * method.rank, "target_modules": targets}} if method.rank else {})
+        m: entry
+        | ({"lora": {"r": method.rank, "alpha": 2 * method.rank, "target_modules": targets}} if method.rank else {})
         for m, targets in TARGETS.items()
     }
     algorithm = ALGORITHMS["fedavg"](

@@ -11,8 +11,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import tiny_models
+from test_frozen import printed
+from test_lora import Two
 
-import polyfed
 from oracles import lora as oracle
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, map_fields
@@ -31,8 +32,6 @@ from polyfed.model import ModelSpec
 from polyfed.model.lora import pairs
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import ServerOptimiser, Train
-from test_frozen import printed
-from test_lora import Two
 from world import algorithm, furthest, played, recipe, same, through
 
 pytest.importorskip("peft", reason="the extra polyfed[lora] is not installed")
@@ -45,7 +44,9 @@ SHAPES = {"a": (6,), "b": (3, 32, 32)}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("backbones")
-    return {m: str(getattr(tiny_models, make)(root / make)) for m, make in {"a": "text_model", "b": "two_towers"}.items()}
+    return {
+        m: str(getattr(tiny_models, make)(root / make)) for m, make in {"a": "text_model", "b": "two_towers"}.items()
+    }
 
 
 def made(
@@ -57,7 +58,7 @@ def made(
     method: str = "fedavg",
     **options: Any,
 ) -> Recipe:
-    """Six clients of two modalities; client 3 lacks `b`. The text encoder adapts an embedding, the other a convolution."""
+    """Six clients of two modalities; client 3 lacks `b`. One encoder adapts an embedding, the other a convolution."""
     encoders = {m: {"kind": "hf", "path": folders[m], "lora": lora} for m, lora in zip("ab", loras, strict=True)}
     given = {"selector": Uniform(), "server": ServerOptimiser(aggregate=way)} | options  # type: ignore[arg-type]
     return recipe(
@@ -119,8 +120,9 @@ def test_every_round_equals_the_papers_as_plain_loops(way: str, folders: dict[st
 
 @pytest.mark.parametrize("way", WAYS)
 def test_engines_agree_and_only_the_ranks_of_a_client_cross(way: str, folders: dict[str, str]) -> None:
-    parts, one, ledger_one = played(made(folders, way, MIXED, method="fedprox"))
-    _, many, ledger_many = played(made(folders, way, MIXED, "vectorised", method="fedprox"))
+    train = Train(lr=0.05, batch_size=8, epochs=2, momentum=0.9, clip_norm=1.0)
+    told = [made(folders, way, MIXED, engine, method="fedprox", train=train) for engine in ("sequential", "vectorised")]
+    (parts, one, ledger_one), (_, many, ledger_many) = (played(replace(each, rounds=2)) for each in told)
     assert furthest(one.params, many.params) < 1e-4
     assert ledger_one == ledger_many
     moved = [name for name in one.params if not torch.equal(one.params[name], parts.initial[name])]
@@ -142,7 +144,10 @@ def test_engines_agree_and_only_the_ranks_of_a_client_cross(way: str, folders: d
 
 
 @pytest.mark.parametrize("ranks", [None, MIXED], ids=["uniform", "mixed"])
-def test_a_packet_holds_the_ledgers_bytes_and_a_header(ranks: list[int] | None, folders: dict[str, str]) -> None:
+def test_the_body_of_a_packet_has_the_bytes_that_the_ledger_says(
+    ranks: list[int] | None, folders: dict[str, str]
+) -> None:
+    """The body has four bytes for each number of the adapters and of the rest. The ledger books no header."""
     parts = assemble(made(folders, "hetlora", ranks))
     bodies: dict[int, int] = {}
 
@@ -194,8 +199,6 @@ def test_ranks_that_no_client_of_a_round_has_stay_and_train_later(folders: dict[
             assert torch.equal(after[a][1:], parts.initial[a][1:])
             assert torch.equal(after[b][:, 1:], parts.initial[b][:, 1:])
             assert not torch.equal(after[b][:, :1], parts.initial[b][:, :1])
-        silent = method.merge(first, replies, replace(fed, clients=fed.clients)).params  # type: ignore[attr-defined]
-        assert same(after, silent)
 
 
 def test_the_rules_where_nothing_has_been_learnt() -> None:
@@ -250,9 +253,9 @@ def test_a_reply_of_another_rank_is_dropped_and_its_neighbours_are_not(folders: 
     assert "expected torch.float32 (1, " in told[0][1]
 
 
-@pytest.mark.parametrize("ranks", [MIXED, [4, 2, 2, 2]])
-def test_check_tells_the_bytes_of_each_rank(ranks: list[int], folders: dict[str, str]) -> None:
-    told = made(folders, "flexlora", ranks)
+def test_check_tells_the_bytes_of_each_rank(folders: dict[str, str]) -> None:
+    ranks = [4, 2, 2, 2]
+    told = replace(made(folders, "flexlora", ranks), rounds=1)
     found = check(told)
     assert found.remarks == ()
     parts = assemble(told)
@@ -273,22 +276,15 @@ def test_check_tells_the_bytes_of_each_rank(ranks: list[int], folders: dict[str,
     assert planned == found.facts["ranks"]["4"]
 
 
-def test_clients_evaluate_the_model_of_their_rank_and_a_run_resumes(folders: dict[str, str], tmp_path: Path) -> None:
-    told = made(folders, "flexlora", MIXED, evaluation=Evaluation(personal=True))
-    whole = polyfed.run(told, tmp_path / "whole")
-    assert 0 <= whole.result["metrics"]["personal"]["mean"] <= 1
-    parts, state, _ = played(told)
-    assert whole.result["state_sha256"] == checkpoint.digest(state)
-    parts.fed.begin(3)
-    parts.algorithm.evaluate(state, parts.fed)
-    got = [r for r in parts.ledger.rows() if r["task"] == "score_own"] if "task" in next(parts.ledger.rows()) else []
-    assert all(row["client"] >= 0 for row in got)
-    sizes = {
-        row["client"]: row["bytes"]
-        for row in parts.ledger.rows()
-        if row["message"] == "Broadcast" and row["block"] == "a" and row["destination"] == "client"
-    }
-    assert sizes[0] > sizes[2] > sizes[1]
+def test_clients_evaluate_the_model_of_their_own_rank(folders: dict[str, str]) -> None:
+    told = replace(made(folders, "flexlora", MIXED, evaluation=Evaluation(personal=True)), rounds=1)
+    parts, state, before = played(told)
+    measured = parts.algorithm.evaluate(state, parts.fed)
+    assert measured.personal.keys() == {*range(6)}
+    evaluated = [*parts.ledger.rows()][len(before) :]
+    received = {row["client"]: row["bytes"] for row in evaluated if row["block"] == "a" and row["kind"] == "parameters"}
+    sizes = check(told).facts["ranks"]
+    assert received == {client: sizes[str(MIXED[client % 3])]["a"] for client in range(6)}
 
 
 @pytest.mark.parametrize(
@@ -336,10 +332,3 @@ def test_real_packets_give_the_same_run(folders: dict[str, str], tmp_path: Path)
     other, ledger_there = played_there(there, joined(there, grid_of(there, tmp_path)))
     assert checkpoint.digest(state) == checkpoint.digest(other)
     assert ledger == ledger_there
-
-
-def test_momentum_and_several_epochs_at_a_small_rank_on_both_engines(folders: dict[str, str]) -> None:
-    train = Train(lr=0.05, batch_size=8, epochs=3, momentum=0.9, clip_norm=1.0)
-    one = played(made(folders, "hetlora", MIXED, train=train))[1]
-    many = played(made(folders, "hetlora", MIXED, "vectorised", train=train))[1]
-    assert furthest(one.params, many.params) < 1e-3

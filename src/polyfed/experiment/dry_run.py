@@ -1,9 +1,9 @@
 """The dry run: find how large replies will be by running a round of the algorithm on a few rows of a few clients.
 
 A message declares kinds, not shapes, so its declaration does not say how many numbers a statistic holds; running the
-tasks does. Clients of the same modalities and LoRA rank are of one kind, and a few of each kind run the tasks. The others
-count as missing, which every algorithm must handle anyway. Devices of silos all run. Two passes with different numbers
-of rows show which sizes grow with the rows. Nothing is sent.
+tasks does. Clients of the same modalities and LoRA rank are of one kind, and a few of each kind run the tasks. The
+others count as missing, which every algorithm must handle anyway. Devices of silos all run. Two passes with different
+numbers of rows show which sizes grow with the rows. Nothing is sent.
 """
 
 import itertools

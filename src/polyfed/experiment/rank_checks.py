@@ -38,8 +38,8 @@ def client_ranks(recipe: Recipe, model: Model, num_clients: int) -> ClientRanks 
     if way in RULES and getattr(type(recipe.algorithm), "merge", None) is not Averaging.merge:
         name = name_of(recipe.algorithm, ALGORITHMS)
         raise RecipeError(
-            f"[server] aggregate = '{way}': algorithm '{name}' combines replies in its own way. Take fedavg or fedprox, "
-            "or aggregate = 'mean'",
+            f"[server] aggregate = '{way}': algorithm '{name}' combines replies in its own way. Take fedavg or "
+            "fedprox, or aggregate = 'mean'",
             ("server", "aggregate"),
         )
     if ranks is None:

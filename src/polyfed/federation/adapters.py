@@ -82,7 +82,7 @@ def with_unsent(combined: Tree, sent: Sent, centre: Mapping[str, Tensor]) -> Tre
 def hetlora(a: Tensor, b: Tensor, weights: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     """Return the means of A and of B, with the weights ||B_k A_k|| / sum_j ||B_j A_j|| (Frobenius norms).
 
-    Source: Cho et al., 2024, Section 3.2, sparsity-weighted aggregation. If all products are zero, `weights` decide.
+    Source: Cho et al., 2024, "sparsity-weighted aggregation". If all products are zero, `weights` decide.
 
     Args:
         a: the padded matrices A of the clients, (K, R, I, ...).
@@ -102,7 +102,7 @@ def flexlora(a: Tensor, b: Tensor, weights: Tensor, before: Tensor) -> tuple[Ten
     """Return the factors of the R largest singular values of the mean of the products B_k A_k: B = U S and A = V^T.
 
     The first r rows of A and columns of B are the best approximation of rank r, which a client of rank r receives.
-    Source: Bai et al., 2024, Section 3; their released code puts S into B as well. If the mean has a lower rank than R,
+    Source: Bai et al., 2024; their released code puts S into B as well. If the mean has a lower rank than R,
     the other rows of A stay as they were, and the other columns of B are zero. The released code draws them at random.
 
     Args:

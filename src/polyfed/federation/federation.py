@@ -137,11 +137,7 @@ class Federation:
         place = (self.round, self.rounds, self.asked, self.seed)
         request = Request(task, path_of(task, self.owner), *place, turn, enough)
         self.asked += 1
-        for client in clients:
-            if type(client) is not int or not (client in self.evaluation_clients or 0 <= client < len(self.clients)):
-                raise RecipeError(
-                    f"{request.name} is asked of {client!r}: clients are numbers from 0 to {len(self.clients) - 1}"
-                )
+        self._check_numbers(request, clients)
         if not clients:
             return Replies([])
         peak = self._check_sent(request, send)
@@ -165,6 +161,18 @@ class Federation:
             self.require_quorum(replies, request.name)
         self.watch(send, replies)
         return replies
+
+    def _check_numbers(self, request: Request, clients: Sequence[int]) -> None:
+        """Refuse anything that is not the number of a client.
+
+        Raises:
+            RecipeError: the text gives the allowed numbers.
+        """
+        for client in clients:
+            if type(client) is not int or not (client in self.evaluation_clients or 0 <= client < len(self.clients)):
+                raise RecipeError(
+                    f"{request.name} is asked of {client!r}: clients are numbers from 0 to {len(self.clients) - 1}"
+                )
 
     def _check_sent(self, request: Request, send: Send) -> float:
         """Return the largest absolute value in a message to all clients, or 0 if each client gets its own message.
