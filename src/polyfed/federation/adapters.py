@@ -10,12 +10,12 @@ Tasks and Client Resources", NeurIPS 2024 (FlexLoRA).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from polyfed.core.messages import map_fields
 from polyfed.core.tree import Tree
 from polyfed.federation.replies import Replies, ReplyStack
 
@@ -57,9 +57,10 @@ def padded(
         return whole
 
     def grown(part: ReplyStack) -> ReplyStack:
-        tree = {key: full(key, stack) for key, stack in getattr(part.message, name).items()}
-        changes: dict[str, Any] = {name: tree}
-        return ReplyStack(part.clients, replace(part.message, **changes))
+        def own(field: str, value: Any) -> Any:
+            return {key: full(key, stack) for key, stack in value.items()} if field == name else value
+
+        return ReplyStack(part.clients, map_fields(part.message, own))
 
     return Replies([grown(part) for part in replies.parts], replies.missing), sent
 
@@ -95,7 +96,7 @@ def hetlora(a: Tensor, b: Tensor, weights: Tensor, before: Tensor) -> tuple[Tens
     squares = ((left.mT @ left) * (right @ right.mT)).sum((1, 2))
     norms = squares.clamp(min=0.0).sqrt()
     share = norms / norms.sum() if bool(norms.sum() > 0) else weights
-    return tuple(torch.tensordot(share, value.double(), 1).to(value) for value in (a, b))  # type: ignore[return-value]
+    return torch.tensordot(share, a.double(), 1).to(a), torch.tensordot(share, b.double(), 1).to(b)
 
 
 def flexlora(a: Tensor, b: Tensor, weights: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,8 +115,8 @@ def flexlora(a: Tensor, b: Tensor, weights: Tensor, before: Tensor) -> tuple[Ten
     left, right = b.flatten(2).double(), a.flatten(2).double()
     mean = torch.einsum("k,kor,kri->oi", weights, left, right)
     u, s, v = torch.linalg.svd(mean, full_matrices=False)
-    # as in torch.linalg.matrix_rank, with the precision of the replies: smaller values are rounding
-    rank = min(int((s > s.amax() * max(mean.shape) * torch.finfo(a.dtype).eps).sum()), len(before))
+    # as in torch.linalg.matrix_rank, in single precision: smaller values are rounding
+    rank = min(int((s > s.amax() * max(mean.shape) * torch.finfo(torch.float32).eps).sum()), len(before))
     u, s, v = u[:, :rank], s[:rank], v[:rank]
     # a singular vector has no sign of its own, and LAPACK may choose another one for almost equal numbers
     sign = v.gather(1, v.abs().argmax(1, keepdim=True)).sign()
