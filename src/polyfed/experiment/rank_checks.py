@@ -17,6 +17,9 @@ from polyfed.selection import Uniform
 _TEMPLATE = ("model_spec", "round", "update", "local", "outgoing", "direction", "reply", "merge", "own_params")
 """Hooks of `Averaging` that compute with whole parameters in a method that overrides them."""
 
+_COMBINING = ("round", "merge")
+"""Hooks of `Averaging` that combine the replies by the rule of `[server] aggregate`."""
+
 _NEEDS_ADAPTERS = (
     "the model has no LoRA adapters that train. Give an encoder of kind 'hf' the option lora, e.g. lora = { r = 8, "
     "target_modules = ['query', 'value'] }, or remove this"
@@ -35,7 +38,8 @@ def client_ranks(recipe: Recipe, model: Model, num_clients: int) -> ClientRanks 
     way = getattr(server, "aggregate", "mean")
     if way in RULES and not adapters:
         raise RecipeError(f"[server] aggregate = '{way}': {_NEEDS_ADAPTERS}", ("server", "aggregate"))
-    if way in RULES and getattr(type(recipe.algorithm), "merge", None) is not Averaging.merge:
+    combines = all(getattr(type(recipe.algorithm), hook, None) is getattr(Averaging, hook) for hook in _COMBINING)
+    if way in RULES and not combines:
         name = name_of(recipe.algorithm, ALGORITHMS)
         raise RecipeError(
             f"[server] aggregate = '{way}': algorithm '{name}' combines replies in its own way. Take fedavg or "
