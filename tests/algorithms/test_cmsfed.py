@@ -33,7 +33,7 @@ from polyfed.model import ModelSpec
 from polyfed.selection import DivFl, Uniform
 from polyfed.selection.submodular import BlockSimilarity, Similarity, sample_size, stochastic_greedy
 from polyfed.training.client_data import ORDER
-from polyfed.training.optimisers import Train
+from polyfed.training.optimisers import ServerOptimiser, Train
 from polyfed.training.prototypes import Prototypes
 from world import algorithm, furthest, losing, played, recipe, same
 
@@ -361,6 +361,11 @@ def test_every_switch_is_reachable_from_a_recipe() -> None:
 def test_a_selector_beside_its_own_selection_is_refused() -> None:
     with pytest.raises(RecipeError, match="modality_selection = false"):
         algorithm("cmsfed", selector=DivFl(participation=4))
+
+
+def test_a_robust_rule_beside_the_weights_of_clusters_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r'aggregate = "median" has no effect .*"clusters"'):
+        algorithm("cmsfed", client_weights="clusters", server=ServerOptimiser(aggregate="median"))
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])

@@ -132,7 +132,7 @@ def refused_node(federation: Local, folder: Path, **changes: str) -> str:
         place.unlink(missing_ok=True)
         federation.start_node(number, **changes)
         name = f"node-{number}"
-        words = ("Exit Code", "ertificate", "CERTIFICATE", "retrying")
+        words = ("refused the key", "ertificate", "CERTIFICATE", "retrying")
         until(lambda: any(word in federation.log(name) for word in words), "the SuperNode's complaint", 90)
         time.sleep(2.0)
         text = federation.log(name)
@@ -147,7 +147,7 @@ def test_a_node_whose_key_is_unknown_stays_out(federation: Local, tmp_path: Path
     stranger = write_credentials(tmp_path / "other", 1)
     text = refused_node(federation, tmp_path, auth_supernode_private_key=f"{stranger}/node-0.key")
     assert "SuperNode ID" not in text
-    assert "Exit Code" in text
+    assert "the server refused the key of this device" in text
 
 
 def test_a_node_that_trusts_another_authority_does_not_talk_to_the_server(federation: Local, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The process that does a SuperNode's tasks: what it tells of them, and that no task keeps it from the next one."""
 
 import os
+import subprocess
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -49,8 +50,19 @@ class Tasks:
             if len(self.done) == ended:
                 raise Enough
 
+        duties = Duties(lambda fab: lambda packet, config: packet, self.notes.append, done=done)
         with pytest.raises(Enough):
-            work("127.0.0.1:1", b"", Duties(lambda fab: lambda packet, config: packet, self.notes.append, done=done))
+            work("127.0.0.1:1", b"", duties, os.getppid())
+
+
+def test_a_worker_whose_supernode_has_ended_before_it_was_ready_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = Tasks("reply")
+    monkeypatch.setattr(worker, "_client", lambda *_: tasks)
+    monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    work("127.0.0.1:1", b"", Duties(lambda fab: lambda packet, config: packet, tasks.notes.append), gone.pid)
+    assert tasks.done == []
 
 
 def test_what_became_of_each_task_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from polyfed.algorithms import ALGORITHMS, Averaging
 from polyfed.algorithms.averaging import Update
 from polyfed.core.errors import RecipeError, TooFewReplies
 from polyfed.core.tree import Tree
@@ -143,6 +144,38 @@ def test_too_few_replies_and_wrong_options_are_refused() -> None:
         combined(cohort(4), "krum")
     with pytest.raises(RecipeError, match=r"lying = 0\.5"):
         ServerOptimiser(aggregate="krum", lying=0.5)
+
+
+WITH_SERVER = sorted(name for name, cls in ALGORITHMS.items() if "server" in cls.__dataclass_fields__)
+
+
+OPTIONS = {
+    "fedproto": {"mode": "mm_fedavg"},
+    "fedmsplit": {"mode": "block_mean"},
+    "fedogm": {"scale_params": "all_weights"},
+}
+PROTOTYPES = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in "ab"}
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_SERVER if name not in ("hfl", "partialfl")])
+def test_no_method_ignores_the_rule(name: str) -> None:
+    """HFL needs silos and PartialFL a private modality; both use the merge of `Averaging`."""
+    rows = []
+    for rule in ("mean", "median"):
+        method = algorithm(name, server=ServerOptimiser(aggregate=rule), **OPTIONS.get(name, {}))  # type: ignore[arg-type]
+        rows.append(played(recipe(method, rounds=1, egress=PROTOTYPES))[1].params)
+    mean, median = rows
+    assert any(not torch.equal(value, median[key]) for key, value in mean.items())
+
+
+@pytest.mark.parametrize(("name", "mode"), [("fedproto", "original"), ("fedmsplit", "personal")])
+def test_a_rule_is_refused_where_nothing_is_averaged(name: str, mode: str) -> None:
+    with pytest.raises(RecipeError, match=rf"\[server\] has no effect, because {name} with mode = '{mode}'"):
+        algorithm(name, mode=mode, server=ServerOptimiser(aggregate="median"))
+
+
+def test_what_the_other_methods_merge_is_what_averaging_merges() -> None:
+    assert ALGORITHMS["hfl"].merge is ALGORITHMS["partialfl"].merge is Averaging.merge  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))

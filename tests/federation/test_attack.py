@@ -1,17 +1,23 @@
 """Simulated attacks: who attacks, what they send, and that a robust rule withstands what the mean does not."""
 
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import polyfed
+from polyfed.cli.tables import result_table
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.request import Request
-from polyfed.data import ClientsSpec
+from polyfed.data import ClientsSpec, Column
 from polyfed.experiment.assembly import assemble, population_of
 from polyfed.experiment.recipe import Recipe, parse_recipe
 from polyfed.federation.attack import Attack
+from polyfed.federation.backdoor import Trigger
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import ServerOptimiser, Train
 from world import algorithm, played, recipe, same
@@ -103,7 +109,8 @@ def test_rules_withstand_what_ruins_the_mean() -> None:
 
 def test_the_section_of_a_recipe_and_its_mistakes() -> None:
     table = attacked(Attack(name="scaling", scale=5.0)).table()
-    assert table["attack"] == {"name": "scaling", "share": 0.2, "clients": [], "scale": 5.0}
+    backdoor = {"modality": "", "target": 0, "poisoned": 0.3125, "trigger_size": 4}
+    assert table["attack"] == {"name": "scaling", "share": 0.2, "clients": [], "scale": 5.0} | backdoor
     assert parse_recipe(table).attack == Attack(name="scaling", scale=5.0)
     with pytest.raises(RecipeError, match=r"\[attack\] clients = 9: clients have the numbers 0 to 5"):
         played(attacked(Attack(name="scaling", clients=(9,))))
@@ -111,3 +118,72 @@ def test_the_section_of_a_recipe_and_its_mistakes() -> None:
         parse_recipe(table | {"attack": {"name": "alie", "share": 2.0}})
     with pytest.warns(PolyfedWarning, match="scale has no effect"):
         parse_recipe(table | {"attack": {"name": "alie", "scale": 2.0}})
+
+
+def backdoored(aggregate: Any, seed: int = 1, **options: Any) -> Recipe:
+    train, server = Train(lr=0.3, batch_size=8, epochs=5), ServerOptimiser(aggregate=aggregate)
+    method = algorithm("fedavg", train=train, server=server, aggregation="uniform", selector=Uniform())
+    attack = Attack(**({"name": "backdoor", "share": 0.2, "target": 1, "modality": "b"} | options))
+    return recipe(method, "vectorised", attack=attack, clients=ClientsSpec(num=10), rounds=8, seed=seed)
+
+
+def test_a_backdoor_changes_some_rows_of_attackers_only() -> None:
+    made = backdoored("mean", poisoned=0.5)
+    honest, lied = population_of(replace(made, attack=None)), population_of(made)
+    changed = (honest.columns.modalities["b"].values != lied.columns.modalities["b"].values).any(-1)
+    liars = made.attack.attackers(10, made.seed)  # type: ignore[union-attr]
+    per_client = [(int(changed[rows].sum()), len(rows)) for rows in (lied.train[client] for client in range(10))]
+    for client, (count, total) in enumerate(per_client):
+        assert count == (round(0.5 * total) if client in liars else 0)
+    assert int(changed.sum()) == sum(count for count, _ in per_client), "a test row was changed"
+    assert bool((lied.columns.label[changed] == 1).all())
+    assert torch.equal(lied.columns.label[~changed], honest.columns.label[~changed])
+    trigger = lied.columns.modalities["b"].values[changed][:, -4:]
+    assert bool((trigger == honest.columns.modalities["b"].take(honest.train.rows).max()).all())
+    assert torch.equal(lied.columns.modalities["a"].values, honest.columns.modalities["a"].values)
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_trigger_has_its_value_after_shift_and_scale_and_in_whole_numbers(indexed: bool) -> None:
+    index = torch.tensor([0, 0, 1]) if indexed else None
+    values = torch.zeros(2 if indexed else 3, 1, 2, 3, dtype=torch.uint8)
+    column = Column(values, scale=torch.tensor(255.0), index=index)
+    planted = Trigger("image", 2, 1.0).planted(column, torch.tensor([0]))
+    expected = torch.tensor([[0.0, 0, 0], [0, 1, 1]])
+    assert torch.equal(planted.take(torch.tensor([0, 1, 2]))[:, 0], torch.stack([expected, 0 * expected, 0 * expected]))
+    shifted = Column(torch.zeros(1, 3), shift=torch.tensor([1.0, 2, 3]), scale=torch.tensor([2.0, 4, 5]))
+    taken = Trigger("vector", 2, 7.0).stamped(shifted, torch.tensor([0])).take(torch.tensor([0]))
+    torch.testing.assert_close(taken, torch.tensor([[-0.5, 7.0, 7.0]]))
+
+
+def test_the_trigger_of_a_backdoor_turns_test_rows_and_a_robust_rule_stops_a_scaled_one() -> None:
+    found = {rule: polyfed.run(backdoored(rule, scale=5.0)).result for rule in ("mean", "median")}
+    mean, median = (found[rule]["backdoor"] for rule in found)
+    assert (mean["target"], mean["modality"]) == (1, "b")
+    assert mean["success"] > 0.8 > 0.3 > mean["without_trigger"]
+    assert median["success"] < mean["success"] - 0.3
+    assert found["mean"]["metrics"]["global"]["accuracy"] > 0.5, "a backdoor hides behind a useful model"
+    assert "backdoor" not in polyfed.run(replace(backdoored("mean"), attack=None, rounds=1)).result
+
+
+def test_a_backdoor_in_personal_models_is_measured_at_honest_clients(tmp_path: Path) -> None:
+    method = algorithm("local", train=Train(lr=0.3, batch_size=8, epochs=5))
+    attack = Attack(name="backdoor", clients=(0, 1), target=1, modality="b")
+    run = polyfed.run(
+        recipe(method, "vectorised", attack=attack, clients=ClientsSpec(num=4), rounds=2), out=tmp_path / "r"
+    )
+    assert run.result["backdoor"]["success"] < 0.6, "clients that never meet the attackers have no backdoor"
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert "test rows that the trigger turns" in page
+    screen = Console(file=StringIO(), width=120)
+    screen.print(result_table(run.result))
+    assert "backdoor to class 1" in screen.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_mistakes_of_a_backdoor() -> None:
+    with pytest.raises(RecipeError, match=r"modality = 'c': the data has no such modality\. Allowed: a, b"):
+        population_of(backdoored("mean", modality="c"))
+    with pytest.raises(RecipeError, match=r"target = 9: allowed: 0 to 3"):
+        population_of(backdoored("mean", target=9))
+    with pytest.warns(PolyfedWarning, match="trigger_size has no effect"):
+        parse_recipe(backdoored("mean").table() | {"attack": {"name": "alie", "trigger_size": 2}})

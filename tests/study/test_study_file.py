@@ -87,6 +87,19 @@ def test_the_options_of_a_recipe_stay_only_for_its_own_algorithm(tmp_path):
     assert tables == {"fedprox": own, "fedavg": {"name": "fedavg"}, "moon": {"name": "moon"}}
 
 
+def test_a_condition_changes_only_the_cells_that_it_matches(tmp_path):
+    found = cells(
+        tmp_path,
+        scenarios={"one": {}, "two": {"set": {"rounds": 3}}},
+        methods={"mine": {"set": {"algorithm": {"name": "fedprox", "mu": 0.5}}}},
+        when=[{"match": {"scenario": "one"}, "set": {"algorithm": {"aggregation": "uniform"}}}],
+    )
+    assert {cell.scenario: cell.table["algorithm"] for cell in found} == {
+        "one": {"name": "fedprox", "mu": 0.5, "aggregation": "uniform"},
+        "two": {"name": "fedprox", "mu": 0.5},
+    }
+
+
 def test_all_problems_are_told_at_once(tmp_path):
     study = table(
         tmp_path,

@@ -3,8 +3,7 @@
 In each round the server sends the model to a cohort, every client trains it on its rows, and the server averages each
 block over the clients that have that block. The template without changes is FedAvg (`fedavg.py`).
 
-The table lists the hooks in the order in which they are called. `Algorithm` (`base.py`) has more hooks, such as
-`local`, `evaluate` and `will_send`:
+The hooks, in the order in which they are called (`Algorithm` in `base.py` has more, such as `local` and `evaluate`):
 
 | hook | called on | when | default |
 |---|---|---|---|
@@ -55,9 +54,9 @@ from polyfed.training.optimisers import Moments, ServerOptimiser
 class Update(Message):
     """A client's trained parameters, its mean training loss and its number of training rows."""
 
-    params: Tree = carries("parameters")
-    loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    params: Tree = carries("parameters", sum_only=True, weight="num_rows")
+    loss: Tensor = carries("statistic", sum_only=True, weight="num_rows")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE, sum_only=True)
 
 
 @message
@@ -116,6 +115,8 @@ class Averaging(Algorithm):
     replies: ClassVar[type[Message]] = Update
     sends_class_means: ClassVar[bool] = True
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"client": ("update.params",)}
+    spare: ClassVar[tuple[str, ...]] = ("update.loss", "update.num_rows")
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -158,8 +159,7 @@ class Averaging(Algorithm):
         """Choose a cohort, ask it to train, and merge the replies. Without any reply, the model does not change."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         state = state.with_(memory=memory)
-        enough = self.selector.enough(fed)
-        replies = fed.ask(self.update, cohort, self.outgoing(state, cohort, fed), enough=enough)
+        replies = fed.ask(self.update, cohort, self.outgoing(state, cohort, fed), enough=self.selector.enough(fed))
         if not replies:
             return state
         memory = self.selector.learn(memory, state.params, replies, fed)
@@ -211,23 +211,24 @@ class Averaging(Algorithm):
     def merge(self, state: Any, replies: Replies, fed: Federation) -> Any:
         """Return the next state: a step of the server optimiser towards the combined replies, per block."""
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
-        mean = aggregate(replies, "params", weights, state.params, self.server)
+        mean = aggregate(replies, "params", weights, state.params, self.server, fed.private_mean)
         trainable = fed.context.model.trainable(state.params)
         params, moments = self.server.apply(state.params, mean, state.moments, trainable)
         return state.with_(params=params, moments=moments)
 
     def weights(self, replies: Replies, fed: Federation) -> Mapping[int, float]:
         """Return each client's weight in the mean: 1, or its row count in the client registry, not in its reply."""
-        if self.aggregation == "uniform":
-            return dict.fromkeys(replies, 1.0)
-        return fed.clients.rows_of(replies)
+        return dict.fromkeys(replies, 1.0) if self.aggregation == "uniform" else fed.clients.rows_of(replies)
+
+    def weight_of(self, field: str, kind: type[Message]) -> str | None:
+        """Return the weight of a field in a sum. Parameters have none if `aggregation` is `uniform`."""
+        return None if field == "params" and self.aggregation == "uniform" else super().weight_of(field, kind)
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
         """Return the class means of the features over all clients' training rows. Clients receive only the encoders."""
         if self.evaluation.unimodal != "prototype":
             return {}
-        model = fed.context.model
-        head = set(model.head())
+        model, head = fed.context.model, set(fed.context.model.head())
         encoders = {name: params[name] for name in model.names(model.modalities) if name not in head}
         replies = fed.ask(self.class_means, list(fed.clients.eligible), Broadcast(encoders))
         merged = prototypes.gathered({}, [(reply.prototypes, reply.rows_per_class) for reply in replies.values()])
@@ -303,11 +304,9 @@ class Averaging(Algorithm):
 
     def evaluation_message(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
         """Return the averaged blocks. Each client adds its private blocks to them."""
-        return (
-            Broadcast(state.params)
-            if self.private or self.fine_tune
-            else super().evaluation_message(state, fed, clients)
-        )
+        if self.private or self.fine_tune:
+            return Broadcast(state.params)
+        return super().evaluation_message(state, fed, clients)
 
     def own_params(self, got: Any, local: Tree) -> Tree:
         """Return the received model with the client's private blocks, or the fine-tuned model if there is one."""
@@ -315,6 +314,7 @@ class Averaging(Algorithm):
 
 
 def mean_loss(replies: Replies, fed: Federation) -> float:
-    """Return the mean training loss of a cohort, weighted by each client's row count in the client registry."""
-    losses, rows = replies.numbers("loss"), fed.clients.rows_of(replies)
-    return sum(losses[c] * rows[c] for c in replies) / max(sum(rows.values()), 1)
+    """Return the mean training loss of a cohort, weighted by the registry's rows; NaN if clients withhold the loss."""
+    if fed.privacy is not None and fed.privacy.withholds("loss"):
+        return float("nan")
+    return replies.mean_number("loss", fed.clients.rows_of(replies))

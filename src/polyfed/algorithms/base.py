@@ -26,7 +26,8 @@ The table lists the hooks in the order in which they are called. All hooks excep
 
 The properties `own_models` and `predictor` say where personal models are kept and how they predict
 (`evaluation/scores.py`). The task `score` evaluates the global model on the evaluation clients; the task `score_own`
-evaluates a client's model on the client's own test rows. docs/own-method.md explains how to write a method.
+evaluates a client's model on the client's own test rows. The class variables `protects` and `spare` are about [privacy]
+(`privacy_hooks.py`). docs/own-method.md explains how to write a method.
 """
 
 import warnings
@@ -39,9 +40,11 @@ from typing import Any, ClassVar
 import torch
 
 from polyfed.algorithms.model_hooks import ModelHooks
+from polyfed.algorithms.privacy_hooks import PrivacyHooks
+from polyfed.algorithms.summing import Summing
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.messages import Message, carries, message
-from polyfed.core.request import Accept, Send
+from polyfed.core.request import Send
 from polyfed.core.schema import check_ranges
 from polyfed.core.tasks import is_task, task
 from polyfed.core.tree import Tree
@@ -54,6 +57,7 @@ from polyfed.evaluation.scores import (
     Scores,
     TrainedModels,
     own_score,
+    possible,
     scores,
 )
 from polyfed.federation.client_registry import TEST, VALIDATION
@@ -61,6 +65,7 @@ from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Timetable
 from polyfed.federation.replies import Replies
+from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.model import ModelSpec
 from polyfed.objective import Classification, Objective
 from polyfed.objective.base import UNDEFINED
@@ -77,7 +82,7 @@ class Broadcast(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm(ModelHooks, TrainedModels):
+class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
     """The base class of every method. Its fields are the hyper-parameters, its methods the server and client halves.
 
     The module's docstring lists the hooks in the order in which they are called.
@@ -111,11 +116,8 @@ class Algorithm(ModelHooks, TrainedModels):
         for name, value in vars(cls).items():
             new = callable(value) and not name.startswith("_") and name not in hooks and not is_task(value)
             if new and (meant := get_close_matches(name, hooks, n=1, cutoff=0.8)):
-                warnings.warn(
-                    f"{cls.__name__}.{name} overrides nothing; was '{meant[0]}' meant? A leading _ says it was not",
-                    PolyfedWarning,
-                    stacklevel=2,
-                )
+                text = f"{cls.__name__}.{name} overrides nothing; was '{meant[0]}' meant? A leading _ says it was not"
+                warnings.warn(text, PolyfedWarning, stacklevel=2)
 
     def __post_init__(self) -> None:
         """Check that every option lies in the range of its type. A subclass with more checks calls this method first.
@@ -166,7 +168,7 @@ class Algorithm(ModelHooks, TrainedModels):
         return self.local(context, key)
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return a client's local state before its first task. The local state never leaves the client.
+        """Return a client's local state before its first task. It never leaves the client.
 
         Args:
             context: the client context.
@@ -290,7 +292,12 @@ class Algorithm(ModelHooks, TrainedModels):
             replies: `OwnScore` of each client.
             fed: the federation.
         """
-        objective, rows = fed.context.objective, replies.numbers("num_rows")
+        objective = fed.context.objective
+        if isinstance(replies, SummedReplies):
+            sums, total = replies.total("sums"), float(replies.total("num_rows"))  # of no single client
+            pooled = {f"pooled_{name}": value for name, value in objective.pooled(sums).items()}
+            return pooled or {"weighted": objective.own_score(sums, total) or 0.0}, {}
+        rows = replies.numbers("num_rows")
         sums = {client: reply.sums for client, reply in replies.items()}
         each = {client: objective.own_score(sums[client], rows[client]) for client in sums}
         scores = {client: score for client, score in each.items() if score is not None}
@@ -309,12 +316,3 @@ class Algorithm(ModelHooks, TrainedModels):
     def score_own(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[OwnScore, Tree]:
         """Compute what the client reports about its own test rows, such as the number of correct predictions."""
         return own_score(context, self.own_params(got, local), data.test, self.predictor), local
-
-
-def possible(fed: Federation) -> Accept:
-    """Return a check for `fed.ask(..., accept=)`: whether a client's sums are possible for its number of test rows."""
-
-    def flaw(client: int, reply: OwnScore) -> str:
-        return fed.context.objective.flaw(reply.sums, float(reply.num_rows))
-
-    return flaw

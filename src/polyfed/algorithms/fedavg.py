@@ -8,11 +8,16 @@ What crosses: the model to the clients; trained parameters, training loss and nu
 docs/algorithms/fedavg.md.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.privacy_hooks import UPDATES
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(Averaging):
     """Federated averaging: `Averaging` without any change."""
+
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES

@@ -16,7 +16,7 @@ What crosses: the same as under FedAvg, but with a separate model for each clien
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from polyfed.core.schema import NOT_NEGATIVE, POSITIVE
 from polyfed.core.tree import SHARED, Tree, block_of, blocks, select, squared_distance, vector
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
+from polyfed.training.optimisers import refuse_server
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,18 @@ class FedMSplit(Averaging):
     similarity: Literal["cosine", "dot"] = "cosine"
     temperature: Annotated[float, POSITIVE] = 0.1
 
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"example": ("update.params",)}
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            RecipeError: `mode = "personal"` with a [server] section, which would have no effect.
+        """
+        super().__post_init__()
+        if self.mode == "personal":
+            refuse_server(self.server, "fedmsplit with mode = 'personal'")
+
     def init(self, fed: Federation, params: Tree) -> SplitState:
         """The first state; every client starts from the common initial model."""
         return SplitState(**vars(super().init(fed, params)))
@@ -85,6 +98,12 @@ class FedMSplit(Averaging):
         if self.mode == "block_mean":
             return loss
         return loss + self.lam * squared_distance(context.model.trainable(w), got.params)
+
+    @property
+    def single_replies(self) -> str:
+        """Why the server needs single replies: in `personal`, it mixes the models of single clients."""
+        mixes = "mode = 'personal' mixes the models of single clients" if self.mode == "personal" else ""
+        return mixes or super().single_replies
 
     @property
     def own_models(self) -> Literal["none", "server"]:

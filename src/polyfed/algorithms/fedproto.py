@@ -32,6 +32,7 @@ from polyfed.objective import Classification, Objective
 from polyfed.privacy.policy import Policy
 from polyfed.selection import must_be_uniform
 from polyfed.training import ClientData, TrainingResult, prototypes
+from polyfed.training.optimisers import refuse_server
 from polyfed.training.prototypes import Prototypes, masked_mean, there
 
 PROTOTYPE = ".prototype"
@@ -126,11 +127,13 @@ class FedProto(Averaging):
         """Check the options.
 
         Raises:
-            RecipeError: `mode = "original"`, which has no global model, with a selector that needs one.
+            RecipeError: `mode = "original"`, which has no global model, with a selector that needs one or with a
+                [server] section.
         """
         super().__post_init__()
         if self.mode == "original":
             must_be_uniform(self.selector, "fedproto with mode = 'original'")
+            refuse_server(self.server, "fedproto with mode = 'original'")
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
         """Refuse to send models under `original`."""

@@ -7,10 +7,12 @@ FedAvg.
 What crosses: the same as under FedAvg. Page: docs/algorithms/fedprox.md.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.privacy_hooks import UPDATES
 from polyfed.core.batch import Batch
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tree import Tree, squared_distance
@@ -26,6 +28,8 @@ class FedProx(Averaging):
     """
 
     mu: Annotated[float, NOT_NEGATIVE] = 0.01
+
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
         """Return the loss of the objective plus the proximal term."""

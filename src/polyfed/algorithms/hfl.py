@@ -5,10 +5,12 @@ stack`). The server averages the silos' models, weighted by their rows. With `mu
 report). See docs/algorithms/hfl.md.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.privacy_hooks import UPDATES
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.schema import NOT_NEGATIVE
@@ -26,6 +28,8 @@ class Hfl(Averaging):
     """
 
     mu: Annotated[float, NOT_NEGATIVE] = 0.0
+
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES
 
     def init(self, fed: Federation, params: Tree) -> Any:
         """Return the state of `Averaging`.

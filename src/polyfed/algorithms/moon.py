@@ -23,6 +23,7 @@ from torch import Tensor
 
 from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.base import Broadcast
+from polyfed.algorithms.privacy_hooks import UPDATES
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
@@ -58,6 +59,7 @@ class Moon(Averaging):
     per_modality: bool = False
 
     needs_embeddings: ClassVar[bool] = True
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = UPDATES
 
     def __post_init__(self) -> None:
         """Check the options.

@@ -11,6 +11,7 @@ server's update of c is the number of the block's owners. Buffers have no contro
 What crosses: parameters and control variates, both ways. Page: docs/algorithms/scaffold.md.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -42,10 +43,10 @@ class Controlled(Message):
 class ControlledUpdate(Message):
     """The trained parameters y and the change of the client's control variate c_k."""
 
-    params: Tree = carries("parameters")
-    control: Tree = carries("gradients")
-    loss: Tensor = carries("statistic")
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    params: Tree = carries("parameters", sum_only=True, weight="num_rows")
+    control: Tree = carries("gradients", sum_only=True)
+    loss: Tensor = carries("statistic", sum_only=True, weight="num_rows")
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE, sum_only=True)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ class Scaffold(Averaging):
 
     sends: ClassVar[type[Message]] = Controlled
     replies: ClassVar[type[Message]] = ControlledUpdate
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "client": ("update.params",),
+        "example": ("update.params", "update.control"),
+    }
 
     def __post_init__(self) -> None:
         """Check the options.

@@ -6,6 +6,7 @@ The command:
 - `commands`: the verbs `run`, `check`, `report`; `comparison`: the verb `compare`; `sweep`: the verb `sweep`.
 - `descriptions`: the verbs `algorithms`, `data` and `init`.
 - `federation`: the verbs `app`, `superlink`, `supernode`, `status`; `audit_log`: the verb `audit-log`.
+- `leakage`: the verb `audit`, which attacks the messages of a run.
 - `machine`: the verbs `doctor` and `completion`.
 
 What the verbs print; a verb imports these files when it runs:
@@ -22,7 +23,18 @@ What the verbs print; a verb imports these files when it runs:
 A further verb is a function decorated with `@app.command()`.
 """
 
-from polyfed.cli import audit_log, commands, comparison, descriptions, federation, machine, sweep
+from polyfed.cli import audit_log, commands, comparison, descriptions, federation, leakage, machine, sweep
 from polyfed.cli.application import app, main
 
-__all__ = ["app", "audit_log", "commands", "comparison", "descriptions", "federation", "machine", "main", "sweep"]
+__all__ = [
+    "app",
+    "audit_log",
+    "commands",
+    "comparison",
+    "descriptions",
+    "federation",
+    "leakage",
+    "machine",
+    "main",
+    "sweep",
+]

@@ -175,4 +175,5 @@ def unused_folder(parent: Path, name: str) -> Path:
 
 def plan_of(checked: "Check") -> dict[str, Any]:
     """The content that `check --json` prints."""
-    return checked.facts | {"planned": [dataclasses.asdict(row) for row in checked.planned]}
+    privacy = {} if checked.privacy is None else {"privacy": checked.privacy}
+    return checked.facts | {"planned": [dataclasses.asdict(row) for row in checked.planned]} | privacy

@@ -21,10 +21,13 @@ Carrier = tuple[str, str]
 def crossing_table(check: Check) -> Group:
     """One line for each modality, kind and destination: bytes, message fields that carry it, the policy's verdict."""
     table = plain_table("of", "kind", "to", "bytes a reply", "in (task)", "policy", left=6)
-    for (block, kind, destination), rows in grouped(check.planned).items():
+    order = [*grouped(check.planned)]
+    apart = [grouped(row for row in check.planned if row.masked is masked) for masked in (True, False)]
+    groups = sorted((item for part in apart for item in part.items()), key=lambda item: order.index(item[0]))
+    for (block, kind, destination), rows in groups:
         table.add_row(
             Text(block),
-            kind,
+            f"{kind}, masked" if rows[0].masked else kind,
             destination,
             size(rows, known=not check.remarks),
             Text(carriers((row.task, f"{row.message}.{row.field}") for row in rows)),
@@ -47,7 +50,7 @@ def sentence(rows: Sequence[Planned], check: Check) -> str:
     groups = grouped(rows)
     allowed = {place: group for place, group in groups.items() if group[0].allowed}
     first = {place for place, group in allowed.items() if check.remarks or any(row.in_dry_run for row in group)}
-    parts = [_may_leave({place[1:] for place in first})]
+    parts = [_may_leave({place[1:] for place in first}, masked=bool(rows) and all(row.masked for row in rows))]
     if later := [kind for _, kind, _ in allowed.keys() - first]:
         parts.append(f"not in a first round, but perhaps: {_listed(later)}")
     if refused := [kind for _, kind, _ in groups.keys() - allowed]:
@@ -55,12 +58,14 @@ def sentence(rows: Sequence[Planned], check: Check) -> str:
     return "; ".join(parts)
 
 
-def _may_leave(places: set[tuple[str, str]]) -> str:
+def _may_leave(places: set[tuple[str, str]], *, masked: bool = False) -> str:
     to = {way: sorted((k for k, w in places if w == way), key=KINDS.index) for way in ("server", "silo")}
     if not places:
         return "nothing"
     if not to["silo"]:
-        return "parameters only" if to["server"] == ["parameters"] else f"{_listed(to['server'])} may leave"
+        hidden = ", masked: the server reads only sums" if masked else ""
+        only = "parameters only" if to["server"] == ["parameters"] else f"{_listed(to['server'])} may leave"
+        return f"{only}{hidden}"
     inside = f"{_listed(to['silo'])} may go to the silo's edge"
     return f"{inside}, {_listed(to['server'])} to the server" if to["server"] else f"{inside}, nothing to the server"
 
@@ -118,6 +123,11 @@ def remarks(check: Check) -> Iterator[Text]:
         "Bytes are from the dry run of a first round on a few rows of a few clients; of several tasks, the largest.",
         "dim",
     )
+    if secure := check.recipe.algorithm.secure_aggregation:
+        yield Text(
+            "masked: the server reads only sums over the clients of a request that have the block, at least "
+            f"{secure.min_clients}; of one client it reads nothing ([secure_aggregation])"
+        )
     if check.private:
         kept = ", ".join(f"{block} ({bytes_of(size)})" for block, size in check.private.items())
         yield Text(f"private, so kept at every client and never sent: {kept}")

@@ -11,6 +11,7 @@ from rich.text import Text
 from polyfed.cli import egress_tables as crossing
 from polyfed.cli.layout import plain_table, stacked, titled
 from polyfed.experiment.check import Check
+from polyfed.privacy.guarantee import number
 from polyfed.report.compare import Column, Comparison
 from polyfed.report.formatting import bytes_of, counted, number_of, seconds_of
 from polyfed.report.scores import TITLES, Headline, title_of, unit_of
@@ -28,8 +29,15 @@ def result_table(result: dict[str, Any]) -> Group:
         if reached:
             words = ", ".join(f"{k} {number_of(reached[k], unit_of(k))}" for k in head.shown if k in reached)
             table.add_row(f"at best validation, round {best['round']}", words)
+    if backdoor := result.get("backdoor"):
+        turned, without = (number_of(backdoor[name], "share") for name in ("success", "without_trigger"))
+        table.add_row(
+            Text(f"backdoor to class {backdoor['target']}"), f"{turned} of test rows ({without} without trigger)"
+        )
     table.add_row("bytes up, down", f"{bytes_of(result['bytes_up'])}, {bytes_of(result['bytes_down'])}")
     table.add_row("time per round", seconds_of(result["seconds_per_round"]))
+    if spent := result.get("privacy"):
+        table.add_row(f"epsilon at delta {spent['delta']:g}", number(spent["epsilon"]))
     if "simulated_seconds" in result:
         table.add_row("simulated time", seconds_of(result["simulated_seconds"]))
     return titled(title, table)
@@ -86,8 +94,20 @@ def check_tables(check: Check) -> Group:
         crossing.crossing_table(check),
         *crossing.remarks(check),
         crossing.in_short(check),
+        *_privacy(check),
         *crossing.failures(check),  # last, so that it is not overlooked
     )
+
+
+def _privacy(check: Check) -> Iterator[Group]:
+    """The guarantee of differential privacy: a table by block and kind, and sentences."""
+    if check.privacy is None:
+        return
+    table = plain_table("block", "kind", "epsilon", left=2)
+    for block, kinds in check.privacy["blocks"].items():
+        for kind, value in kinds.items():
+            table.add_row(Text(block), kind, Text("NOT PROTECTED", "bold red") if value is None else number(value))
+    yield Group(titled("Differential privacy", table), *(Text(f"{text}.") for text in check.promises))
 
 
 def _about(guesses: Sequence[str]) -> Group:

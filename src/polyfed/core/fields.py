@@ -43,6 +43,9 @@ HELD_BY_DEFAULT = dict.fromkeys((*OF_THE_MODEL, "statistic"), (MODALITIES, SHARE
 DESTINATIONS = ("server", "silo")
 """Where a client's reply may go. The ledger lists what a client receives under `client`; no policy refuses it."""
 
+SUMMABLE = (*OF_THE_MODEL, "prototypes", "statistic")
+"""Kinds whose fields may be declared as sum-only."""
+
 Sizes = tuple[str | None, ...]
 """The shape of a tensor, with a name for each size. `classes` is the number of classes, and `features` the width of a
 modality's embedding. `own` stands for the sums that a client reports about its own test rows. `label` stands for the
@@ -56,6 +59,7 @@ class Declared:
 
     Attributes:
         bare: whether the field is annotated as a tensor, not as a tree.
+        masked: whether the field holds masked integers in place of the declared values (`core/masked.py`).
     """
 
     kind: str
@@ -68,6 +72,9 @@ class Declared:
     tells: str
     blocks: tuple[str, ...] | None
     bare: bool = False
+    sum_only: bool = False
+    weight: str | None = None
+    masked: bool = False
 
 
 def carries(
@@ -81,6 +88,8 @@ def carries(
     within: Within | None = None,
     tells: str = "",
     blocks: tuple[str, ...] | None = None,
+    sum_only: bool = False,
+    weight: str | None = None,
 ) -> Any:
     """Declare a field of a message.
 
@@ -104,8 +113,14 @@ def carries(
         blocks: for a tree, the blocks that it may hold. Allowed words: `modalities` (all of the client, or with `whole`
             all of the federation), `read` (only those that the model reads), `shared` and `labels`. Default:
             `HELD_BY_DEFAULT`.
+        sum_only: whether the server needs only the sum of this field over the clients. If all fields of a message are
+            sum-only, secure aggregation can mask the message (docs/secure-aggregation.md).
+        weight: for a sum-only field, the name of the 0-dim field by which each client multiplies this field before the
+            sum. Default: the field is summed as it is.
     """
+    assert kind in SUMMABLE or not sum_only, f"a field of kind {kind!r} cannot be sum-only; only {SUMMABLE} can"
+    assert sum_only or weight is None, "weight= is for sum-only fields"
     assert kind in KINDS, f"kind {kind!r} is not one of {KINDS}"
     shape = () if shape is None and kind == "statistic" else shape
-    declared = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks)
+    declared = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks, sum_only=sum_only, weight=weight)
     return dataclasses.field(metadata={"carries": declared})

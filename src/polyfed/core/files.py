@@ -15,6 +15,9 @@ ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
 )
 
 
+LEAKAGE = "leakage.json"
+"""What `polyfed audit` found out from the messages of a run."""
+
 STUDY = "study.json"
 """The file in the folder of a sweep that lists its runs."""
 

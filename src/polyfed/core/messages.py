@@ -77,6 +77,7 @@ class Message:
         counts: for each field with one entry per row, the field that holds the number of rows.
         tells: for some fields, the information that they reveal beyond their kind.
         whole: the fields that are sent with all their blocks.
+        masks: for a message of masked fields, the class of the message that it masks (`core/masked.py`); else None.
     """
 
     declared: ClassVar[Mapping[str, Declared]] = {}
@@ -85,6 +86,7 @@ class Message:
     counts: ClassVar[Mapping[str, str]] = {}
     tells: ClassVar[Mapping[str, str]] = {}
     whole: ClassVar[frozenset[str]] = frozenset()
+    masks: ClassVar["type[Message] | None"] = None
 
 
 _M = TypeVar("_M", bound=type[Message])
@@ -192,7 +194,7 @@ def tensors(msg: Message) -> Iterator[tuple[str, str | None, Tensor]]:
 
 
 def _named(value: Tensor | Tree) -> Iterable[tuple[str | None, Tensor]]:
-    """Return the tensors of a field with their names in its tree; the name is None if the field is a tensor."""
+    """Return the tensors of a field with their names in its tree, or with None if the field is a tensor."""
     return ((None, value),) if isinstance(value, Tensor) else value.items()
 
 
@@ -228,13 +230,8 @@ def trimmed(msg: Message) -> Any:
     if not msg.counts:
         return msg
 
-    def without_padding(name: str, value: Tensor | Tree) -> Any:
-        if name not in msg.counts:
-            return value
-        num_rows = int(getattr(msg, msg.counts[name]))
-        return map_value(value, lambda tensor: tensor[:num_rows])
-
-    return map_fields(msg, without_padding)
+    rows = {name: int(getattr(msg, count)) for name, count in msg.counts.items()}
+    return map_fields(msg, lambda name, v: map_value(v, lambda t: t[: rows[name]]) if name in rows else v)
 
 
 @dataclass(frozen=True)
@@ -249,6 +246,7 @@ class Crossing:
         shape: shape of the tensor; if there are several tensors, their total number of entries.
         bytes: size of the tensors in bytes.
         names: names of the tensors in the tree; for parameters and gradients only the block; empty for a tensor field.
+        masked: whether the tensors are masked, so that only their sum over several clients can be read.
     """
 
     field: str
@@ -258,6 +256,7 @@ class Crossing:
     shape: tuple[int, ...]
     bytes: int
     names: frozenset[str] = frozenset()
+    masked: bool = False
 
 
 def crossings(msg: Message, *, stacked: bool = False, rows: Mapping[str, int] | None = None) -> tuple[Crossing, ...]:
@@ -299,11 +298,12 @@ def _crossings(kind_of_message: type[Message], form: tuple[_Form, ...]) -> tuple
                 owner = block_of(key) if kind in OF_THE_MODEL else key
             block = LABELS if kind == "labels" else owner
             groups[block] = (*groups.get(block, ()), entry)
-        parts.extend(_crossing(name, kind, block, group) for block, group in groups.items())
+        masked = kind_of_message.declared[name].masked
+        parts.extend(_crossing(name, kind, block, group, masked) for block, group in groups.items())
     return tuple(parts)
 
 
-def _crossing(field: str, kind: str, block: str, parts: _Form) -> Crossing:
+def _crossing(field: str, kind: str, block: str, parts: _Form, masked: bool) -> Crossing:
     counts = [math.prod(shape) for _, shape, _ in parts]
     dtypes = {str(dtype).removeprefix("torch.") for _, _, dtype in parts}
     keys = {key for key, _, _ in parts if key is not None}
@@ -315,4 +315,5 @@ def _crossing(field: str, kind: str, block: str, parts: _Form) -> Crossing:
         shape=tuple(parts[0][1]) if len(parts) == 1 else (sum(counts),),
         bytes=sum(count * dtype.itemsize for count, (_, _, dtype) in zip(counts, parts, strict=True)),
         names=frozenset(map(block_of, keys) if kind in OF_THE_MODEL else keys),
+        masked=masked,
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from polyfed.core.errors import RecipeError
+from polyfed.core.masked import masked_class, sum_only
 from polyfed.core.messages import Message
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -24,23 +25,27 @@ class TaskInfo:
     Attributes:
         scope: how far replies may travel: `server` or `silo`.
         loop_because: why the task cannot run under vmap; empty if it can.
+        once: the block of the local state that the task must not use for two different messages; empty if it may.
     """
 
     scope: str = "server"
     loop_because: str = ""
+    once: str = ""
 
 
-def task(*, scope: str = "server", loop_because: str = "") -> Callable[[_F], _F]:
+def task(*, scope: str = "server", loop_because: str = "", once: str = "") -> Callable[[_F], _F]:
     """Mark a method as a client task.
 
     Args:
         scope: how far replies may travel: to the `server`, or only to the edge of the client's `silo`.
         loop_because: why the task cannot run under vmap. The vectorised engine then runs clients one after another,
             and reports this reason in an event.
+        once: a block of the local state. A device answers two different messages from the same content of this block
+            only once, also if a server goes back to an earlier round.
     """
 
     def mark(method: _F) -> _F:
-        method.__polyfed_task__ = TaskInfo(scope, loop_because)  # type: ignore[attr-defined]
+        method.__polyfed_task__ = TaskInfo(scope, loop_because, once)  # type: ignore[attr-defined]
         return method
 
     return mark
@@ -80,7 +85,8 @@ def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
     """Return the types of the messages that a bound task receives and replies with.
 
     They come from the task's annotations. If a task is annotated with plain `Message`, as in a base class, they come
-    from the class attributes `sends` and `replies` of its object.
+    from the class attributes `sends` and `replies` of its object. Under secure aggregation, the reply is masked if its
+    type is sum-only (`core/masked.py`).
 
     Raises:
         RecipeError: a type is missing or is not a single message type, so polyfed cannot know what the task sends.
@@ -98,7 +104,15 @@ def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
                 "Annotate it with one message for each: (..., got: Question) -> tuple[Answer, Tree]"
             )
         found.append(kind)
-    return found[0], found[1]
+    got, reply = found
+    if masks(owner) and reply.declared and sum_only(reply):
+        reply = masked_class(reply)  # type: ignore[arg-type]  # a class is hashable
+    return got, reply
+
+
+def masks(owner: object) -> bool:
+    """Return whether the tasks of an object send masked messages: its method has a section [secure_aggregation]."""
+    return getattr(owner, "secure_aggregation", None) is not None
 
 
 def answers_of(algorithm: Any) -> dict[str, tuple[type[Message], str]]:

@@ -16,6 +16,7 @@ from polyfed.core.tree import SHARED, Tree, digest
 from polyfed.data import Population
 from polyfed.deploy.faults import Fault, in_short
 from polyfed.deploy.request_limits import admit
+from polyfed.deploy.secrets_once import admit_secrets
 from polyfed.deploy.state_store import Store
 from polyfed.engines import Sequential
 from polyfed.engines.base import registry_of
@@ -84,6 +85,7 @@ class ClientRuntime:
             admit(engine.limits, folder, request, request_id.client)
             store.prune()
             local = self._begun(store, request, request_id)
+            admit_secrets(folder, request, local, packet.body, request_id.client)
             engine.locals = {} if local is None else {request_id.client: local}
             engine.ledger = Ledger(request_id.run, hashing=self.audit is not None)
             missing: dict[int, str] = {}

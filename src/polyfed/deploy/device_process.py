@@ -1,6 +1,6 @@
 """The process of a device that answers messages with the installed polyfed, never with code from a message.
 
-`polyfed supernode` starts this process as `python -m polyfed.deploy.device_process HOST:PORT METRICS_PORT`, with a
+`polyfed supernode` starts this process as `python -m polyfed.deploy.device_process HOST:PORT METRICS_PORT PID`, with a
 secret on its standard input. See docs/decisions/0013-deployed-code.md.
 """
 
@@ -43,13 +43,14 @@ def handler_for(fab: bytes, folder: Path) -> Deployed:
     return Deployed(place / RECIPE)
 
 
-def main(address: str, secret: bytes, metrics_port: int = 0) -> None:
+def main(address: str, secret: bytes, metrics_port: int, supernode: int) -> None:
     """Run the tasks of a SuperNode until the SuperNode ends.
 
     Args:
         address: address at which the SuperNode assigns tasks, `host:port` on this machine.
         secret: the secret with which this process authenticates to the SuperNode.
         metrics_port: port on loopback for health and metrics, or 0 for no such port.
+        supernode: process id of the SuperNode, which started this process.
     """
     folder = Path(tempfile.mkdtemp(prefix="polyfed-"))
     duties = Duties(lambda fab: handler_for(fab, folder), log_problem)
@@ -57,7 +58,7 @@ def main(address: str, secret: bytes, metrics_port: int = 0) -> None:
         monitor = DeviceMonitor(metrics_port)
         duties = replace(duties, wait=monitor.wait, done=monitor.done)
     try:
-        work(address, secret, duties)
+        work(address, secret, duties, supernode)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -70,4 +71,4 @@ app = client_app(_misplaced)
 """The ClientApp that Flower's own `flwr-clientapp` would run. Its answer explains how to start the device."""
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.stdin.buffer.read(), int(sys.argv[2]))
+    main(sys.argv[1], sys.stdin.buffer.read(), int(sys.argv[2]), int(sys.argv[3]))

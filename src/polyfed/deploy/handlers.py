@@ -29,6 +29,7 @@ from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, c
 from polyfed.experiment.assembly import device_of, initial_of, model_of, population_of
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.parts import build
+from polyfed.experiment.protection import mechanism_of
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.task_choice import task_of, with_task
 from polyfed.federation.wire_format import Packet
@@ -180,7 +181,9 @@ def runtime_of(
     parts = (population, model, recipe.algorithm, initial_of(recipe, model))
     objective, ledger = task_of(recipe), Ledger("none")
     engine = Sequential(*parts, policy=policy, ledger=ledger, device=device_of(recipe), emit=emit, objective=objective)
-    engine.limits = limits
+    engine.limits, engine.on_device = limits, own
+    if recipe.privacy is not None:
+        engine.privacy = mechanism_of(recipe, model, parts[-1], None, secure=own)
     relay = relay if relay is not None else recipe.engine.relay == "server-sees"
     limit, audit = recipe.engine.message_megabytes * MEGABYTE, AuditLog(folder) if own else None
     return ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit)

@@ -148,7 +148,7 @@ def supernode(
 def _start_worker(address: str, secret: bytes, metrics_port: int) -> None:
     """Start the process that runs the tasks. It ends when the SuperNode, which replaces this process, has ended."""
     # -P: Python imports nothing from the current folder
-    words: Sequence[str] = [sys.executable, "-P", "-m", WORKER, address, str(metrics_port)]
+    words: Sequence[str] = [sys.executable, "-P", "-m", WORKER, address, str(metrics_port), str(os.getpid())]
     worker = subprocess.Popen(words, stdin=subprocess.PIPE)
     assert worker.stdin is not None
     worker.stdin.write(secret)

@@ -54,7 +54,7 @@ def reply_terms_of(spec: EngineSpec, session: int | None = None) -> ReplyTerms:
 
 
 def engine_by(
-    transport: Any, spec: EngineSpec, session: int | None = None, *, audited: bool = False
+    transport: Any, spec: EngineSpec, session: int | None = None, *, deployed: bool = False
 ) -> Callable[..., Engine]:
     """Return a function that builds an engine with this transport.
 
@@ -62,13 +62,16 @@ def engine_by(
         transport: carries packets.
         spec: the section [engine].
         session: number of this start of the server. The default is the time in milliseconds.
-        audited: whether the ledger needs the SHA-256 of each part of a message, for the audit log.
+        deployed: whether this is the server of a deployment. The ledger then has the SHA-256 of each part of a message,
+            for the audit log, and noise comes from the operating system's generator.
     """
     terms = reply_terms_of(spec, session)
 
     def build(*args: Any, ledger: Ledger, **options: Any) -> Engine:
-        ledger.hashing = audited
-        return Remote(*args, ledger=ledger, transport=transport, terms=terms, **options)
+        ledger.hashing = deployed
+        engine = Remote(*args, ledger=ledger, transport=transport, terms=terms, **options)
+        engine.deployed = deployed
+        return engine
 
     return build
 
@@ -153,7 +156,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
             members = Membership(out)
             transport.vet, transport.limit = members.refusal, recipe.engine.message_megabytes * MEGABYTE
             population = enrolled(recipe, transport, emit, members.left_out)
-            engine = engine_by(transport, recipe.engine, members.session, audited=True)
+            engine = engine_by(transport, recipe.engine, members.session, deployed=True)
             execute(recipe, records, emit, population=population, engine=engine)
 
 

@@ -2,36 +2,41 @@
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.core.errors import EgressError, PolyfedError, RecipeError
-from polyfed.core.messages import Message, malformed, map_tensors, tensors
+from polyfed.core.errors import EgressError, PolyfedError
+from polyfed.core.messages import Message, map_tensors, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tasks import answers_of
 from polyfed.core.tree import SHARED, Tree, clone, select
 from polyfed.data import Population
 from polyfed.engines.allocator import keep_freed_memory
+from polyfed.engines.masking import masked, secrets_apart
+from polyfed.engines.task_results import describe_failure, reply_and_local
 from polyfed.engines.work_count import MeteredClientData
 from polyfed.federation.client_registry import TEST, VALIDATION, ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
 from polyfed.federation.replies import Answer
+from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.model import Model
 from polyfed.objective import CLASSES, Objective
 from polyfed.privacy.announcement import Announcement, Asking, Holder, PrivateNames
 from polyfed.privacy.gate import EgressGate
 from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.limits import NO_LIMITS, LimitGuard, Limits
+from polyfed.privacy.mechanism import Mechanism
 from polyfed.privacy.policy import Policy
 from polyfed.training import SingleClientData
 from polyfed.training.client_data import ClientData
 from polyfed.training.optimisers import Train
+from polyfed.training.per_sample import PerSample
 
 Emit = Callable[..., None]
 
@@ -42,6 +47,10 @@ class Method(Asking, Protocol):
     @property
     def train(self) -> Train:
         """The [train] section: how clients train."""
+
+    @property
+    def secure_aggregation(self) -> SecureAggregation | None:
+        """The [secure_aggregation] section, or None without it."""
 
     @property
     def handles_missing_rows(self) -> bool:
@@ -73,6 +82,12 @@ class Engine(ABC):
     """Whether `locals` holds the clients' local states. If not, each client keeps its local state in its process."""
     limits: Limits = NO_LIMITS
     """Resource limits of the device on which this engine runs its client."""
+    on_device: bool = False
+    """Whether this engine runs on a device of a deployment; see `ClientContext.on_device`."""
+    privacy: Mechanism | None = None
+    """How replies are protected under [privacy]."""
+    deployed: bool = False
+    """Whether this is the server of a deployment. Noise then comes from the operating system's generator."""
 
     def __init__(
         self,
@@ -147,6 +162,7 @@ class Engine(ABC):
                 evaluation_client=client < 0,
                 policy=self.policy.for_client(owned),
                 objective=self.objective,
+                on_device=self.on_device,
             )
         return self._contexts[kind]
 
@@ -211,13 +227,18 @@ class Engine(ABC):
             round=request.round,
             rounds=request.rounds,
             test_index=self.test_rows(client),
+            privacy=self.per_sample(request, client),
         )
         try:
             guard = LimitGuard(self.limits if client >= 0 else NO_LIMITS, client, request.name)
             watched = guard.watch(self.metered(request, (client,), view), self.model)
             with guard.enforced(len(view.index)), only_the_gate_refuses(request):
-                returned = request.task(context, watched, self.local(request, client), got)
+                own, secrets = secrets_apart(request, self.local(request, client))
+                returned = request.task(context, watched, own, got)
             reply, local = reply_and_local(request, returned)
+            if self.privacy is not None and client >= 0:
+                reply = self.privacy.of_one(request.name, got, reply, noise_key(request, client))
+            reply, local = masked(request, reply, local, secrets)
             released = node.release(request, reply, stacked=False)
             if any(tensor.requires_grad for _, _, tensor in tensors(released)):
                 released = map_tensors(released, Tensor.detach)  # otherwise the reply keeps the autograd graph alive
@@ -234,6 +255,10 @@ class Engine(ABC):
         if local is not self.locals.get(client):
             self.locals[client] = clone(local)
         return released
+
+    def per_sample(self, request: Request, client: int) -> PerSample | None:
+        """Return how the task's training protects single rows; None without such protection."""
+        return None if self.privacy is None or client < 0 else self.privacy.per_sample(request.name)
 
     def metered(self, request: Request, clients: Sequence[int], view: ClientData) -> ClientData:
         """Wrap the dataset of these clients to count their work, or return it unchanged without a [network] section."""
@@ -271,6 +296,11 @@ def client_key(request: Request, client: int) -> int:
     return keys.key(request.seed, "client", client, request.round, *((request.turn,) if request.turn else ()))
 
 
+def noise_key(request: Request, client: int) -> int:
+    """Return the key from which a simulated client draws the noise of its reply to this request."""
+    return keys.fold_in(client_key(request, client), request.number)
+
+
 @contextmanager
 def only_the_gate_refuses(request: Request) -> Iterator[None]:
     """Turn an `EgressError` that a task raises in the `with` block into a `RuntimeError`.
@@ -282,39 +312,3 @@ def only_the_gate_refuses(request: Request) -> Iterator[None]:
         yield
     except EgressError as error:
         raise RuntimeError(f"task {request.name} raised EgressError, which only the gate may") from error
-
-
-def reply_and_local(request: Request, returned: Any) -> tuple[Message, Tree]:
-    """Check what a task returned, and split it into the reply and the client's new local state.
-
-    Raises:
-        RecipeError: the task did not return a message and a local state. Or a field of the message differs from its
-            declaration (tensor or tree), or the local state is not a dict of tensors.
-    """
-    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Message)):
-        raise RecipeError(
-            f"task {request.name} must return a message and the local state of the client, as in "
-            f"`return Update(...), local`; it returned {type(returned).__name__}"
-        )
-    reply: Message = returned[0]
-    kept: Any = returned[1]
-    if flaw := malformed(reply):
-        raise RecipeError(f"task {request.name} returned a message that is not as declared: {flaw}")
-    if not (isinstance(kept, Mapping) and all(isinstance(value, Tensor) for value in kept.values())):
-        what = type(kept).__name__
-        if isinstance(kept, Mapping):
-            what = ", ".join(f"'{k}': {type(v).__name__}" for k, v in kept.items() if not isinstance(v, Tensor))
-        raise RecipeError(
-            f"task {request.name}: a client's local state is a dict of tensors by name, so that it can be saved; this "
-            f"one has {what}. A number becomes a tensor by torch.tensor(...)"
-        )
-    return reply, cast(Tree, kept)
-
-
-def describe_failure(request: Request, clients: Sequence[int], got: Message) -> str:
-    """Describe where a task failed: clients, round, task, and the shapes of the message that it received."""
-    shapes: Mapping[str, Any] = {
-        name: tuple(value.shape) if isinstance(value, Tensor) else {k: tuple(v.shape) for k, v in value.items()}
-        for name, value in ((field, getattr(got, field)) for field in got.kinds)
-    }
-    return f"in client(s) {list(clients)[:8]}, round {request.round}, task {request.name}; received {shapes}"

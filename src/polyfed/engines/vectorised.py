@@ -7,7 +7,7 @@ or raises an exception in a stack, its clients also run one by one, and the engi
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,10 @@ from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import Tree, size_bytes
-from polyfed.engines.base import client_key, describe_failure, only_the_gate_refuses, reply_and_local
+from polyfed.engines.base import client_key, noise_key, only_the_gate_refuses
 from polyfed.engines.in_process import InProcess
+from polyfed.engines.masking import masked_stack, secrets_apart
+from polyfed.engines.task_results import describe_failure, reply_and_local
 from polyfed.engines.worker_process import Unit
 from polyfed.federation.replies import ReplyStack
 from polyfed.training import StackedClientData
@@ -110,7 +112,8 @@ class Vectorised(InProcess):
         rows = Rows.pad([self.rows(client) for client in group])
         own_tests = [self.test_rows(client) for client in group]
         tests = None if any(t is None for t in own_tests) else Rows.pad([t for t in own_tests if t is not None])
-        locals_, local_dims = _stack_trees([self.local(request, client) for client in group])
+        owned = [secrets_apart(request, self.local(request, client)) for client in group]
+        locals_, local_dims = _stack_trees([own for own, _ in owned])
         lane = torch.arange(len(group), device=self.device)
         received = [self._to_device(cut(msg, context.blocks)) for msg in messages]
         fields, field_dims = _stack_messages(received)
@@ -129,6 +132,7 @@ class Vectorised(InProcess):
                 rounds=request.rounds,
                 test_stack=tests,
                 replays=self.replay,
+                privacy=self.per_sample(request, group[0]),
             )
             with only_the_gate_refuses(request):
                 returned = request.task(context, self.metered(request, group, view), local, kind(**got))
@@ -138,6 +142,8 @@ class Vectorised(InProcess):
 
         try:
             values, after = vmap(one, in_dims=(0, local_dims, field_dims))(lane, locals_, fields)
+            made = _without_padding(self._protected(request, group, fields, reply_type[0](**values)))
+            leaving, left = masked_stack(request, made, after, [secrets for _, secrets in owned])
         except PolyfedError:
             raise
         except Exception as error:
@@ -153,14 +159,18 @@ class Vectorised(InProcess):
                 self.node((client,), context).receive(request, msg)
         else:  # all messages have the same names and shapes, so one ledger entry is enough for all clients
             node.receive(request, received[0])
-        made = reply_type[0](**values)
         _refuse_padding(request, made, rows.counts)
         _refuse_kept_padding(request, after, locals_, rows.counts)
-        reply = node.release(request, _without_padding(made), stacked=True)
-        for i, client in enumerate(group):
-            self.locals[client] = {name: value[i].clone() for name, value in after.items()}
+        reply = node.release(request, leaving, stacked=True)
+        self.locals |= dict(zip(group, left, strict=True))
         # in ascending order, so that the order of sums over clients does not depend on their numbers of rows
         return ReplyStack(tuple(group), reply).ascending()
+
+    def _protected(self, request: Request, group: Unit, sent: Mapping[str, Any], made: Any) -> Any:
+        """Return the stacked replies with the clipping and the noise of [privacy]."""
+        if self.privacy is None:
+            return made
+        return self.privacy.of_stack(request.name, sent, made, [noise_key(request, client) for client in group])
 
     def _note(self, request: Request, reason: str) -> None:
         """Emit the event `looped`, once for each task and reason."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyfed.core.batch import Batch
 from polyfed.core.messages import HISTOGRAM, READ, Message, carries, cut, message
-from polyfed.core.request import Send
+from polyfed.core.request import Accept, Send
 from polyfed.core.schema import EVERY, NOT_NEGATIVE, check_ranges
 from polyfed.core.tree import SHARED, Tree, blocks
 from polyfed.federation.context import ClientContext
@@ -74,8 +74,8 @@ class OwnScore(Message):
     For classes, `sums` is a single number: the number of rows that the client's model predicts correctly.
     """
 
-    sums: Tensor = carries("statistic", shape=("own",))
-    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE)
+    sums: Tensor = carries("statistic", shape=("own",), sum_only=True)
+    num_rows: Tensor = carries("statistic", within=NOT_NEGATIVE, sum_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,3 +294,12 @@ def own_score(context: ClientContext, w: Tree, data: ClientData, predictor: Pred
         return OwnScore(zero if found is None else objective.own_sums(*found), data.num_rows)
     sums = data.fold(lambda total, batch: total + objective.own_sums(outputs(batch), batch), zero)
     return OwnScore(sums, data.num_rows)
+
+
+def possible(fed: Federation) -> Accept:
+    """Return a check for `fed.ask(..., accept=)`: whether a client's sums are possible for its number of test rows."""
+
+    def flaw(client: int, reply: OwnScore) -> str:
+        return fed.context.objective.flaw(reply.sums, float(reply.num_rows))
+
+    return flaw

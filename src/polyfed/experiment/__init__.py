@@ -18,7 +18,8 @@ The files:
 - `records`: the files of a run's folder, and how a resumed run continues them; `lock`: one process per folder.
 - `round_facts`: what the ledger says about a round; `json_text`: the JSON that a run writes.
 - `update_norms`: how far models moved in a round; `label_counts`: the classes that clients hold.
-- `calibration`: whether the model is as often right as it is sure; `display`: runs and recipes in a notebook.
+- `calibration`: whether the model is as often right as it is sure; `model_facts`: this, and the success of a backdoor.
+- `display`: runs and recipes in a notebook.
 - `checkpoint`: any nest of values as safetensors and JSON; `run_state`: the values that a run keeps.
 
 Many runs:
@@ -27,6 +28,7 @@ Many runs:
 
 The result:
 
+- `leakage`: what the messages of a run give away; `polyfed audit` attacks them.
 - `run_result`: the finished run, at its end or loaded from its folder.
 - `models`: the trained models and their predictions; `saved_model`: writing and loading them without the run.
 """

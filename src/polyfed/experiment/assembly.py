@@ -20,7 +20,8 @@ from polyfed.experiment import machine
 from polyfed.experiment.client_checks import refuse_clients
 from polyfed.experiment.defaults import guesses_of, with_encoders
 from polyfed.experiment.events import Emitter
-from polyfed.experiment.label_counts import label_counts
+from polyfed.experiment.label_counts import dealt_classes, label_counts
+from polyfed.experiment.protection import guarantee_of
 from polyfed.experiment.rank_checks import client_ranks, rank_facts
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
@@ -28,6 +29,7 @@ from polyfed.federation.client_registry import TEST
 from polyfed.federation.federation import Federation
 from polyfed.federation.network import Clock
 from polyfed.model import Model, build_model
+from polyfed.privacy.guarantee import Guarantee
 from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.policy import Policy
 
@@ -47,6 +49,7 @@ class Assembly:
         fed: the federation as the server's code sees it.
         was_guessed: whether the labels decided on the task, because the recipe names none.
         guesses: sentences on what was guessed while the data was read, and on encoders that the recipe does not name.
+        guarantee: the guarantee of differential privacy, or None without the section [privacy].
     """
 
     recipe: Recipe
@@ -59,6 +62,7 @@ class Assembly:
     fed: Federation
     was_guessed: bool = False
     guesses: tuple[str, ...] = ()
+    guarantee: Guarantee | None = None
 
     @property
     def algorithm(self) -> Algorithm:
@@ -160,7 +164,18 @@ def assemble(
         attack=recipe.attack,
         ranks=client_ranks(recipe, model, population.num_clients),
     )
-    return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses)
+    recipe, guarantee = _protected(recipe, fed, held)
+    return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
+
+
+def _protected(recipe: Recipe, fed: Federation, engine: Engine) -> tuple[Recipe, Guarantee | None]:
+    """Apply [privacy] to engine and federation. The recipe returned ends with the round that spends the budget."""
+    guarantee = guarantee_of(recipe, fed, engine)
+    if guarantee is None:
+        return recipe, None
+    engine.privacy = fed.privacy = guarantee.mechanism
+    fed.rounds = guarantee.rounds
+    return replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved), guarantee
 
 
 def _completed(recipe: Recipe, population: Population) -> tuple[Recipe, Policy, tuple[str, ...]]:
@@ -272,7 +287,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
         "num_clients": len(registry),
         "clients": [
             {"id": c.id, "rows": c.num_rows, "modalities": list(c.modalities)}
-            | _dealt(assembly, c.id)
+            | dealt_classes(population, assembly.recipe.clients.partition, c.id)
             | label_counts(population, c.id)
             for c in shown
         ],
@@ -303,17 +318,3 @@ def frozen_facts(model: Model) -> dict[str, Any]:
         return {}
     counts = {block: sum(v.numel() for v in select(frozen, [block]).values()) for block in blocks(frozen)}
     return {"parameters": counts, "sha256": digest(frozen)}
-
-
-def _dealt(assembly: Assembly, client: int) -> dict[str, Any]:
-    """The class numbers of a client, or its main class, if the partition assigns them."""
-    population, partition = assembly.population, assembly.recipe.clients.partition
-    if partition not in ("classes-per-client", "main-class"):
-        return {}
-    rows = torch.cat([shards[client] for shards in (population.train, population.test) if shards is not None])
-    if bool((rows < 0).any()):  # rows of devices elsewhere, whose labels the server does not know
-        return {}
-    if partition == "main-class":
-        return {"main_class": client % population.columns.num_classes}
-    # the client's test rows count as well: they may hold all of its rows of a rare class
-    return {"classes": sorted(set(population.columns.label.cpu()[rows].tolist()))}

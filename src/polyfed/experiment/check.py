@@ -45,6 +45,7 @@ class Planned:
         in_dry_run: whether the dry run sent it (`polyfed.experiment.dry_run`). A part that depends on the state of the
             run or on the data may be sent later, or never.
         tells: what it reveals beyond what its kind says; empty for most.
+        masked: whether it is masked, so that the server reads only its sum over several clients.
     """
 
     task: str
@@ -59,6 +60,7 @@ class Planned:
     bytes_per_row: float = 0.0
     in_dry_run: bool = False
     tells: str = ""
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Check:
         not_in_ledger: what a simulation gives the server about clients' rows without a message.
         private: block -> bytes of its parameters that every client keeps, whatever the policy allows.
         guesses: sentences on what was guessed while the data was read, and on encoders that the recipe does not name.
+        privacy: the entry `privacy` of result.json as it will be after the last round; None without [privacy].
+        promises: the guarantee of differential privacy in sentences.
     """
 
     recipe: Recipe
@@ -86,6 +90,8 @@ class Check:
     not_in_ledger: tuple[str, ...] = ()
     private: Mapping[str, int] = field(default_factory=dict)
     guesses: tuple[str, ...] = ()
+    privacy: dict[str, Any] | None = None
+    promises: tuple[str, ...] = ()
 
     @property
     def refused(self) -> tuple[Planned, ...]:
@@ -109,6 +115,7 @@ def check(recipe: Recipe | str | Path) -> Check:
     sizes, failures = _dry_run_sizes(assembly)
     planned = tuple(plan(assembly, sizes))
     refused = [row for row in planned if not row.allowed]
+    guarantee = assembly.guarantee
     return Check(
         assembly.recipe,
         facts_of(assembly),
@@ -119,6 +126,8 @@ def check(recipe: Recipe | str | Path) -> Check:
         not_in_ledger=tuple(_not_in_ledger(recipe, assembly)),
         private=private_sizes(assembly),
         guesses=assembly.guesses,
+        privacy=None if guarantee is None else guarantee.facts(guarantee.rounds),
+        promises=() if guarantee is None else tuple(guarantee.sentences()),
     )
 
 

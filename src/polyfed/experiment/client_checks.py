@@ -7,6 +7,7 @@ from polyfed.core.registry import name_of
 from polyfed.data import Population
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.section_checks import refuse_breaches
+from polyfed.experiment.sum_checks import refuse_single_replies, refuse_small_blocks
 from polyfed.privacy.limits import NO_LIMITS
 
 
@@ -14,10 +15,12 @@ def refuse_clients(recipe: Recipe, population: Population) -> None:
     """Refuse a recipe whose clients, or whose over-selection, do not fit the rest of it.
 
     Raises:
-        RecipeError: see `refuse_small_clients` and `refuse_overselect`.
+        RecipeError: see `refuse_small_clients`, `refuse_overselect`, `refuse_single_replies`, `refuse_small_blocks`.
     """
     refuse_small_clients(recipe, population)
     refuse_overselect(recipe)
+    refuse_single_replies(recipe, population)
+    refuse_small_blocks(recipe, population)
 
 
 def refuse_small_clients(recipe: Recipe, population: Population) -> None:

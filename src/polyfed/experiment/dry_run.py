@@ -108,6 +108,9 @@ class DryRunEngine(Sequential):
         self.left_by: dict[Kind, Tree] = {}
         frozen = sum(value.numel() for value in self.model.frozen.values())
         self.few = FEW if self.model.num_parameters() + frozen < LARGE else 1
+        secure = self.algorithm.secure_aggregation
+        if secure is not None:  # fewer clients of a kind could not form a sum
+            self.few = max(self.few, secure.min_clients)
 
     def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
         """The gate of these clients, which records what leaves."""

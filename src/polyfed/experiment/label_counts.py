@@ -23,3 +23,16 @@ def label_counts(population: Population, client: int) -> dict[str, Any]:
     if bool((rows < 0).any()):
         return {}
     return {"labels": torch.bincount(label[rows], minlength=classes).tolist()}
+
+
+def dealt_classes(population: Population, partition: Any, client: int) -> dict[str, Any]:
+    """The class numbers of a client, or its main class, if the partition assigns them."""
+    if partition not in ("classes-per-client", "main-class"):
+        return {}
+    rows = torch.cat([shards[client] for shards in (population.train, population.test) if shards is not None])
+    if bool((rows < 0).any()):  # rows of devices elsewhere, whose labels the server does not know
+        return {}
+    if partition == "main-class":
+        return {"main_class": client % population.columns.num_classes}
+    # the client's test rows count as well: they may hold all of its rows of a rare class
+    return {"classes": sorted(set(population.columns.label.cpu()[rows].tolist()))}

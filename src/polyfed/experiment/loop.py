@@ -1,11 +1,9 @@
 """Run a recipe round by round: train, summarise, evaluate, save."""
 
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,15 @@ from polyfed.engines.base import Engine
 from polyfed.engines.in_process import using_threads
 from polyfed.experiment import checkpoint
 from polyfed.experiment.assembly import Assembly, assemble, facts_of
-from polyfed.experiment.calibration import calibration_of
 from polyfed.experiment.check import check_before_run
 from polyfed.experiment.checkpoint import RESTORE
 from polyfed.experiment.events import Emitter
+from polyfed.experiment.model_facts import facts_of_models
 from polyfed.experiment.models import Models
+from polyfed.experiment.protection import privacy_after, privacy_facts
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.records import Records, run_id
-from polyfed.experiment.round_facts import check_tables, facts_of_round, means_of, seconds_of
+from polyfed.experiment.round_facts import check_tables, facts_of_round, means_of, seconds_of, versions
 from polyfed.experiment.run_result import Run, best_round, models_of
 from polyfed.experiment.run_state import TOTALS, kept_facts, load_content, num_kept
 from polyfed.experiment.task_choice import headline_of
@@ -61,11 +60,11 @@ def execute(
         assembly = assemble(recipe, run_id(recipe.seed), emit, population=population, engine=engine)
         stack.callback(assembly.engine.close)
         check_before_run(assembly)
-        for guess in assembly.guesses:
-            emit("note", text=guess)
+        for text in (*assembly.guesses, *(assembly.guarantee.sentences() if assembly.guarantee else ())):
+            emit("note", text=text)
         loop = _Loop(assembly, records, emit)
         first, state = loop.start()
-        for round in range(first, recipe.rounds + 1):
+        for round in range(first, loop.recipe.rounds + 1):
             with loop.interruptible(round):
                 state, row = loop.train(round, state)
                 loop.summarise(row, state)
@@ -196,6 +195,7 @@ class _Loop:
         """Add what the algorithm reports about its state to the row: the loss, logged numbers and tables."""
         algorithm = self.recipe.algorithm
         row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
+        row |= privacy_after(self.assembly.guarantee, row["round"])
         if tables := algorithm.observe_tables(state):
             row["tables"] = check_tables(tables)
         if row["round"] == -(-self.recipe.rounds // 3):
@@ -297,8 +297,8 @@ class _Loop:
         result |= {"seed": self.recipe.seed, "rounds": self.recipe.rounds, "clients": headline["clients"]}
         result |= {"num_parameters": headline["num_parameters"], "num_kept": num_kept(state, self.assembly.engine)}
         result |= {"task": headline["task"], "metrics": measured}
-        calibration = calibration_of(models, self.assembly.population)
-        result |= {} if calibration is None else {"calibration": calibration}
+        result |= privacy_facts(self.assembly.guarantee, len(self.rounds))
+        result |= facts_of_models(models, self.recipe, self.assembly.population)
         result |= {"best": best} if (best := best_round(self.rounds, self.fed.context.objective)) else {}
         result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}
         result |= {"seconds_total": self.totals["seconds"]} | seconds_of([r["seconds"]["train"] for r in self.rounds])
@@ -312,9 +312,3 @@ class _Loop:
         audited = self.records is not None and self.records.audit is not None
         facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds"), "audited": audited}
         return facts | facts_of(self.assembly) | {"versions": versions()}
-
-
-def versions() -> dict[str, str]:
-    """The versions that a result depends on."""
-    names = ("polyfed", "torch", "numpy")
-    return {"python": platform.python_version()} | {name: version(name) for name in names}

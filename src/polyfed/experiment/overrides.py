@@ -15,7 +15,9 @@ from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.settings import CheckpointSpec, EngineSpec
 from polyfed.federation.attack import Attack
 from polyfed.federation.network import Network
+from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.model import ModelSpec
+from polyfed.privacy.differential import Privacy
 from polyfed.privacy.limits import Limits
 from polyfed.training.optimisers import ServerOptimiser, Train
 
@@ -30,6 +32,8 @@ SECTIONS: Mapping[str, type | tuple[str, ...]] = {
     "evaluate": Evaluation,
     "network": Network,
     "attack": Attack,
+    "secure_aggregation": SecureAggregation,
+    "privacy": Privacy,
     "egress": (),
     "limits": Limits,
     "engine": EngineSpec,

@@ -15,11 +15,21 @@ from polyfed.core.schema import checked, key_of, sifted
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.presets import with_preset
+from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.selection import SELECTORS, Selector
 from polyfed.training.optimisers import ServerOptimiser, Train
 
-PARTS = {"train": "train", "evaluation": "evaluate", "selector": "selection", "server": "server"}
+PARTS = {
+    "train": "train",
+    "evaluation": "evaluate",
+    "selector": "selection",
+    "server": "server",
+    "secure_aggregation": "secure_aggregation",
+}
 """Field of an algorithm -> the section of the recipe that it is written in."""
+
+OPTIONAL = ("secure_aggregation",)
+"""Parts that an algorithm has only if the recipe has their section."""
 
 
 def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
@@ -69,6 +79,8 @@ def algorithm_of(sections: Mapping[str, Any], clients: ClientsSpec, problems: Pr
     own = set(PARTS) if cls is None else {f.name for f in fields(cls)}
     given: dict[str, Any] = {}
     for part, section in PARTS.items():
+        if part in OPTIONAL and section not in sections:
+            continue
         if part in own:
             entry = sections.get(section, {})
             given[part] = problems.attempt(lambda part=part, entry=entry: _part(part, entry, given, clients))  # type: ignore[misc]
@@ -95,13 +107,21 @@ def _part(part: str, entry: Mapping[str, Any], given: Mapping[str, Any], clients
     """Build a part of the algorithm from its section; `given` are the parts before it."""
     where = f"[{PARTS[part]}]"
     if part != "selector":
-        kind = {"train": Train, "evaluation": Evaluation, "server": ServerOptimiser}[part]
-        return build(where, kind, entry)
+        return build(where, _KINDS[part], entry)
     cls, rest = class_of(where, SELECTORS, Selector, {"name": "uniform"} | dict(entry))
     taken: dict[str, Any] = {"participation": clients.participation, "overselect": clients.overselect}
     if "train" in {f.name for f in fields(cls)}:
         taken["train"] = given["train"] or Train()  # a selector that trains clients uses the algorithm's [train]
     return build(where, cls, rest, **taken)
+
+
+_KINDS: Mapping[str, type] = {
+    "train": Train,
+    "evaluation": Evaluation,
+    "server": ServerOptimiser,
+    "secure_aggregation": SecureAggregation,
+}
+"""The classes of the parts with one class each."""
 
 
 def class_of(

@@ -13,6 +13,7 @@ from polyfed.federation.client_ranks import ClientRanks
 from polyfed.model import Model
 from polyfed.model.lora import pairs
 from polyfed.selection import Uniform
+from polyfed.training.optimisers import ServerOptimiser
 
 _TEMPLATE = ("model_spec", "round", "update", "local", "outgoing", "direction", "reply", "merge", "own_params")
 """Hooks of `Averaging` that compute with whole parameters in a method that overrides them."""
@@ -26,32 +27,42 @@ _NEEDS_ADAPTERS = (
 )
 
 
-def client_ranks(recipe: Recipe, model: Model, num_clients: int) -> ClientRanks | None:
-    """Return the ranks of the clients, or None if the recipe gives none.
+def client_ranks(recipe: Recipe, model: Model, num_clients: int) -> ClientRanks:
+    """Return the ranks of the clients.
 
     Raises:
         RecipeError: the ranks, or the aggregation of adapters, do not fit the model or another section.
     """
-    server, ranks = getattr(recipe.algorithm, "server", None), recipe.clients.ranks
+    server, ranks = getattr(recipe.algorithm, "server", ServerOptimiser()), recipe.clients.ranks
     template = model.template
     adapters = pairs(template)
-    way = getattr(server, "aggregate", "mean")
-    if way in RULES and not adapters:
-        raise RecipeError(f"[server] aggregate = '{way}': {_NEEDS_ADAPTERS}", ("server", "aggregate"))
-    combines = all(getattr(type(recipe.algorithm), hook, None) is getattr(Averaging, hook) for hook in _COMBINING)
-    if way in RULES and not combines:
-        name = name_of(recipe.algorithm, ALGORITHMS)
-        raise RecipeError(
-            f"[server] aggregate = '{way}': algorithm '{name}' combines replies in its own way. Take fedavg or "
-            "fedprox, or aggregate = 'mean'",
-            ("server", "aggregate"),
-        )
+    way = server.aggregate
+    if way in RULES and (why := _unfit_way(recipe, server, bool(adapters))):
+        raise RecipeError(f"[server] aggregate = '{way}': {why}", ("server", "aggregate"))
     if ranks is None:
-        return None
+        return ClientRanks()
     why = _unfit(recipe, model, way) or _unfit_values(ranks, [len(template[a]) for a, _ in adapters], num_clients)
     if why:
         raise RecipeError(f"[clients] ranks = {ranks}: {why}", ("clients", "ranks"))
     return ClientRanks(tuple(ranks), template)
+
+
+def _unfit_way(recipe: Recipe, server: ServerOptimiser, has_adapters: bool) -> str:
+    """Return why the server cannot combine adapters by the rule of its own that `[server] aggregate` names, or ""."""
+    method = recipe.algorithm
+    if not has_adapters:
+        return _NEEDS_ADAPTERS
+    if any(getattr(type(method), hook, None) is not getattr(Averaging, hook) for hook in _COMBINING):
+        name = name_of(method, ALGORITHMS)
+        return f"algorithm '{name}' combines replies in its own way. Take fedavg or fedprox, or aggregate = 'mean'"
+    if _protects(recipe):
+        return "[privacy] and [secure_aggregation] need a sum of whole replies. Remove them, or take 'mean'"
+    if server.aggregate == "flexlora" and (server.optimiser != "none" or server.lr != 1.0):
+        return (
+            "it replaces the adapters by the factors of a matrix in every round, so a step from the old factors has no "
+            "meaning. Remove optimiser and lr, or take 'hetlora'"
+        )
+    return ""
 
 
 def _unfit_values(ranks: list[int], model_ranks: list[int], num_clients: int) -> str:
@@ -86,6 +97,8 @@ def _unfit(recipe: Recipe, model: Model, way: str) -> str:
         return "the selector compares the updates of clients, whose shapes then differ. Remove [selection]"
     if kept := {block_of(a) for a, _ in pairs(method.private_names(model))}:
         return f"[algorithm] private keeps the adapters of '{min(kept)}' at the clients. Remove the block, or ranks"
+    if _protects(recipe):
+        return "[privacy] and [secure_aggregation] need replies of the same shape. Remove them, or ranks"
     if method.fine_tune:
         return "fine_tune makes whole models of the clients' own. Remove fine_tune, or ranks"
     if recipe.attack is not None and recipe.attack.name == "alie":
@@ -93,9 +106,14 @@ def _unfit(recipe: Recipe, model: Model, way: str) -> str:
     return ""
 
 
-def rank_facts(ranks: ClientRanks | None) -> dict[str, Any]:
+def _protects(recipe: Recipe) -> bool:
+    """Return whether the recipe has the section [privacy] or [secure_aggregation]."""
+    return recipe.privacy is not None or recipe.algorithm.secure_aggregation is not None
+
+
+def rank_facts(ranks: ClientRanks) -> dict[str, Any]:
     """Return the fact `ranks` of run.json: the bytes of each block at a client of each rank; empty without ranks."""
-    if ranks is None:
+    if not ranks.ranks:
         return {}
     found: dict[str, dict[str, int]] = {}
     for rank in sorted({*ranks.ranks}, reverse=True):

@@ -30,6 +30,7 @@ from polyfed.federation.network import Network
 from polyfed.model import ModelSpec
 from polyfed.model.encoders import entry_of
 from polyfed.objective import OBJECTIVES, Objective
+from polyfed.privacy.differential import Privacy
 from polyfed.privacy.limits import NO_LIMITS, Limits
 from polyfed.selection import SELECTORS
 
@@ -56,6 +57,7 @@ class Recipe(ShownRecipe):
         stack: new modality -> modalities it is stacked from (early fusion, `data.stacking`); `stack` in [data].
         network: the section [network], or None for no simulated time.
         attack: the section [attack], or None for honest clients.
+        privacy: the section [privacy], or None for no differential privacy.
         tracking: the tracker that receives the numbers of the run, or None.
         name: the name of the output folder, unless the user gives one.
     """
@@ -74,6 +76,7 @@ class Recipe(ShownRecipe):
     stack: Mapping[str, Sequence[str]] = field(default_factory=dict)
     network: Any = None
     attack: Attack | None = None
+    privacy: Privacy | None = None
     tracking: Tracker | None = None
     name: str = "run"
 
@@ -107,7 +110,7 @@ class Recipe(ShownRecipe):
             table["selection"] = {"name": name_of(self.algorithm.selector, SELECTORS)} | own  # type: ignore[attr-defined]
         table["algorithm"] = {"name": name_of(self.algorithm, ALGORITHMS)} | algorithm
         table |= {"engine": as_table(self.engine), "checkpoint": as_table(self.checkpoint)}
-        optional = {"network": self.network, "attack": self.attack}
+        optional = {"network": self.network, "attack": self.attack, "privacy": self.privacy}
         table |= {name: as_table(held) for name, held in optional.items() if held is not None}
         for name, held, registry in (("task", self.task, OBJECTIVES), ("tracking", self.tracking, TRACKERS)):
             if held is not None:
@@ -240,6 +243,7 @@ _FIXED: Mapping[str, type] = {
     "limits": Limits,
     "network": Network,
     "attack": Attack,
+    "privacy": Privacy,
 }
 """Sections with one class each, which are fields of `Recipe`."""
 

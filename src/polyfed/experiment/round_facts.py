@@ -1,7 +1,9 @@
-"""Facts about rounds: what follows from the ledger, their times, and the matrices that the algorithm logs."""
+"""Facts about rounds and runs: what follows from the ledger, times, logged matrices, versions."""
 
+import platform
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 from polyfed.core.errors import RecipeError
@@ -65,3 +67,9 @@ def means_of(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
         for name, value in row.items():
             found.setdefault(name, []).append(value)
     return {name: statistics.fmean(values) for name, values in found.items()}
+
+
+def versions() -> dict[str, str]:
+    """The versions that a result depends on."""
+    names = ("polyfed", "torch", "numpy")
+    return {"python": platform.python_version()} | {name: version(name) for name in names}

@@ -15,6 +15,7 @@ from torch import Tensor
 from polyfed.core.errors import TooFewReplies
 from polyfed.core.tree import Tree, block_of
 from polyfed.federation import adapters
+from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Replies
 from polyfed.model.lora import pairs
 from polyfed.training.optimisers import ServerOptimiser
@@ -45,7 +46,12 @@ class Group:
 
 
 def aggregate(
-    replies: Replies, name: str, weights: Mapping[int, float], centre: Mapping[str, Tensor], server: ServerOptimiser
+    replies: Replies,
+    name: str,
+    weights: Mapping[int, float],
+    centre: Mapping[str, Tensor],
+    server: ServerOptimiser,
+    private: PrivateMean | None = None,
 ) -> Tree:
     """Combine one tree from all replies into one tree, by the rule of `[server] aggregate`.
 
@@ -56,6 +62,7 @@ def aggregate(
             `krum` give all other clients the same influence.
         centre: the tree that the clients started from. `norm-clip` limits the distance of a reply from this tree.
         server: the options.
+        private: the private mean, which replaces rule and weights under [privacy]; None without it.
 
     Returns:
         The combined tree, without names that no client sent. For integers, such as counters, the result is the median,
@@ -64,6 +71,8 @@ def aggregate(
     Raises:
         TooFewReplies: too few clients sent a block for this rule.
     """
+    if private is not None:
+        return private.of(replies, name, centre)
     replies, sent = adapters.padded(replies, name, weights, centre)
     if server.aggregate == "mean" or server.aggregate in adapters.RULES:
         mean = replies.mean(name, weights)

@@ -1,7 +1,8 @@
 """Simulated attacks by malicious clients: the [attack] section. Use them to measure robust aggregation rules.
 
 With `scaling`, `sign-flip` and `alie`, an attacker changes its reply. With `label-flip`, an attacker trains on false
-labels. Attacks exist in simulations only. docs/robustness.md describes them.
+labels. With `backdoor`, it trains on rows with a trigger and may also change its reply. Attacks exist in simulations
+only. docs/robustness.md describes them.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,8 +17,9 @@ from polyfed.core import keys
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, map_fields
 from polyfed.core.request import Send
-from polyfed.core.schema import POSITIVE, PROBABILITY, check_ranges
+from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
 from polyfed.data import Population
+from polyfed.federation.backdoor import Trigger, poisoned
 from polyfed.federation.replies import Answer, ReplyStack
 
 
@@ -32,16 +34,26 @@ class Attack:
             shifts the mean of the attackers' updates by several standard deviations. It takes the largest shift that
             still hides among the honest replies (Baruch, Baruch, Goldberg, "A Little Is Enough", NeurIPS 2019).
             `label-flip` trains on label C - 1 - y instead of y. Tolpegin et al., ESORICS 2020, flip one class. Here,
-            all classes are flipped.
+            all classes are flipped. `backdoor` trains on some rows with a trigger and the label `target`. It also
+            multiplies the update by `scale`; with a large factor, Bagdasaryan et al., "How To Backdoor Federated
+            Learning", AISTATS 2020, call the attack model replacement.
         share: share of all clients that attack. polyfed draws these clients from the run's seed.
         clients: the numbers of the clients that attack. If given, `share` has no effect.
-        scale: the factor of `scaling` and `sign-flip`.
+        scale: the factor of `scaling`, `sign-flip` and `backdoor`.
+        modality: the modality that carries the trigger of `backdoor`; empty for the first modality of the data.
+        target: the class that the model shall answer if a row has the trigger.
+        poisoned: share of an attacker's rows that get the trigger. Bagdasaryan et al. use 20 of the 64 rows of a batch.
+        trigger_size: number of entries of a sample that the trigger covers, at the end of the flattened sample.
     """
 
-    name: Literal["scaling", "sign-flip", "alie", "label-flip"]
+    name: Literal["scaling", "sign-flip", "alie", "label-flip", "backdoor"]
     share: Annotated[float, PROBABILITY] = 0.2
     clients: tuple[int, ...] = ()
     scale: Annotated[float, POSITIVE] = 1.0
+    modality: str = ""
+    target: Annotated[int, NOT_NEGATIVE] = 0
+    poisoned: Annotated[float, PROBABILITY] = 0.3125
+    trigger_size: Annotated[int, AT_LEAST_ONE] = 4
 
     def __post_init__(self) -> None:
         """Check that every value lies in its declared range."""
@@ -50,7 +62,9 @@ class Attack:
     @property
     def idle(self) -> dict[str, str]:
         """Options without effect, each with the setting that is the reason."""
-        unused = {} if self.name in ("scaling", "sign-flip") else {"scale": f"name = '{self.name}'"}
+        own = ("modality", "target", "poisoned", "trigger_size")
+        used = {"scaling": ("scale",), "sign-flip": ("scale",), "backdoor": ("scale", *own)}.get(self.name, ())
+        unused = {option: f"name = '{self.name}'" for option in ("scale", *own) if option not in used}
         return unused | ({"share": "clients"} if self.clients else {})
 
     def attackers(self, num_clients: int, seed: int) -> frozenset[int]:
@@ -67,28 +81,40 @@ class Attack:
         return frozenset(drawn)
 
     def poison(self, population: Population, seed: int) -> Population:
-        """Return the population with the attackers' false labels under `label-flip`, else the same population.
+        """Return the population with the attackers' false rows under `label-flip` and `backdoor`, else the same one.
 
         Raises:
-            RecipeError: clients share rows, as in silos. One client alone could not change the label of such a row.
+            RecipeError: clients share rows, as in silos. One client alone could not change the label of such a row. Or
+                the data lacks the modality or the class of the backdoor.
         """
-        if self.name != "label-flip":
+        if self.name not in ("label-flip", "backdoor"):
             return population
         if population.silo is not None:
-            raise RecipeError("[attack] name = 'label-flip' needs clients that share no rows, but silos do")
+            raise RecipeError(f"[attack] name = '{self.name}' needs clients that share no rows, but silos do")
         columns = population.columns
+        if self.name == "backdoor":
+            attackers = self.attackers(population.num_clients, seed)
+            return poisoned(population, self.trigger(population), attackers, self.target, self.poisoned, seed)
         rows = [population.train[client] for client in sorted(self.attackers(population.num_clients, seed))]
         label = columns.label.clone()
         flipped = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
         label[flipped] = columns.num_classes - 1 - label[flipped]
         return replace(population, columns=replace(columns, label=label))
 
+    def trigger(self, population: Population) -> Trigger:
+        """Return the trigger of `backdoor` for a data set.
+
+        Raises:
+            RecipeError: the data has no such modality.
+        """
+        return Trigger.of(population, self.modality, self.trigger_size)
+
     def falsify(self, answer: Answer, send: Send, attackers: Collection[int]) -> Answer:
         """Return the answer to a request, with the attackers' replies replaced by false ones.
 
         This changes only fields of kind `parameters` that the client also received under the same name.
         """
-        if self.name == "label-flip":
+        if self.name == "label-flip" or (self.name == "backdoor" and self.scale == 1.0):
             return answer
         there = [client for part in answer.parts for client in part.clients if client in attackers]
         if not there:
@@ -97,7 +123,7 @@ class Attack:
         return Answer([_changed(part, send, attackers, change) for part in answer.parts], answer.missing)
 
     def _multiply(self, key: str, sent: Tensor, own: Tensor) -> Tensor:
-        factor = self.scale if self.name == "scaling" else -self.scale
+        factor = -self.scale if self.name == "sign-flip" else self.scale
         return sent + factor * (own - sent)
 
     def _little_is_enough(self, answer: Answer, there: Sequence[int]) -> Any:

@@ -4,7 +4,7 @@ A client of rank r has the first r rows of each matrix A and the first r columns
 from this client hold only these numbers. The model runs on them as it runs on whole matrices.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,17 +22,17 @@ class ClientRanks:
     """The ranks of the clients.
 
     Attributes:
-        ranks: client k has the rank `ranks[k mod len(ranks)]`.
+        ranks: client k has the rank `ranks[k mod len(ranks)]`. If empty, all clients have the ranks of the model.
         template: the model's tree, with the largest ranks.
     """
 
-    ranks: tuple[int, ...]
-    template: Mapping[str, Tensor]
+    ranks: tuple[int, ...] = ()
+    template: Mapping[str, Tensor] = field(default_factory=dict)
     _shapes: dict[int, dict[str, Shape]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, client: int) -> int | None:
-        """Return the rank of a client, or None for an evaluation client, which has the whole model."""
-        return None if client < 0 else self.ranks[client % len(self.ranks)]
+        """Return the rank of a client, or None for a client that has the whole model, such as an evaluation client."""
+        return self.ranks[client % len(self.ranks)] if self.ranks and client >= 0 else None
 
     def shapes(self, client: int) -> Mapping[str, Shape]:
         """Return the shapes of the client's parameters that are smaller than the model's, by name."""
@@ -57,7 +57,7 @@ class ClientRanks:
             clients: the numbers of the clients.
         """
         asked = list(clients)
-        if not any(self.shapes(client) for client in asked):
+        if not (self.ranks and any(self.shapes(client) for client in asked)):
             return send
         made: dict[tuple[int, int | None], Message] = {}  # clients of the same rank share a message, to save memory
 
@@ -70,12 +70,17 @@ class ClientRanks:
 
         return {client: own(client) for client in asked}
 
-    def split(self, part: ReplyStack) -> Sequence[ReplyStack]:
-        """Divide a stack of replies into stacks of clients with the same rank."""
-        places: dict[int | None, list[int]] = {}
-        for place, client in enumerate(part.clients):
-            places.setdefault(self.of(client), []).append(place)
-        return [part] if len(places) == 1 else [part.at(own) for own in places.values()]
+    def split(self, parts: list[ReplyStack]) -> list[ReplyStack]:
+        """Divide stacks of replies into stacks of clients with the same rank."""
+        if not self.ranks:
+            return parts
+        found: list[ReplyStack] = []
+        for part in parts:
+            places: dict[int | None, list[int]] = {}
+            for place, client in enumerate(part.clients):
+                places.setdefault(self.of(client), []).append(place)
+            found += [part] if len(places) == 1 else [part.at(own) for own in places.values()]
+        return found
 
 
 def _narrowed(msg: Message, shapes: Mapping[str, Shape]) -> Any:

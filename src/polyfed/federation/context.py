@@ -24,6 +24,8 @@ class ClientContext:
         evaluation_client: whether this is an evaluation client, which holds the server's own test or validation rows.
         policy: the egress policy: the kinds of data that may leave this client.
         objective: what the model learns to predict, and the loss: the [task] section.
+        on_device: whether the client is a device of a deployment. Secrets of a device come from the system's secure
+            generator, and those of a simulated client from the run's seed.
     """
 
     model: Model
@@ -33,6 +35,7 @@ class ClientContext:
     evaluation_client: bool = False
     policy: Policy = Policy()
     objective: Objective = CLASSES
+    on_device: bool = False
 
     @property
     def blocks(self) -> frozenset[str]:

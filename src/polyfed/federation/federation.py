@@ -1,14 +1,14 @@
 """The server's view of the clients: facts about them, and the method `ask`, which sends requests to them.
 
-An algorithm's `round` reaches the clients only through `fed.ask(task, clients, send)`. The engine decides where and how
-the clients run. This module works with every engine. The server trusts no reply. It validates each reply before use,
-drops a bad reply with a reason, and continues the round if enough clients have answered.
+An algorithm's `round` reaches the clients only through `fed.ask(task, clients, send)`. The engine decides where clients
+run. The server validates each reply, drops a bad one with a reason, and continues if enough clients have answered.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from polyfed.core import keys
 from polyfed.core.errors import BadReply, Diverged, RecipeError, TooFewReplies
 from polyfed.core.messages import LABELS, Message, tensors
 from polyfed.core.request import Accept, Request, Send, Task
-from polyfed.core.tasks import path_of
+from polyfed.core.tasks import path_of, types_of
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data.columns import Column, Columns
 from polyfed.federation.attack import Attack
@@ -25,8 +25,11 @@ from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
-from polyfed.federation.replies import Answer, Replies, ReplyStack
+from polyfed.federation.private_mean import PrivateMean
+from polyfed.federation.replies import Answer, Replies, ReplyStack, listed
 from polyfed.federation.reply_validation import NOT_FINITE, ReplyValidator
+from polyfed.federation.secure_aggregation.server import SecureSum, Summing
+from polyfed.privacy.mechanism import Mechanism
 from polyfed.training import SingleClientData
 
 HUGE = 1e8
@@ -62,7 +65,8 @@ class Federation:
         emit: called with the name and the fields of each event.
         clock: simulated time and the links of the clients, or None if the recipe has no [network] section.
         attack: the simulated attack of the [attack] section, or None.
-        ranks: the LoRA ranks of the clients, or None if all have the ranks of the model's adapters.
+        ranks: the LoRA ranks of the clients.
+        privacy: how replies are protected under [privacy], or None.
         round: the current round, from 1; 0 before the first.
         asked: number of requests so far in this round.
         watch: called with what was sent and the usable replies of every request.
@@ -80,7 +84,8 @@ class Federation:
     emit: Callable[..., None] = lambda *_, **__: None
     clock: Clock | None = None
     attack: Attack | None = None
-    ranks: ClientRanks | None = None
+    ranks: ClientRanks = ClientRanks()
+    privacy: Mechanism | None = None
     round: int = 0
     asked: int = 0
     watch: Callable[[Send, Replies], None] = lambda *_: None
@@ -95,6 +100,13 @@ class Federation:
             objective, size = context.objective, context.num_classes
             self._validator = ReplyValidator(self.template, context.model, self.clients.modalities, objective, size)
         return self._validator
+
+    @property
+    def private_mean(self) -> PrivateMean | None:
+        """The private mean of the current request if [privacy] protects clients, else None."""
+        if self.privacy is None or self.privacy.unit != "client":
+            return None
+        return PrivateMean(self.privacy, keys.key(self.seed, "privacy", self.round, self.asked))
 
     def begin(self, round: int) -> None:
         """Start a round: set its number and restart the count of requests."""
@@ -112,6 +124,7 @@ class Federation:
         turn: int = 0,
         accept: Accept | None = None,
         enough: int | None = None,
+        secure: bool = True,
     ) -> Replies:
         """Send a request to these clients and return their replies.
 
@@ -120,12 +133,15 @@ class Federation:
             clients: the clients' numbers, in any order.
             send: one message for all clients, or a mapping with one message for each. A client receives only the blocks
                 that it has, and adapters of its own LoRA rank.
-            quorum: whether too few replies end the run. If several requests count together, pass False and call
-                `require_quorum` on the joined replies.
+            quorum: whether too few replies end the run. For joined requests, pass False and call `require_quorum`.
             turn: a different number each time a round repeats a request, so that batches and dropout masks differ.
             accept: an additional check of valid replies. `accept(client, reply)` returns a reason to drop the reply,
                 or a falsy value to keep it.
             enough: how many replies close the request, without waiting for slower clients. None waits for all.
+            secure: whether sum-only replies are summed under [secure_aggregation]; its own steps pass False.
+
+        Returns:
+            The replies. Under secure aggregation, these are `SummedReplies`, and `accept` has no effect.
 
         Raises:
             EgressError: a client's policy refused to release its reply.
@@ -133,26 +149,25 @@ class Federation:
             TooFewReplies: fewer clients than the quorum gave a usable reply.
             Diverged: no client replied with finite numbers, or the message to all clients is not finite.
         """
+        if secure and types_of(task)[1].masks is not None:
+            return self._summed(task, clients, send, quorum=quorum, turn=turn, enough=enough)
         enough = None if enough is None else max(enough, min(self.min_replies, len(clients)))
-        place = (self.round, self.rounds, self.asked, self.seed)
-        request = Request(task, path_of(task, self.owner), *place, turn, enough)
+        request = Request(task, path_of(task, self.owner), self.round, self.rounds, self.asked, self.seed, turn, enough)
         self.asked += 1
-        self._check_numbers(request, clients)
+        self._check_clients(request, clients)
         if not clients:
             return Replies([])
         peak = self._check_sent(request, send)
-        sent = send if self.ranks is None else self.ranks.sized(send, clients)
+        sent = self.ranks.sized(send, clients)
         answer = self.engine.answer(request, sorted(clients), sent)
         if self.attack is not None:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
         missing = dict(answer.missing)
-        alike = answer.parts if self.ranks is None else [p for part in answer.parts for p in self.ranks.split(part)]
-        parts = [kept for part in alike if (kept := self._inspect(request, part, missing, accept))]
-        parts = self._in_time(request, parts, missing)
-        if peak > HUGE:
-            missing = {
-                c: f"{why}{self._broken(peak)}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()
-            }
+        stacks = self.ranks.split(answer.parts)
+        usable = [kept for part in stacks if (kept := self._inspect(request, part, missing, accept))]
+        parts = self._in_time(request, usable, missing)
+        broken = self._broken(peak) if peak > HUGE else ""
+        missing = {c: f"{why}{broken}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()}
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
         for client, reason in sorted(missing.items()):
             self.emit("client-missing", round=self.round, task=request.name, client=client, reason=reason)
@@ -162,17 +177,21 @@ class Federation:
         self.watch(send, replies)
         return replies
 
-    def _check_numbers(self, request: Request, clients: Sequence[int]) -> None:
-        """Refuse anything that is not the number of a client.
+    def _summed(self, task: Task, clients: Sequence[int], send: Send, *, quorum: bool, **options: Any) -> Replies:
+        """Ask under secure aggregation; see `ask`."""
+        method: Summing = task.__self__  # type: ignore[attr-defined]
+        secure = SecureSum(partial(self.ask, secure=False), method, self.clients, self.template, self.emit)
+        replies = secure.of(task, clients, send, **options)
+        if quorum and clients:
+            self.require_quorum(replies, path_of(task, self.owner))
+        return replies
 
-        Raises:
-            RecipeError: the text gives the allowed numbers.
-        """
+    def _check_clients(self, request: Request, clients: Sequence[int]) -> None:
+        """Raise a RecipeError if the clients of a request are not numbers of clients."""
+        last = len(self.clients) - 1
         for client in clients:
-            if type(client) is not int or not (client in self.evaluation_clients or 0 <= client < len(self.clients)):
-                raise RecipeError(
-                    f"{request.name} is asked of {client!r}: clients are numbers from 0 to {len(self.clients) - 1}"
-                )
+            if type(client) is not int or not (client in self.evaluation_clients or 0 <= client <= last):
+                raise RecipeError(f"{request.name} is asked of {client!r}: clients are numbers from 0 to {last}")
 
     def _check_sent(self, request: Request, send: Send) -> float:
         """Return the largest absolute value in a message to all clients, or 0 if each client gets its own message.
@@ -206,8 +225,8 @@ class Federation:
     def _suspects(self) -> str:
         """Name the clients whose replies were merged since the server's model was last healthy."""
         shown = ", ".join(map(str, sorted(self._senders)[:10]))
-        more = f" and {len(self._senders) - 10} more" if len(self._senders) > 10 else ""
-        return f"; it was merged from replies of clients {shown}{more}" if shown else ""
+        shown += f" and {len(self._senders) - 10} more" if len(self._senders) > 10 else ""
+        return f"; it was merged from replies of clients {shown}" if shown else ""
 
     def require_quorum(self, replies: Replies, what: str) -> None:
         """End the run if too few of the clients that were asked gave a usable reply.
@@ -226,12 +245,12 @@ class Federation:
         if lost and not replies:
             raise Diverged(
                 f"round {self.round}, task {what}: training left the finite numbers at {len(lost)} of {asked} "
-                f"clients. {_listed(lost)}. Lower [train] lr, set [train] clip_norm, or scale the features down"
+                f"clients. {listed(lost)}. Lower [train] lr, set [train] clip_norm, or scale the features down"
             )
         if len(replies) < min(self.min_replies, asked):
             raise TooFewReplies(
                 f"round {self.round}, task {what}: {len(replies)} of {asked} clients answered, "
-                f"[engine] min_replies = {self.min_replies}. {_listed(missing)}"
+                f"[engine] min_replies = {self.min_replies}. {listed(missing)}"
             )
 
     def server_data(
@@ -282,8 +301,7 @@ class Federation:
     ) -> ReplyStack | None:
         """Return the stack without unusable replies, or None if it is empty, and put the reasons into `missing`."""
         try:
-            shapes = None if self.ranks is None else self.ranks.shapes(part.clients[0])
-            self.validator.check(part.message, request.reply, shapes)
+            self.validator.check(part.message, request.reply, self.ranks.shapes(part.clients[0]))
         except BadReply as error:
             missing.update(dict.fromkeys(part.clients, str(error)))
             return None
@@ -295,13 +313,8 @@ class Federation:
 
     def _foreign(self, part: ReplyStack) -> dict[int, str]:
         """Return the clients that sent blocks of modalities they lack, each with the reason to drop the reply."""
-        msg = part.message
-        sent = {block_of(key) for name, key, _ in tensors(msg) if key is not None and name not in msg.whole}
+        whole, named = part.message.whole, tensors(part.message)
+        sent = {block_of(key) for name, key, _ in named if key is not None and name not in whole}
         known = {client: {*self.clients.owned(client), SHARED, LABELS} for client in part.clients if client >= 0}
-        more = {client: sent - own for client, own in known.items() if not sent <= own}
-        return {client: f"sent something of {min(m)}, which it does not have" for client, m in more.items()}
-
-
-def _listed(reasons: Mapping[int, str]) -> str:
-    """List the first three missing clients with their reasons."""
-    return "; ".join(f"client {client}: {why}" for client, why in sorted(reasons.items())[:3])
+        more = {client: min(sent - own) for client, own in known.items() if not sent <= own}
+        return {client: f"sent something of {block}, which it does not have" for client, block in more.items()}

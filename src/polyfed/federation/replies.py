@@ -127,6 +127,11 @@ class Replies(Mapping[int, Any]):
             found.update(zip(part.clients, getattr(part.message, name).tolist(), strict=True))
         return {client: found[client] for client in self}
 
+    def mean_number(self, name: str, weights: Mapping[int, float]) -> float:
+        """Return the weighted mean of a 0-dimensional field, or 0 if all weights are 0."""
+        numbers = self.numbers(name)
+        return sum(numbers[c] * weights[c] for c in self) / max(sum(weights[c] for c in self), 1)
+
     def mean(self, name: str, weights: Mapping[int, float]) -> Tree:
         """Return the weighted mean of a tree, name by name, over the clients that sent the name.
 
@@ -153,6 +158,11 @@ def joined(requests: Iterable[Replies]) -> Replies:
     asked = list(requests)
     missing = {client: why for replies in asked for client, why in replies.missing.items()}
     return Replies([part for replies in asked for part in replies.parts], missing)
+
+
+def listed(reasons: Mapping[int, str]) -> str:
+    """List the first three missing clients with their reasons."""
+    return "; ".join(f"client {client}: {why}" for client, why in sorted(reasons.items())[:3])
 
 
 def _mean(pieces: list[Piece], weights: Mapping[int, float], total: float) -> Tensor:

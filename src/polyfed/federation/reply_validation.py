@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import BadReply
+from polyfed.core.masked import fits
 from polyfed.core.messages import OF_THE_MODEL, Declared, Message, tensors
 from polyfed.core.tree import Tree, block_of
 from polyfed.federation.replies import ReplyStack
@@ -28,6 +29,7 @@ REAL = ("embeddings", "prototypes", "predictions")
 """Kinds that must have the floating-point type of the model, because computing with another type would fail."""
 
 Shape = tuple[int, ...]
+_NO_SHAPES: Mapping[str, Shape] = {}
 
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """Tensor types that a field with a number of rows may have."""
@@ -65,7 +67,7 @@ class ReplyValidator:
         """The floating-point types of the model's tensors, or float32 if the model has no such tensors."""
         return frozenset(t.dtype for t in self.template.values() if t.is_floating_point()) or frozenset({torch.float32})
 
-    def check(self, msg: Message, expected: type[Message], shapes: Mapping[str, Shape] | None = None) -> None:
+    def check(self, msg: Message, expected: type[Message], shapes: Mapping[str, Shape] = _NO_SHAPES) -> None:
         """Check the class of a stacked message, and the names, shapes and types of its tensors.
 
         Args:
@@ -81,12 +83,12 @@ class ReplyValidator:
         for name, said in expected.declared.items():
             value = getattr(msg, name)
             if isinstance(value, Tensor):
-                self._check_tensor(name, None, value, said, {})
+                self._check_tensor(name, None, value, said, shapes)
                 continue
             if flaw := self._flaw(name, said, tuple(value)):
                 raise BadReply(flaw)
             for key, tensor in value.items():
-                self._check_tensor(name, key, tensor, said, shapes or {})
+                self._check_tensor(name, key, tensor, said, shapes)
         for count in msg.counts.values():
             if (kind := getattr(msg, count).dtype) not in WHOLE:
                 raise BadReply(f"{count} is {kind}, expected whole numbers")
@@ -144,16 +146,18 @@ class ReplyValidator:
     def _check_tensor(
         self, field: str, key: str | None, value: Tensor, said: Declared, shapes: Mapping[str, Shape]
     ) -> None:
+        if said.masked and not fits(said, value.dtype):
+            raise BadReply(f"{field} is {value.dtype}, expected masked integers")
         if said.kind in OF_THE_MODEL:
             assert key is not None, f"{field}: parameters and gradients come in trees"
             wanted = self.template[key]
             shape = shapes.get(key, tuple(wanted.shape))
-            if value.shape[1:] != shape or value.dtype != wanted.dtype:
+            if value.shape[1:] != shape or (value.dtype != wanted.dtype and not said.masked):
                 found, ours = (f"{t.dtype} {tuple(s)}" for t, s in ((value, value.shape[1:]), (wanted, shape)))
                 raise BadReply(f"{field}.{key} is {found}, expected {ours}")
             return
         where = field if key is None else f"{field}.{key}"
-        if said.kind in REAL and value.dtype not in self.floats:
+        if said.kind in REAL and value.dtype not in self.floats and not said.masked:
             raise BadReply(f"{where} is {value.dtype}, expected {' or '.join(sorted(map(str, self.floats)))}")
         wanted_type = self._exact_type(said)
         if wanted_type is not None and value.dtype != wanted_type:

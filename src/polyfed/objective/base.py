@@ -99,6 +99,11 @@ class Objective(ABC):
         total = batch.sum(weights)
         return batch.sum(values) / torch.where(total > 0, total, torch.ones_like(total))
 
+    @property
+    def mixes_rows(self) -> str:
+        """Why the loss of a batch is not the mean of the losses of its rows, as a clause; empty if it is."""
+        return ""
+
     # metrics
 
     @abstractmethod

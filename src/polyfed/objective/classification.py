@@ -52,6 +52,11 @@ class Classification(OfClasses):
         """Check the options against the number of classes or targets; see `Objective.check_size`."""
         check_length("class_weights", self.class_weights, size, "classes")
 
+    @property
+    def mixes_rows(self) -> str:
+        """Why the loss is not a mean over rows: with `class_weights` it is a weighted mean; see `Objective`."""
+        return "class_weights divide by the weights of the whole batch" if self.class_weights else ""
+
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the cross-entropy of each row, and its weight; see `Objective.row_losses`."""
         if not self.class_weights:

@@ -54,6 +54,11 @@ class Ordinal(OfClasses):
         if size < 2:
             raise RecipeError("[task] name = 'ordinal' needs two levels or more; the labels have one")
 
+    @property
+    def mixes_rows(self) -> str:
+        """Why the loss is not a mean over rows: with `class_weights` it is a weighted mean; see `Objective`."""
+        return "class_weights divide by the weights of the whole batch" if self.class_weights else ""
+
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the mean binary cross-entropy of each row's outputs, and its weight."""
         levels = torch.arange(outputs.shape[-1], device=outputs.device)

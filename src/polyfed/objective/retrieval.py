@@ -81,6 +81,11 @@ class Retrieval(Objective):
         some = next(iter(found.values()))
         return torch.stack([found.get(m, torch.zeros_like(some)) for m in model.modalities], 1)
 
+    @property
+    def mixes_rows(self) -> str:
+        """Why the loss is not a mean over rows; see `Objective.mixes_rows`."""
+        return "its loss compares the rows of a batch with each other"
+
     def row_losses(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each row's cross-entropy, summed over its pairs of modalities, and the number of pairs.
 

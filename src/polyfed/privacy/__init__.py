@@ -5,6 +5,10 @@
 - `gate`: all replies leave through the gate. It refuses what the policy forbids or the announcement does not list.
 - `limits`: the least rows and steps, and the most rounds and requests, that a device accepts ([limits] of a device).
 - `ledger`: one row for each part of a message that was received, sent or refused.
+- `differential`: the options of differential privacy ([privacy] of a recipe).
+- `accounting`: epsilon and noise from the library dp-accounting.
+- `mechanism`: what a client does to its reply before the gate: clipping, noise, fields that it withholds.
+- `guarantee`: epsilon of a run by block and kind, and what is not protected.
 - `contents`: the SHA-256 of each part of a message, for the audit log.
 - `audit_log`: the signed log of a device or server, in which each line holds the hash of the line before.
 - `audit_log_verification`: the verification of an audit log.

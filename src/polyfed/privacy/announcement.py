@@ -94,6 +94,7 @@ class Announced:
         allowed: whether the policy allows the part to go to its destination.
         fix: the policy line that would allow the part; empty if it is allowed.
         tells: a note on data that the part reveals and its kind does not suggest; usually empty.
+        masked: whether the part is masked, so that the server reads only its sum over several clients.
     """
 
     task: str
@@ -105,6 +106,7 @@ class Announced:
     allowed: bool
     fix: str
     tells: str
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,9 @@ class Announcement:
         said = reply.declared[field]
         allowed = self.policy.allows(said.kind, block, destination)
         fix = "" if allowed else self.policy.fix((said.kind,), block, destination)
-        return Announced(task, reply.__name__, field, said.kind, block, destination, allowed, fix, said.tells)
+        return Announced(
+            task, reply.__name__, field, said.kind, block, destination, allowed, fix, said.tells, said.masked
+        )
 
     def _check_owner(self, where: str, said: Declared) -> None:
         known = (*self.holder.everyone, SHARED, LABELS)

@@ -118,7 +118,7 @@ def lines(entries: Sequence[Entry], run: str, *, contents: bool = False) -> Iter
 
 def _tail(entry: Entry, crossing: Crossing, allowed: bool, sha256: str | None) -> str:
     """Return the end of a row, from the key "message" on."""
-    row = {
+    row: dict[str, Any] = {
         "message": entry.message,
         "field": crossing.field,
         "kind": crossing.kind,
@@ -129,6 +129,8 @@ def _tail(entry: Entry, crossing: Crossing, allowed: bool, sha256: str | None) -
         "destination": entry.destination,
         "verdict": "allowed" if allowed else "refused",
     }
+    if crossing.masked:
+        row["masked"] = True
     if sha256 is not None:
         row |= {"sha256": sha256} | ({"device_seal": entry.seal} if entry.seal else {})
     return json.dumps(row, separators=(",", ":"))[1:]

@@ -5,6 +5,7 @@ Reading a folder:
 - `run_folder`: the files of a run, read line by line; `run_schema`: the types of their content.
 - `history`: the rounds as columns of numbers; `participation`: which clients took part when.
 - `egress`: sums over the ledger; `bytes_by_client`: what each client sent.
+- `leakage`: what `polyfed audit` found out from the messages.
 - `reconciliation`: whether the audit logs of server and devices say the same.
 
 Several runs:

@@ -146,6 +146,10 @@ def numbers(row: dict[str, Any], rising: bool = True) -> dict[str, float | None]
     found["cohort"] = float(len(row.get("cohort", ())))
     for group in ("seconds", "logged", "evaluation"):
         found |= {f"{group}.{name}": finite(value) for name, value in row.get(group, {}).items()}
+    if spent := row.get("privacy"):
+        found["epsilon"] = finite(spent["epsilon"])
+        known = {block: [e for e in kinds.values() if e is not None] for block, kinds in spent["blocks"].items()}
+        found |= {f"epsilon.{block}": finite(max(values)) for block, values in known.items() if values}
     for part, blocks in row.get("norms", {}).items():
         found |= {f"norms.{part}.{block}": finite(value) for block, value in blocks.items()}
     found |= {f"sent.{block}": float(len(clients)) for block, clients in row.get("trained", {}).items()}

@@ -21,12 +21,13 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.files import replace_text
 from polyfed.core.messages import KINDS, LABELS
 from polyfed.core.tree import SHARED
-from polyfed.report import bytes_by_client, charts, client_charts, egress, history
+from polyfed.report import bytes_by_client, charts, client_charts, egress, history, privacy
 from polyfed.report import formatting as words
 from polyfed.report.compare import Comparison, modalities_of
 from polyfed.report.comparison_tables import scenarios_sheet, tests_of
 from polyfed.report.curves import curves_of
 from polyfed.report.grids import class_scores, confusion, labels, modality_table
+from polyfed.report.leakage import leakage_of
 from polyfed.report.paired_differences import Evidence, evidence
 from polyfed.report.reconciliation import Reconciliation, reconcile
 from polyfed.report.run_folder import Folder
@@ -82,6 +83,8 @@ def write_report(dir: str | Path, baseline: str | Path | None = None, device_log
         apart=crossed.evaluation is not None,
         senders=bytes_by_client.senders(crossed, folder),
         logs=_reconciled(folder, device_logs),
+        spent=privacy.spent(folder),
+        leakage=leakage_of(folder),
         drawn={
             "charts": shown,
             "participation": past.participation.table(modalities),
@@ -103,6 +106,7 @@ def sections_of(
         "updates": client_charts.norms(past, modalities),
         "picks": client_charts.picks(past, modalities, folder.num_clients),
         "entries": client_charts.coefficients(past),
+        "privacy": privacy.chart(past, modalities),
     }
     return {name: [chart for chart in own if chart.has_values] for name, own in found.items()}
 
@@ -164,6 +168,9 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
     worst = past.last("personal.worst")
     remark = "" if worst is None else f"worst client {words.number_of(worst, head.unit)}"
     add(f"personal {head.title}", past.last("personal.mean"), head.unit, remark)
+    if (backdoor := folder.result.get("backdoor")) is not None:
+        without = words.number_of(backdoor["without_trigger"], "share")
+        add("backdoor", backdoor["success"], "share", f"test rows that the trigger turns; {without} without it")
     for way in ("up", "down"):
         column = past.columns.get(f"bytes_{way}", [])
         total = folder.result.get(f"bytes_{way}", sum(v for v in column if v is not None))
@@ -172,6 +179,7 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
     if any(apart):
         up, down = (sum(v for v in column if v is not None) for column in apart)
         add("evaluation traffic", up + down, "bytes", f"up {words.bytes_of(up)}, down {words.bytes_of(down)}")
+    add("epsilon", past.last("epsilon"), "number", "privacy spent, see below")
     first = folder.result.get("seconds_first_round")
     remark = "median, without evaluation"
     remark += "" if first is None else f"; first round {words.seconds_of(first)}"

@@ -64,12 +64,12 @@ class Folder:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """The content of run.json; empty if there is none."""
-        return self._json(FACTS, RUN_FACTS)
+        return self.json(FACTS, RUN_FACTS)
 
     @cached_property
     def result(self) -> dict[str, Any]:
         """The content of result.json; empty if the run is not finished."""
-        return self._json(RESULT, RUN_RESULT)
+        return self.json(RESULT, RUN_RESULT)
 
     @property
     def headline(self) -> Headline:
@@ -112,7 +112,8 @@ class Folder:
         """The lines of the ledger with their numbers."""
         return self.lines(EGRESS)
 
-    def _json(self, name: str, schema: TypeAdapter[Any]) -> dict[str, Any]:
+    def json(self, name: str, schema: TypeAdapter[Any]) -> dict[str, Any]:
+        """The content of a JSON file; empty if there is none."""
         path = self.path / name
         if not path.is_file():
             return {}

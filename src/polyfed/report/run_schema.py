@@ -25,6 +25,39 @@ ANY_KEYS = ConfigDict(extra="allow", strict=True)
 
 
 @with_config(ANY_KEYS)
+class SpentPrivacy(TypedDict):
+    """What some rounds have spent: epsilon in total, and by block and kind. None: this kind is not protected."""
+
+    epsilon: Number
+    blocks: dict[str, dict[str, Number]]
+
+
+@with_config(ANY_KEYS)
+class UnprotectedPart(TypedDict):
+    """A field that crosses without protection."""
+
+    message: str
+    field: str
+    kind: str
+    block: str
+
+
+@with_config(ANY_KEYS)
+class PrivacyFacts(SpentPrivacy):
+    """The privacy of a run in `result.json`."""
+
+    unit: str
+    delta: float
+    noise_multiplier: float
+    clip_norm: float
+    accountant: str
+    neighbours: str
+    assumption: str
+    stopped: str
+    unprotected: list[UnprotectedPart]
+
+
+@with_config(ANY_KEYS)
 class RoundRow(TypedDict, total=False):
     """A line of `rounds.jsonl`."""
 
@@ -42,6 +75,7 @@ class RoundRow(TypedDict, total=False):
     training_requests: Count
     evaluation: dict[str, Count]
     norms: dict[str, dict[str, Number]]
+    privacy: SpentPrivacy
     personal_accuracy: dict[str, Number]
     personal_score: dict[str, Number]
     logged: dict[str, Any]
@@ -118,6 +152,17 @@ class Calibration(TypedDict):
 
 
 @with_config(ANY_KEYS)
+class Backdoor(TypedDict):
+    """The success of a backdoor in `result.json`: shares of test rows that the model assigns to the target class."""
+
+    target: Count
+    modality: str
+    rows: Count
+    success: float
+    without_trigger: float
+
+
+@with_config(ANY_KEYS)
 class RunResult(TypedDict, total=False):
     """The content of `result.json`."""
 
@@ -130,6 +175,8 @@ class RunResult(TypedDict, total=False):
     num_parameters: Count
     num_kept: dict[str, Count]
     calibration: Calibration
+    privacy: PrivacyFacts
+    backdoor: Backdoor
     task: TaskFacts
     metrics: Scores
     best: BestRound
@@ -144,9 +191,43 @@ class RunResult(TypedDict, total=False):
     state_sha256: str
 
 
+@with_config(ANY_KEYS)
+class LeakageFinding(TypedDict):
+    """The result of one attack in `leakage.json`."""
+
+    attack: str
+    kind: str
+    block: str
+    seen_by: str
+    field: str
+    status: str
+    method: str
+    value: Number
+    guess: Number
+    advantage: Number
+    low: Number
+    high: Number
+    clients: Count
+    guesses: Count
+    raw: Number
+    remark: str
+
+
+@with_config(ANY_KEYS)
+class LeakageFacts(TypedDict):
+    """The content of `leakage.json`."""
+
+    rounds: Count
+    clients: Count
+    shadows: Count
+    defences: list[str]
+    findings: list[LeakageFinding]
+
+
 ROUND_ROW: TypeAdapter[Any] = TypeAdapter(RoundRow)
 RUN_FACTS: TypeAdapter[Any] = TypeAdapter(RunFacts)
 RUN_RESULT: TypeAdapter[Any] = TypeAdapter(RunResult)
+LEAKAGE_AUDIT: TypeAdapter[Any] = TypeAdapter(LeakageFacts)
 
 
 def parse_as(schema: TypeAdapter[Any], text: str | bytes) -> dict[str, Any]:

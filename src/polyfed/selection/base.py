@@ -88,6 +88,11 @@ class Selector(ABC):
             The clients in ascending order, and the next memory.
         """
 
+    @property
+    def single_replies(self) -> str:
+        """Why the selector needs the replies of single clients; empty if it reads none. See `Algorithm`."""
+        return ""
+
     def learn(self, memory: Any, params: Tree, replies: Replies, fed: Federation) -> Any:
         """Return the next memory after the cohort has answered.
 

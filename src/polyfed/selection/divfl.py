@@ -95,6 +95,11 @@ class DivFl(Selector):
             similarity = self._refresh(similarity, chosen, params, fed)
         return sorted(chosen), Diversity(similarity, sorted(chosen))
 
+    @property
+    def single_replies(self) -> str:
+        """Why the selector needs single replies: it compares the clients' updates."""
+        return "[selection] divfl compares the updates of single clients"
+
     def learn(self, memory: Diversity, params: Tree, replies: Replies, fed: Federation) -> Diversity:
         """Under `delta`, replace the cohort's vectors by the parameter changes of its training."""
         if self.grad == "at_global" or memory.similarity is None:

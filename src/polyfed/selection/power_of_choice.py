@@ -91,6 +91,11 @@ class PowD(Selector):
         answered = [client for client in drawn if client in losses]
         return sorted(sorted(answered, key=lambda client: (-losses[client], client))[:size]), memory
 
+    @property
+    def single_replies(self) -> str:
+        """Why the selector needs single replies: it compares the clients' losses."""
+        return "[selection] pow-d compares the losses of single clients"
+
     def learn(self, memory: dict[int, float], params: Tree, replies: Replies, fed: Federation) -> dict[int, float]:
         """Under `reported`, remember the training losses of the cohort."""
         return memory | replies.numbers("loss") if self.variant == "reported" else memory

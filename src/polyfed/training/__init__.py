@@ -3,6 +3,8 @@
 - `client_data.py`: `ClientData`, the dataset as a client task sees it, and the arguments and result of local training.
 - `single.py`: the dataset of one client, with plain PyTorch autograd.
 - `stacked.py`: the datasets of many similar clients, which train together under `torch.func.vmap`.
+- `stacked_gradients.py`: the gradients of a training step of a stack.
+- `per_sample.py`: gradients of single rows, clipped and with noise, for differential privacy.
 - `step_plan.py`: which rows every client of a stack takes in every step.
 - `step_trace.py`: records the operations of a training step of a stack.
 - `step_replay.py`: replays recorded steps, which is faster for small models.

@@ -196,8 +196,7 @@ class ServerOptimiser:
         tau: number added to the root of the second moment, which starts at its square (Reddi et al. use 1e-3).
         aggregate: how the replies are combined, block by block: by the `mean`, or by a rule that limits the influence
             of a minority of lying clients: `median`, `trimmed-mean`, `krum`, `multi-krum`, `geometric-median` or
-            `norm-clip`. `hetlora` and `flexlora` combine LoRA adapters (docs/models.md), and average all other
-            parameters.
+            `norm-clip`. `hetlora` and `flexlora` combine LoRA adapters by a rule of their own (docs/models.md).
         lying: share of the replies that may lie, for `trimmed-mean`, `krum` and `multi-krum`.
         max_norm: `norm-clip` limits the distance of each reply from the model that was sent to this value, block by
             block; 0 uses the median distance of the replies.
@@ -210,15 +209,7 @@ class ServerOptimiser:
     beta2: Annotated[float, BELOW_ONE] = 0.99
     tau: Annotated[float, POSITIVE] = 1e-3
     aggregate: Literal[
-        "mean",
-        "median",
-        "trimmed-mean",
-        "krum",
-        "multi-krum",
-        "geometric-median",
-        "norm-clip",
-        "hetlora",
-        "flexlora",
+        "mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-clip", "hetlora", "flexlora"
     ] = "mean"
     lying: Annotated[float, BELOW_HALF] = 0.2
     max_norm: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -227,14 +218,9 @@ class ServerOptimiser:
         """Check types and ranges.
 
         Raises:
-            RecipeError: an option is out of range, or a server optimiser is combined with `flexlora`.
+            RecipeError: an option is out of range.
         """
         check_ranges("[server]", self)
-        if self.aggregate == "flexlora" and (self.optimiser != "none" or self.lr != 1.0):
-            raise RecipeError(
-                "[server] aggregate = 'flexlora' replaces the adapters by the factors of a matrix in every round, so a "
-                "step from the old factors has no meaning: remove optimiser and lr, or use aggregate = 'hetlora'"
-            )
 
     @property
     def idle(self) -> dict[str, str]:
@@ -253,6 +239,11 @@ class ServerOptimiser:
         if self.aggregate != "norm-clip":
             idle["max_norm"] = f"aggregate = '{self.aggregate}'"
         return idle
+
+    @property
+    def single_replies(self) -> str:
+        """Why the server needs the replies of single clients; empty if their mean is enough."""
+        return "" if self.aggregate == "mean" else f"[server] aggregate = '{self.aggregate}' compares single clients"
 
     def moments(self, params: Mapping[str, Tensor]) -> Moments:
         """Return the state of the server's optimiser before the first round."""
@@ -313,3 +304,17 @@ def _clipped(grads: Tree, limit: float) -> Tree:
     norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
     return {name: grad * scale for name, grad in grads.items()}
+
+
+def refuse_server(server: ServerOptimiser, method: str) -> None:
+    """Refuse a [server] section for a method whose server averages no models.
+
+    Args:
+        server: the section.
+        method: the method's name, for the error.
+
+    Raises:
+        RecipeError: the section sets an option.
+    """
+    if server != ServerOptimiser():
+        raise RecipeError(f"[server] has no effect, because {method} averages no models at the server. Remove it")

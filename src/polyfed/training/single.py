@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from polyfed.training.client_data import (
     summed,
 )
 from polyfed.training.optimisers import Train
+from polyfed.training.per_sample import PerSample, refuse_reading
 from polyfed.training.step_counts import steps_trained, usable_rows
 
 
@@ -44,6 +45,7 @@ class SingleClientData(ClientData):
         round: the round, from 1.
         rounds: number of rounds of the run.
         test_index: positions of the client's own test rows in the table.
+        privacy: how training protects single rows; None for no protection.
     """
 
     columns: Columns
@@ -54,6 +56,7 @@ class SingleClientData(ClientData):
     round: int
     rounds: int
     test_index: Tensor | None = None
+    privacy: PerSample | None = None
 
     def __post_init__(self) -> None:
         """Make `num_rows` a tensor on the device of the rows."""
@@ -61,9 +64,7 @@ class SingleClientData(ClientData):
 
     def at(self, rows: Tensor) -> "SingleClientData":
         """Return the dataset of some of the client's rows, in the given order; see `ClientData.at`."""
-        return SingleClientData(
-            self.columns, self.index[rows], self.modalities, self.model, self.key, self.round, self.rounds
-        )
+        return replace(self, index=self.index[rows], test_index=None)
 
     @property
     def ids(self) -> Tensor:
@@ -74,7 +75,7 @@ class SingleClientData(ClientData):
     def test(self) -> "SingleClientData":
         """Return the client's own test rows as a dataset; see `ClientData.test`."""
         index = self.index[:0] if self.test_index is None else self.test_index
-        return SingleClientData(self.columns, index, self.modalities, self.model, self.key, self.round, self.rounds)
+        return replace(self, index=index, test_index=None)
 
     def minimise(self, loss: Loss, params: Tree, **options: Any) -> TrainingResult:
         """Train `params` on the client's rows; see `ClientData.minimise`."""
@@ -87,6 +88,9 @@ class SingleClientData(ClientData):
         count, epochs = (0, 0) if after is None else (int(after.num_steps), after.num_epochs)
         # the Tree is empty if the whole encoder is frozen
         lent = model.live(job.params) if job.params else nullcontext(Tree())
+        if self.privacy is not None:
+            self.privacy.refuse(job)
+            lent = nullcontext(clone(job.params))  # `vmap` differentiates tensors of a Tree, not those of a module
         with lent as w, model.computing(train.precision):
             leaves = {name: w[name] for name in names}
             moments = train.moments(leaves)
@@ -94,7 +98,7 @@ class SingleClientData(ClientData):
                 moments = {kind: clone(tree) for kind, tree in after.moments.items()}
             for batch in self._batches(train, model, job.stream, epochs, count) if job.on is None else [job.on]:
                 try:
-                    grads, value, aux = _step_gradient(job, w, leaves, batch)
+                    grads, value, aux = self._gradient(job, w, leaves, batch)
                 except Exception as error:
                     error.add_note(f"in step {count + 1} of local training, on {len(batch.rows)} rows")
                     raise
@@ -110,6 +114,14 @@ class SingleClientData(ClientData):
                 clone(w), self._mean(values, after), torch.tensor(count), kept, moments, epochs + train.epochs
             )
 
+    def _gradient(self, job: Job, w: Tree, leaves: Tree, batch: Batch) -> tuple[Any, Tensor, Any]:
+        """Return the gradient of a batch's loss, or of each of its terms, with the loss itself and its aux."""
+        if self.privacy is None:
+            return _step_gradient(job, w, leaves, batch)
+        rest = {name: value for name, value in w.items() if name not in leaves}
+        size = min(job.train.batch_size or len(self.index), len(self.index))
+        return *self.privacy.gradient(job.loss, leaves, rest, batch, size), {}
+
     def _mean(self, values: list[Tensor], after: TrainingResult | None) -> Tensor:
         """Return the mean loss of the steps, including those of the training that this one continues."""
         mean = torch.stack(values).mean() if values else torch.zeros((), device=self.index.device)
@@ -120,6 +132,7 @@ class SingleClientData(ClientData):
 
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
         """Run `step` over all rows of the client, one batch after another; see `ClientData.fold`."""
+        refuse_reading(self.privacy)
         with torch.no_grad():
             for start in range(0, len(self.index), batch_size):
                 rows = torch.arange(start, min(start + batch_size, len(self.index)), device=self.index.device)
@@ -128,6 +141,7 @@ class SingleClientData(ClientData):
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
         """Return the batch that `minimise` would use in step `number`; see `ClientData.batch`."""
+        refuse_reading(self.privacy)
         n = len(self.index)
         size = train.batch_size or n
         end = usable_rows(n, train.batch_size, (model or self.model).has_batchnorm)

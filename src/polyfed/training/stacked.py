@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad, vjp
 from torch.utils import _pytree as pytree
 
 from polyfed.core import keys
@@ -24,7 +23,6 @@ from polyfed.core.tree import Tree
 from polyfed.data import Columns
 from polyfed.model import Model
 from polyfed.training import step_replay as replay
-from polyfed.training.accumulation import added, parts_of, refuse_aux
 from polyfed.training.client_data import (
     DROPOUT,
     FOLD_BATCH,
@@ -33,11 +31,12 @@ from polyfed.training.client_data import (
     Loss,
     Step,
     TrainingResult,
-    split_loss,
     stream_key,
     summed,
 )
 from polyfed.training.optimisers import Train
+from polyfed.training.per_sample import PerSample, refuse_reading
+from polyfed.training.stacked_gradients import accumulating, gradient_of
 from polyfed.training.step_plan import Plan, Rows, make_plan
 
 Kind = tuple[bool, bool]
@@ -80,6 +79,7 @@ class StackedClientData(ClientData):
         test_stack: the test rows of each client.
         chosen: the positions of the rows that `at` selected, among the client's own rows, (n,).
         replays: whether training steps may be traced and replayed, see `step_replay.py`.
+        privacy: how training protects single rows; None for no protection.
     """
 
     columns: Columns
@@ -93,6 +93,7 @@ class StackedClientData(ClientData):
     test_stack: Rows | None = None
     chosen: Tensor | None = None
     replays: bool = True
+    privacy: PerSample | None = None
 
     def __post_init__(self) -> None:
         """Select this client's number of rows and random key from those of the stack."""
@@ -127,7 +128,8 @@ class StackedClientData(ClientData):
         moments = train.moments({name: w[name] for name in names}) if after is None else _snapshot(after.moments)
         state = (w, moments, dict(job.carry or {}))
         schedule = self._schedule(job, model)
-        step = _step_of(job, model, names, train.lr_at(self.round, self.rounds), schedule.batch)
+        gradient = self._gradient_of(job, model)
+        step = _step_of(job, gradient, names, train.lr_at(self.round, self.rounds), schedule.batch)
         with model.computing(train.precision):
             if job.on is None:
                 state, values = replay.run(step, state, schedule.columns, schedule.kinds, source=self._source(job))
@@ -138,6 +140,21 @@ class StackedClientData(ClientData):
         earlier = torch.zeros((), device=self.lane.device) if after is None else after.loss * after.num_steps
         mean = torch.cat([earlier.reshape(1), values]).sum() / schedule.count.clamp(min=1)
         return TrainingResult(w, mean, schedule.count, kept, moments, (after.num_epochs if after else 0) + train.epochs)
+
+    def _gradient_of(self, job: Job, model: Model) -> Callable[..., Any]:
+        """Make `f(trained, rest, batch)` -> (gradient, (value, aux, buffers)) for the steps of a training."""
+        if self.privacy is not None:
+            privacy, n = self.privacy, self.num_rows
+            privacy.refuse(job)
+            size = n.clamp(max=job.train.batch_size) if job.train.batch_size else n
+
+            def protected(trained: Tree, rest: Tree, batch: Batch) -> tuple[Tree, tuple[Any, Any, Tree]]:
+                grads, value = privacy.gradient(job.loss, trained, rest, batch, size)
+                return grads, (value, {}, {})
+
+            return protected
+        gradient = gradient_of(job.loss, model, job.split)
+        return accumulating(gradient, job.train) if job.train.accumulate > 1 else gradient
 
     def _schedule(self, job: Job, model: Model) -> "Schedule":
         """Return the steps of a call of `minimise`, or a single step if `on` gives a batch."""
@@ -163,13 +180,15 @@ class StackedClientData(ClientData):
 
     def _source(self, job: Job) -> tuple[Any, ...] | None:
         """Return everything but the kind that determines a step's operations; None forbids replaying steps."""
-        if not self.replays or job.train.precision != "float32":  # a trace does not record autocast's decisions
+        # a trace does not record autocast's decisions, nor a `vmap` inside of the step
+        if not self.replays or job.train.precision != "float32" or self.privacy is not None:
             return None
         code = (getattr(part, "__code__", type(part)) for part in (job.loss, job.direction))
         return (*code, len(self.keys), self.modalities)
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
         """Return the batch that `minimise` would use in step `number`; see `ClientData.batch`."""
+        refuse_reading(self.privacy)
         skip = (model or self.model).has_batchnorm
         plan = make_plan(self.keys, self._sizes, train, skip_single=skip, stream=stream)
         hit = (plan.number[self.lane] == number) & plan.ok[self.lane].any(-1)
@@ -194,6 +213,7 @@ class StackedClientData(ClientData):
 
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
         """Run `step` over all rows of the client, one batch after another; see `ClientData.fold`."""
+        refuse_reading(self.privacy)
         shortest, longest = min(self._sizes.counts), max(self._sizes.counts)
         for start in range(0, longest, batch_size):
             end = min(start + batch_size, longest)
@@ -224,15 +244,13 @@ class StackedClientData(ClientData):
 
 
 def _step_of(
-    job: Job, model: Model, names: Sequence[str], lr: float, batch_of: Callable[..., Batch]
+    job: Job, gradient: Callable[..., Any], names: Sequence[str], lr: float, batch_of: Callable[..., Batch]
 ) -> Callable[[Kind, Any, Sequence[Tensor]], tuple[Any, Tensor]]:
     """Make the function `step(kind, state, inputs)` -> (state, loss) that takes one training step.
 
     The state is (params, moments, carry). A client that has no steps left keeps its state.
     """
-    gradient, train, direction = _gradient_of(job.loss, model, job.split), job.train, job.direction
-    if train.accumulate > 1:
-        gradient = _accumulating(gradient, train)
+    train, direction = job.train, job.direction
 
     def step(kind: Kind, state: Any, own: Sequence[Tensor]) -> tuple[Any, Tensor]:
         (full, everybody), (*drawn, alive, number) = kind, own
@@ -255,46 +273,6 @@ def _step_of(
         return _where(alive, after, before), torch.where(alive, value, 0.0)
 
     return step
-
-
-def _gradient_of(loss: Loss, model: Model, split: bool) -> Callable[..., Any]:
-    """Make `f(trained, rest, batch)` -> (gradient, (value, aux, buffers)); with `split`, one gradient for each term."""
-
-    def scalar(trained: Tree, rest: Tree, batch: Batch) -> tuple[Any, tuple[Any, Any, Tree]]:
-        # the layers write buffers in place, but a function under `grad` must not change its inputs
-        rest = {n: v.clone() if model.is_buffer(n) else v for n, v in rest.items()}
-        value, aux = split_loss(loss({**trained, **rest}, batch))
-        return value, (value, aux, {n: v for n, v in rest.items() if model.is_buffer(n)})
-
-    return _split_grad(scalar) if split else grad(scalar, has_aux=True)
-
-
-def _accumulating(gradient: Callable[..., Any], train: Train) -> Callable[..., Any]:
-    """Return the same function, computed part by part of the batch."""
-
-    def whole(trained: Tree, rest: Tree, batch: Batch) -> tuple[Tree, tuple[Any, Any, Tree]]:
-        grads, total, buffers = None, torch.zeros((), device=batch.y.device), Tree()
-        for part, share in parts_of(batch, train):
-            found, (value, aux, buffers) = gradient(trained, {**rest, **buffers}, part)
-            refuse_aux(aux)
-            grads, total = added(grads, found, share), total + value * share
-        return grads or {}, (total, {}, buffers)
-
-    return whole
-
-
-def _split_grad(terms: Callable[..., Any]) -> Callable[..., Any]:
-    """Work like `grad(terms, has_aux=True)`, but for a dict of scalars, each with its own gradient Tree."""
-
-    def gradient(trained: Tree, *rest: Any) -> tuple[dict[str, Tree], Any]:
-        values, pull, aux = vjp(lambda w: terms(w, *rest), trained, has_aux=True)  # type: ignore[misc]
-        grads = {}
-        for chosen in values:
-            weights = {name: torch.full_like(value, float(name == chosen)) for name, value in values.items()}
-            (grads[chosen],) = pull(weights)
-        return grads, aux
-
-    return gradient
 
 
 def _snapshot(nest: Any) -> Any:

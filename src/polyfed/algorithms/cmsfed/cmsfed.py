@@ -32,6 +32,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, select
+from polyfed.federation.aggregation import aggregate
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies, joined
@@ -143,7 +144,7 @@ class CmsFed(CmsFedOptions):
     def merge(self, state: CmsFedState, replies: Replies, fed: Federation) -> CmsFedState:
         """Average per block (step 6). The options choose the weights and how the classifier is averaged."""
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
-        mean = replies.mean("params", weights)
+        mean = aggregate(replies, "params", weights, state.params, self.server)
         if self.client_weights == "clusters" and state.gradients is not None:
             rows = self.represented_rows(fed)
             weak = state.encoders.get(state.choice.weak)

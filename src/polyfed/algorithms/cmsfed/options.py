@@ -92,3 +92,8 @@ class CmsFedOptions(Averaging):
                 "cmsfed selects clients itself, so [selection] has no effect; remove it, or set "
                 "[algorithm] modality_selection = false (FedAvg+PCE, DivFL+PCE)"
             )
+        if self.client_weights == "clusters" and self.server.aggregate != "mean":
+            raise RecipeError(
+                f'[server] aggregate = "{self.server.aggregate}" has no effect with [algorithm] client_weights = '
+                '"clusters", whose weights belong to a mean: remove one of them'
+            )

@@ -13,7 +13,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.base import possible
 from polyfed.algorithms.hfm.alignment import check_aligned, devices_of_silos
 from polyfed.algorithms.hfm.exchange import Exchange, Question
 from polyfed.algorithms.hfm.vertical import SiloState, Vertical
@@ -24,7 +23,7 @@ from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree
 from polyfed.evaluation import client_statistics
-from polyfed.evaluation.scores import Measured, OwnScore, Predictor, own_score
+from polyfed.evaluation.scores import Measured, OwnScore, Predictor, own_score, possible
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation

@@ -76,6 +76,8 @@ class PartialFL(PartialOptions):
     objectives_because: ClassVar[str] = "a device trains one output of its local model besides the global model"
     sends: ClassVar[type[Message]] = Guided
     replies: ClassVar[type[Message]] = GuidedUpdate
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"client": ("client_train.params",)}
+    spare: ClassVar[tuple[str, ...]] = ()
 
     # the setup
 

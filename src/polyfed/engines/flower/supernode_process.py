@@ -1,25 +1,74 @@
-"""The program that a device's SuperNode runs: Flower's `flower-supernode`, with a limit on the size of a message that
-it fetches from the server, and with log lines in polyfed's format.
+"""The program that a device's SuperNode runs: Flower's `flower-supernode`, with three additions.
+
+It fetches no message of the server above a limit. It says so if the server refuses the device's key, and then exits
+with code 6. Its log lines have polyfed's format.
 
 `polyfed supernode` runs this file by its path. This file does not import the package polyfed, because that would load
 PyTorch into a process that does not need it.
 """
 
+import logging
 import os
 import runpy
+import sys
 from pathlib import Path
+from typing import Any
 
 from flwr.supercore.logger import console_handler
+from flwr.supercore.retry import http_retry
 from flwr.supernode import start_client_internal
 from flwr.supernode.cli import flower_supernode
 
 LOG_LINES = Path(__file__).parents[2] / "core" / "log_lines.py"
 FETCH_LIMIT = Path(__file__).with_name("fetch_limit.py")
 
-if __name__ == "__main__":
+REFUSED = (
+    "the server refused the key of this device: the key is not registered there, or the clocks of the two machines "
+    "differ. Ask the server's operator to put this device's public key (*.pub) into the credentials folder, and to "
+    "start `polyfed superlink` again"
+)
+
+CONNECTION_FAILED = 6
+"""The exit code of `polyfed.core.errors.TransportError`."""
+
+
+class Telling:
+    """Replaces the module `os` in Flower's code for calls that fail.
+
+    If the server answers "unauthorized", this code interrupts the process with `os.kill`. Flower then logs no reason,
+    and the process exits with code 0.
+
+    Attributes:
+        refused: whether the server has refused the key.
+    """
+
+    def __init__(self) -> None:
+        self.refused = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def kill(self, process: int, number: int) -> None:
+        """Log the reason, and interrupt the process."""
+        self.refused = True
+        logging.getLogger("flwr").error(REFUSED)
+        os.kill(process, number)
+
+
+def main() -> None:
+    """Run the SuperNode until a signal ends it, or until the server refuses its key."""
     log_lines = runpy.run_path(str(LOG_LINES))
     vars(console_handler)["format"] = log_lines["LogLines"]("device").format
     console_handler.addFilter(log_lines["says_something"])
     fetch_limit = runpy.run_path(str(FETCH_LIMIT))
+    telling = vars(http_retry)["os"] = Telling()
     with fetch_limit["at_most"](start_client_internal, int(os.environ[fetch_limit["DEVICE_LIMIT"]]) * 2**20):
-        flower_supernode()
+        try:
+            flower_supernode()
+        finally:
+            if telling.refused:
+                sys.exit(CONNECTION_FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -110,7 +110,7 @@ class Duties:
     done: Callable[[dict[str, Any]], None] = lambda facts: None
 
 
-def work(address: str, secret: bytes, duties: Duties) -> None:
+def work(address: str, secret: bytes, duties: Duties, supernode: int) -> None:
     """Run the tasks of a SuperNode, each in its own process, until the SuperNode has ended.
 
     A task's process is a fork of this process. So Python imports PyTorch only once, and a crash ends only one task. A
@@ -120,12 +120,13 @@ def work(address: str, secret: bytes, duties: Duties) -> None:
         address: address of the SuperNode's interface for such processes, `host:port` on this machine.
         secret: the secret with which this process authenticates to the SuperNode.
         duties: the functions that handle the tasks.
+        supernode: process id of the SuperNode, which is the parent of this process. If the SuperNode has ended while
+            this process imported PyTorch, this process already has another parent, and ends.
     """
-    parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the SuperNode handles the signal, and this process ends with it
     client = _client(address, SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={_ACQUIRE}), None)
     tasks: list[_Task] = []
-    while os.getppid() == parent:
+    while os.getppid() == supernode:
         found = _acquired(client)
         if found is not None:
             for task in tasks:
@@ -133,13 +134,13 @@ def work(address: str, secret: bytes, duties: Duties) -> None:
             reading, writing = os.pipe()
             child = os.fork()
             if child == 0:
-                _perform_alone(address, found.token, found.task.type, duties, parent, writing)
+                _perform_alone(address, found.token, found.task.type, duties, supernode, writing)
             os.close(writing)
             tasks.append(_Task(child, reading))
         elif not tasks:
             duties.wait(LOOK_SECONDS)
         look = time.monotonic() + BUSY_SECONDS
-        while tasks and os.getppid() == parent and time.monotonic() < look:
+        while tasks and os.getppid() == supernode and time.monotonic() < look:
             duties.wait(LOOK_SECONDS / 10)
             tasks = [task for task in tasks if not _ended(task, duties)]
 

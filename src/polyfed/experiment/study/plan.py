@@ -7,6 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,8 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import PolyfedError, RecipeError, did_you_mean
 from polyfed.data.columns import VALIDATION
 from polyfed.data.stacking import stacked
-from polyfed.experiment.loop import versions
 from polyfed.experiment.recipe import Recipe, parse_recipe, read_table
+from polyfed.experiment.round_facts import versions
 from polyfed.experiment.study.ranges import at, combinations, put, remove
 from polyfed.experiment.study.study_file import refuse
 from polyfed.experiment.study.study_schema import NAMES, Study
@@ -168,7 +169,7 @@ def edit(table: dict[str, Any], changes: Mapping[str, Any], removed: list[str]) 
     for key in removed:
         remove(table, key)
     for key, value in changes.items():
-        put(table, key, value)
+        put(table, key, deepcopy(value))  # a later change to this table must not reach the table of another cell
 
 
 def quiet(table: Mapping[str, Any]) -> Recipe:

@@ -1,0 +1,47 @@
+"""What a method declares about differential privacy."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+ALTERS: Mapping[str, tuple[str, ...]] = {
+    "client": ("round", "merge"),
+    "example": ("loss", "direction", "update", "reply"),
+}
+"""For each unit of [privacy], the hooks on which a method's declaration rests. A class that overrides one of them has
+to declare again what its replies protect."""
+
+
+UPDATES: Mapping[str, tuple[str, ...]] = {"client": ("update.params",), "example": ("update.params",)}
+"""The declaration of a method that extends `Averaging` and whose loss of a row depends on no other row."""
+
+
+class PrivacyHooks:
+    """The declarations of a method about the [privacy] section."""
+
+    protects: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """For each unit of [privacy] that the method can honour, the fields `task.field` of its replies that the mechanism
+    protects. With `client`, such a field holds trained parameters, and the server uses it only in the mean of
+    `Averaging.merge`. With `example`, such a field is computed only from results of `ClientData.minimise`, and the loss
+    of a row depends on no other row."""
+    spare: ClassVar[tuple[str, ...]] = ()
+    """Fields `task.field` of replies that the server only logs. Under [privacy], clients fill them with zeros."""
+
+    @classmethod
+    def honours(cls, unit: str) -> tuple[str, ...]:
+        """Return the fields `task.field` that the mechanism protects; empty if the method cannot honour the unit."""
+        declaring = next(base for base in cls.__mro__ if "protects" in vars(base))
+        below = cls.__mro__[: cls.__mro__.index(declaring)]
+        if any(hook in vars(base) for base in below for hook in ALTERS[unit]):
+            return ()
+        fields: Mapping[str, tuple[str, ...]] = vars(declaring)["protects"]
+        return fields.get(unit, ())
+
+    @classmethod
+    def dishonour(cls, unit: str) -> str:
+        """Return why the method cannot honour a unit, as a clause that begins with the name of the class."""
+        declaring = next(base for base in cls.__mro__ if "protects" in vars(base))
+        below = cls.__mro__[: cls.__mro__.index(declaring)]
+        if unit in vars(declaring)["protects"]:
+            hook = next(hook for base in below for hook in ALTERS[unit] if hook in vars(base))
+            return f"{cls.__name__} overrides {hook}, and its class does not declare `protects` for this unit"
+        return f"{cls.__name__} does not declare in `protects` that its replies can be protected"

@@ -1,0 +1,37 @@
+"""`Summing`: what a method declares for secure aggregation. `Algorithm` extends it."""
+
+from dataclasses import dataclass
+
+from polyfed.core.messages import Message
+from polyfed.core.tasks import parts
+from polyfed.federation.secure_aggregation.client import SecureAggregation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summing:
+    """The section [secure_aggregation], and the hooks that say what the method sums.
+
+    Attributes:
+        secure_aggregation: options of secure aggregation, or None without it; the [secure_aggregation] section.
+    """
+
+    secure_aggregation: SecureAggregation | None = None
+
+    @property
+    def single_replies(self) -> str:
+        """Why the server needs the replies of single clients; empty if sums are enough.
+
+        By default, this is the reason of the method's selector or server optimiser. A method whose messages are not
+        sum-only (`carries(sum_only=True)`) need not say anything here.
+        """
+        reasons = (getattr(part, "single_replies", "") for _, part in parts(self) if part is not self)
+        return next(filter(None, reasons), "")
+
+    def weight_of(self, field: str, kind: type[Message]) -> str | None:
+        """Return the field by which clients multiply a field before the sum, or None for no weight.
+
+        Args:
+            field: a field of a sum-only message.
+            kind: the class of the message.
+        """
+        return kind.declared[field].weight

@@ -1,0 +1,60 @@
+"""`polyfed audit`: what the messages of a run give away. `polyfed audit-log` is another verb, about ledgers."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from polyfed.cli.application import AsJson, app
+from polyfed.cli.output import answer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from polyfed.experiment.leakage import LeakageAudit
+
+
+@app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)],
+    rounds: Annotated[int, typer.Option(metavar="N", help="Rounds of the recipe to run again.")] = 3,
+    clients: Annotated[int, typer.Option(metavar="N", help="Attack the first N clients that reply.")] = 20,
+    shadows: Annotated[
+        int, typer.Option(metavar="N", help="Shadow models for each client (LiRA); 0 uses the loss alone.")
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Attack the messages of a run, kind by kind and modality by modality; print how much they give away."""
+    from polyfed.experiment.leakage import audit as audit_run
+    from polyfed.experiment.leakage import write
+    from polyfed.report import write_report
+
+    found = audit_run(run, rounds=rounds, clients=clients, shadows=shadows)
+    path = write(found)
+    page = write_report(run)
+    answer(found.content(), *_tables(found), f"numbers in {path}, table in {page}", as_json=as_json)
+
+
+def _tables(found: "LeakageAudit") -> list["RenderableType"]:
+    """The measured attacks as a table, and below it why the others have no number."""
+    from rich.text import Text
+
+    from polyfed.cli.layout import plain_table, titled
+    from polyfed.report.leakage import LEVEL, unmeasured
+
+    table = plain_table("attack", "kind", "block", "seen by", "how", "attacker", "guess", "advantage", LEVEL, left=5)
+    for one in found.findings:
+        if one.status == "measured":
+            how = one.method if not one.field else f"{one.method}: {one.field}"
+            numbers = (
+                f"{one.value:.2f}",
+                f"{one.guess:.2f}",
+                f"{one.advantage:+.2f}",
+                f"{one.low:+.2f} to {one.high:+.2f}",
+            )
+            style = "bold" if one.significant else ""
+            words = (one.attack, one.kind, one.block, one.seen_by, how, *numbers)
+            table.add_row(*(Text(word, style) for word in words))
+    what = f"{found.algorithm} on {found.dataset}, {found.rounds} rounds, {found.clients} clients, seed {found.seed}"
+    title = f"{what}, with [{'], ['.join(found.defences)}]" if found.defences else what
+    return [titled(title, table), Text(""), *(Text(line) for line in unmeasured(found.content()["findings"]))]

@@ -1,0 +1,82 @@
+"""The two parts of the Gaussian mechanism of differential privacy: clipping to a norm, and Gaussian noise.
+
+Training uses them for the gradients of single rows, and clients and server use them for the updates of clients.
+docs/privacy.md explains the mechanism.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.core import keys
+from polyfed.core.tree import block_of
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Limits on the 2-norm of a tree.
+
+    Attributes:
+        total: the limit of the norm over all entries. With `limits`, it is the root of the sum of their squares.
+        limits: the limit of each block. Empty: only `total` limits the norm.
+    """
+
+    total: float
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, norm: float, blocks: tuple[str, ...], *, by_block: bool) -> "Clip":
+        """Return a joint limit, or the same limit for each block such that the joint limit is `norm`."""
+        return cls(norm, dict.fromkeys(blocks, norm / math.sqrt(len(blocks)))) if by_block else cls(norm)
+
+    def limit(self, block: str) -> float:
+        """Return the largest norm that the entries of one block can have after clipping."""
+        return self.limits[block] if self.limits else self.total
+
+    def factors(self, stack: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the factors that scale trees down to their limits.
+
+        Args:
+            stack: K trees, tensors (K, ...) by name.
+
+        Returns:
+            For each name, the factor of each tree, (K,), at most 1.
+        """
+        groups: dict[str, list[Tensor]] = {}
+        for name, value in stack.items():
+            squares = value.flatten(1).to(torch.float64).square().sum(1)
+            groups.setdefault(block_of(name) if self.limits else "", []).append(squares)
+        found = {}
+        for group, parts in groups.items():
+            norm = torch.stack(parts).sum(0).sqrt()
+            limit = self.limits[group] if self.limits else self.total
+            found[group] = (limit / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1.0)
+        return {name: found[block_of(name) if self.limits else ""].to(value.dtype) for name, value in stack.items()}
+
+
+def gaussian(base: int | Tensor | None, name: str, shape: tuple[int, ...], device: torch.device | str) -> Tensor:
+    """Return standard normal float32 numbers of this shape.
+
+    Args:
+        base: a key of `polyfed.core.keys`, or None to use the random generator of the operating system.
+        name: name of the tensor that gets the noise. A key gives other numbers to each name.
+        shape: the shape.
+        device: the device of the result.
+    """
+    if base is None:
+        return _system_normal(shape).to(device)
+    return keys.normal(keys.fold_in(base, keys.key("noise", name)), shape, device)
+
+
+def _system_normal(shape: tuple[int, ...]) -> Tensor:
+    """Return standard normal numbers by the Box-Muller transform of numbers of the operating system's generator."""
+    count = math.prod(shape)
+    bits = np.frombuffer(os.urandom(16 * count), dtype=np.uint64).reshape(2, count) >> np.uint64(11)
+    uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53  # above 0 and below 1, in steps of 2**-53
+    values = np.sqrt(-2.0 * np.log(uniform[0])) * np.cos(2.0 * math.pi * uniform[1])
+    return torch.from_numpy(values.astype(np.float32)).reshape(shape)

@@ -1,0 +1,65 @@
+"""Secrets of secure aggregation serve once, also for a server that goes back to an earlier request.
+
+A resumed server may repeat requests, and a device then starts from the local state that it had at that point. With the
+secrets in this state, a dishonest server could get two different replies under the same masks, or both kinds of shares
+of one client. So the device writes down for which request it has used which secrets. It repeats an answer to the same
+request, which tells nothing new, and refuses any other.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+from polyfed.core.errors import CheckpointError, EgressError
+from polyfed.core.files import replace_text
+from polyfed.core.json_and_toml import parse_json
+from polyfed.core.request import Request
+from polyfed.core.tasks import info_of
+from polyfed.core.tree import Tree, digest, nested, under
+from polyfed.federation.secure_aggregation.state import SECRETS
+
+USED = "used-secrets.json"
+"""File with the digests of the secrets that a client has used, and of the requests that it used them for."""
+
+KEPT = 256
+"""Number of the newest digests that the file holds. A request of secure aggregation adds four."""
+
+
+def admit_secrets(folder: Path, request: Request, local: Tree | None, body: bytes, client: int) -> None:
+    """Note that a task uses the secrets in the local state, or refuse the request.
+
+    Args:
+        folder: the folder of the client and the run.
+        request: the request.
+        local: the local state before the task.
+        body: the body of the packet.
+        client: the client's number.
+
+    Raises:
+        EgressError: the client has used the secrets for another request.
+        CheckpointError: the file is damaged.
+    """
+    block = SECRETS if request.reply.masks is not None else info_of(request.task).once
+    secrets = under(block, local or {}) if block else {}
+    if not secrets:
+        return
+    facts = (request.name, request.round, request.rounds, request.seed, request.turn, digest(local or {}))
+    use = hashlib.sha256(json.dumps(facts).encode() + body).hexdigest()
+    path, key = folder / USED, digest(nested(block, secrets))
+    used = _read(path)
+    if used.get(key, use) != use:
+        raise EgressError(
+            f"client {client} refused task {request.name}: it has used its secrets of secure aggregation for another "
+            "request. Keys serve once, and a server that repeats a round begins it with new keys"
+        )
+    if key not in used:
+        replace_text(path, json.dumps(dict([*used.items(), (key, use)][-KEPT:])))
+
+
+def _read(path: Path) -> dict[str, str]:
+    if not path.exists():
+        return {}
+    try:
+        return {str(key): str(use) for key, use in parse_json(path.read_text()).items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}. Restore it from a copy") from error

@@ -1,0 +1,47 @@
+"""Checks of what a task returned, and the description of a task that failed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+
+from polyfed.core.errors import RecipeError
+from polyfed.core.messages import Message, malformed
+from polyfed.core.request import Request
+from polyfed.core.tree import Tree
+
+
+def reply_and_local(request: Request, returned: Any) -> tuple[Message, Tree]:
+    """Check what a task returned, and split it into the reply and the client's new local state.
+
+    Raises:
+        RecipeError: the task did not return a message and a local state. Or a field of the message differs from its
+            declaration (tensor or tree), or the local state is not a dict of tensors.
+    """
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Message)):
+        raise RecipeError(
+            f"task {request.name} must return a message and the local state of the client, as in "
+            f"`return Update(...), local`; it returned {type(returned).__name__}"
+        )
+    reply: Message = returned[0]
+    kept: Any = returned[1]
+    if flaw := malformed(reply):
+        raise RecipeError(f"task {request.name} returned a message that is not as declared: {flaw}")
+    if not (isinstance(kept, Mapping) and all(isinstance(value, Tensor) for value in kept.values())):
+        what = type(kept).__name__
+        if isinstance(kept, Mapping):
+            what = ", ".join(f"'{k}': {type(v).__name__}" for k, v in kept.items() if not isinstance(v, Tensor))
+        raise RecipeError(
+            f"task {request.name}: a client's local state is a dict of tensors by name, so that it can be saved; this "
+            f"one has {what}. A number becomes a tensor by torch.tensor(...)"
+        )
+    return reply, cast(Tree, kept)
+
+
+def describe_failure(request: Request, clients: Sequence[int], got: Message) -> str:
+    """Describe where a task failed: clients, round, task, and the shapes of the message that it received."""
+    shapes: Mapping[str, Any] = {
+        name: tuple(value.shape) if isinstance(value, Tensor) else {k: tuple(v.shape) for k, v in value.items()}
+        for name, value in ((field, getattr(got, field)) for field in got.kinds)
+    }
+    return f"in client(s) {list(clients)[:8]}, round {request.round}, task {request.name}; received {shapes}"

@@ -1,0 +1,183 @@
+"""`polyfed audit`: attack what clients sent according to a run's ledger, and write the result into the run's folder."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.errors import RecipeError
+from polyfed.core.files import LEAKAGE, RECIPE, replace_text
+from polyfed.core.messages import LABELS, OF_THE_MODEL, crossings
+from polyfed.core.tree import SHARED
+from polyfed.experiment.json_text import to_json
+from polyfed.experiment.leakage import labels, membership, properties, reconstruction
+from polyfed.experiment.leakage.capture import Capture, capture
+from polyfed.experiment.leakage.findings import Finding, Target
+from polyfed.experiment.leakage.membership import ALL
+from polyfed.experiment.recipe import load_recipe
+from polyfed.privacy.ledger import TO_CLIENT
+from polyfed.report import egress
+from polyfed.report.run_folder import Folder
+
+READS = {
+    labels.PRESENT: ("parameters", "gradients", "prototypes", "statistic"),
+    labels.FREQUENT: ("parameters", "gradients", "statistic"),
+    labels.EACH_ROW: ("embeddings", "predictions", "labels"),
+    membership.MEMBERSHIP: ("parameters",),
+    reconstruction.REBUILT: ("parameters", "gradients", "embeddings", "raw"),
+    properties.HELD: (properties.ANY,),
+}
+"""Attack -> the kinds that it reads. Of kind `statistic`, the attacks read class counts only."""
+
+NOTHING = {
+    labels.PRESENT: "this block has no output layer",
+    labels.FREQUENT: "this block has no output layer",
+    labels.EACH_ROW: "it is not known which rows these entries describe",
+    membership.MEMBERSHIP: "no client sent a model that reads this block",
+    reconstruction.REBUILT: "this block has no linear first layer, or its rows are not known",
+    properties.HELD: "no client replied",
+}
+"""Attack -> why it reads nothing from a kind that crossed."""
+
+NEEDS_CLASSES = (labels.PRESENT, labels.FREQUENT, labels.EACH_ROW)
+"""Attacks on labels that are class numbers."""
+
+
+@dataclass(frozen=True)
+class LeakageAudit:
+    """The result of `audit`.
+
+    Attributes:
+        folder: the folder of the run.
+        algorithm: the name of the run's algorithm.
+        dataset: the name of the data.
+        seed: the seed of the run.
+        rounds: the number of rounds that were run again.
+        clients: the number of clients whose replies were attacked.
+        shadows: the number of LiRA's shadow models for each client; with 0, membership is inferred from the loss alone.
+        defences: the sections of the recipe that change the replies.
+        findings: one for each attack, kind, block, destination and method.
+    """
+
+    folder: Path
+    algorithm: str
+    dataset: str
+    seed: int
+    rounds: int
+    clients: int
+    shadows: int
+    defences: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    def content(self) -> dict[str, Any]:
+        """The content of the file `leakage.json`, which `polyfed audit --json` prints too."""
+        return asdict(self) | {"folder": str(self.folder)}
+
+
+def audit(folder: str | Path, *, rounds: int = 3, clients: int = 20, shadows: int = 0) -> LeakageAudit:
+    """Attack the messages of a run. The first rounds of its recipe run again in a simulation, with the same seed.
+
+    Classes of your own that the folder's recipe.toml names are imported, which runs their code: audit what you trust.
+
+    Args:
+        folder: the folder of the run, finished or not. The data of its recipe must be here.
+        rounds: the number of rounds to run again.
+        clients: the largest number of clients to attack: the first ones that reply.
+        shadows: the number of LiRA's shadow models for each client; 0 for the loss threshold alone.
+
+    Raises:
+        DataError: the folder holds no run, or the data is not that of the run.
+        RecipeError: `rounds` or `clients` is below 1, or `shadows` is 1 or negative.
+    """
+    for name, value in (("rounds", rounds), ("clients", clients)):
+        if value < 1:
+            raise RecipeError(f"--{name} {value}: give 1 or more")
+    if shadows < 0 or shadows == 1:
+        raise RecipeError(f"--shadows {shadows}: LiRA needs 2 or more shadow models. Give 0 for the loss threshold")
+    run = Folder(Path(folder))
+    crossed = {(block, kind, way) for block, kind, way in egress.aggregate(run).bytes}
+    recipe = load_recipe(run.path / RECIPE)
+    found = capture(recipe, rounds, clients, run.facts.get("data", {}).get("sha256"))
+    columns = found.population.columns
+    table = recipe.table()
+    return LeakageAudit(
+        folder=run.path,
+        algorithm=table["algorithm"]["name"],
+        dataset=columns.name,
+        seed=recipe.seed,
+        rounds=min(rounds, recipe.rounds),
+        clients=len({reply.client for reply in found.replies}),
+        shadows=shadows,
+        defences=tuple(name for name in ("privacy", "secure_aggregation", "attack") if name in table),
+        findings=tuple(findings_of(found, crossed, shadows, recipe.seed)),
+    )
+
+
+def write(result: LeakageAudit) -> Path:
+    """Write `leakage.json` into the folder of the run, and return its path."""
+    path = result.folder / LEAKAGE
+    replace_text(path, to_json(result.content()))
+    return path
+
+
+def findings_of(
+    found: Capture, crossed: Collection[tuple[str, str, str]], shadows: int, seed: int
+) -> Iterator[Finding]:
+    """Carry out all attacks, and say for each other pair of attack and kind why there is no number.
+
+    Args:
+        found: the captured replies.
+        crossed: everything in the ledger of the run: (block, kind, destination).
+        shadows: see `audit`.
+        seed: the seed of the run.
+    """
+    has_classes = not found.population.columns.label.is_floating_point()
+    done: list[Finding] = []
+    if has_classes:
+        done += [*labels.classes_of_clients(found), *labels.labels_of_rows(found, seed)]
+    done += [*membership.membership(found, shadows, seed), *reconstruction.samples_rebuilt(found, seed)]
+    done += properties.modalities_held(found)
+    done = [finding for finding in done if _crossed(finding, crossed)]
+    sent = {(part.block, part.kind) for reply in found.replies for part in crossings(reply.message)}
+    known = {(finding.attack, finding.kind, finding.block) for finding in done}
+    for attack, kinds in READS.items():
+        for kind in kinds:
+            yield from (finding for finding in done if (finding.attack, finding.kind) == (attack, kind))
+            for block in _blocks(found, attack, kind):
+                if (attack, kind, block) not in known:
+                    ways = {way for at, of, way in crossed if of == kind and block in (at, ALL) and way != TO_CLIENT}
+                    there = any(of == kind and block in (at, ALL) for at, of in sent)
+                    yield _unmeasured(Target(attack, kind, block), ways, there, has_classes)
+
+
+def _crossed(finding: Finding, crossed: Collection[tuple[str, str, str]]) -> bool:
+    """Whether the ledger of the run has what a finding is about."""
+    blocks = {at for at, kind, way in crossed if (kind, way) == (finding.kind, finding.seen_by)}
+    return finding.kind == properties.ANY or finding.block in blocks or (finding.block == ALL and bool(blocks))
+
+
+def _blocks(found: Capture, attack: str, kind: str) -> tuple[str, ...]:
+    """The blocks of which an attack could read a kind."""
+    modalities = tuple(found.population.columns.modalities)
+    if attack == properties.HELD:
+        return (ALL,)
+    if attack == membership.MEMBERSHIP:
+        return (ALL, *modalities) if len(found.assembly.model.modalities) > 1 else (ALL,)
+    if kind == "labels":
+        return (LABELS,)
+    whole = kind in OF_THE_MODEL and attack != reconstruction.REBUILT
+    return (*modalities, SHARED) if whole or kind == "predictions" else modalities
+
+
+def _unmeasured(target: Target, ways: Collection[str], there: bool, has_classes: bool) -> Finding:
+    """The finding for a kind of a block on which no attack was carried out, with the reason."""
+    place = vars(target) | {"seen_by": min(ways, default="server")}
+    if not ways:
+        return Finding(**place, status="did not cross")
+    if not there:
+        return Finding(**place, status="not in the audited rounds", remark="give more --rounds")
+    if target.attack in NEEDS_CLASSES and not has_classes:
+        return Finding(**place, status="no attack", remark="the labels are no classes")
+    if target.kind == "statistic":
+        return Finding(**place, status="did not cross", remark="statistics crossed, but no class counts")
+    return Finding(**place, status="no attack", remark=NOTHING[target.attack])

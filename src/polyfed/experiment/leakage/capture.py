@@ -1,0 +1,208 @@
+"""The messages of a run's clients, captured when the server receives them: the recipe is run again in a simulation."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyfed.core.errors import DataError
+from polyfed.core.messages import LABELS, OF_THE_MODEL, Message, cut, map_tensors, tensors
+from polyfed.core.request import Send
+from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.data import Population
+from polyfed.engines.in_process import using_threads
+from polyfed.experiment.assembly import Assembly, assemble
+from polyfed.experiment.recipe import Recipe
+from polyfed.federation.replies import Replies
+from polyfed.privacy.ledger import TO_CLIENT
+
+
+@dataclass(frozen=True)
+class CapturedReply:
+    """One reply of one client, and the facts that its receiver knows.
+
+    Attributes:
+        round: the round; 0 is the set-up.
+        client: the number of the client.
+        seen_by: the destination of the reply: `server` or `silo`.
+        sent: the message that the client had received.
+        message: the reply.
+        known: the newest values of the client's parameters that the receivers knew before the reply.
+    """
+
+    round: int
+    client: int
+    seen_by: str
+    sent: Message
+    message: Message
+    known: Tree
+
+    def tree(self, kind: str) -> Tree:
+        """The tensors of the reply's trees of this kind, by name.
+
+        A masked reply holds integers in place of floating-point numbers. The attacker reads them as numbers in [-1, 1].
+        """
+        found = tree_of(self.message, kind)
+        for name in masked_names(found, self.known):
+            found[name] = (found[name].double() / torch.iinfo(found[name].dtype).max).to(self.known[name].dtype)
+        return found
+
+    def update(self, kind: str) -> Tree:
+        """What the reply says about the client's gradient: a gradient, or the known parameters minus the new ones.
+
+        Args:
+            kind: `gradients` or `parameters`.
+        """
+        values = self.tree(kind)
+        if kind == "gradients":
+            return values
+        both = {name: value for name, value in values.items() if name in self.known and value.is_floating_point()}
+        return {name: self.known[name] - value for name, value in both.items()}
+
+    def parts(self, kind: str) -> Iterator[tuple[str, str, Tensor]]:
+        """The tensors of a kind that is not of the model, as (field, block, tensor)."""
+        for name, key, value in tensors(self.message):
+            if self.message.kinds[name] == kind and kind not in OF_THE_MODEL:
+                yield name, LABELS if kind == "labels" else key or self.message.owners[name] or SHARED, value
+
+
+@dataclass
+class Capture:
+    """The replies of some clients in the first rounds of a run.
+
+    Attributes:
+        assembly: the parts of the run.
+        limit: the largest number of clients whose replies are kept.
+        replies: the replies, in the order in which they arrived.
+        model: the last model that the server sent to every asked client; empty if there was none.
+        trained: the clients that had received and returned parameters before `model` was sent.
+    """
+
+    assembly: Assembly
+    limit: int
+    replies: list[CapturedReply] = field(default_factory=list)
+    model: Tree = field(default_factory=dict)
+    trained: set[int] = field(default_factory=set)
+    _known: dict[int, Tree] = field(default_factory=dict)
+    _returned: set[int] = field(default_factory=set)
+
+    @property
+    def population(self) -> Population:
+        """The clients and their rows."""
+        return self.assembly.population
+
+    def rows(self, client: int) -> Tensor:
+        """The training rows of a client, int64 (n,)."""
+        return self.population.train[client]
+
+    def labels(self, rows: Tensor) -> Tensor:
+        """The labels of rows, int64 (n,)."""
+        return self.population.columns.label[rows]
+
+    def samples(self, modality: str, rows: Tensor) -> Tensor:
+        """The samples of rows as the model receives them, flattened: float32 (n, F)."""
+        return self.population.columns.modalities[modality].take(rows).flatten(1)
+
+    @property
+    def owners(self) -> dict[int, int] | None:
+        """Client -> its silo, whose devices share their rows; None without silos."""
+        silo = self.population.silo
+        return None if silo is None else dict(enumerate(silo.tolist()))
+
+    def watch(self, send: Send, replies: Replies) -> None:
+        """Keep the replies to one request; `Federation.watch` calls this method."""
+        fed, seen_by = self.assembly.fed, self._destination()
+        if isinstance(send, Message) and (model := tree_of(send, "parameters")):
+            self.model, self.trained = {name: value.clone() for name, value in model.items()}, set(self._returned)
+        for client in replies:
+            if client < 0 or (client not in self._known and len(self._known) >= self.limit):
+                continue
+            context = self.assembly.engine.context(client)
+            sent = cut(send if isinstance(send, Message) else send[client], context.blocks)
+            sent, message = (map_tensors(msg, lambda value: value.detach().clone()) for msg in (sent, replies[client]))
+            known = self._known.get(client, dict(context.initial)) | tree_of(sent, "parameters")
+            self.replies.append(CapturedReply(fed.round, client, seen_by, sent, message, known))
+            returned = tree_of(message, "parameters")
+            self._returned |= {client} if returned else set()
+            hidden = masked_names(returned, known)
+            self._known[client] = known | {name: value for name, value in returned.items() if name not in hidden}
+
+    def _destination(self) -> str:
+        """The destination of the replies to the last request, which the ledger notes."""
+        fed = self.assembly.fed
+        for entry in reversed(self.assembly.ledger.entries):
+            if (entry.round, entry.request) == (fed.round, fed.asked - 1) and entry.destination != TO_CLIENT:
+                return entry.destination
+        return "server"
+
+
+def tree_of(msg: Message, kind: str) -> Tree:
+    """The tensors of a message's trees of this kind, by name; of equal names in several fields, the first one."""
+    found: Tree = {}
+    for name, key, value in tensors(msg):
+        if key is not None and msg.kinds[name] == kind:
+            found.setdefault(key, value)
+    return found
+
+
+def masked_names(values: Tree, known: Tree) -> set[str]:
+    """The names of the tensors that hold integers, although the model has floating-point numbers there."""
+    shared = {name for name in values if name in known and known[name].is_floating_point()}
+    return {name for name in shared if not values[name].is_floating_point()}
+
+
+def blocks_of(tree: Mapping[str, Tensor]) -> dict[str, Tree]:
+    """The tensors of a tree of parameters or gradients, by block."""
+    found: dict[str, Tree] = {}
+    for name, value in tree.items():
+        found.setdefault(block_of(name), {})[name] = value
+    return found
+
+
+def capture(recipe: Recipe, rounds: int, limit: int, sha256: str | None = None) -> Capture:
+    """Run the first rounds of a recipe in a simulation, and keep the replies of its clients.
+
+    The replies are those that the server uses: after clipping and noise at the client, and after simulated attacks.
+
+    Args:
+        recipe: the recipe; a recipe of engine `flower` runs on engine `sequential`, which gives the same replies.
+        rounds: the number of rounds, at most those of the recipe.
+        limit: the largest number of clients whose replies are kept.
+        sha256: the fingerprint of the data; None accepts any data.
+
+    Raises:
+        DataError: the data has another fingerprint.
+    """
+    engine = replace(recipe.engine, workers=1, device="cpu")
+    recipe = replace(recipe, engine=replace(engine, name="sequential") if engine.name == "flower" else engine)
+    with using_threads(recipe.engine.threads):
+        assembly = assemble(recipe)
+        try:
+            if sha256 is not None and sha256 != assembly.population.columns.fingerprint():
+                raise DataError(
+                    "the data is not that of the run: its labels, splits or features have changed. Restore the data, "
+                    "or run the recipe again in another folder"
+                )
+            return _captured(assembly, rounds, limit)
+        finally:
+            assembly.engine.close()
+
+
+def _captured(assembly: Assembly, rounds: int, limit: int) -> Capture:
+    fed, algorithm = assembly.fed, assembly.algorithm
+    found = Capture(assembly, limit)
+    fed.watch = found.watch
+    fed.begin(0)
+    state: Any = algorithm.init(fed, assembly.initial)
+    fed.template = getattr(state, "params", assembly.initial)
+    last = min(rounds, assembly.recipe.rounds)
+    for round in range(1, last + 1):
+        assembly.ledger.drain()
+        fed.begin(round)
+        state = algorithm.round(state, fed)
+        if round == last or algorithm.evaluation.due(round, assembly.recipe.rounds):
+            algorithm.evaluate(state, fed)
+    fed.watch = lambda *_: None
+    return found

@@ -1,0 +1,70 @@
+"""The rows that the entries of a reply describe, as far as the receiver or this audit can tell."""
+
+import torch
+from torch import Tensor
+
+from polyfed.core.messages import LABELS, tensors
+from polyfed.core.tree import SHARED
+from polyfed.experiment.leakage.capture import Capture, CapturedReply
+from polyfed.experiment.leakage.findings import Target
+
+Described = dict[int, tuple[Tensor, Tensor]]
+"""Client -> what it sent about its rows, (n, ...), and the rows' numbers in the table, int64 (n,)."""
+
+
+def embedded(found: Capture, kind: str, attack: str) -> dict[Target, Described]:
+    """Collect what clients sent for single rows, field by field. The last reply of each client counts.
+
+    Args:
+        found: the captured replies.
+        kind: a kind with one entry for each row: embeddings or predictions.
+        attack: the name of the attack, for the targets.
+    """
+    values: dict[Target, Described] = {}
+    for reply in found.replies:
+        for name, block, value in reply.parts(kind):
+            rows = rows_of(found, reply, value)
+            if rows is not None and value.is_floating_point() and value.dim() > 1:
+                flat = value.flatten(1)
+                field = f"{type(reply.message).__name__}.{name}"
+                target = Target(attack, kind, block, reply.seen_by, field)
+                values.setdefault(target, {})[reply.client] = (flat, rows)
+    return values
+
+
+def as_sent(found: Capture, kind: str, attack: str) -> dict[Target, dict[int, Tensor]]:
+    """Collect labels or samples that clients sent without a change. The last reply of each client counts.
+
+    Args:
+        found: the captured replies.
+        kind: labels or raw.
+        attack: the name of the attack, for the targets.
+    """
+    values: dict[Target, dict[int, Tensor]] = {}
+    for reply in found.replies:
+        for name, block, value in reply.parts(kind):
+            if value.dim() and len(value):
+                field = f"{type(reply.message).__name__}.{name}"
+                values.setdefault(Target(attack, kind, block, reply.seen_by, field), {})[reply.client] = value
+    return values
+
+
+def rows_of(found: Capture, reply: CapturedReply, value: Tensor) -> Tensor | None:
+    """The rows of the table that the entries of a tensor describe; None if this is not known.
+
+    A client sends either all of its training rows in their order, or the rows whose positions the request named.
+    """
+    own = found.rows(reply.client)
+    if not value.dim() or not len(value):
+        return None
+    for name, _, asked in tensors(reply.sent):
+        if reply.sent.kinds[name] == "ids" and asked.dim() == 1 and len(asked) == len(value):
+            return own[asked] if bool((asked >= 0).all() and (asked < len(own)).all()) else None
+    return own if len(own) == len(value) else None
+
+
+def samples_of(found: Capture, block: str, rows: Tensor) -> Tensor:
+    """The samples of rows, (n, F): of one modality, or of all of them for `shared` and `labels`."""
+    modalities = found.population.columns.modalities
+    names = [*modalities] if block in (SHARED, LABELS) else [block]
+    return torch.cat([found.samples(name, rows) for name in names], 1)

@@ -1,0 +1,128 @@
+"""The backdoor attack: training rows with a trigger and a false label teach the model to answer the trigger.
+
+Bagdasaryan, Veit, Hua, Estrin, Shmatikov, "How To Backdoor Federated Learning", AISTATS 2020. The trigger is a pattern
+of extreme values in one modality, as the bright pixels of Gu, Dolan-Gavitt, Garg, "BadNets", 2017.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from polyfed.core import keys
+from polyfed.core.errors import RecipeError
+from polyfed.data import Column, Population
+
+MOST_ROWS = 4096
+"""Training rows whose largest value becomes the value of the trigger. More rows would hardly change this value."""
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """A pattern in the samples of one modality.
+
+    Attributes:
+        modality: the modality.
+        size: the number of entries, at the end of the flattened sample, that the pattern covers.
+        value: the value of these entries as the model receives them, after shift and scale of the column.
+    """
+
+    modality: str
+    size: int
+    value: float
+
+    @classmethod
+    def of(cls, population: Population, modality: str, size: int) -> "Trigger":
+        """Make the trigger for a data set: its value is the largest value of the modality in the training rows.
+
+        Args:
+            population: the data.
+            modality: the modality; empty for the first modality of the data.
+            size: see the class; a larger number than the sample has entries covers the whole sample.
+
+        Raises:
+            RecipeError: the data has no such modality.
+        """
+        modalities = population.columns.modalities
+        name = modality or next(iter(modalities))
+        if name not in modalities:
+            raise RecipeError(
+                f"[attack] modality = '{name}': the data has no such modality. Allowed: {', '.join(modalities)}",
+                ("attack", "modality"),
+            )
+        rows = population.train.rows[:MOST_ROWS]
+        if name in population.columns.present:
+            rows = rows[population.columns.present[name][rows]]
+        largest = float(modalities[name].take(rows).max()) if len(rows) else 1.0
+        return cls(name, min(size, math.prod(modalities[name].shape)), largest)
+
+    def stamped(self, column: Column, rows: Tensor) -> Column:
+        """Return a column that holds only these rows, each with the trigger.
+
+        Args:
+            column: the column of the modality.
+            rows: int64 (n,).
+        """
+        values = column.raw(rows).clone()
+        wanted = torch.full((1, *column.shape), self.value, dtype=torch.float64)
+        if column.scale is not None:
+            wanted = wanted * column.scale.double()
+        if column.shift is not None:
+            wanted = wanted + column.shift.double()
+        if not values.is_floating_point():
+            limits = torch.iinfo(values.dtype)
+            wanted = wanted.round().clamp(limits.min, limits.max)
+        flat = values.reshape(len(values), -1)
+        flat[:, -self.size :] = wanted.to(values.dtype).reshape(1, -1)[:, -self.size :]
+        return replace(column, values=flat.view(values.shape), index=None)
+
+    def planted(self, column: Column, rows: Tensor) -> Column:
+        """Return the whole column, in which these rows have the trigger. The given column does not change."""
+        stamped = self.stamped(column, rows).values
+        if column.index is None:
+            values = column.values.clone()
+            values[rows] = stamped
+            return replace(column, values=values)
+        index = column.index.clone()  # other rows may share the entries of these rows, so the changed ones are added
+        index[rows] = torch.arange(len(rows)) + len(column.values)
+        return replace(column, values=torch.cat([column.values, stamped]), index=index)
+
+
+def poisoned(
+    population: Population, trigger: Trigger, attackers: Iterable[int], target: int, share: float, seed: int
+) -> Population:
+    """Return the population in which some training rows of the attackers have the trigger and the target class.
+
+    An attacker without the modality of the trigger keeps its rows.
+
+    Args:
+        population: the honest population.
+        trigger: the trigger.
+        attackers: the numbers of the attackers.
+        target: the class that the model shall answer.
+        share: the share of an attacker's rows that are changed; at least one row is changed.
+        seed: the seed of the run, which decides on the rows.
+
+    Raises:
+        RecipeError: the data has no classes, or no class with the number `target`.
+    """
+    columns = population.columns
+    if columns.label.is_floating_point() or not 0 <= target < columns.num_classes:
+        allowed = "the data has no classes" if columns.label.is_floating_point() else f"0 to {columns.num_classes - 1}"
+        raise RecipeError(f"[attack] target = {target}: allowed: {allowed}", ("attack", "target"))
+    chosen = [torch.zeros(0, dtype=torch.int64)]
+    for client in sorted(attackers):
+        rows = population.train[client]
+        if trigger.modality in columns.present:
+            rows = rows[columns.present[trigger.modality][rows]]
+        if trigger.modality in population.modalities(client) and len(rows):
+            count = max(1, round(share * len(rows)))
+            chosen.append(rows[torch.tensor(keys.choice(keys.key(seed, "backdoor", client), len(rows), count))])
+    changed = torch.cat(chosen)
+    label = columns.label.clone()
+    label[changed] = target
+    column = trigger.planted(columns.modalities[trigger.modality], changed)
+    modalities = {**columns.modalities, trigger.modality: column}
+    return replace(population, columns=replace(columns, modalities=modalities, label=label))

@@ -1,0 +1,70 @@
+"""The messages of secure aggregation. In shapes: n clients in the cohort, S bytes in a ciphertext."""
+
+from torch import Tensor
+
+from polyfed.core.messages import Message, carries, message
+from polyfed.core.tree import Tree
+
+TELLS = "nothing about data: random keys and shares"
+
+
+@message
+class Opening(Message):
+    """Opens a request: asks for new public keys. Has no fields."""
+
+
+@message
+class PublicKeys(Message):
+    """A client's two public keys, uint8 (2, 32): for the encryption of shares, and for masks."""
+
+    keys: Tensor = carries("statistic", shape=(None, None), tells=TELLS)
+
+
+@message
+class Roster(Message):
+    """The cohort of n clients: public keys, uint8 (n, 2, 32), and for each block which clients have it, bool (n,)."""
+
+    keys: Tensor = carries("statistic", shape=(None, None, None))
+    members: Tree = carries("statistic", shape=(None,), whole=True)
+
+
+@message
+class EncryptedShares(Message):
+    """A client's shares, each encrypted to its receiver, uint8 (n, S). The client's own row is zero."""
+
+    sealed: Tensor = carries("statistic", shape=(None, None), tells=TELLS)
+
+
+@message
+class Delivery(Message):
+    """The shares for one client: who sent one, bool (n,); the ciphertexts, uint8 (n, S); and the sum of the weights,
+    as the smallest power of two that is not smaller, int64 ().
+    """
+
+    senders: Tensor = carries("statistic", shape=(None,))
+    sealed: Tensor = carries("statistic", shape=(None, None))
+    weight_bits: Tensor = carries("statistic")
+
+
+@message
+class Ready(Message):
+    """Confirms that the client can mask its reply. Has no fields."""
+
+
+@message
+class Unmasking(Message):
+    """Whose masked reply arrived and whose did not, bool (n,) each. Both together are the senders of `Delivery`."""
+
+    survivors: Tensor = carries("statistic", shape=(None,))
+    dropped: Tensor = carries("statistic", shape=(None,))
+
+
+@message
+class RevealedShares(Message):
+    """Shares of the mask keys of the dropped clients, and of the self-masks of the survivors, uint8 (n, 16) each.
+
+    All other rows are zero.
+    """
+
+    of_keys: Tensor = carries("statistic", shape=(None, None), tells=TELLS)
+    of_self_masks: Tensor = carries("statistic", shape=(None, None), tells=TELLS)

@@ -1,0 +1,319 @@
+"""The server's half of secure aggregation: it runs the steps of the protocol and reads the sums.
+
+The server trusts no client. It drops a client whose keys, shares or masked reply have the wrong form. A wrong share
+gives a wrong mask and so a sum that is far out of range; the server then gives the request up.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.core.errors import RecipeError
+from polyfed.core.masked import LONG
+from polyfed.core.messages import Message, tensors
+from polyfed.core.request import Accept, Send, Task
+from polyfed.core.tasks import types_of
+from polyfed.core.tree import SHARED
+from polyfed.federation.client_registry import ClientRegistry
+from polyfed.federation.replies import Replies
+from polyfed.federation.secure_aggregation.client import SecureAggregation
+from polyfed.federation.secure_aggregation.cohort import Cohort, Entry, Numbers, Vector, by_block
+from polyfed.federation.secure_aggregation.messages import Delivery, Opening, Roster, Unmasking
+from polyfed.federation.secure_aggregation.sums import SummedReplies
+from polyfed.privacy import masks
+from polyfed.privacy.fixed_point import UNSIGNED
+
+
+class Summing(Protocol):
+    """The part of a method that secure aggregation uses."""
+
+    secure_aggregation: SecureAggregation | None
+
+    def weight_of(self, field: str, kind: type[Message]) -> str | None:
+        """Return the field that holds the weight of a field of a sum-only message, or None for weight 1."""
+
+
+class Abandoned(Exception):
+    """The server gives a request of secure aggregation up, because too few clients are left or a sum is wrong."""
+
+
+@dataclass
+class Session:
+    """What the server knows about one request. A client's place is its index in `clients`.
+
+    Attributes:
+        cohort: the public keys and blocks of the clients.
+        clients: the numbers of the clients, ascending.
+        sent: which clients sent shares; only these add masks, bool (n,).
+        survivors: which clients are in the sums, bool (n,).
+        numbers: by place, the masked integers of a client.
+        weight_bits: the weights of the cohort add up to at most 2^weight_bits.
+    """
+
+    cohort: Cohort
+    clients: list[int]
+    numbers: dict[int, Numbers] = field(default_factory=dict)
+    weight_bits: int = 0
+    sent: np.ndarray = field(init=False)
+    survivors: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start with no sender and no survivor."""
+        self.sent, self.survivors = (np.zeros(len(self.clients), bool) for _ in range(2))
+
+    def chosen(self, places: np.ndarray) -> list[int]:
+        """Return the numbers of the clients at these places."""
+        return [client for client, inside in zip(self.clients, places, strict=True) if inside]
+
+
+@dataclass(frozen=True)
+class SecureSum:
+    """One request under secure aggregation.
+
+    Attributes:
+        ask: `Federation.ask` with `secure = False`.
+        method: the method.
+        registry: the client registry.
+        template: the model's tree.
+        emit: called with the name and the fields of each event.
+    """
+
+    ask: Callable[..., Replies]
+    method: Summing
+    registry: ClientRegistry
+    template: Mapping[str, Tensor]
+    emit: Callable[..., None]
+
+    @property
+    def options(self) -> SecureAggregation:
+        """The section [secure_aggregation]."""
+        assert self.method.secure_aggregation is not None
+        return self.method.secure_aggregation
+
+    def of(self, task: Task, clients: Sequence[int], send: Send, **options: Any) -> Replies:
+        """Ask the clients for masked replies to a task, and return their sum.
+
+        Args:
+            task: the task.
+            clients: the clients.
+            send: the message to the clients.
+            options: `turn` and `enough` of `Federation.ask`.
+
+        Returns:
+            The sums, or replies of nobody if the request was given up.
+
+        Raises:
+            RecipeError: the recipe's options do not allow to sum these replies.
+        """
+        missing: dict[int, str] = {}
+        kind = types_of(task)[1].masks
+        assert kind is not None, "the replies of this task are not masked"
+        try:
+            return self._sum(task, kind, clients, send, missing, options)
+        except Abandoned as reason:
+            text = f"secure aggregation was given up: {reason}"
+            self.emit("note", text=text)
+            rest = dict.fromkeys(clients, text)
+            return Replies([], rest | missing)
+
+    def _sum(
+        self,
+        task: Task,
+        kind: type[Message],
+        clients: Sequence[int],
+        send: Send,
+        missing: dict[int, str],
+        options: Mapping[str, Any],
+    ) -> Replies:
+        secure = self.options
+        keys = self._step(secure.advertise, clients, Opening(), missing, accept=_bytes_of(2, masks.KEY))
+        here = self._session(keys)
+        num, members = len(here.clients), here.cohort.members
+        self._require(num, num, "sent keys")
+        roster = Roster(torch.from_numpy(here.cohort.keys), {b: torch.from_numpy(held) for b, held in members.items()})
+        form = _bytes_of(num, 2 * masks.SEED + masks.TAG)
+        shares = self._step(secure.share, here.clients, roster, missing, accept=form)
+        self._require(len(shares), num, "sent shares")
+        delivered = self._step(secure.deliver, list(shares), self._deliveries(here, shares), missing)
+        self._require(len(delivered), num, "confirmed their shares")
+        replies = self._step(task, list(delivered), send, missing, **options)
+        self._numbers(kind, here, replies, missing)
+        here.survivors[list(here.numbers)] = True
+        self._leave_out_small(here)
+        self._require(int(here.survivors.sum()), num, "sent a masked reply")
+        lists = Unmasking(torch.from_numpy(here.survivors), torch.from_numpy(here.sent & ~here.survivors))
+        alive, form = here.chosen(here.survivors), _bytes_of(num, masks.SEED)
+        revealed = self._step(secure.unmask, alive, lists, missing, accept=form)
+        self._require(len(revealed), num, "revealed their shares")
+        sums = self._unmasked(kind, here, self._seeds(here, revealed))
+        return self._result(kind, here, sums, {c: why for c, why in missing.items() if c not in alive})
+
+    def _step(self, task: Task, clients: Sequence[int], send: Send, missing: dict[int, str], **options: Any) -> Replies:
+        """Send one request of the protocol, and note who gave no usable reply."""
+        replies = self.ask(task, clients, send, quorum=False, **options)
+        missing |= replies.missing
+        return replies
+
+    def _require(self, have: int, num: int, what: str) -> None:
+        least = max(self.options.min_clients, self.options.needed(num))
+        if have < least:
+            raise Abandoned(f"{have} clients {what}, and {least} are needed")
+
+    def _session(self, replies: Replies) -> Session:
+        """Return the cohort of the clients that sent keys. Clients that sent the same key are left out."""
+        found = {client: reply.keys.cpu().numpy() for client, reply in replies.items()}
+        counts = Counter(key.tobytes() for keys in found.values() for key in keys)
+        clients = [client for client in sorted(found) if all(counts[key.tobytes()] == 1 for key in found[client])]
+        owned = [self.registry[client].blocks for client in clients]
+        members = {b: np.array([b in held for held in owned], bool) for b in (*self.registry.modalities, SHARED)}
+        keys = np.array([found[client] for client in clients], np.uint8).reshape(-1, 2, masks.KEY)
+        return Session(Cohort(keys, members), clients)
+
+    def _deliveries(self, here: Session, shares: Replies) -> dict[int, Message]:
+        """Return, for each client that sent shares, what the others have sealed for it."""
+        here.sent[[here.clients.index(client) for client in shares]] = True
+        here.weight_bits = max(sum(self.registry.rows_of(shares).values()) - 1, 0).bit_length()
+        sealed = {client: reply.sealed for client, reply in shares.items()}
+        empty = torch.zeros_like(next(iter(sealed.values())))
+        every = torch.stack([sealed.get(client, empty) for client in here.clients])
+        senders, bits = torch.from_numpy(here.sent), torch.tensor(here.weight_bits)
+        places = {client: here.clients.index(client) for client in shares}
+        return {client: Delivery(senders, every[:, place].contiguous(), bits) for client, place in places.items()}
+
+    def _numbers(self, kind: type[Message], here: Session, replies: Replies, missing: dict[int, str]) -> None:
+        """Keep the masked integers of each client. A client that sends another form than the others is dropped."""
+        groups, forms = here.cohort.summed(here.sent, self.options.min_clients), dict[str, Any]()
+        for client, reply in replies.items():
+            values = {(field, key): value for field, key, value in tensors(reply)}
+            listed = by_block(kind, values)
+            own = {block: [(e, values[e].shape, values[e].dtype) for e in listed.get(block, [])] for block in groups}
+            place = here.clients.index(client)
+            bits = {entry: 64 if kind.kinds[entry[0]] == LONG else self.options.bits for entry in values}
+            fine = all(values[entry].dtype.itemsize * 8 == bits[entry] for entry in values) and listed.keys() <= {
+                *groups
+            }
+            for block, form in own.items():
+                fine &= form == (forms.setdefault(block, form) if groups[block][place] else [])
+            if fine:
+                here.numbers[place] = {e: v.cpu().numpy().view(UNSIGNED[bits[e]]) for e, v in values.items()}
+            else:
+                missing[client] = "sent a masked reply of another form than the other clients"
+
+    def _leave_out_small(self, here: Session) -> None:
+        """Leave out the clients of a block of which drop-outs have left too few clients for a sum.
+
+        These clients count as dropped. Their self-masks stay secret, so nobody can read their replies.
+        """
+        before = -1
+        while here.survivors.sum() != before:
+            before = int(here.survivors.sum())
+            for block, group in here.cohort.summed(here.sent, self.options.min_clients).items():
+                if 0 < (num := int((group & here.survivors).sum())) < self.options.min_clients:
+                    self.emit(
+                        "note",
+                        text=f"secure aggregation leaves {num} clients out: nobody else is left with block '{block}'",
+                    )
+                    here.survivors &= ~group
+
+    def _seeds(self, here: Session, revealed: Replies) -> dict[int, bytes]:
+        """Return, by place, the seed of each survivor's self-masks and of each dropped client's mask key.
+
+        Raises:
+            Abandoned: the shares of a mask key are wrong.
+        """
+        givers = [(here.clients.index(client), reply) for client, reply in revealed.items()]
+        givers = givers[: self.options.needed(len(here.clients))]
+        found: dict[int, bytes] = {}
+        for place in here.sent.nonzero()[0].tolist():
+            name = "of_self_masks" if here.survivors[place] else "of_keys"
+            shares = [(giver, getattr(reply, name)[place].cpu().numpy().tobytes()) for giver, reply in givers]
+            found[place] = masks.combined(shares)
+            lost = not here.survivors[place]
+            if lost and masks.public_key(found[place]) != here.cohort.keys[place, 1].tobytes():
+                raise Abandoned(f"the shares of the key of client {here.clients[place]} do not give this key")
+        return found
+
+    def _unmasked(self, kind: type[Message], here: Session, seeds: Mapping[int, bytes]) -> dict[str, Numbers]:
+        """Add the masked integers of the survivors, by block, and remove the masks that are left in the sums.
+
+        These are the self-masks of the survivors, and the masks that a survivor shares with a dropped client (Bonawitz
+        et al., Section 4).
+        """
+        left, gone = here.survivors.nonzero()[0].tolist(), (here.sent & ~here.survivors).nonzero()[0].tolist()
+        secrets = {(lost, place): here.cohort.shared(seeds[lost], place) for lost in gone for place in left}
+        sums: dict[str, Numbers] = {}
+        for block, group in here.cohort.summed(here.sent, self.options.min_clients).items():
+            inside = [place for place in left if group[place]]
+            listed = by_block(kind, here.numbers[inside[0]]).get(block, []) if inside else []
+            if not listed:
+                continue
+            first, *others = (Vector.of([here.numbers[place][entry] for entry in listed]) for place in inside)
+            for other in others:
+                first.short += other.short
+                first.long += other.long
+            for place in inside:
+                first.add(here.cohort.self_key(seeds[place], block), -1)
+                for lost in gone:
+                    if group[lost]:
+                        first.add(here.cohort.pair_key(secrets[lost, place], block), -1 if place < lost else 1)
+            sums[block] = dict(zip(listed, first.parts(), strict=True))
+        return sums
+
+    def _result(
+        self, kind: type[Message], here: Session, sums: Mapping[str, Numbers], missing: dict[int, str]
+    ) -> SummedReplies:
+        """Return the sums as real numbers.
+
+        Raises:
+            Abandoned: a sum is out of range, so a mask was wrong.
+        """
+        alive = here.chosen(here.survivors)
+        rows = self.registry.rows_of(alive)
+        weighed = {name: self.method.weight_of(name, kind) for name in kind.declared}
+        weights = {name: rows if by else dict.fromkeys(alive, 1) for name, by in weighed.items()}
+        bits = {True: here.weight_bits, False: (len(here.clients) - 1).bit_length()}
+        device = next((value.device for value in self.template.values()), torch.device("cpu"))
+        real: dict[Entry, Tensor] = {}
+        senders: dict[Entry, tuple[int, ...]] = {}
+        for block, numbers in sums.items():
+            inside = tuple(here.chosen(here.survivors & here.cohort.members[block]))
+            for (name, key), total in numbers.items():
+                scale = self.options.scale(kind.declared[name], bits[weighed[name] is not None])
+                value = torch.from_numpy(scale.real(total))
+                most = scale.limit * sum(weights[name][client] for client in inside) + scale.error(len(inside))
+                if bool((value.abs() > most).any()):
+                    raise Abandoned(f"the sum of {name} is out of range, so a client has revealed a wrong share")
+                real[name, key], senders[name, key] = value.to(device), inside
+        self._check_weights(weighed, real, rows)
+        return SummedReplies([], missing, tuple(alive), real, senders, weights, self.template)
+
+    def _check_weights(
+        self, weighed: Mapping[str, str | None], real: Mapping[Entry, Tensor], rows: Mapping[int, int]
+    ) -> None:
+        """Check that the clients have multiplied by the weights by which the server will divide.
+
+        Raises:
+            RecipeError: their sum differs from that of the client registry.
+        """
+        for by in {by for by in weighed.values() if by is not None}:
+            if round(float(real[by, None])) != sum(rows.values()):
+                raise RecipeError(
+                    f"the clients' weights ({by}) add up to {float(real[by, None]):.0f}, and those of the client "
+                    f"registry to {sum(rows.values())}. [engine] rows_cap cannot limit weights that the server does "
+                    "not see: set it to 0. If it is 0, a client's data has changed since it enrolled: start again"
+                )
+
+
+def _bytes_of(*shape: int) -> Accept:
+    """Return a check for `Federation.ask`: whether every field holds bytes of this shape."""
+
+    def flaw(client: int, reply: Message) -> str:
+        strange = [name for name, _, v in tensors(reply) if v.dtype != torch.uint8 or tuple(v.shape) != shape]
+        return f"sent {strange[0]} in another form than {' x '.join(map(str, shape))} bytes" if strange else ""
+
+    return flaw

@@ -1,0 +1,103 @@
+"""The secrets of a client during a request of secure aggregation, in its local state."""
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyfed.core import keys
+from polyfed.core.tree import Tree, under
+from polyfed.federation.context import ClientContext
+from polyfed.federation.secure_aggregation.cohort import Cohort
+from polyfed.privacy import masks
+from polyfed.training import ClientData
+
+SECRETS = "secure_aggregation"
+"""The block of a client's local state that holds its secrets of the current request."""
+
+ADVERTISED, DIVIDED, DELIVERED, MASKED = range(1, 5)
+"""The steps that a client has done in the current request."""
+
+
+class Refusal(ValueError):
+    """A client does not go on with a request of secure aggregation, because that would endanger its reply."""
+
+
+def fresh_seeds(context: ClientContext, data: ClientData) -> list[bytes]:
+    """Return three new seeds: from the system's secure generator on a device, from the run's keys in a simulation."""
+    if context.on_device:
+        return [secrets.token_bytes(masks.SEED) for _ in range(3)]
+    drawn = [keys.key(int(data.key), SECRETS, number) for number in range(3)]
+    return [hashlib.blake2b(str(key).encode(), digest_size=masks.SEED).digest() for key in drawn]
+
+
+def state_of(local: Tree, step: int) -> Tree:
+    """Return the secrets in a local state, which the client must have left in this step.
+
+    Raises:
+        Refusal: the client is in another step, so the server asks for something twice, or in another order.
+    """
+    state = under(SECRETS, local)
+    now = int(state["step"]) if state else 0
+    if now != step:
+        raise Refusal(f"the server asks for step {step + 1} of secure aggregation after step {now}; keys serve once")
+    return state
+
+
+def without_secrets(local: Tree) -> Tree:
+    """Return the local state without the secrets of a request."""
+    return {name: value for name, value in local.items() if not name.startswith(f"{SECRETS}.")}
+
+
+def seeds_of(state: Tree) -> tuple[bytes, bytes, bytes]:
+    """Return the seeds of the key for shares, of the key for masks, and of the self-masks."""
+    enc, mask, root = (bytes_of(row) for row in state["seeds"])
+    return enc, mask, root
+
+
+def cohort_of(public: Tensor, members: Mapping[str, Tensor]) -> Cohort:
+    """Read a cohort from what the server sent.
+
+    Raises:
+        Refusal: it has another form.
+    """
+    fine = public.dtype == torch.uint8 and public.dim() == 3 and public.shape[1:] == (2, masks.KEY)
+    if not fine:
+        raise Refusal("the list of public keys cannot be read")
+    num = len(public)
+    return Cohort(public.cpu().numpy(), {block: flags(value, num, block) for block, value in members.items()})
+
+
+def cohort_in(state: Tree) -> Cohort:
+    """Return the cohort that a client has kept."""
+    return cohort_of(state["keys"], under("members", state))
+
+
+def flags(value: Tensor, num: int, what: str) -> np.ndarray:
+    """Read a list of clients, bool (n,), that the server sent.
+
+    Raises:
+        Refusal: it has another form.
+    """
+    if value.dtype != torch.bool or value.shape != (num,):
+        raise Refusal(f"the list of {what} cannot be read")
+    flags: np.ndarray = value.cpu().numpy()
+    return flags
+
+
+def way(cohort: Cohort, sender: int, receiver: int) -> tuple[bytes, ...]:
+    """Return what a ciphertext is for: this cohort, and this direction."""
+    return cohort.transcript, sender.to_bytes(4, "little"), receiver.to_bytes(4, "little")
+
+
+def tensor_of(content: bytes, *shape: int) -> Tensor:
+    """Return bytes as a tensor, uint8."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(shape)
+
+
+def bytes_of(value: Tensor) -> bytes:
+    """Return the bytes of a tensor."""
+    return value.cpu().contiguous().numpy().tobytes()

@@ -1,0 +1,96 @@
+"""The sums over the clients, in the place of their single replies."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from polyfed.core.errors import RecipeError
+from polyfed.core.tree import Tree
+from polyfed.federation.replies import Replies
+from polyfed.federation.secure_aggregation.cohort import Entry
+
+
+@dataclass(frozen=True)
+class SummedReplies(Replies):
+    """The sum of the replies to a request under secure aggregation. No single reply exists on the server.
+
+    Attributes:
+        clients: the clients whose replies are in the sums, ascending.
+        sums: the weighted sum of each tensor of the replies.
+        senders: for each tensor, the clients that are in its sum.
+        weights_in: for each field, the weight by which each client multiplied it.
+        template: the model's tree, for the types of means.
+    """
+
+    clients: tuple[int, ...] = ()
+    sums: Mapping[Entry, Tensor] = field(default_factory=dict)
+    senders: Mapping[Entry, tuple[int, ...]] = field(default_factory=dict)
+    weights_in: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    template: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, client: int) -> NoReturn:
+        """Refuse to return a single reply.
+
+        Raises:
+            RecipeError: always.
+        """
+        raise RecipeError(
+            "under [secure_aggregation] the server has no reply of a single client, only sums, and the method reads "
+            "one. Remove the section, or let the method say so in `single_replies`"
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.clients)
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def __contains__(self, client: object) -> bool:
+        return client in self.clients
+
+    def numbers(self, name: str) -> dict[int, float]:
+        """Refuse to return the numbers of single clients.
+
+        Raises:
+            RecipeError: always.
+        """
+        return {client: self[client] for client in self.clients}
+
+    def mean(self, name: str, weights: Mapping[int, float]) -> Tree:
+        """Return the weighted mean of a tree; see `Replies.mean`.
+
+        Raises:
+            RecipeError: the clients multiplied by other weights. The server cannot weigh them again.
+        """
+        return {
+            str(key): (total / weight).to(self.template[str(key)].dtype if key in self.template else torch.float32)
+            for (of, key), total in self.sums.items()
+            if of == name and (weight := self._total(of, self.senders[of, key], weights)) > 0
+        }
+
+    def mean_number(self, name: str, weights: Mapping[int, float]) -> float:
+        """Return the weighted mean of a 0-dimensional field; see `Replies.mean_number`."""
+        total = self._total(name, self.senders[name, None], weights)
+        return float(self.sums[name, None]) / max(total, 1)
+
+    def total(self, name: str) -> Any:
+        """Return the sum of a field without weights; see `Replies.total`."""
+        return self.sums[name, None]
+
+    def _total(self, name: str, clients: tuple[int, ...], weights: Mapping[int, float]) -> float:
+        """Return the sum of the weights by which these clients multiplied a field.
+
+        Raises:
+            RecipeError: see `mean`.
+        """
+        used = self.weights_in[name]
+        scale = sum(weights[client] for client in clients) / max(sum(used[client] for client in clients), 1e-12)
+        if any(abs(weights[client] - scale * used[client]) > 1e-6 * abs(weights[client]) for client in clients):
+            raise RecipeError(
+                f"under [secure_aggregation] clients multiply '{name}' by their own weights before they send it, and "
+                "the server would use other weights. Use a selector that does not change weights, such as 'uniform'"
+            )
+        return sum(used[client] for client in clients)

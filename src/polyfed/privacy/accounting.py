@@ -1,0 +1,107 @@
+"""The accountant: the epsilon of a number of rounds, and the noise for an epsilon, from the library dp-accounting.
+
+This module only describes a run to the library. It contains no formula for epsilon.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from polyfed.core.errors import RecipeError
+
+STEP = 1e-4
+"""Noise multipliers that the accountant finds are rounded up to a multiple of this number, so that a recipe can repeat
+them."""
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """What the accountant has to know about a run.
+
+    Attributes:
+        accountant: `rdp` or `pld`.
+        delta: delta.
+        uses: how often one round uses the data of one protected unit. Each use is a Gaussian mechanism.
+        swing: by how many clip norms a use changes if the data of one unit changes: 1 if the data is replaced by
+            nothing, 2 if it is replaced by other data.
+        cohort: (size of the cohort, number of clients) if the cohort is drawn in secret, otherwise None.
+    """
+
+    accountant: str
+    delta: float
+    uses: int = 1
+    swing: float = 1.0
+    cohort: tuple[int, int] | None = None
+
+    def epsilon(self, noise_multiplier: float, rounds: int) -> float:
+        """Return the epsilon of some rounds; 0 for no rounds.
+
+        Args:
+            noise_multiplier: standard deviation of the noise as a multiple of the clip norm.
+            rounds: number of rounds.
+        """
+        return _epsilon(self, noise_multiplier, rounds) if rounds * self.uses else 0.0
+
+    def noise_multiplier(self, epsilon: float, rounds: int) -> float:
+        """Return the smallest noise multiplier, up to `STEP`, with which some rounds spend at most this epsilon."""
+        return _noise_multiplier(self, epsilon, max(rounds * self.uses, 1))
+
+    def rounds(self, noise_multiplier: float, epsilon: float, most: int) -> int:
+        """Return the largest number of rounds, at most `most`, that spend at most this epsilon."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.epsilon(noise_multiplier, middle) <= epsilon else (low, middle - 1)
+        return low
+
+
+def _library() -> Any:
+    """Import the library. It is imported late, because its import takes a second.
+
+    Raises:
+        RecipeError: it is not installed.
+    """
+    try:
+        import dp_accounting
+        import dp_accounting.pld
+        import dp_accounting.rdp
+    except ImportError as error:
+        raise RecipeError(f"[privacy] needs dp-accounting ({error}): pip install 'polyfed[privacy]'") from None
+    return dp_accounting
+
+
+def _fresh(accounting: Accounting) -> Any:
+    """Make an accountant of the library.
+
+    Its relation is "replaced by nothing" (zero-out), except for a drawn cohort, where the library wants "replaced".
+    """
+    dp = _library()
+    relation = dp.NeighboringRelation.REPLACE_ONE if accounting.cohort else dp.NeighboringRelation.REPLACE_SPECIAL
+    if accounting.accountant == "pld":
+        return dp.pld.PLDAccountant(relation)
+    return dp.rdp.RdpAccountant(neighboring_relation=relation)
+
+
+def _event(accounting: Accounting, noise_multiplier: float, count: int) -> Any:
+    """Describe `count` uses of a unit's data to the library."""
+    dp = _library()
+    one = dp.GaussianDpEvent(noise_multiplier / accounting.swing)
+    if accounting.cohort is not None:
+        size, total = accounting.cohort
+        one = dp.SampledWithoutReplacementDpEvent(total, size, one)
+    return dp.SelfComposedDpEvent(one, count)
+
+
+@lru_cache(maxsize=4096)
+def _epsilon(accounting: Accounting, noise_multiplier: float, rounds: int) -> float:
+    accountant = _fresh(accounting)
+    accountant.compose(_event(accounting, noise_multiplier, rounds * accounting.uses))
+    return float(accountant.get_epsilon(accounting.delta))
+
+
+@lru_cache(maxsize=256)
+def _noise_multiplier(accounting: Accounting, epsilon: float, count: int) -> float:
+    found = _library().calibrate_dp_mechanism(
+        lambda: _fresh(accounting), lambda value: _event(accounting, value, count), epsilon, accounting.delta, tol=STEP
+    )
+    return float(round((found // STEP + 1) * STEP, 10))

@@ -1,0 +1,76 @@
+"""Differential privacy: the [privacy] section of a recipe. docs/privacy.md explains what it protects and what not."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.fields import KINDS
+from polyfed.core.schema import POSITIVE, Within, check_ranges
+
+OPEN = Within("above 0 and below 1", lambda value: (value > 0) & (value < 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy:
+    """What a run protects, how much noise it adds, and how it counts epsilon: the [privacy] section of a recipe.
+
+    Attributes:
+        unit: what two neighbouring data sets differ in. `client` protects everything that one client holds: the client
+            clips its update, which is the difference between its trained and its received parameters. `example`
+            protects one row: the client clips the gradient of each row in every training step (DP-SGD).
+        delta: the probability with which the guarantee may fail. It must be below 1 / (number of clients or rows).
+        epsilon: the budget. Without `noise_multiplier`, the accountant finds the noise with which all rounds spend this
+            epsilon. With `noise_multiplier`, the run stops before a round that would spend more.
+        noise_multiplier: standard deviation of the noise as a multiple of `clip_norm`.
+        clip_norm: largest 2-norm of an update, or of the gradient of a row.
+        clip: `joint` limits the norm over all blocks. `per-block` limits each of the B blocks to
+            `clip_norm` / sqrt(B), so that the joint norm is still at most `clip_norm`.
+        noise_at: where `unit = "client"` adds noise. `server` adds it once, to the sum of the updates, so the clients
+            have to trust the server. `client` adds it to every update before the update leaves the client.
+        accountant: `rdp` (Renyi differential privacy) or `pld` (privacy loss distributions) of the library
+            dp-accounting. `pld` gives a smaller epsilon and takes a few seconds.
+        amplification: count that the server draws the cohort in secret. This needs `unit = "client"`,
+            `noise_at = "server"`, the selector `uniform` and `accountant = "rdp"`.
+        unprotected: kinds of data that may cross without protection. Without a kind in this list, a run that sends data
+            of this kind is refused, unless the mechanism protects the data.
+    """
+
+    unit: Literal["client", "example"]
+    delta: Annotated[float, OPEN]
+    epsilon: Annotated[float | None, POSITIVE] = None
+    noise_multiplier: Annotated[float | None, POSITIVE] = None
+    clip_norm: Annotated[float, POSITIVE] = 1.0
+    clip: Literal["joint", "per-block"] = "joint"
+    noise_at: Literal["server", "client"] = "server"
+    accountant: Literal["rdp", "pld"] = "rdp"
+    amplification: bool = False
+    unprotected: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check types and ranges, and that the options are compatible.
+
+        Raises:
+            RecipeError: an option is out of range, or needs another option.
+        """
+        check_ranges("[privacy]", self)
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise RecipeError("[privacy] needs epsilon, noise_multiplier, or both", ("privacy", "epsilon"))
+        if unknown := [kind for kind in self.unprotected if kind not in KINDS]:
+            text = f"[privacy] unprotected: no kind '{unknown[0]}'; {did_you_mean(unknown[0], KINDS)}"
+            raise RecipeError(text, ("privacy", "unprotected"))
+        if self.amplification and not (self.unit == "client" and self.central and self.accountant == "rdp"):
+            raise RecipeError(
+                '[privacy] amplification = true needs unit = "client", noise_at = "server" and accountant = "rdp": '
+                "only there does dp-accounting count a cohort of a fixed size that is drawn without replacement",
+                ("privacy", "amplification"),
+            )
+
+    @property
+    def central(self) -> bool:
+        """Whether the server adds the noise."""
+        return self.unit == "client" and self.noise_at == "server"
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Options without effect, each with the setting that is the reason."""
+        return {"noise_at": 'unit = "example"'} if self.unit == "example" else {}

@@ -1,0 +1,172 @@
+"""The guarantee of a run: epsilon in total, and for each block and kind, before the run and after every round."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from polyfed.privacy.accounting import Accounting
+from polyfed.privacy.announcement import Announced
+from polyfed.privacy.differential import Privacy
+from polyfed.privacy.mechanism import Mechanism
+
+PROTECTED, UNPROTECTED, WITHHELD = "protected", "unprotected", "withheld"
+"""What can be true of a part of a reply. Clients fill a withheld part with zeros."""
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """What a run promises about one client or one row.
+
+    Attributes:
+        spec: the section [privacy].
+        accounting: what the accountant knows about the run.
+        mechanism: clip norm and noise.
+        parts: everything that a reply can hold, with `PROTECTED`, `UNPROTECTED` or `WITHHELD`.
+        rounds: number of rounds that the run will do.
+        wanted: number of rounds that the recipe asks for.
+    """
+
+    spec: Privacy
+    accounting: Accounting
+    mechanism: Mechanism
+    parts: Sequence[tuple[Announced, str]]
+    rounds: int
+    wanted: int
+
+    @property
+    def resolved(self) -> Privacy:
+        """The section with the noise multiplier that was found, so that a resumed run must have the same."""
+        return replace(self.spec, noise_multiplier=self.mechanism.noise_multiplier)
+
+    @property
+    def unprotected(self) -> list[Announced]:
+        """The parts of replies that cross without protection."""
+        return [part for part, state in self.parts if state == UNPROTECTED]
+
+    def epsilon(self, rounds: int, block: str | None = None) -> float:
+        """Return what some rounds spend in total, or on one block of the model."""
+        clip = self.mechanism.clip
+        relative = 1.0 if block is None else clip.limit(block) / clip.total
+        return self.accounting.epsilon(self.mechanism.noise_multiplier / relative, rounds)
+
+    def by_block(self, rounds: int) -> dict[str, dict[str, float | None]]:
+        """Return block -> kind -> epsilon of some rounds; None for a kind that crosses without protection."""
+        found: dict[str, dict[str, float | None]] = {}
+        for part, state in self.parts:
+            kinds = found.setdefault(part.block, {})
+            if state == UNPROTECTED:
+                kinds[part.kind] = None
+            elif state == PROTECTED and part.kind not in kinds:
+                kinds[part.kind] = self.epsilon(rounds, part.block)
+        return {block: kinds for block, kinds in found.items() if kinds}
+
+    def after(self, rounds: int) -> dict[str, Any]:
+        """Return what some rounds have spent, for a line of rounds.jsonl."""
+        return {"epsilon": self.epsilon(rounds), "blocks": self.by_block(rounds)}
+
+    def facts(self, rounds: int) -> dict[str, Any]:
+        """Return the object `privacy` of result.json: what was spent, how it was counted, what is not protected."""
+        spec = self.spec
+        return {
+            "unit": spec.unit,
+            "noise_at": "server" if spec.central else "client",
+            "delta": spec.delta,
+            "budget": spec.epsilon,
+            "noise_multiplier": self.mechanism.noise_multiplier,
+            "clip_norm": spec.clip_norm,
+            "clip": spec.clip,
+            "accountant": spec.accountant,
+            "neighbours": self.neighbours,
+            "assumption": self.assumption,
+            "rounds": rounds,
+            "stopped": self.stop_note,
+            **self.after(rounds),
+            "unprotected": [
+                {"message": p.message, "field": p.field, "kind": p.kind, "block": p.block} for p in self.unprotected
+            ],
+        }
+
+    @property
+    def neighbours(self) -> str:
+        """What two data sets differ in that the guarantee makes hard to tell apart."""
+        what = "the data of one client" if self.spec.unit == "client" else "one row"
+        return f"{what} is replaced by {'other data' if self.accounting.swing == 2 else 'nothing'}"
+
+    @property
+    def assumption(self) -> str:
+        """What the accountant counts on about the sampling of clients and rows."""
+        if self.accounting.cohort is not None:
+            size, total = self.accounting.cohort
+            return (
+                f"the server draws {size} of {total} clients in every round, without replacement, and keeps the cohort "
+                "secret"
+            )
+        if self.spec.unit == "client":
+            return "every client takes part in every round; no amplification by sampling is counted"
+        return (
+            f"each row is in one batch of each of {self.accounting.uses} epoch(s) of a round; batches are shuffled, "
+            "not Poisson samples, and no amplification by sampling is counted"
+        )
+
+    @property
+    def stop_note(self) -> str:
+        """The sentence that says why the run stops before its last round; empty if it does not."""
+        if self.rounds == self.wanted or self.spec.epsilon is None:
+            return ""
+        more = self.epsilon(self.rounds + 1)
+        return (
+            f"The run stops after round {self.rounds} of {self.wanted}, because its privacy budget is spent: one more "
+            f"round would raise epsilon to {number(more)}, and [privacy] epsilon = {self.spec.epsilon:g}"
+        )
+
+    def sentences(self) -> list[str]:
+        """Return the guarantee in sentences, for `polyfed check` and for the start of a run."""
+        spec = self.spec
+        what = "one client" if spec.unit == "client" else "one row"
+        head = (
+            f"Privacy of {what}: epsilon {number(self.epsilon(self.rounds))} at delta {spec.delta:g} after "
+            f"{self.rounds} rounds (noise multiplier {self.mechanism.noise_multiplier:g}, clip norm "
+            f"{spec.clip_norm:g}, clip {spec.clip}, accountant {spec.accountant})"
+        )
+        found = [head, f"Neighbours: {self.neighbours}. Assumption: {self.assumption}", self.stop_note]
+        if names := in_words([part for part, state in self.parts if state == WITHHELD]):
+            found.append(f"Withheld, so clients send zeros: {names}")
+        if names := in_words(self.unprotected):
+            found.append(
+                f"NOT PROTECTED: {names}. Epsilon bounds only what the protected parts reveal in addition to these "
+                "parts, and is no guarantee for the whole run"
+            )
+        return [text for text in found if text]
+
+
+def number(epsilon: float) -> str:
+    """Return an epsilon in words, rounded up to three decimals so that the text never promises too much.
+
+    >>> number(1.23401), number(0.0)
+    ('1.235', '0')
+    """
+    return f"{math.ceil(round(epsilon * 1000, 6)) / 1000:g}" if math.isfinite(epsilon) else "infinity"
+
+
+def in_words(parts: Sequence[Announced]) -> str:
+    """List fields with their kind and their blocks, as `Update.loss (statistic of shared)`."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for part in parts:
+        blocks = found.setdefault((part.message, part.field, part.kind), [])
+        if part.block not in blocks:
+            blocks.append(part.block)
+    return ", ".join(f"{m}.{f} ({kind} of {', '.join(blocks)})" for (m, f, kind), blocks in found.items())
+
+
+def states_of(parts: Mapping[tuple[str, str, str], Announced], mechanism: Mechanism) -> list[tuple[Announced, str]]:
+    """Return every part that a reply can hold, with `PROTECTED`, `UNPROTECTED` or `WITHHELD`."""
+    found = []
+    for part in parts.values():
+        state = UNPROTECTED
+        if part.field in mechanism.protected.get(part.task, ()):
+            state = PROTECTED
+        elif part.field in mechanism.withheld.get(part.task, ()):
+            state = WITHHELD
+        found.append((part, state))
+    return found

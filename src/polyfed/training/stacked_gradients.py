@@ -1,0 +1,54 @@
+"""The gradients of a training step of a stack, as functions that run under `torch.func.vmap`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.func import grad, vjp
+
+from polyfed.core.batch import Batch
+from polyfed.core.tree import Tree
+from polyfed.model import Model
+from polyfed.training.accumulation import added, parts_of, refuse_aux
+from polyfed.training.client_data import Loss, split_loss
+from polyfed.training.optimisers import Train
+
+
+def gradient_of(loss: Loss, model: Model, split: bool) -> Callable[..., Any]:
+    """Make `f(trained, rest, batch)` -> (gradient, (value, aux, buffers)); with `split`, one gradient for each term."""
+
+    def scalar(trained: Tree, rest: Tree, batch: Batch) -> tuple[Any, tuple[Any, Any, Tree]]:
+        # the layers write buffers in place, but a function under `grad` must not change its inputs
+        rest = {n: v.clone() if model.is_buffer(n) else v for n, v in rest.items()}
+        value, aux = split_loss(loss({**trained, **rest}, batch))
+        return value, (value, aux, {n: v for n, v in rest.items() if model.is_buffer(n)})
+
+    return _split_grad(scalar) if split else grad(scalar, has_aux=True)
+
+
+def accumulating(gradient: Callable[..., Any], train: Train) -> Callable[..., Any]:
+    """Return the same function, computed part by part of the batch."""
+
+    def whole(trained: Tree, rest: Tree, batch: Batch) -> tuple[Tree, tuple[Any, Any, Tree]]:
+        grads, total, buffers = None, torch.zeros((), device=batch.y.device), Tree()
+        for part, share in parts_of(batch, train):
+            found, (value, aux, buffers) = gradient(trained, {**rest, **buffers}, part)
+            refuse_aux(aux)
+            grads, total = added(grads, found, share), total + value * share
+        return grads or {}, (total, {}, buffers)
+
+    return whole
+
+
+def _split_grad(terms: Callable[..., Any]) -> Callable[..., Any]:
+    """Work like `grad(terms, has_aux=True)`, but for a dict of scalars, each with its own gradient Tree."""
+
+    def gradient(trained: Tree, *rest: Any) -> tuple[dict[str, Tree], Any]:
+        values, pull, aux = vjp(lambda w: terms(w, *rest), trained, has_aux=True)  # type: ignore[misc]
+        grads = {}
+        for chosen in values:
+            weights = {name: torch.full_like(value, float(name == chosen)) for name, value in values.items()}
+            (grads[chosen],) = pull(weights)
+        return grads, aux
+
+    return gradient

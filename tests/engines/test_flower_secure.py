@@ -1,0 +1,170 @@
+"""Secure aggregation behind the wire: the sums of one process, and what a dishonest server gets from a device."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+
+import polyfed
+import world
+from engines.devices import RECIPE, Devices
+from engines.direct import grid_of, joined, played
+from engines.misdeeds import with_header
+from engines.test_flower_inprocess import order, own_ledgers
+from polyfed.algorithms.averaging import Update
+from polyfed.core.masked import masked_class
+from polyfed.deploy.secrets_once import USED
+from polyfed.deploy.state_store import Store
+from polyfed.engines.flower import DirectGrid, GridTransport, client_app
+from polyfed.engines.protocol import FAILED, REFUSED, REPLY
+from polyfed.experiment import checkpoint
+from polyfed.experiment.settings import EngineSpec
+from polyfed.federation.secure_aggregation.client import SecureAggregation
+from polyfed.federation.secure_aggregation.messages import PublicKeys, RevealedShares, Unmasking
+from polyfed.federation.secure_aggregation.state import SECRETS
+from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.selection import Uniform
+
+FIVE = (
+    RECIPE.replace("num = 3", "num = 5")
+    .replace('[["a", "b"], ["a"], ["b"]]', '[["a", "b"], ["a", "b"], ["a"], ["a", "b"]]')
+    .replace("rounds = 2", "rounds = 1")
+    .replace('name = "scaffold"', 'name = "fedavg"\n[secure_aggregation]')
+)
+
+
+class Observed(Devices):
+    """Five devices under secure aggregation; keeps every request and the answer to it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, FIVE)
+        self.folder, self.later = folder, 0
+        self.result: dict[str, Any] = {}
+        self.seen: list[tuple[Packet, Packet, Mapping[str, Any]]] = []
+
+    def __call__(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
+        answer = super().__call__(packet, config)
+        self.seen.append((packet, answer, config))
+        return answer
+
+    def transport(self) -> GridTransport:
+        return GridTransport(DirectGrid(client_app(self), 5))
+
+    def of(self, task: str, client: int) -> tuple[Packet, Packet, Mapping[str, Any]]:
+        """The last request for a task, and the answer to it."""
+        return next(
+            item
+            for item in reversed(self.seen)
+            if item[0].header.get("task") == task and item[0].header["request_id"]["client"] == client
+        )
+
+    def again(self, task: str, client: int, body: bytes | None = None, **changes: Any) -> Packet:
+        """What a device answers if a server that was started again repeats a request, perhaps with changes."""
+        asked, _, config = self.of(task, client)
+        request_id = asked.header["request_id"]
+        self.later += 1
+        renewed = with_header(asked, request_id=request_id | {"session": request_id["session"] + self.later}, **changes)
+        return super().__call__(Packet(renewed.header, asked.body if body is None else body), config)
+
+
+@pytest.fixture(scope="module")
+def devices(tmp_path_factory: Any) -> Observed:
+    """Devices after a run of one round."""
+    folder = tmp_path_factory.mktemp("devices")
+    made = Observed(folder)
+    made.result = made.serve(folder / "run")
+    return made
+
+
+def test_parameters_and_ledgers_equal_the_sequential_engines(tmp_path: Path) -> None:
+    method = world.algorithm("scaffold", selector=Uniform(), secure_aggregation=SecureAggregation())
+    made = world.recipe(method, EngineSpec(name="flower"), rounds=1)
+    _, state_one, ledger_one = world.played(replace(made, engine=EngineSpec(name="sequential")))
+    state, ledger = played(made, joined(made, grid_of(made, tmp_path)))
+    assert checkpoint.digest(state_one) == checkpoint.digest(state)
+    assert ledger == ledger_one, "the server's ledger"
+    assert own_ledgers(tmp_path) == sorted(ledger_one, key=order), "the clients' own ledgers"
+    masked = {(row["message"], row["field"]) for row in ledger if row.get("masked")}
+    assert masked == {("MaskedControlledUpdate", field) for field in ("params", "control", "loss", "num_rows")}
+
+
+def test_devices_equal_the_simulation_and_no_packet_holds_a_reply(devices: Observed, tmp_path: Path) -> None:
+    got, one = devices.result, polyfed.run(devices.recipe, tmp_path / "one", engine="sequential").result
+    assert got["state_sha256"] == one["state_sha256"], "the masks are others, and the sums are the same"
+    assert got["metrics"]["personal"] == one["metrics"]["personal"]
+    assert set(one["metrics"]["personal"]) == {"weighted"}, "the accuracy over all test rows, and of no single client"
+    answers = [(asked.header, answer) for asked, answer, _ in devices.seen if asked.header["want"] == "ask"]
+    assert len(answers) == 10 * 5, "five requests for training, and five for evaluation"
+    for _, answer in answers:
+        kinds = {dtype for _, _, dtype, _ in answer.header["tensors"]}
+        assert kinds <= {"uint8", "int32", "int64"}, "a plain reply would hold float32"
+    _, update, _ = devices.of("update", 0)
+    assert update.header["message"] == "MaskedUpdate"
+    hidden = decode(update, masked_class(Update), limit=2**29).params
+    values = torch.cat([value.flatten() for value in hidden.values()]).double() / 2**31
+    assert abs(float(values.mean())) < 5 * (1 / 3 / len(values)) ** 0.5, "uniform on [-1, 1)"
+    assert float(values.std()) == pytest.approx((1 / 3) ** 0.5, rel=0.1)
+
+
+def test_no_secret_is_left_on_a_device_after_a_round(devices: Observed) -> None:
+    places = [*devices.folder.rglob("journal.json")]
+    assert len(places) == 5
+    for place in places:
+        store = Store(place.parent)
+        last = checkpoint.load(store._path(store._places()[-1]))
+        assert last is not None
+        assert not [name for name in last[1]["local"] if name.startswith(SECRETS)]
+
+
+def test_a_server_that_goes_back_gets_no_second_answer_from_the_same_secrets(devices: Observed) -> None:
+    _, first, _ = devices.of("secure_aggregation.unmask", 1)
+    assert not bool(decode(first, RevealedShares, limit=2**20).of_keys.any())
+    again = devices.again("secure_aggregation.unmask", 1)
+    assert again.header["verdict"] == REPLY
+    assert again.body == first.body, "the same shares as before tell nothing new"
+    dropped = torch.tensor([False, False, False, False, True])
+    other = encode(Unmasking(~dropped, dropped))
+    refused = devices.again("secure_aggregation.unmask", 1, other.body, **other.header)
+    assert refused.header["verdict"] == REFUSED
+    assert "has used its secrets of secure aggregation for another request" in refused.header["reason"]
+
+
+def test_a_device_draws_new_keys_for_every_request(devices: Observed) -> None:
+    _, first, _ = devices.of("secure_aggregation.advertise", 3)
+    answers = [first, *(devices.again("secure_aggregation.advertise", 3) for _ in range(2))]
+    assert len({decode(answer, PublicKeys, limit=2**20).keys.numpy().tobytes() for answer in answers}) == 3
+
+
+def test_a_dishonest_server_gets_neither_a_second_reply_nor_both_shares(tmp_path: Path) -> None:
+    devices = Observed(tmp_path)
+    refused: list[Packet] = []
+    asked: list[Packet] = []
+
+    def asking(packet: Packet, config: Mapping[str, Any]) -> Packet:
+        task = packet.header.get("task")
+        if task == "secure_aggregation.unmask":
+            everyone = torch.ones(5, dtype=torch.bool)
+            both = encode(Unmasking(everyone, everyone))
+            asked.append(devices(Packet(packet.header | both.header, both.body), config))
+            return asked[-1]
+        answer = devices(packet, config)
+        if task == "update" and packet.header["request_id"]["client"] == 2:  # again, under the same masks
+            other = bytes([packet.body[0] ^ 1]) + packet.body[1:]
+            refused.extend([devices.again("update", 2, other), devices.again("update", 2, turn=1)])
+            assert devices.again("update", 2).body == answer.body, "the same reply tells nothing new"
+        return answer
+
+    with pytest.raises(polyfed.core.errors.TooFewReplies):
+        devices.serve(tmp_path / "run", GridTransport(DirectGrid(client_app(asking), 5)))
+    assert [answer.header["verdict"] for answer in refused] == [REFUSED] * 2
+    assert all("has used its secrets" in answer.header["reason"] for answer in refused)
+    assert {answer.header["verdict"] for answer in asked} == {FAILED}
+    assert any("Refusal" in answer.header["reason"] for answer in asked), "the type; the text stays on the device"
+    places = [*tmp_path.rglob(USED)]
+    assert len(places) == 5
+    assert all(place.stat().st_mode & 0o077 == 0 for place in places), "only the owner reads them"
