@@ -27,9 +27,11 @@ from polyfed.experiment.recipe import EngineSpec, Recipe
 from polyfed.federation import adapters
 from polyfed.federation.attack import Attack
 from polyfed.federation.replies import Replies
+from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.wire_format import encode
 from polyfed.model import ModelSpec
 from polyfed.model.lora import pairs
+from polyfed.privacy.differential import Privacy
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import ServerOptimiser, Train
 from world import algorithm, furthest, played, recipe, same, through
@@ -315,6 +317,17 @@ def test_ranks_without_adapters_and_other_conflicts_are_refused(folders: dict[st
         assemble(recipe(algorithm("fedavg", server=ServerOptimiser(aggregate="flexlora"))))
     with pytest.raises(RecipeError, match=r"algorithm 'local' does not average parameters"):
         assemble(recipe(algorithm("local"), clients=clients))
+    secure = {"secure_aggregation": SecureAggregation()}
+    for way, words in (
+        ("mean", r"ranks = .*need replies of the same shape"),
+        ("hetlora", r"aggregate = 'hetlora' compares single clients"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            assemble(made(folders, way, MIXED if way == "mean" else None, **secure))
+    with pytest.raises(RecipeError, match=r"need replies of the same shape. Remove them, or ranks"):
+        assemble(
+            replace(made(folders, "mean", MIXED), privacy=Privacy(unit="client", delta=1e-3, noise_multiplier=1.0))
+        )
     with pytest.raises(RecipeError, match=r"\[attack\] 'alie' averages the updates"):
         assemble(replace(made(folders, "mean", MIXED), attack=Attack(name="alie")))
 

@@ -55,8 +55,6 @@ def _unfit_way(recipe: Recipe, server: ServerOptimiser, has_adapters: bool) -> s
     if any(getattr(type(method), hook, None) is not getattr(Averaging, hook) for hook in _COMBINING):
         name = name_of(method, ALGORITHMS)
         return f"algorithm '{name}' combines replies in its own way. Take fedavg or fedprox, or aggregate = 'mean'"
-    if _protects(recipe):
-        return "[privacy] and [secure_aggregation] need a sum of whole replies. Remove them, or take 'mean'"
     if server.aggregate == "flexlora" and (server.optimiser != "none" or server.lr != 1.0):
         return (
             "it replaces the adapters by the factors of a matrix in every round, so a step from the old factors has no "
@@ -97,18 +95,13 @@ def _unfit(recipe: Recipe, model: Model, way: str) -> str:
         return "the selector compares the updates of clients, whose shapes then differ. Remove [selection]"
     if kept := {block_of(a) for a, _ in pairs(method.private_names(model))}:
         return f"[algorithm] private keeps the adapters of '{min(kept)}' at the clients. Remove the block, or ranks"
-    if _protects(recipe):
+    if recipe.privacy is not None or method.secure_aggregation is not None:
         return "[privacy] and [secure_aggregation] need replies of the same shape. Remove them, or ranks"
     if method.fine_tune:
         return "fine_tune makes whole models of the clients' own. Remove fine_tune, or ranks"
     if recipe.attack is not None and recipe.attack.name == "alie":
         return "[attack] 'alie' averages the updates of attackers, whose shapes then differ. Take another attack"
     return ""
-
-
-def _protects(recipe: Recipe) -> bool:
-    """Return whether the recipe has the section [privacy] or [secure_aggregation]."""
-    return recipe.privacy is not None or recipe.algorithm.secure_aggregation is not None
 
 
 def rank_facts(ranks: ClientRanks) -> dict[str, Any]:

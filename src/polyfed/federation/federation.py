@@ -163,9 +163,8 @@ class Federation:
         if self.attack is not None:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
         missing = dict(answer.missing)
-        stacks = self.ranks.split(answer.parts)
-        usable = [kept for part in stacks if (kept := self._inspect(request, part, missing, accept))]
-        parts = self._in_time(request, usable, missing)
+        stacks = (self._inspect(request, part, missing, accept) for part in self.ranks.split(answer.parts))
+        parts = self._in_time(request, [part for part in stacks if part], missing)
         broken = self._broken(peak) if peak > HUGE else ""
         missing = {c: f"{why}{broken}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()}
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
