@@ -21,7 +21,8 @@ from polyfed.experiment.client_checks import refuse_clients
 from polyfed.experiment.defaults import guesses_of, with_encoders
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.label_counts import dealt_classes, label_counts
-from polyfed.experiment.protection import guarantee_of, refuse_own_test_rows
+from polyfed.experiment.protection import guarantee_of
+from polyfed.experiment.rank_checks import client_ranks, rank_facts
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
 from polyfed.federation.client_registry import TEST
@@ -161,8 +162,8 @@ def assemble(
         emit=emit,
         clock=clock,
         attack=recipe.attack,
+        ranks=client_ranks(recipe, model, population.num_clients),
     )
-    refuse_own_test_rows(recipe, population)
     recipe, guarantee = _protected(recipe, fed, held)
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
 
@@ -292,6 +293,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
         ],
         "blocks": block_sizes(assembly),
         "frozen": frozen_facts(assembly.model),
+        **rank_facts(assembly.fed.ranks),
         "egress": assembly.policy.table(modalities),
     }
 

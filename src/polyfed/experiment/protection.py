@@ -42,6 +42,7 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine) -> Guarantee |
         return None
     model = engine.model
     _refuse(recipe, spec, model, engine.initial, fed)
+    _refuse_own_test_rows(recipe, spec, engine.population)
     accounting = _accounting(recipe, spec, fed)
     _refuse_delta(spec, fed)
     noise, rounds = _noise_and_rounds(recipe, spec, accounting)
@@ -92,7 +93,7 @@ def mechanism_of(recipe: Recipe, model: Model, initial: Tree, noise: float | Non
     )
 
 
-def refuse_own_test_rows(recipe: Recipe, population: Population) -> None:
+def _refuse_own_test_rows(recipe: Recipe, spec: Privacy, population: Population) -> None:
     """Refuse scores on the clients' own test rows that nobody has accepted as unprotected.
 
     Data without a test set has no other rows for the test of the global model.
@@ -100,8 +101,8 @@ def refuse_own_test_rows(recipe: Recipe, population: Population) -> None:
     Raises:
         RecipeError: the server would test on such rows.
     """
-    spec, own = recipe.privacy, population.test
-    if spec is None or own is None or "statistic" in spec.unprotected or not recipe.algorithm.evaluation.every:
+    own = population.test
+    if own is None or "statistic" in spec.unprotected or not recipe.algorithm.evaluation.every:
         return
     if bool(torch.isin(population.test_rows, own.rows).any()):
         raise RecipeError(
