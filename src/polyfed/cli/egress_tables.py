@@ -133,6 +133,9 @@ def remarks(check: Check) -> Iterator[Text]:
     if check.private:
         kept = ", ".join(f"{block} ({bytes_of(size)})" for block, size in check.private.items())
         yield Text(f"private, so kept at every client and never sent: {kept}")
+    for rank, sizes in check.facts.get("ranks", {}).items():
+        own = ", ".join(f"{block} {bytes_of(size)}" for block, size in sizes.items())
+        yield Text(f"parameters of a client of LoRA rank {rank}: {own}")
     revealed = {f"{row.message}.{row.field}": row.tells for row in check.planned if row.tells}
     yield from (Text(f"{field} tells {what}", "yellow") for field, what in revealed.items())
     yield from (Text(reason, "yellow") for reason in check.why)

@@ -51,6 +51,8 @@ class ClientsSpec:
             half.
         only: Modality -> clients that hold only this modality; a client that is not listed holds all modalities.
         holdings: Client k holds the modalities `holdings[k mod len]`.
+        ranks: LoRA ranks: client k has the rank `ranks[k mod len]` of the adapters that the model has (docs/models.md).
+            An adapter with a lower rank keeps its own. None gives every client the rank of the model's adapters.
         personal_test: Each client's own test rows. A share: taken from its training rows. "split_personal": the rows
             that the data marks as test rows; guard rows are left out. "matched": drawn from the global test set in the
             proportions of the client's labels, about the client's share of this set; clients may overlap. None: no own
@@ -80,6 +82,7 @@ class ClientsSpec:
     keep_both: Annotated[float | None, PROBABILITY] = None
     only: Mapping[str, list[int]] = field(default_factory=dict)
     holdings: list[list[str]] | None = None
+    ranks: list[int] | None = None
     personal_test: float | Literal["split_personal", "matched"] | None = None
     seed: Annotated[int | None, NOT_NEGATIVE] = None
     validation: Annotated[float, BELOW_ONE] = 0.0
@@ -95,6 +98,7 @@ class ClientsSpec:
             lambda: check_ranges("[clients]", self),
             self._check_participation,
             self._check_personal_test,
+            self._check_ranks,
             self._check_assignment,
         ):
             problems.attempt(check)
@@ -159,6 +163,11 @@ class ClientsSpec:
             require(share in allowed, "clients.personal_test", share, "a share, 'split_personal' or 'matched'")
         elif share is not None:
             require(0.0 < share < 1.0, "clients.personal_test", share, "a share between 0 and 1")
+
+    def _check_ranks(self) -> None:
+        if self.ranks is not None:
+            whole = all(type(rank) is int and rank >= 1 for rank in self.ranks)
+            require(bool(self.ranks) and whole, "clients.ranks", self.ranks, "whole numbers of at least 1, not none")
 
     def _check_assignment(self) -> None:
         given = [name for name in _ASSIGNMENTS if getattr(self, name) not in (None, {})]

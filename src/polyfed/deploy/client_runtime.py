@@ -15,7 +15,7 @@ from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import SHARED, Tree, digest
 from polyfed.data import Population
 from polyfed.deploy.faults import Fault, in_short
-from polyfed.deploy.request_limits import admit
+from polyfed.deploy.request_limits import admit, admit_release
 from polyfed.deploy.secrets_once import admit_secrets
 from polyfed.deploy.state_store import Store
 from polyfed.engines import Sequential
@@ -83,6 +83,7 @@ class ClientRuntime:
         self._check_held(packet, request_id.client)
         with store.alone():
             admit(engine.limits, folder, request, request_id.client)
+            admit_release(engine.privacy, folder, request, request_id.client)
             store.prune()
             local = self._begun(store, request, request_id)
             admit_secrets(folder, request, local, packet.body, request_id.client)

@@ -3,11 +3,15 @@
 import json
 from pathlib import Path
 
-from polyfed.core.errors import CheckpointError
+from polyfed.core.errors import CheckpointError, EgressError
 from polyfed.core.files import replace_text
 from polyfed.core.json_and_toml import parse_json
 from polyfed.core.request import Request
 from polyfed.privacy.limits import Limits
+from polyfed.privacy.mechanism import Mechanism
+
+RELEASES = "private-releases.json"
+"""File with the requests that the client has answered with noise of its own, and how often."""
 
 REQUESTS = "requests.json"
 """File with the number of requests in each round, next to the local state. So restarts do not reset the number."""
@@ -34,6 +38,35 @@ def admit(limits: Limits, folder: Path, request: Request, client: int) -> None:
     number = counts.get(str(request.round), 0) + 1
     limits.refuse("max_requests", number, client, request.name)
     replace_text(path, json.dumps(counts | {str(request.round): number}))
+
+
+def admit_release(mechanism: Mechanism | None, folder: Path, request: Request, client: int) -> None:
+    """Count a reply that this client protects with noise of its own, and refuse more of them than epsilon allows.
+
+    With noise from the operating system, a repeated request counts again, because its reply has new noise.
+
+    Args:
+        mechanism: the mechanism of [privacy], or None.
+        folder: the folder of the client and the run.
+        request: the request.
+        client: the client's number.
+
+    Raises:
+        EgressError: the run has used up its privacy budget on this client.
+        CheckpointError: the count on disk is damaged.
+    """
+    if mechanism is None or mechanism.releases is None or request.name not in mechanism.protected:
+        return
+    path = folder / RELEASES
+    counts = _read(path)
+    this = f"{request.round} {request.number} {request.turn}"
+    counts[this] = counts.get(this, 0) + 1 if mechanism.secure else 1
+    if request.round > mechanism.releases or sum(counts.values()) > mechanism.releases:
+        raise EgressError(
+            f"client {client} refused task {request.name}: the run's [privacy] allows {mechanism.releases} replies "
+            "with noise of this client, and they have been sent. More would raise epsilon: begin a new run"
+        )
+    replace_text(path, json.dumps(counts))
 
 
 def _read(path: Path) -> dict[str, int]:

@@ -16,13 +16,14 @@ from polyfed.core.json_and_toml import parse_json
 from polyfed.core.request import Request
 from polyfed.core.tasks import info_of
 from polyfed.core.tree import Tree, digest, nested, under
+from polyfed.federation.secure_aggregation.messages import PublicKeys, RevealedShares
 from polyfed.federation.secure_aggregation.state import SECRETS
 
 USED = "used-secrets.json"
 """File with the digests of the secrets that a client has used, and of the requests that it used them for."""
 
-KEPT = 256
-"""Number of the newest digests that the file holds. A request of secure aggregation adds four."""
+UNMASKED = "unmasked"
+"""Key of the newest request for which the client has revealed shares, as `round number`. The other keys are digests."""
 
 
 def admit_secrets(folder: Path, request: Request, local: Tree | None, body: bytes, client: int) -> None:
@@ -39,21 +40,43 @@ def admit_secrets(folder: Path, request: Request, local: Tree | None, body: byte
         EgressError: the client has used the secrets for another request.
         CheckpointError: the file is damaged.
     """
+    path = folder / USED
+    if request.reply is PublicKeys:
+        _refuse_repetition(_read(path), request, client)
     block = SECRETS if request.reply.masks is not None else info_of(request.task).once
     secrets = under(block, local or {}) if block else {}
     if not secrets:
         return
     facts = (request.name, request.round, request.rounds, request.seed, request.turn, digest(local or {}))
     use = hashlib.sha256(json.dumps(facts).encode() + body).hexdigest()
-    path, key = folder / USED, digest(nested(block, secrets))
-    used = _read(path)
+    key, used = digest(nested(block, secrets)), _read(path)
     if used.get(key, use) != use:
         raise EgressError(
             f"client {client} refused task {request.name}: it has used its secrets of secure aggregation for another "
             "request. Keys serve once, and a server that repeats a round begins it with new keys"
         )
     if key not in used:
-        replace_text(path, json.dumps(dict([*used.items(), (key, use)][-KEPT:])))
+        used[key] = use
+        if request.reply is RevealedShares:
+            used[UNMASKED] = f"{request.round} {request.number}"
+        replace_text(path, json.dumps(used))
+
+
+def _refuse_repetition(used: dict[str, str], request: Request, client: int) -> None:
+    """Refuse to begin a request again after its shares were revealed.
+
+    A repeated request would bring a second sum, perhaps over other clients. Clients would send the same replies as
+    before, so the difference of the two sums could be the reply of one client.
+
+    Raises:
+        EgressError: the client has revealed shares for this request, or for a later one.
+    """
+    if UNMASKED in used and (request.round, request.number) <= tuple(map(int, used[UNMASKED].split())):
+        raise EgressError(
+            f"client {client} refused task {request.name}: it has already revealed the masks of this request "
+            f"in round {request.round}. Two sums over different clients would tell single replies. Begin a new run in "
+            "another folder"
+        )
 
 
 def _read(path: Path) -> dict[str, str]:

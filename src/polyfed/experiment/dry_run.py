@@ -1,14 +1,15 @@
 """The dry run: find how large replies will be by running a round of the algorithm on a few rows of a few clients.
 
 A message declares kinds, not shapes, so its declaration does not say how many numbers a statistic holds; running the
-tasks does. Clients that hold the same modalities are of one kind, and a few of each kind run the tasks. The others
-count as missing, which every algorithm must handle anyway. Devices of silos all run. Two passes with different numbers
-of rows show which sizes grow with the rows. Nothing is sent.
+tasks does. Clients of the same modalities and LoRA rank are of one kind, and a few of each kind run the tasks. The
+others count as missing, which every algorithm must handle anyway. Devices of silos all run. Two passes with different
+numbers of rows show which sizes grow with the rows. Nothing is sent.
 """
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from polyfed.core.errors import EgressError
@@ -97,11 +98,12 @@ class DryRunEngine(Sequential):
     """An engine on which only a few clients of each kind run a request: those with the most rows.
 
     A client may be asked for a second task although another client ran the first one in its place; it then takes over
-    the local state of its kind.
+    the local state of its kind. `ranks` are the LoRA ranks of `[clients]`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.ranks = ranks
         self.seen: dict[tuple[Place, int], list[ObservedPart]] = {}
         self.left_by: dict[Kind, Tree] = {}
         frozen = sum(value.numel() for value in self.model.frozen.values())
@@ -145,9 +147,10 @@ class DryRunEngine(Sequential):
         return 0 if client < 0 else int(self.registry.num_rows[client])
 
     def _kind(self, client: int) -> Kind:
-        """The client's modalities; a device of a silo and an evaluation client are each a kind of their own."""
+        """The client's modalities and rank; a device of a silo and an evaluation client are each their own kind."""
         alone = client < 0 or self.registry.silo is not None
-        return (str(client),) if alone else self.registry.owned(client)
+        rank = (str(self.ranks[client % len(self.ranks)]),) if self.ranks else ()
+        return (str(client),) if alone else (*self.registry.owned(client), *rank)
 
 
 def run_dry(recipe: Recipe, population: Population, listener: Listener) -> dict[Place, Size]:
@@ -164,8 +167,9 @@ def run_dry(recipe: Recipe, population: Population, listener: Listener) -> dict[
     brief = replace(recipe.algorithm, train=short)
     alone = replace(recipe, algorithm=brief, network=None, engine=replace(recipe.engine, min_replies=0))
     seen: dict[tuple[Place, int], list[ObservedPart]] = {}
+    engine = partial(DryRunEngine, ranks=recipe.clients.ranks)
     for most in PASSES:
-        parts = assemble(alone, emit=Emitter([listener]), population=_shortened(population, most), engine=DryRunEngine)
+        parts = assemble(alone, emit=Emitter([listener]), population=_shortened(population, most), engine=engine)
         _run_round(parts)
         assert isinstance(parts.engine, DryRunEngine)
         for key, observed in parts.engine.seen.items():

@@ -4,12 +4,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError
 from polyfed.core.gaussian import Clip
 from polyfed.core.registry import name_of
 from polyfed.core.tree import SHARED, Tree, blocks
+from polyfed.data import Population
 from polyfed.engines.base import Engine
 from polyfed.experiment.privacy_support import methods_that_honour
 from polyfed.experiment.recipe import Recipe
@@ -38,7 +42,8 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine) -> Guarantee |
     if spec is None:
         return None
     model = engine.model
-    _refuse(recipe, spec, model, engine.initial)
+    _refuse(recipe, spec, model, engine.initial, fed)
+    _refuse_own_test_rows(recipe, spec, engine.population)
     accounting = _accounting(recipe, spec, fed)
     _refuse_delta(spec, fed)
     noise, rounds = _noise_and_rounds(recipe, spec, accounting)
@@ -68,12 +73,14 @@ def mechanism_of(recipe: Recipe, model: Model, initial: Tree, noise: float | Non
     """
     spec, method = recipe.privacy, recipe.algorithm
     assert spec is not None, "only a recipe with [privacy] has a mechanism"
-    if noise is None and spec.central:
+    releases = None
+    if not spec.central:
+        found, releases = _noise_and_rounds(recipe, spec, _accounting(recipe, spec, None))
+        noise = found if noise is None else noise
+    elif noise is None:
         noise = 0.0  # the server adds the noise
-    if noise is None:
-        noise = spec.noise_multiplier or _noise_and_rounds(recipe, spec, _accounting(recipe, spec, None))[0]
     kept = method.private_names(model)
-    own = blocks(name for name in initial if name not in kept)
+    own = blocks(name for name in initial if spec.unit == "example" or name not in kept)
     spare = () if "statistic" in spec.unprotected or not _spares(method) else method.spare
     return Mechanism(
         unit=spec.unit,
@@ -83,7 +90,27 @@ def mechanism_of(recipe: Recipe, model: Model, initial: Tree, noise: float | Non
         protected=_by_task(method.honours(spec.unit)),
         withheld=_by_task(spare),
         secure=secure,
+        releases=releases,
     )
+
+
+def _refuse_own_test_rows(recipe: Recipe, spec: Privacy, population: Population) -> None:
+    """Refuse scores on the clients' own test rows that nobody has accepted as unprotected.
+
+    Data without a test set has no other rows for the test of the global model.
+
+    Raises:
+        RecipeError: the server would test on such rows.
+    """
+    own = population.test
+    if own is None or "statistic" in spec.unprotected or not recipe.algorithm.evaluation.every:
+        return
+    if bool(torch.isin(population.test_rows, own.rows).any()):
+        raise RecipeError(
+            "[privacy] does not protect the scores of the global model, which is tested on the clients' own test rows, "
+            'because the data has no test set. Set [data] test_share, or accept it: unprotected = ["statistic"]',
+            ("privacy", "unprotected"),
+        )
 
 
 def privacy_after(guarantee: Guarantee | None, round: int) -> dict[str, Any]:
@@ -164,12 +191,12 @@ def _refuse_delta(spec: Privacy, fed: Federation) -> None:
         )
 
 
-def _refuse(recipe: Recipe, spec: Privacy, model: Model, initial: Tree) -> None:
+def _refuse(recipe: Recipe, spec: Privacy, model: Model, initial: Tree, fed: Federation) -> None:
     """Refuse a method with which the mechanism does not hold, or else the model and the section; with all reasons."""
     reasons = [*_faults_of_method(recipe, spec)]
     if not reasons:  # other options would not help a method that cannot honour the unit at all
         reasons += _faults_of_model(model, initial)
-        reasons += _faults_of_mean(recipe, spec) if spec.unit == "client" else _faults_of_rows(recipe, model)
+        reasons += _faults_of_mean(recipe, spec) if spec.unit == "client" else _faults_of_rows(recipe, model, fed)
     if reasons:
         raise RecipeError(f'[privacy] unit = "{spec.unit}" cannot be honoured: ' + "; ".join(reasons), ("privacy",))
 
@@ -205,11 +232,15 @@ def _faults_of_mean(recipe: Recipe, spec: Privacy) -> Iterator[str]:
         yield f"[selection] {type(selector).__name__} sets the weights of the mean"
     if spec.amplification and (type(selector) is not Uniform or selector.overselect is not None):
         yield "amplification needs the selector uniform without overselect, because other cohorts depend on the data"
+    if spec.amplification and (method.private or method.fine_tune or type(method).local is not Algorithm.local):
+        yield "amplification needs clients without a state of their own, which would tell later who was in a cohort"
 
 
-def _faults_of_rows(recipe: Recipe, model: Model) -> Iterator[str]:
-    """Yield why the gradient of a batch would not be the mean of the gradients of its rows."""
+def _faults_of_rows(recipe: Recipe, model: Model, fed: Federation) -> Iterator[str]:
+    """Yield why a row could be used more often than counted, or in a gradient that is no mean over rows."""
     train, objective = recipe.algorithm.train, task_of(recipe)
+    if fed.clients.silo is not None:
+        yield "the devices of a silo hold the same rows, and epsilon counts the uses of a row by one client"
     if mixes := objective.mixes_rows:
         yield f"[task] {objective.NAME}: {mixes}"
     if train.steps is not None:

@@ -67,9 +67,10 @@ class ClientUpdates:
         norms: dict[str, list[Tensor]] = {}
         for name, stack in trained.items():
             before = sent.get(name)
-            if before is None or stack.shape[1:] != before.shape or not stack.is_floating_point():
+            if before is None or stack.dim() != before.dim() + 1 or not stack.is_floating_point():
                 continue
-            moved = (stack.detach()[places] - before.detach().to(stack.device)).flatten(1)
+            received = before.detach()[tuple(map(slice, stack.shape[1:]))]  # the ranks that the clients have
+            moved = (stack.detach()[places] - received.to(stack.device)).flatten(1)
             norms.setdefault(block_of(name), []).append(torch.linalg.vector_norm(moved, dim=1, dtype=torch.float32))
         for block, parts in norms.items():
             self._norms.setdefault(block, []).extend(torch.stack(parts).norm(dim=0).tolist())

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from polyfed.core.errors import TooFewReplies
 from polyfed.core.tree import Tree, block_of
+from polyfed.federation import adapters
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Replies
+from polyfed.model.lora import pairs
 from polyfed.training.optimisers import ServerOptimiser
 
 WEISZFELD_STEPS, WEISZFELD_TOLERANCE = 100, 1e-6
@@ -71,8 +73,12 @@ def aggregate(
     """
     if private is not None:
         return private.of(replies, name, centre)
-    if server.aggregate == "mean":
-        return replies.mean(name, weights)
+    replies, sent = adapters.padded(replies, name, weights, centre)
+    if server.aggregate == "mean" or server.aggregate in adapters.RULES:
+        mean = replies.mean(name, weights)
+        if server.aggregate in adapters.RULES:
+            mean |= _adapters(replies, name, weights, centre, server.aggregate)
+        return adapters.with_unsent(mean, sent, centre)
     rule = RULES[server.aggregate]
     found: Tree = {}
     for (block, clients), stacks in _groups(replies, name, weights).items():
@@ -88,6 +94,18 @@ def aggregate(
             combined = rule(Group(block, values, share / share.sum(), start), server)
             pieces = torch.split(combined, [one[key].numel() for key in real])
             found |= {key: piece.view_as(one[key]).to(one[key]) for key, piece in zip(real, pieces, strict=True)}
+    return found
+
+
+def _adapters(
+    replies: Replies, name: str, weights: Mapping[int, float], centre: Mapping[str, Tensor], way: str
+) -> Tree:
+    """Return the combined LoRA adapters of the replies, block by block."""
+    rule, found = adapters.RULES[way], Tree()
+    for (_, clients), stacks in _groups(replies, name, weights).items():
+        for a, b in pairs(stacks):
+            share = torch.tensor([weights[client] for client in clients], dtype=torch.float64, device=stacks[a].device)
+            found[a], found[b] = rule(stacks[a], stacks[b], share / share.sum(), centre[a])
     return found
 
 

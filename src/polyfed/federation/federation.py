@@ -21,11 +21,12 @@ from polyfed.core.tasks import path_of, types_of
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data.columns import Column, Columns
 from polyfed.federation.attack import Attack
+from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
 from polyfed.federation.private_mean import PrivateMean
-from polyfed.federation.replies import Answer, Replies, ReplyStack
+from polyfed.federation.replies import Answer, Replies, ReplyStack, listed
 from polyfed.federation.reply_validation import NOT_FINITE, ReplyValidator
 from polyfed.federation.secure_aggregation.server import SecureSum, Summing
 from polyfed.privacy.mechanism import Mechanism
@@ -64,6 +65,7 @@ class Federation:
         emit: called with the name and the fields of each event.
         clock: simulated time and the links of the clients, or None if the recipe has no [network] section.
         attack: the simulated attack of the [attack] section, or None.
+        ranks: the LoRA ranks of the clients.
         privacy: how replies are protected under [privacy], or None.
         round: the current round, from 1; 0 before the first.
         asked: number of requests so far in this round.
@@ -82,6 +84,7 @@ class Federation:
     emit: Callable[..., None] = lambda *_, **__: None
     clock: Clock | None = None
     attack: Attack | None = None
+    ranks: ClientRanks = ClientRanks()
     privacy: Mechanism | None = None
     round: int = 0
     asked: int = 0
@@ -129,7 +132,7 @@ class Federation:
             task: a method of the algorithm, or of one of its parts, that is marked `@task`.
             clients: the clients' numbers, in any order.
             send: one message for all clients, or a mapping with one message for each. A client receives only the blocks
-                that it has.
+                that it has, and adapters of its own LoRA rank.
             quorum: whether too few replies end the run. For joined requests, pass False and call `require_quorum`.
             turn: a different number each time a round repeats a request, so that batches and dropout masks differ.
             accept: an additional check of valid replies. `accept(client, reply)` returns a reason to drop the reply,
@@ -155,12 +158,13 @@ class Federation:
         if not clients:
             return Replies([])
         peak = self._check_sent(request, send)
-        answer = self.engine.answer(request, sorted(clients), send)
+        sent = self.ranks.sized(send, clients)
+        answer = self.engine.answer(request, sorted(clients), sent)
         if self.attack is not None:
-            answer = self.attack.falsify(answer, send, self.attack.attackers(len(self.clients), self.seed))
+            answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
         missing = dict(answer.missing)
-        usable = [kept for part in answer.parts if (kept := self._inspect(request, part, missing, accept))]
-        parts = self._in_time(request, usable, missing)
+        stacks = (self._inspect(request, part, missing, accept) for part in self.ranks.split(answer.parts))
+        parts = self._in_time(request, [part for part in stacks if part], missing)
         broken = self._broken(peak) if peak > HUGE else ""
         missing = {c: f"{why}{broken}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()}
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
@@ -175,7 +179,7 @@ class Federation:
     def _summed(self, task: Task, clients: Sequence[int], send: Send, *, quorum: bool, **options: Any) -> Replies:
         """Ask under secure aggregation; see `ask`."""
         method: Summing = task.__self__  # type: ignore[attr-defined]
-        secure = SecureSum(partial(self.ask, secure=False), method, self.clients, self.template, self.emit)
+        secure = SecureSum(partial(self.ask, secure=False), method, self.clients, self.template, self.emit, self.asked)
         replies = secure.of(task, clients, send, **options)
         if quorum and clients:
             self.require_quorum(replies, path_of(task, self.owner))
@@ -240,12 +244,12 @@ class Federation:
         if lost and not replies:
             raise Diverged(
                 f"round {self.round}, task {what}: training left the finite numbers at {len(lost)} of {asked} "
-                f"clients. {_listed(lost)}. Lower [train] lr, set [train] clip_norm, or scale the features down"
+                f"clients. {listed(lost)}. Lower [train] lr, set [train] clip_norm, or scale the features down"
             )
         if len(replies) < min(self.min_replies, asked):
             raise TooFewReplies(
                 f"round {self.round}, task {what}: {len(replies)} of {asked} clients answered, "
-                f"[engine] min_replies = {self.min_replies}. {_listed(missing)}"
+                f"[engine] min_replies = {self.min_replies}. {listed(missing)}"
             )
 
     def server_data(
@@ -296,7 +300,7 @@ class Federation:
     ) -> ReplyStack | None:
         """Return the stack without unusable replies, or None if it is empty, and put the reasons into `missing`."""
         try:
-            self.validator.check(part.message, request.reply)
+            self.validator.check(part.message, request.reply, self.ranks.shapes(part.clients[0]))
         except BadReply as error:
             missing.update(dict.fromkeys(part.clients, str(error)))
             return None
@@ -313,8 +317,3 @@ class Federation:
         known = {client: {*self.clients.owned(client), SHARED, LABELS} for client in part.clients if client >= 0}
         more = {client: min(sent - own) for client, own in known.items() if not sent <= own}
         return {client: f"sent something of {block}, which it does not have" for client, block in more.items()}
-
-
-def _listed(reasons: Mapping[int, str]) -> str:
-    """List the first three missing clients with their reasons."""
-    return "; ".join(f"client {client}: {why}" for client, why in sorted(reasons.items())[:3])

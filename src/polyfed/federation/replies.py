@@ -160,6 +160,11 @@ def joined(requests: Iterable[Replies]) -> Replies:
     return Replies([part for replies in asked for part in replies.parts], missing)
 
 
+def listed(reasons: Mapping[int, str]) -> str:
+    """List the first three missing clients with their reasons."""
+    return "; ".join(f"client {client}: {why}" for client, why in sorted(reasons.items())[:3])
+
+
 def _mean(pieces: list[Piece], weights: Mapping[int, float], total: float) -> Tensor:
     """Return the weighted mean over all clients of the pieces, or the maximum for integers."""
     kinds = {stack.dtype for _, stack in pieces}

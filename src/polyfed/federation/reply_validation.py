@@ -5,7 +5,7 @@ with the model.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -27,6 +27,9 @@ NOT_FINITE = "is not finite"
 
 REAL = ("embeddings", "prototypes", "predictions")
 """Kinds that must have the floating-point type of the model, because computing with another type would fail."""
+
+Shape = tuple[int, ...]
+_NO_SHAPES: Mapping[str, Shape] = {}
 
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """Tensor types that a field with a number of rows may have."""
@@ -64,8 +67,13 @@ class ReplyValidator:
         """The floating-point types of the model's tensors, or float32 if the model has no such tensors."""
         return frozenset(t.dtype for t in self.template.values() if t.is_floating_point()) or frozenset({torch.float32})
 
-    def check(self, msg: Message, expected: type[Message]) -> None:
+    def check(self, msg: Message, expected: type[Message], shapes: Mapping[str, Shape] = _NO_SHAPES) -> None:
         """Check the class of a stacked message, and the names, shapes and types of its tensors.
+
+        Args:
+            msg: the message.
+            expected: the class that it must have.
+            shapes: shapes of parameters that the clients have other than the model's, by name.
 
         Raises:
             BadReply: the message differs from its declaration. The text names the field and the fault.
@@ -75,12 +83,12 @@ class ReplyValidator:
         for name, said in expected.declared.items():
             value = getattr(msg, name)
             if isinstance(value, Tensor):
-                self._check_tensor(name, None, value, said)
+                self._check_tensor(name, None, value, said, shapes)
                 continue
             if flaw := self._flaw(name, said, tuple(value)):
                 raise BadReply(flaw)
             for key, tensor in value.items():
-                self._check_tensor(name, key, tensor, said)
+                self._check_tensor(name, key, tensor, said, shapes)
         for count in msg.counts.values():
             if (kind := getattr(msg, count).dtype) not in WHOLE:
                 raise BadReply(f"{count} is {kind}, expected whole numbers")
@@ -135,14 +143,17 @@ class ReplyValidator:
             if not whole:
                 bad.setdefault(client, reason)
 
-    def _check_tensor(self, field: str, key: str | None, value: Tensor, said: Declared) -> None:
+    def _check_tensor(
+        self, field: str, key: str | None, value: Tensor, said: Declared, shapes: Mapping[str, Shape]
+    ) -> None:
         if said.masked and not fits(said, value.dtype):
             raise BadReply(f"{field} is {value.dtype}, expected masked integers")
         if said.kind in OF_THE_MODEL:
             assert key is not None, f"{field}: parameters and gradients come in trees"
             wanted = self.template[key]
-            if value.shape[1:] != wanted.shape or (value.dtype != wanted.dtype and not said.masked):
-                found, ours = (f"{t.dtype} {tuple(s)}" for t, s in ((value, value.shape[1:]), (wanted, wanted.shape)))
+            shape = shapes.get(key, tuple(wanted.shape))
+            if value.shape[1:] != shape or (value.dtype != wanted.dtype and not said.masked):
+                found, ours = (f"{t.dtype} {tuple(s)}" for t, s in ((value, value.shape[1:]), (wanted, shape)))
                 raise BadReply(f"{field}.{key} is {found}, expected {ours}")
             return
         where = field if key is None else f"{field}.{key}"

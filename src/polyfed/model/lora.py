@@ -4,7 +4,8 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 20
 / r) B A. Only A (r, inputs) and B (outputs, r) are trained. Frozen parameters are in no Tree, so only A and B are sent.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -16,6 +17,9 @@ from polyfed.model.checks import known_fields, probability, whole
 
 _CARRIES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 """The layers that `peft` can adapt."""
+
+_MATRIX_A = re.compile(r"(\.lora_(?:embedding_)?)A\.")
+"""The part of a name by which `peft` marks the matrix A of an adapter. The name of B differs only in this letter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,16 @@ def read(table: Mapping[str, Any]) -> Lora:
     if isinstance(found.alpha, bool) or not isinstance(found.alpha, int | float) or not found.alpha > 0:
         raise ModelError(f"lora.alpha = {found.alpha!r}: give a number above 0.")
     return found
+
+
+def pairs(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Return the names of the matrices A and B of every adapter in a Tree.
+
+    A is (r, inputs) and B is (outputs, r). The matrices of a convolution have two more axes, and A's are the kernel's.
+    """
+    known = dict.fromkeys(names)
+    named = ((name, _MATRIX_A.sub(r"\1B.", name)) for name in known)
+    return tuple((a, b) for a, b in named if a != b and b in known)
 
 
 def adapt(backbone: nn.Module, lora: Lora) -> None:

@@ -18,7 +18,7 @@ from polyfed.model.layers import BatchNorm, Rows
 from polyfed.model.names import Named
 from polyfed.model.parameter_slots import Naming, Slots, as_it_is
 from polyfed.model.recompute import Recompute
-from polyfed.model.seeded_modules import flops_of, leaf, made
+from polyfed.model.seeded_modules import flops_of, leaf, leaves, made
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -158,10 +158,14 @@ class Model(Named):
 
         Inside the `with` block, calls with the lent Tree run as fast as a plain PyTorch training loop. Calls with any
         other Tree also work. The lent parameters require gradients. The next `live` overwrites the lent tensors, so
-        clone the tensors that you want to keep.
+        clone the tensors that you want to keep. If a tensor of `w` has another shape than the model's own, as the
+        adapters of a client with a small LoRA rank do, the method lends a copy of `w` instead.
         """
         assert self._live is None, "the model's own tensors are lent out already"
         self._slots.place(next(iter(w.values())).device)
+        if not self._slots.fit(w):
+            yield leaves(w, self._slots.parameters)
+            return
         tree = {name: self._slots.own(name) if self._slots.has(name) else leaf(w[name]) for name in w}
         with torch.no_grad():
             torch._foreach_copy_(list(tree.values()), list(w.values()))

@@ -106,6 +106,10 @@ class Slots:
         """Whether a module has a place for this name."""
         return name in self._places
 
+    def fit(self, w: Mapping[str, Tensor]) -> bool:
+        """Whether all tensors of a Tree have the shapes of the modules' own tensors."""
+        return all(self.own(name).shape == value.shape for name, value in w.items() if name in self._places)
+
     def own(self, name: str) -> Tensor:
         """The module's own tensor of this name."""
         holder, key = self._places[name][0]

@@ -1,6 +1,6 @@
 """Makes modules from a random key, and counts floating-point operations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 import torch
@@ -18,6 +18,11 @@ Factory = Callable[[], nn.Module]
 def leaf(value: Tensor) -> Tensor:
     """Return a trainable copy of a method's own tensor, such as a projection head, which no module holds."""
     return value.detach().clone().requires_grad_()
+
+
+def leaves(w: Mapping[str, Tensor], trained: Collection[str]) -> dict[str, Tensor]:
+    """Return an independent copy of a Tree. The tensors whose names are in `trained` require gradients."""
+    return {name: leaf(value) if name in trained else value.detach().clone() for name, value in w.items()}
 
 
 def made(make: Callable[[], M], key: int, block: str) -> M:

@@ -66,7 +66,8 @@ class Scale:
         """
         peak = float(np.abs(values).max(initial=0))
         if not peak <= self.limit:  # also true for NaN
-            raise ValueError(f"{where} holds {peak:.6g}, and values of up to {self.limit:g} can be summed")
+            # the text goes to the server, so it must not hold the value
+            raise ValueError(f"{where} holds a value beyond {self.limit:g}, the largest that can be summed")
         whole = np.rint(values.astype(np.float64) * (weight * 2.0**self.exponent)).astype(np.int64)
         return np.asarray(whole).astype(SIGNED[self.bits]).view(UNSIGNED[self.bits])
 

@@ -45,9 +45,14 @@ class Guarantee:
         return [part for part, state in self.parts if state == UNPROTECTED]
 
     def epsilon(self, rounds: int, block: str | None = None) -> float:
-        """Return what some rounds spend in total, or on one block of the model."""
+        """Return what some rounds spend in total, or on one block of the model.
+
+        A block has an epsilon of its own only after a single use of the data. From the second use on, its update
+        depends on what all other blocks told before, so only the total holds.
+        """
         clip = self.mechanism.clip
-        relative = 1.0 if block is None else clip.limit(block) / clip.total
+        alone = block is not None and rounds * self.accounting.uses <= 1
+        relative = clip.limit(block) / clip.total if alone and block is not None else 1.0
         return self.accounting.epsilon(self.mechanism.noise_multiplier / relative, rounds)
 
     def by_block(self, rounds: int) -> dict[str, dict[str, float | None]]:

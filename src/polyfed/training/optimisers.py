@@ -196,7 +196,7 @@ class ServerOptimiser:
         tau: number added to the root of the second moment, which starts at its square (Reddi et al. use 1e-3).
         aggregate: how the replies are combined, block by block: by the `mean`, or by a rule that limits the influence
             of a minority of lying clients: `median`, `trimmed-mean`, `krum`, `multi-krum`, `geometric-median` or
-            `norm-clip`.
+            `norm-clip`. `hetlora` and `flexlora` combine LoRA adapters by a rule of their own (docs/models.md).
         lying: share of the replies in one round that `trimmed-mean`, `krum` and `multi-krum` withstand. A cohort may
             hold a larger share of attackers than all clients together.
         max_norm: `norm-clip` limits the distance of each reply from the model that was sent to this value, block by
@@ -209,7 +209,9 @@ class ServerOptimiser:
     beta1: Annotated[float, BELOW_ONE] = 0.9
     beta2: Annotated[float, BELOW_ONE] = 0.99
     tau: Annotated[float, POSITIVE] = 1e-3
-    aggregate: Literal["mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-clip"] = "mean"
+    aggregate: Literal[
+        "mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-clip", "hetlora", "flexlora"
+    ] = "mean"
     lying: Annotated[float, BELOW_HALF] = 0.2
     max_norm: Annotated[float, NOT_NEGATIVE] = 0.0
 

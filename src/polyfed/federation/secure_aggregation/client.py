@@ -111,7 +111,7 @@ class SecureAggregation:
     @task(loop_because=LOOP)
     def advertise(self, context: ClientContext, data: ClientData, local: Tree, got: Opening) -> tuple[PublicKeys, Tree]:
         """Draw the seeds of the key for shares, of the key for masks and of the self-masks. Send two public keys."""
-        seeds = fresh_seeds(context, data)
+        seeds = fresh_seeds(context, data, int(got.number))
         public = b"".join(masks.public_key(seed) for seed in seeds[:2])
         kept = {"step": torch.tensor(ADVERTISED), "seeds": tensor_of(b"".join(seeds), 3, masks.SEED)}
         return PublicKeys(tensor_of(public, 2, masks.KEY)), without_secrets(local) | nested(SECRETS, kept)

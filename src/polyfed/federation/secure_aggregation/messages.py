@@ -10,7 +10,9 @@ TELLS = "nothing about data: random keys and shares"
 
 @message
 class Opening(Message):
-    """Opens a request: asks for new public keys. Has no fields."""
+    """Opens a request: asks for new public keys. `number`, int64 (), is different for every request of a round."""
+
+    number: Tensor = carries("statistic")
 
 
 @message

@@ -81,6 +81,7 @@ class SecureSum:
         registry: the client registry.
         template: the model's tree.
         emit: called with the name and the fields of each event.
+        number: number of requests in this round before this one.
     """
 
     ask: Callable[..., Replies]
@@ -88,6 +89,7 @@ class SecureSum:
     registry: ClientRegistry
     template: Mapping[str, Tensor]
     emit: Callable[..., None]
+    number: int
 
     @property
     def options(self) -> SecureAggregation:
@@ -131,7 +133,8 @@ class SecureSum:
         options: Mapping[str, Any],
     ) -> Replies:
         secure = self.options
-        keys = self._step(secure.advertise, clients, Opening(), missing, accept=_bytes_of(2, masks.KEY))
+        opening = Opening(torch.tensor(self.number))
+        keys = self._step(secure.advertise, clients, opening, missing, accept=_bytes_of(2, masks.KEY))
         here = self._session(keys)
         num, members = len(here.clients), here.cohort.members
         self._require(num, num, "sent keys")

@@ -26,11 +26,17 @@ class Refusal(ValueError):
     """A client does not go on with a request of secure aggregation, because that would endanger its reply."""
 
 
-def fresh_seeds(context: ClientContext, data: ClientData) -> list[bytes]:
-    """Return three new seeds: from the system's secure generator on a device, from the run's keys in a simulation."""
+def fresh_seeds(context: ClientContext, data: ClientData, request: int) -> list[bytes]:
+    """Return three new seeds: from the system's secure generator on a device, from the run's keys in a simulation.
+
+    Args:
+        context: the client context.
+        data: the client dataset, whose key belongs to the round.
+        request: a number that is different for every request of the round.
+    """
     if context.on_device:
         return [secrets.token_bytes(masks.SEED) for _ in range(3)]
-    drawn = [keys.key(int(data.key), SECRETS, number) for number in range(3)]
+    drawn = [keys.key(int(data.key), SECRETS, request, number) for number in range(3)]
     return [hashlib.blake2b(str(key).encode(), digest_size=masks.SEED).digest() for key in drawn]
 
 
