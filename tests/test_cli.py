@@ -178,6 +178,7 @@ def test_check_prints_clients_blocks_and_crossings(polyfed_command, recipe):
         assert re.search(pattern, out)
     assert re.search(r"gray: +parameters only", out)
     assert re.search(r"labels: +nothing", out)
+    assert re.search(r"; the server holds [\d,]+ test rows and (no|[\d,]+) validation rows", " ".join(out.split()))
 
 
 def test_check_of_a_forbidden_recipe_ends_with_3_and_names_the_cure(polyfed_command, recipe):

@@ -24,10 +24,11 @@ from polyfed.core.messages import Message, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED, Tree, block_of, under
 from polyfed.data import ClientsSpec
+from polyfed.deploy.device_check import inspect
 from polyfed.engines import in_process
 from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.check import check
-from polyfed.experiment.recipe import Recipe, load_recipe
+from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
 from polyfed.experiment.settings import EngineSpec
 from polyfed.federation.attack import Attack
 from polyfed.federation.replies import Answer, Replies
@@ -590,6 +591,19 @@ def test_the_check_says_what_is_masked(capsys: Any, tmp_path: Path) -> None:
         "parameters and statistics may leave, masked: the server reads only sums; "
         "not masked: PublicKeys, EncryptedShares, RevealedShares" in flat
     )
+
+
+def test_a_device_with_its_own_rows_can_check_what_is_masked(tmp_path: Path) -> None:
+    rows = np.random.default_rng(1).normal(size=(40, 6)).astype(np.float32)
+    np.savez(tmp_path / "own.npz", a=rows, label=np.arange(40) % 4)
+    (tmp_path / "policy.toml").write_text('[egress.a]\nserver = ["parameters"]\n')
+    data = {"name": "npz", "path": str(tmp_path / "own.npz"), "label": "label"}
+    encoders = {"a": {"kind": "mlp", "hidden": [8]}}
+    table = {"data": data, "model": {"encoders": encoders}, "algorithm": {"name": "fedavg"}, "secure_aggregation": {}}
+    made = parse_recipe(table)
+    told = {"data": tmp_path / "own.npz", "modalities": "a", "policy": tmp_path / "policy.toml"}
+    found = inspect(made, " ".join([*(f'{key}="{value}"' for key, value in told.items()), "client=3"]))
+    assert {row.field for row in found.planned if row.masked} >= {"params", "loss", "num_rows"}
 
 
 TEXT = """

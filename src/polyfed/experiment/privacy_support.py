@@ -8,6 +8,7 @@ from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.masked import sum_only
 from polyfed.core.messages import DESTINATIONS, KINDS
+from polyfed.core.request import Task
 from polyfed.core.tasks import parts, tasks_of, types_of
 from polyfed.core.tree import SHARED
 from polyfed.privacy.policy import Policy
@@ -36,7 +37,7 @@ def unprotected(method: Algorithm, unit: str) -> tuple[str, ...]:
     return tuple(kind for kind in KINDS if kind in kinds)
 
 
-def sent(method: Algorithm, *, tested: bool = False) -> Iterator[tuple[str, object, str]]:
+def sent(method: Algorithm, *, tested: bool = False) -> Iterator[tuple[str, Task, str]]:
     """Yield every field that a reply can hold under some policy: name of the task, the task, name of the field."""
     for name, task in tasks_of(method).items():
         if method.will_ask(name, tested=tested):

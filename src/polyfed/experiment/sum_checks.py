@@ -61,8 +61,8 @@ def refuse_small_cohorts(recipe: Recipe, fed: Federation) -> None:
         RecipeError: with the size of the cohort.
     """
     secure, selector = recipe.algorithm.secure_aggregation, getattr(recipe.algorithm, "selector", None)
-    if secure is None or not isinstance(selector, Selector):
-        return
+    if secure is None or not isinstance(selector, Selector) or len(fed.clients.eligible) == 1:
+        return  # a device that checks a recipe knows the rows of one client only: its own
     if (size := selector.size(fed)) < secure.min_clients:
         raise RecipeError(
             f"[secure_aggregation] min_clients = {secure.min_clients}: a round asks {size} clients only, so no sum "
@@ -81,6 +81,8 @@ def refuse_small_blocks(recipe: Recipe, population: Population) -> None:
     if secure is None:
         return
     trains = population.train.sizes > 0
+    if int(trains.sum()) == 1:  # see `refuse_small_cohorts`
+        return
     counts = dict(zip(population.columns.modalities, population.holds[trains].sum(0).tolist(), strict=True))
     counts["all"] = int(trains.sum())
     if few := {name: num for name, num in counts.items() if 0 < num < secure.min_clients}:
