@@ -5,6 +5,7 @@ From the recipe to the parts:
 - `recipe`: the recipe as a file and as objects; `overrides`: its sections, and `--set section.key=value`.
 - `settings`: the sections [engine] and [checkpoint]; `machine`: the cores and the memory that a run may use.
 - `assembly`: data, clients, model, policy, engine and federation from a recipe.
+- `privacy_support`: which methods can honour [privacy] and [secure_aggregation].
 - `check`: what a recipe lets cross, before anything runs; `dry_run`: how large the replies will be.
 
 The run:
