@@ -178,6 +178,7 @@ def test_check_prints_clients_blocks_and_crossings(polyfed_command, recipe):
         assert re.search(pattern, out)
     assert re.search(r"gray: +parameters only", out)
     assert re.search(r"labels: +nothing", out)
+    assert re.search(r"; the server holds [\d,]+ test rows and (no|[\d,]+) validation rows", " ".join(out.split()))
 
 
 def test_check_of_a_forbidden_recipe_ends_with_3_and_names_the_cure(polyfed_command, recipe):
@@ -233,6 +234,25 @@ def test_every_algorithm_explains_its_hyper_parameters_and_what_crosses(polyfed_
         assert option.name in out
     words = set(re.findall(r"\w+", out))
     assert {part for row in crossings(ALGORITHMS[name]) for part in row.field.split(".")} <= words
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "fedavg",
+            ['"client"  yes, with [algorithm] aggregation = "uniform"', '"example" yes', "[secure_aggregation] yes"],
+        ),
+        ("scaffold", ['unprotected = ["gradients"]', "[secure_aggregation] yes"]),
+        ("cmsfed", ["no: its server does not only average the updates", "no: the server reads Report.cross_entropy"]),
+    ],
+)
+def test_every_algorithm_says_which_protection_it_can_use(polyfed_command, name, words):
+    code, out, _ = polyfed_command("algorithms", name)
+    flat = " ".join(out.split())
+    assert code == 0
+    for part in words:
+        assert " ".join(part.split()) in flat
 
 
 def test_hyper_parameters_are_read_off_the_dataclass():

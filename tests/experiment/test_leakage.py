@@ -4,16 +4,19 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 import polyfed
 from polyfed.cli import main
+from polyfed.cli.leakage import _tables
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, RecipeError
@@ -24,6 +27,7 @@ from polyfed.data.sources import Npz
 from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.leakage import Finding, audit, write
 from polyfed.experiment.leakage import labels as label_attacks
+from polyfed.experiment.leakage.audit import LeakageAudit
 from polyfed.experiment.leakage.capture import Capture, capture
 from polyfed.experiment.leakage.findings import Tally, Target, interval, measured
 from polyfed.experiment.leakage.labels import assigned, clusters, output_scores, presence
@@ -38,6 +42,7 @@ from polyfed.experiment.leakage.membership import (
 from polyfed.experiment.leakage.reconstruction import first_layer_rows, inverted, match_gradient, nearest
 from polyfed.federation.attack import Attack
 from polyfed.federation.replies import Replies, ReplyStack
+from polyfed.privacy.differential import Privacy
 from polyfed.selection import Uniform
 from polyfed.training import SingleClientData
 from polyfed.training.optimisers import Train
@@ -357,6 +362,32 @@ def test_the_verb_prints_json_and_writes_the_file_and_the_page(tmp_path: Path, c
     out = capsys.readouterr().out
     assert "advantage" in out
     assert "did not cross: " in out
+    for text in (printed["notes"][0], page, " ".join(out.split())):
+        assert "WARNING: membership is measured against test rows" in text
+    assert "* the whole interval of the advantage lies above 0" in out
+
+
+def test_notes_say_what_membership_is_measured_against_and_where_the_noise_is_added(tmp_path: Path) -> None:
+    made = recipe(algorithm("fedavg", selector=Uniform(), aggregation="uniform"), rounds=1)
+    made = replace(made, clients=replace(made.clients, validation=0.3))
+    polyfed.run(made, out=tmp_path / "plain")
+    assert audit(tmp_path / "plain", rounds=1, clients=3).notes == ()
+    for place, noted in (("server", True), ("client", False)):
+        section = Privacy(unit="client", delta=0.01, epsilon=50.0, noise_at=place)  # type: ignore[arg-type]
+        polyfed.run(replace(made, privacy=section), out=tmp_path / place)
+        notes = audit(tmp_path / place, rounds=1, clients=3).notes
+        assert any("after it has received the replies" in note for note in notes) == noted
+
+
+def test_a_finding_above_zero_has_a_star() -> None:
+    found = Finding("a", "raw", "x", "server", "", "measured", "how", 1.0, 0.5, 0.5, 0.4, 0.6)
+    result = LeakageAudit(Path(), "fedavg", "toy", 1, 1, 1, 0, (), (found, replace(found, low=-0.1)))
+    screen = Console(file=StringIO(), width=150)
+    for part in _tables(result):
+        screen.print(part)
+    printed = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert printed.count("+0.50*") == 1
+    assert printed.count("+0.50 ") == 1
 
 
 def test_other_data_and_wrong_options_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Simulated attacks: who attacks, what they send, and that a robust rule withstands what the mean does not."""
 
+import math
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -175,6 +176,8 @@ def test_a_backdoor_in_personal_models_is_measured_at_honest_clients(tmp_path: P
     assert run.result["backdoor"]["success"] < 0.6, "clients that never meet the attackers have no backdoor"
     page = (tmp_path / "r" / "report.html").read_text()
     assert "test rows that the trigger turns" in page
+    assert run.result["attack"] == {"name": "backdoor", "clients": [0, 1]}
+    assert "Simulated attack backdoor by 2 of 4 clients: 0, 1." in page
     screen = Console(file=StringIO(), width=120)
     screen.print(result_table(run.result))
     assert "backdoor to class 1" in screen.file.getvalue()  # type: ignore[attr-defined]
@@ -185,5 +188,9 @@ def test_mistakes_of_a_backdoor() -> None:
         population_of(backdoored("mean", modality="c"))
     with pytest.raises(RecipeError, match=r"target = 9: allowed: 0 to 3"):
         population_of(backdoored("mean", target=9))
+    entries = math.prod(population_of(backdoored("mean")).columns.modalities["b"].shape)
+    population_of(backdoored("mean", modality="b", trigger_size=entries))
+    with pytest.raises(RecipeError, match=f"trigger_size = {entries + 1}: a sample of 'b' has {entries} entries"):
+        population_of(backdoored("mean", modality="b", trigger_size=entries + 1))
     with pytest.warns(PolyfedWarning, match="trigger_size has no effect"):
         parse_recipe(backdoored("mean").table() | {"attack": {"name": "alie", "trigger_size": 2}})

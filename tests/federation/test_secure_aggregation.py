@@ -24,10 +24,11 @@ from polyfed.core.messages import Message, tensors
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED, Tree, block_of, under
 from polyfed.data import ClientsSpec
+from polyfed.deploy.device_check import inspect
 from polyfed.engines import in_process
 from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.check import check
-from polyfed.experiment.recipe import Recipe, load_recipe
+from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
 from polyfed.experiment.settings import EngineSpec
 from polyfed.federation.attack import Attack
 from polyfed.federation.replies import Answer, Replies
@@ -36,6 +37,7 @@ from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.secure_aggregation.state import SECRETS, Refusal, cohort_in, seeds_of
 from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.privacy import masks
+from polyfed.privacy.differential import Privacy
 from polyfed.privacy.fixed_point import Scale
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import ServerOptimiser
@@ -521,6 +523,22 @@ def test_too_few_clients_of_a_modality_are_refused() -> None:
         assemble(secured(small(), min_clients=8))
 
 
+def test_a_cohort_that_is_smaller_than_a_sum_is_refused_before_the_run() -> None:
+    selector = Uniform(participation=5)
+    made = world.recipe(world.algorithm("fedavg", selector=selector), clients=TEN)
+    with pytest.raises(RecipeError, match="a round asks 5 clients only") as error:
+        check(secured(made, min_clients=6))
+    assert error.value.key == ("secure_aggregation", "min_clients")
+    assert check(secured(made, min_clients=5)).refused == ()
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedamp"])
+def test_the_section_cannot_be_combined_with_privacy_whatever_the_method(name: str) -> None:
+    made = world.recipe(world.algorithm(name), clients=TEN, privacy=Privacy(unit="client", delta=0.01, epsilon=8.0))
+    with pytest.raises(RecipeError, match=r"^\[secure_aggregation\] and \[privacy\] cannot be combined"):
+        assemble(secured(made))
+
+
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
     made = replace(secured(small("scaffold", "vectorised")), rounds=2)
 
@@ -568,6 +586,24 @@ def test_the_check_says_what_is_masked(capsys: Any, tmp_path: Path) -> None:
     told = capsys.readouterr().out
     assert "parameters, masked" in told
     assert "the server reads only sums over the clients" in told
+    flat = " ".join(told.split())
+    assert (
+        "parameters and statistics may leave, masked: the server reads only sums; "
+        "not masked: PublicKeys, EncryptedShares, RevealedShares" in flat
+    )
+
+
+def test_a_device_with_its_own_rows_can_check_what_is_masked(tmp_path: Path) -> None:
+    rows = np.random.default_rng(1).normal(size=(40, 6)).astype(np.float32)
+    np.savez(tmp_path / "own.npz", a=rows, label=np.arange(40) % 4)
+    (tmp_path / "policy.toml").write_text('[egress.a]\nserver = ["parameters"]\n')
+    data = {"name": "npz", "path": str(tmp_path / "own.npz"), "label": "label"}
+    encoders = {"a": {"kind": "mlp", "hidden": [8]}}
+    table = {"data": data, "model": {"encoders": encoders}, "algorithm": {"name": "fedavg"}, "secure_aggregation": {}}
+    made = parse_recipe(table)
+    told = {"data": tmp_path / "own.npz", "modalities": "a", "policy": tmp_path / "policy.toml"}
+    found = inspect(made, " ".join([*(f'{key}="{value}"' for key, value in told.items()), "client=3"]))
+    assert {row.field for row in found.planned if row.masked} >= {"params", "loss", "num_rows"}
 
 
 TEXT = """
@@ -590,6 +626,7 @@ bits = 64
     ("line", "reason"),
     [
         ("threshold = 0.5", "above 0.5, at most 1"),
+        ("threshold = 11", "a share of the cohort and not a number of clients"),
         ("min_clients = 1", "2 or more"),
         ("bits = 16", "must be 32 or 64"),
         ("clip = 3.0", "clip"),

@@ -29,7 +29,9 @@ from polyfed.experiment.settings import EngineSpec
 from polyfed.objective import Classification
 from polyfed.privacy.accounting import Accounting
 from polyfed.privacy.differential import Privacy
+from polyfed.privacy.guarantee import number as epsilon_in_words
 from polyfed.report import write_report
+from polyfed.report.formatting import number_of
 from polyfed.selection.power_of_choice import PowD
 from polyfed.training.optimisers import ServerOptimiser, Train
 from world import AWKWARD, algorithm, furthest, played, recipe, same, through
@@ -312,8 +314,18 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason(kind: str, changes: 
 @pytest.mark.parametrize("name", ["cmsfed", "fedproto", "local", "splitfed", "fedgkt", "centralized"])
 def test_methods_that_declare_nothing_are_refused(name: str) -> None:
     assert not ALGORITHMS[name].honours("client")
-    with pytest.raises(RecipeError, match=r"cannot be honoured: algorithm '.*Methods that can: fedavg"):
+    with pytest.raises(RecipeError, match=r"cannot be honoured: algorithm '.*Methods that can: fedavg") as error:
         assemble(recipe(algorithm(name), privacy=Privacy(**CLIENT)))  # type: ignore[arg-type]
+    said = str(error.value)
+    assert "its server does not only average the updates of the clients" in said
+    assert "aggregation" not in said, "an option would not help"
+    assert 'moon, partialfl with unprotected = ["embeddings", "statistic"], scaffold with' in said
+    assert "protects" not in said, "the user did not write the class"
+
+
+def test_the_refusal_of_a_class_of_ones_own_says_what_to_declare() -> None:
+    with pytest.raises(RecipeError, match=r"Leaky overrides merge\). If your class keeps the rule of `protects`"):
+        assemble(recipe(Leaky(aggregation="uniform"), privacy=Privacy(**CLIENT)))  # type: ignore[arg-type]
 
 
 def test_a_class_that_overrides_what_its_parent_declared_has_to_declare_again() -> None:
@@ -338,6 +350,9 @@ def test_personal_evaluation_needs_to_be_accepted() -> None:
     [
         ({"unit": "client", "delta": 0.01}, "needs epsilon, noise_multiplier, or both"),
         ({"unit": "row", "delta": 0.01, "epsilon": 1.0}, "unit"),
+        ({"unit": "client", "epsilon": 1.0}, "[privacy] needs delta: above 0 and below 1, such as 1e-3"),
+        ({"unit": "client", "epsilon": -1.0}, "[privacy] needs delta"),
+        ({"delta": 0.1, "epsilon": 1.0}, '[privacy] needs unit: "client" or "example"'),
         ({"unit": "client", "delta": 1.0, "epsilon": 1.0}, "above 0 and below 1"),
         ({"unit": "client", "delta": 0.1, "epsilon": 1.0, "unprotected": ["loss"]}, "no kind 'loss'"),
         ({"unit": "example", "delta": 0.1, "epsilon": 1.0, "amplification": True}, "amplification = true needs"),
@@ -357,3 +372,29 @@ def test_the_resolved_recipe_holds_the_noise_that_was_found(tmp_path: Path) -> N
     assert again == Privacy(**CLIENT | {"epsilon": 4.0, "noise_multiplier": found})
     with pytest.raises(RecipeError, match=r"privacy.noise_multiplier"):  # the rounds so far had less noise
         polyfed.run(replace(made, rounds=5), tmp_path, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("central", "Protects: whether one client's data was used at all. Counted as if every client took part in"),
+        ("local", "Protects: which data one client used. Counted as if every client took part in every round"),
+        ("example", "Protects: whether one row was used at all. Counted with each row in one batch of each epoch, and"),
+    ],
+)
+def test_the_guarantee_is_said_in_plain_words(kind: str, words: str) -> None:
+    promises = check(replace(private(kind), rounds=1)).promises
+    assert words in " ".join(promises)
+    assert "after 1 round (noise" in promises[0]
+
+
+def test_the_page_rounds_epsilon_up_as_the_terminal_does(tmp_path: Path) -> None:
+    run = polyfed.run(private(), out=tmp_path / "run")
+    spent = epsilon_in_words(run.result["privacy"]["epsilon"])
+    assert number_of(7.99811, "epsilon") == "7.999"
+    assert f"Epsilon <b>{spent}</b>" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_delta_above_the_inverse_of_all_rows_is_refused_and_says_whose_rows() -> None:
+    with pytest.raises(RecipeError, match="training rows of all clients together"):
+        assemble(private("example", delta=0.5))

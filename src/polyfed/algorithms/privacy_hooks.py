@@ -15,6 +15,13 @@ UPDATES: Mapping[str, tuple[str, ...]] = {"client": ("update.params",), "example
 """The declaration of a method that extends `Averaging` and whose loss of a row depends on no other row."""
 
 
+OTHERWISE: Mapping[str, str] = {
+    "client": "its server does not only average the updates of the clients",
+    "example": "its clients may use several rows of a batch together",
+}
+"""For each unit of [privacy], what has to be assumed of a method that does not declare the unit."""
+
+
 class PrivacyHooks:
     """The declarations of a method about the [privacy] section."""
 
@@ -38,10 +45,10 @@ class PrivacyHooks:
 
     @classmethod
     def dishonour(cls, unit: str) -> str:
-        """Return why the method cannot honour a unit, as a clause that begins with the name of the class."""
+        """Return why the method cannot honour a unit, as a clause that begins with `its`."""
         declaring = next(base for base in cls.__mro__ if "protects" in vars(base))
         below = cls.__mro__[: cls.__mro__.index(declaring)]
         if unit in vars(declaring)["protects"]:
             hook = next(hook for base in below for hook in ALTERS[unit] if hook in vars(base))
-            return f"{cls.__name__} overrides {hook}, and its class does not declare `protects` for this unit"
-        return f"{cls.__name__} does not declare in `protects` that its replies can be protected"
+            return f"{OTHERWISE[unit]} ({cls.__name__} overrides {hook})"
+        return OTHERWISE[unit]

@@ -6,7 +6,6 @@ under `Attributes:`, and what crosses is what the tasks declare.
 
 import dataclasses
 import inspect
-import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -15,19 +14,15 @@ from typing import Annotated, Any, get_args, get_origin
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
+from polyfed.algorithms.privacy_hooks import ALTERS
 from polyfed.core.errors import RecipeError, did_you_mean
-from polyfed.core.messages import DESTINATIONS, KINDS
 from polyfed.core.registry import find
 from polyfed.core.tasks import info_of, tasks_of, types_of
-from polyfed.core.tree import SHARED
 from polyfed.data import SOURCES
 from polyfed.data.sources import Facts
 from polyfed.experiment.parts import PARTS
+from polyfed.experiment.privacy_support import can_send, privacy_in_words, secure_in_words
 from polyfed.privacy.announcement import Holder
-from polyfed.privacy.policy import Policy
-
-ANY = "any"
-"""Stands for a modality, because there is no data that names one."""
 
 ALL = Holder(("modalities",), ("modalities",), ("modalities",))
 """A client that holds every modality."""
@@ -156,7 +151,14 @@ def algorithm_facts(name: str) -> dict[str, Any]:
         "about": explanation(cls),
         "options": [dataclasses.asdict(option) for option in hyper_parameters(cls)],
         "crossings": [dataclasses.asdict(row) for row in crossings(cls)],
+        "privacy": protection(cls),
     }
+
+
+def protection(cls: type[Algorithm]) -> dict[str, str]:
+    """Section of a recipe -> whether the algorithm, with its default options, can use it, and otherwise why not."""
+    units = {f'[privacy] unit = "{unit}"': privacy_in_words(cls, unit) for unit in ALTERS}
+    return units | {"[secure_aggregation]": secure_in_words(cls)}
 
 
 def source_list() -> list[dict[str, str]]:
@@ -177,7 +179,7 @@ def crossings(cls: type[Algorithm]) -> Iterator[Carried]:
     algorithm = cls()
     for name, task in tasks_of(algorithm).items():
         got, reply = types_of(task)
-        answers = [field for field in reply.kinds if _can_send(algorithm, name, field)]
+        answers = [field for field in reply.kinds if can_send(algorithm, name, field)]
         if not algorithm.will_ask(name, tested=True) or (reply.kinds and not answers):
             continue  # no client is ever sent this request
         for way, kind, fields in (("down", got, got.kinds), (info_of(task).scope, reply, answers)):
@@ -189,13 +191,6 @@ def crossings(cls: type[Algorithm]) -> Iterator[Carried]:
                     kind.kinds[field],
                     ", ".join(ALL.blocks(kind.declared[field])),
                 )
-
-
-def _can_send(algorithm: Algorithm, task: str, field: str) -> bool:
-    """Whether a field can hold anything of a modality or of the shared block, under any policy."""
-    rules = {(ANY, destination): frozenset(KINDS) for destination in DESTINATIONS}
-    cases = itertools.product((ANY, SHARED), (Policy(), Policy(rules)))
-    return any(algorithm.will_send(task, field, block, policy) for block, policy in cases)
 
 
 def _kind(annotation: Any) -> str:

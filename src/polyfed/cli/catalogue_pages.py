@@ -31,10 +31,14 @@ def algorithm_page(name: str) -> Group:
     for (way, kind, blocks), rows in sorted(groups.items(), key=lambda item: item[0][0] != "down"):
         crossing.add_row(way, kind, blocks, Text(carriers(rows)))
     options = _options("[algorithm]", catalogue.hyper_parameters(cls))
+    protection = plain_table("", "", left=2)
+    for section, words in catalogue.protection(cls).items():
+        protection.add_row(Text(section), Text(words))
     hint = Text(
         "This holds for the default options; `polyfed check RECIPE.toml` shows bytes and verdicts for a recipe.", "dim"
     )
-    return stacked(Text(catalogue.explanation(cls)), options, titled("What can cross", crossing), hint)
+    tables = (titled("What can cross", crossing), titled("Protection of what crosses", protection))
+    return stacked(Text(catalogue.explanation(cls)), options, *tables, hint)
 
 
 def source_list() -> Group:

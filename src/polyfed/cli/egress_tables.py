@@ -50,7 +50,9 @@ def sentence(rows: Sequence[Planned], check: Check) -> str:
     groups = grouped(rows)
     allowed = {place: group for place, group in groups.items() if group[0].allowed}
     first = {place for place, group in allowed.items() if check.remarks or any(row.in_dry_run for row in group)}
-    parts = [_may_leave({place[1:] for place in first}, masked=bool(rows) and all(row.masked for row in rows))]
+    parts = [_may_leave({place[1:] for place in first}, masked=any(row.masked for row in rows))]
+    if clear := dict.fromkeys(row.message for row in rows if row.allowed and not row.masked):
+        parts += [f"not masked: {', '.join(clear)}"] if any(row.masked for row in rows) else []
     if later := [kind for _, kind, _ in allowed.keys() - first]:
         parts.append(f"not in a first round, but perhaps: {_listed(later)}")
     if refused := [kind for _, kind, _ in groups.keys() - allowed]:
@@ -126,7 +128,7 @@ def remarks(check: Check) -> Iterator[Text]:
     if secure := check.recipe.algorithm.secure_aggregation:
         yield Text(
             "masked: the server reads only sums over the clients of a request that have the block, at least "
-            f"{secure.min_clients}; of one client it reads nothing ([secure_aggregation])"
+            f"{secure.min_clients}. It reads no masked field of a single client ([secure_aggregation])"
         )
     if check.private:
         kept = ", ".join(f"{block} ({bytes_of(size)})" for block, size in check.private.items())

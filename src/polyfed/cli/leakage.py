@@ -40,7 +40,7 @@ def _tables(found: "LeakageAudit") -> list["RenderableType"]:
     from rich.text import Text
 
     from polyfed.cli.layout import plain_table, titled
-    from polyfed.report.leakage import LEVEL, unmeasured
+    from polyfed.report.leakage import LEVEL, MARKED, unmeasured
 
     table = plain_table("attack", "kind", "block", "seen by", "how", "attacker", "guess", "advantage", LEVEL, left=5)
     for one in found.findings:
@@ -49,7 +49,7 @@ def _tables(found: "LeakageAudit") -> list["RenderableType"]:
             numbers = (
                 f"{one.value:.2f}",
                 f"{one.guess:.2f}",
-                f"{one.advantage:+.2f}",
+                f"{one.advantage:+.2f}{'*' if one.significant else ''}",
                 f"{one.low:+.2f} to {one.high:+.2f}",
             )
             style = "bold" if one.significant else ""
@@ -57,4 +57,5 @@ def _tables(found: "LeakageAudit") -> list["RenderableType"]:
             table.add_row(*(Text(word, style) for word in words))
     what = f"{found.algorithm} on {found.dataset}, {found.rounds} rounds, {found.clients} clients, seed {found.seed}"
     title = f"{what}, with [{'], ['.join(found.defences)}]" if found.defences else what
-    return [titled(title, table), Text(""), *(Text(line) for line in unmeasured(found.content()["findings"]))]
+    lines = [f"* {MARKED}", *found.notes, *unmeasured(found.content()["findings"])]
+    return [titled(title, table), Text(""), *(Text(line) for line in lines)]

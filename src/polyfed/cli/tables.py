@@ -67,6 +67,10 @@ def _what(task: dict[str, Any]) -> str:
     )
 
 
+def _rows(num: int, use: str) -> str:
+    return counted(num, f"{use} row").replace(str(num), f"{num:,}", 1) if num else f"no {use} rows"
+
+
 def _task(task: dict[str, Any]) -> str:
     """The task in a sentence."""
     by = "guessed from the labels, [task] decides" if task["guessed"] else "by [task]"
@@ -81,8 +85,8 @@ def check_tables(check: Check) -> Group:
     data = check.facts["data"]
     what = f"{data['classes']} {_what(check.facts['task'])}"
     rows = (
-        f"{data['rows']:,} rows of {what}; at the server {data['test_rows']:,} to test on and "
-        f"{data['validation_rows']:,} to choose the best round by"
+        f"{data['rows']:,} rows of {what}; the server holds {_rows(data['test_rows'], 'test')} and "
+        f"{_rows(data['validation_rows'], 'validation')}"
     )
     return stacked(
         Text(head, "bold"),

@@ -24,6 +24,8 @@ from polyfed.experiment.label_counts import dealt_classes, label_counts
 from polyfed.experiment.protection import guarantee_of
 from polyfed.experiment.rank_checks import client_ranks, rank_facts
 from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.section_checks import check_model
+from polyfed.experiment.sum_checks import refuse_small_cohorts
 from polyfed.experiment.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
 from polyfed.federation.client_registry import TEST
 from polyfed.federation.federation import Federation
@@ -132,7 +134,7 @@ def assemble(
     recipe, policy, guesses = _completed(recipe, population)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model = model_of(recipe, shapes, columns.num_classes, policy)
-    check_model(recipe, model)
+    check_model(recipe.algorithm, model)
     initial = initial_of(recipe, model)
     ledger = Ledger(run)
     clock = clock_of(recipe, population.num_clients, ledger)
@@ -164,6 +166,7 @@ def assemble(
         attack=recipe.attack,
         ranks=client_ranks(recipe, model, population.num_clients),
     )
+    refuse_small_cohorts(recipe, fed)
     recipe, guarantee = _protected(recipe, fed, held)
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
 
@@ -192,20 +195,6 @@ def _completed(recipe: Recipe, population: Population) -> tuple[Recipe, Policy, 
     assert filled is not None
     assert tasked is not None
     return replace(tasked, model=filled.model), policy, guesses_of(recipe, columns)
-
-
-def check_model(recipe: Recipe, model: Model) -> None:
-    """Refuse a model that the algorithm cannot use, or whose logits `unimodal = "head"` cannot split by modality.
-
-    Raises:
-        RecipeError: with what is allowed.
-    """
-    recipe.algorithm.check_model(model)
-    if recipe.algorithm.evaluation.unimodal == "head" and not model.linear_head:
-        raise RecipeError(
-            "[evaluate] unimodal = 'head' splits the logits into a term for each modality, which only linear fusion "
-            "allows (concat or sum without a head). Allowed here: 'auto', 'zero', 'prototype'"
-        )
 
 
 def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:

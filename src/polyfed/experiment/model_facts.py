@@ -14,14 +14,17 @@ from polyfed.federation.backdoor import Trigger
 
 
 def facts_of_models(models: Models, recipe: Recipe, population: Population) -> dict[str, Any]:
-    """The groups of result.json that follow from predictions on the server's test rows, without those that are unknown.
+    """The groups of result.json about the trained models and the attack on them, without those that are unknown.
 
     Args:
         models: the trained models.
         recipe: the recipe of the run.
         population: the data of the run.
     """
-    found = {"calibration": calibration_of(models, population)}
+    found: dict[str, Any] = {"calibration": calibration_of(models, population)}
+    if recipe.attack is not None:
+        attackers = recipe.attack.attackers(population.num_clients, recipe.seed)
+        found["attack"] = {"name": recipe.attack.name, "clients": sorted(attackers)}
     if recipe.attack is not None and recipe.attack.name == "backdoor":
         found["backdoor"] = backdoor_of(models, recipe.attack, population, recipe.seed)
     return {name: facts for name, facts in found.items() if facts is not None}

@@ -1,8 +1,9 @@
 """Build the parts of a run from the sections of a recipe."""
 
+import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from polyfed.algorithms import ALGORITHMS
@@ -11,7 +12,7 @@ from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
 from polyfed.core.messages import KINDS
 from polyfed.core.problems import Problems
 from polyfed.core.registry import find
-from polyfed.core.schema import checked, key_of, sifted
+from polyfed.core.schema import checked, choices, key_of, ranges, sifted
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.presets import with_preset
@@ -51,21 +52,31 @@ def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
     if problems.found:
         try:
             cls(**values, **given)
-        except TypeError:  # a required field
-            pass
+        except TypeError:  # a required option, which is missing or wrong
+            problems.found += _missing(where, cls, {**table, **given})
         except RecipeError as error:  # faults of the other values; what an option lacks may be what was left out here
             problems.found += [fault for fault in error.several or (error,) if fault.key and fault.key[-1] in values]
         problems.raise_all()
-    try:
-        built = cls(**values, **given)
-    except TypeError as error:  # a required field
-        text = f"{where}: {str(error).removeprefix(f'{cls.__name__}.__init__() ')}"
-        raise RecipeError(text, key_of(where)) from None
+    problems.found += _missing(where, cls, {**values, **given})
+    problems.raise_all()
+    built = cls(**values, **given)
     defaults = {f.name: f.default for f in fields(cls)}
     for key, because in getattr(built, "idle", {}).items():
         if key in table and getattr(built, key) != defaults[key]:  # a resolved recipe writes all defaults out
             warnings.warn(f"{where} {key} has no effect beside {because}", PolyfedWarning, stacklevel=2)
     return built
+
+
+def _missing(where: str, cls: type, given: Mapping[str, Any]) -> list[RecipeError]:
+    """Return a fault for each required option that is missing, with its range or its allowed words."""
+    old = {new for name, new in getattr(cls, "renamed", {}).items() if name in given}
+    required = (f for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING)
+    found = []
+    for name in (f.name for f in required if f.name not in given and f.name not in old):
+        words = [ranges(cls)[name].words] if name in ranges(cls) else []
+        words += [" or ".join(map(json.dumps, choices(cls)[name]))] if name in choices(cls) else []
+        found.append(RecipeError(f"{where} needs {name}{''.join(f': {text}' for text in words)}", key_of(where, name)))
+    return found
 
 
 def algorithm_of(sections: Mapping[str, Any], clients: ClientsSpec, problems: Problems) -> Algorithm | None:

@@ -15,6 +15,7 @@ from polyfed.core.registry import name_of
 from polyfed.core.tree import SHARED, Tree, blocks
 from polyfed.data import Population
 from polyfed.engines.base import Engine
+from polyfed.experiment.privacy_support import methods_that_honour
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.task_choice import task_of
 from polyfed.federation.federation import Federation
@@ -183,7 +184,7 @@ def _refuse_delta(spec: Privacy, fed: Federation) -> None:
     """Refuse a delta with which publishing the data of one random client or row would count as private."""
     units = len(fed.clients.eligible) if spec.unit == "client" else int(fed.clients.num_rows.sum())
     if units and spec.delta * units >= 1:
-        what = "clients" if spec.unit == "client" else "rows"
+        what = "clients with training rows" if spec.unit == "client" else "training rows of all clients together"
         raise RecipeError(
             f"[privacy] delta = {spec.delta:g}: must be below 1 / {units:,}, as there are {units:,} {what}",
             ("privacy", "delta"),
@@ -191,12 +192,12 @@ def _refuse_delta(spec: Privacy, fed: Federation) -> None:
 
 
 def _refuse(recipe: Recipe, spec: Privacy, fed: Federation, engine: Engine) -> None:
-    """Refuse a method, model or section with which the mechanism does not hold; all reasons at once."""
-    model = engine.model
-    reasons = [*_faults_of_method(recipe, spec), *_faults_of_model(model, engine.initial)]
-    reasons += [
-        *(_faults_of_mean(recipe, spec) if spec.unit == "client" else _faults_of_rows(recipe, model, fed, engine))
-    ]
+    """Refuse a method with which the mechanism does not hold, or else the model and the section; with all reasons."""
+    reasons = [*_faults_of_method(recipe, spec)]
+    if not reasons:  # other options would not help a method that cannot honour the unit at all
+        reasons += _faults_of_model(engine.model, engine.initial)
+        of_mean = spec.unit == "client"
+        reasons += _faults_of_mean(recipe, spec) if of_mean else _faults_of_rows(recipe, engine.model, fed, engine)
     if reasons:
         raise RecipeError(f'[privacy] unit = "{spec.unit}" cannot be honoured: ' + "; ".join(reasons), ("privacy",))
 
@@ -204,9 +205,10 @@ def _refuse(recipe: Recipe, spec: Privacy, fed: Federation, engine: Engine) -> N
 def _faults_of_method(recipe: Recipe, spec: Privacy) -> Iterator[str]:
     method = type(recipe.algorithm)
     if not method.honours(spec.unit):
-        able = ", ".join(sorted(name for name, cls in ALGORITHMS.items() if cls.honours(spec.unit)))
         name = name_of(recipe.algorithm, ALGORITHMS)
-        yield f"algorithm '{name}': {method.dishonour(spec.unit)}. Methods that can: {able}"
+        own = "" if name in ALGORITHMS else ". If your class keeps the rule of `protects`, declare `protects` in it"
+        able = methods_that_honour(spec.unit)
+        yield f"algorithm '{name}': {method.dishonour(spec.unit)}{own}. Methods that can: {able}"
 
 
 def _faults_of_model(model: Model, initial: Tree) -> Iterator[str]:

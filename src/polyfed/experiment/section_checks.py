@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError
 from polyfed.core.schema import key_of
+from polyfed.model import Model
 from polyfed.privacy.limits import NO_LIMITS, Limits
 from polyfed.training.optimisers import Train
 
@@ -33,3 +35,17 @@ def refuse_breaches(limits: Limits, train: Train, rounds: int, rows: int | None 
     """
     for why in NO_LIMITS.stricter(limits).foreseen(train, rounds, rows):
         raise RecipeError(f"{whose}{why}")
+
+
+def check_model(method: Algorithm, model: Model) -> None:
+    """Refuse a model that the method cannot use, or whose logits `unimodal = "head"` cannot split by modality.
+
+    Raises:
+        RecipeError: with what is allowed.
+    """
+    method.check_model(model)
+    if method.evaluation.unimodal == "head" and not model.linear_head:
+        raise RecipeError(
+            "[evaluate] unimodal = 'head' splits the logits into a term for each modality, which only linear fusion "
+            "allows (concat or sum without a head). Allowed here: 'auto', 'zero', 'prototype'"
+        )

@@ -2,11 +2,12 @@
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import RecipeError
-from polyfed.core.masked import sum_only
 from polyfed.core.registry import name_of
-from polyfed.core.tasks import parts, tasks_of, types_of
 from polyfed.data import Population
+from polyfed.experiment.privacy_support import read_singly
 from polyfed.experiment.recipe import Recipe
+from polyfed.federation.federation import Federation
+from polyfed.selection import Selector
 
 HONEST_FORMS = ("label-flip",)
 """Attacks that change a client's data, so that they also exist where the server sees no reply."""
@@ -27,8 +28,10 @@ def refuse_single_replies(recipe: Recipe, population: Population) -> None:
     where = f"[secure_aggregation]: '{name_of(method, ALGORITHMS)}' cannot use it"
     if recipe.privacy is not None:
         raise RecipeError(
-            f"{where} together with [privacy]: the server could not clip the replies, and the noise of clients "
-            "would have no place in the range of the integers. Remove one of the two"
+            "[secure_aggregation] and [privacy] cannot be combined: the server could not check the clipping of a "
+            "masked reply, and polyfed's integers have no room for the noise of the clients. Remove one of the two "
+            "sections",
+            ("secure_aggregation",),
         )
     if method.single_replies:
         raise RecipeError(f"{where}, because {method.single_replies}. Remove one of the two")
@@ -37,23 +40,35 @@ def refuse_single_replies(recipe: Recipe, population: Population) -> None:
             f"[attack] name = '{recipe.attack.name}' changes single replies on their way, and under "
             f"[secure_aggregation] they are masked. Allowed: {', '.join(HONEST_FORMS)}"
         )
-    own = tuple(prefix for prefix, part in parts(method) if part is secure)
     tested = population.test is not None and bool((population.test.sizes > 0).any())
-    for name, task in tasks_of(method).items():
-        if name.startswith(own) or not method.will_ask(name, tested=tested):
-            continue
-        reply = types_of(task)[1]
-        if reply.masks is None and not sum_only(reply):
-            field = next(field for field, said in reply.declared.items() if not said.sum_only)
-            raise RecipeError(
-                f"{where}, because the server reads {reply.__name__}.{field} of every single client (task {name})"
-                f"{_advice(name)}. Methods that read only sums are fedavg and others that average parameters"
-            )
+    if single := read_singly(method, tested=tested):
+        task, field = single
+        raise RecipeError(
+            f"{where}, because the server reads {field} of every single client (task {task})"
+            f"{_advice(task)}. Methods that read only sums are fedavg and others that average parameters"
+        )
 
 
 def _advice(task: str) -> str:
     """Return what switches a task of every method off."""
     return {"class_means": "; [evaluate] unimodal = 'auto' does without"}.get(task, "")
+
+
+def refuse_small_cohorts(recipe: Recipe, fed: Federation) -> None:
+    """Refuse secure aggregation if the cohort of a round has fewer clients than a sum needs.
+
+    Raises:
+        RecipeError: with the size of the cohort.
+    """
+    secure, selector = recipe.algorithm.secure_aggregation, getattr(recipe.algorithm, "selector", None)
+    if secure is None or not isinstance(selector, Selector) or len(fed.clients.eligible) == 1:
+        return  # a device that checks a recipe knows the rows of one client only: its own
+    if (size := selector.size(fed)) < secure.min_clients:
+        raise RecipeError(
+            f"[secure_aggregation] min_clients = {secure.min_clients}: a round asks {size} clients only, so no sum "
+            f"would ever be read. Set min_clients to at most {size}, or raise [clients] participation",
+            ("secure_aggregation", "min_clients"),
+        )
 
 
 def refuse_small_blocks(recipe: Recipe, population: Population) -> None:
@@ -66,6 +81,8 @@ def refuse_small_blocks(recipe: Recipe, population: Population) -> None:
     if secure is None:
         return
     trains = population.train.sizes > 0
+    if int(trains.sum()) == 1:  # see `refuse_small_cohorts`
+        return
     counts = dict(zip(population.columns.modalities, population.holds[trains].sum(0).tolist(), strict=True))
     counts["all"] = int(trains.sum())
     if few := {name: num for name, num in counts.items() if 0 < num < secure.min_clients}:

@@ -85,7 +85,7 @@ class Attack:
 
         Raises:
             RecipeError: clients share rows, as in silos. One client alone could not change the label of such a row. Or
-                the data lacks the modality or the class of the backdoor.
+                the backdoor does not fit the data (`Trigger.of`, `poisoned`).
         """
         if self.name not in ("label-flip", "backdoor"):
             return population
@@ -105,7 +105,7 @@ class Attack:
         """Return the trigger of `backdoor` for a data set.
 
         Raises:
-            RecipeError: the data has no such modality.
+            RecipeError: the data has no such modality, or the trigger is larger than a sample.
         """
         return Trigger.of(population, self.modality, self.trigger_size)
 

@@ -40,10 +40,10 @@ class Trigger:
         Args:
             population: the data.
             modality: the modality; empty for the first modality of the data.
-            size: see the class; a larger number than the sample has entries covers the whole sample.
+            size: see the class.
 
         Raises:
-            RecipeError: the data has no such modality.
+            RecipeError: the data has no such modality, or its samples have fewer entries than the trigger.
         """
         modalities = population.columns.modalities
         name = modality or next(iter(modalities))
@@ -52,11 +52,17 @@ class Trigger:
                 f"[attack] modality = '{name}': the data has no such modality. Allowed: {', '.join(modalities)}",
                 ("attack", "modality"),
             )
+        if size > (entries := math.prod(modalities[name].shape)):
+            raise RecipeError(
+                f"[attack] trigger_size = {size}: a sample of '{name}' has {entries} entries, and the trigger covers "
+                "some of them. Set a smaller trigger_size",
+                ("attack", "trigger_size"),
+            )
         rows = population.train.rows[:MOST_ROWS]
         if name in population.columns.present:
             rows = rows[population.columns.present[name][rows]]
         largest = float(modalities[name].take(rows).max()) if len(rows) else 1.0
-        return cls(name, min(size, math.prod(modalities[name].shape)), largest)
+        return cls(name, size, largest)
 
     def stamped(self, column: Column, rows: Tensor) -> Column:
         """Return a column that holds only these rows, each with the trigger.

@@ -1,7 +1,7 @@
 """The encoders that a recipe can name, and the function that reads the entries of `[model.encoders]`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from torch import nn
@@ -107,8 +107,9 @@ def encoder_spec(where: str, entry: EncoderSpec | Mapping[str, Any]) -> EncoderS
         return spec(**entry)
     except (ModelError, NotAllowed) as error:
         raise type(error)(f"{where}: {error}") from None
-    except TypeError as error:  # a required option is missing
-        raise ModelError(f"{where}: {str(error).removeprefix(f'{spec.__name__}.__init__() ')}.") from None
+    except TypeError:  # a required option is missing
+        lacks = [f.name for f in fields(spec) if f.default is MISSING and f.default_factory is MISSING]
+        raise ModelError(f"{where} needs {', '.join(name for name in lacks if name not in entry)}.") from None
 
 
 def _allowed(where: str, kind: str) -> None:

@@ -7,7 +7,7 @@ from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.fields import KINDS
 from polyfed.core.schema import POSITIVE, Within, check_ranges
 
-OPEN = Within("above 0 and below 1", lambda value: (value > 0) & (value < 1))
+OPEN = Within("above 0 and below 1, such as 1e-3", lambda value: (value > 0) & (value < 1))
 
 
 @dataclass(frozen=True, kw_only=True)

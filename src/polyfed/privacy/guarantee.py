@@ -99,19 +99,28 @@ class Guarantee:
         return f"{what} is replaced by {'other data' if self.accounting.swing == 2 else 'nothing'}"
 
     @property
+    def protects(self) -> str:
+        """What nobody can tell with certainty from the result, in plain words."""
+        swing = self.accounting.swing == 2
+        if self.spec.unit == "client":
+            return "which data one client used" if swing else "whether one client's data was used at all"
+        return "the values of one row" if swing else "whether one row was used at all"
+
+    @property
     def assumption(self) -> str:
-        """What the accountant counts on about the sampling of clients and rows."""
+        """How the accountant counts the sampling of clients and rows, as a sentence without a full stop."""
         if self.accounting.cohort is not None:
             size, total = self.accounting.cohort
             return (
-                f"the server draws {size} of {total} clients in every round, without replacement, and keeps the cohort "
-                "secret"
+                f"Counted for a server that draws {size} of {total} clients in every round, without replacement, and "
+                "keeps the cohort secret"
             )
         if self.spec.unit == "client":
-            return "every client takes part in every round; no amplification by sampling is counted"
+            return "Counted as if every client took part in every round, which is a safe upper bound"
         return (
-            f"each row is in one batch of each of {self.accounting.uses} epoch(s) of a round; batches are shuffled, "
-            "not Poisson samples, and no amplification by sampling is counted"
+            f"Counted with each row in one batch of each epoch, and {self.accounting.uses} "
+            f"{'epoch' if self.accounting.uses == 1 else 'epochs'} in a round. Batches are shuffled and no Poisson "
+            "samples, so no amplification by sampling is counted"
         )
 
     @property
@@ -129,12 +138,13 @@ class Guarantee:
         """Return the guarantee in sentences, for `polyfed check` and for the start of a run."""
         spec = self.spec
         what = "one client" if spec.unit == "client" else "one row"
+        times = f"{self.rounds} {'round' if self.rounds == 1 else 'rounds'}"
         head = (
-            f"Privacy of {what}: epsilon {number(self.epsilon(self.rounds))} at delta {spec.delta:g} after "
-            f"{self.rounds} rounds (noise multiplier {self.mechanism.noise_multiplier:g}, clip norm "
-            f"{spec.clip_norm:g}, clip {spec.clip}, accountant {spec.accountant})"
+            f"Privacy of {what}: epsilon {number(self.epsilon(self.rounds))} at delta {spec.delta:g} after {times} "
+            f"(noise multiplier {self.mechanism.noise_multiplier:g}, clip norm {spec.clip_norm:g}, clip {spec.clip}, "
+            f"accountant {spec.accountant})"
         )
-        found = [head, f"Neighbours: {self.neighbours}. Assumption: {self.assumption}", self.stop_note]
+        found = [head, f"Protects: {self.protects}. {self.assumption}", self.stop_note]
         if names := in_words([part for part, state in self.parts if state == WITHHELD]):
             found.append(f"Withheld, so clients send zeros: {names}")
         if names := in_words(self.unprotected):

@@ -3,6 +3,8 @@
 import math
 from datetime import UTC, datetime
 
+from polyfed.privacy.guarantee import number as epsilon_of
+
 MISSING = "–"
 """The text in place of a number that is missing."""
 
@@ -10,7 +12,7 @@ PREFIXES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def number_of(value: float | None, unit: str) -> str:
-    """A value with its unit: shares in percent, bytes with a decimal prefix.
+    """A value with its unit: shares in percent, bytes with a decimal prefix, an epsilon rounded up.
 
     >>> number_of(0.5, "share"), number_of(30_497_400, "bytes"), number_of(0.0475, "seconds")
     ('50.0 %', '30.5 MB', '47.5 ms')
@@ -21,6 +23,8 @@ def number_of(value: float | None, unit: str) -> str:
         return f"{100 * value:.1f} %"
     if unit == "bytes":
         return bytes_of(value)
+    if unit == "epsilon":
+        return epsilon_of(value)
     if unit == "seconds":
         return seconds_of(value)
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"

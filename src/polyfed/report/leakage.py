@@ -11,6 +11,9 @@ from polyfed.report.run_schema import LEAKAGE_AUDIT
 LEVEL = "95 % interval"
 """The heading of the intervals."""
 
+MARKED = "the whole interval of the advantage lies above 0"
+"""What the star at an advantage means."""
+
 
 @dataclass(frozen=True)
 class Leakage:

@@ -7,7 +7,7 @@ are missing ones, because a run may have been written by another version.
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
-from typing_extensions import Required, TypedDict  # noqa: UP035 - pydantic refuses those of `typing` before Python 3.12
+from typing_extensions import NotRequired, Required, TypedDict  # noqa: UP035 - pydantic refuses those of `typing` before Python 3.12
 
 from polyfed.core.json_and_toml import parse_json
 
@@ -163,6 +163,14 @@ class Backdoor(TypedDict):
 
 
 @with_config(ANY_KEYS)
+class AttackFacts(TypedDict):
+    """The simulated attack of a run in `result.json`: its name and the numbers of the attackers."""
+
+    name: str
+    clients: list[Count]
+
+
+@with_config(ANY_KEYS)
 class RunResult(TypedDict, total=False):
     """The content of `result.json`."""
 
@@ -176,6 +184,7 @@ class RunResult(TypedDict, total=False):
     num_kept: dict[str, Count]
     calibration: Calibration
     privacy: PrivacyFacts
+    attack: AttackFacts
     backdoor: Backdoor
     task: TaskFacts
     metrics: Scores
@@ -222,6 +231,7 @@ class LeakageFacts(TypedDict):
     shadows: Count
     defences: list[str]
     findings: list[LeakageFinding]
+    notes: NotRequired[list[str]]
 
 
 ROUND_ROW: TypeAdapter[Any] = TypeAdapter(RoundRow)

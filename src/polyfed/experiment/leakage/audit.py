@@ -14,7 +14,7 @@ from polyfed.experiment.leakage import labels, membership, properties, reconstru
 from polyfed.experiment.leakage.capture import Capture, capture
 from polyfed.experiment.leakage.findings import Finding, Target
 from polyfed.experiment.leakage.membership import ALL
-from polyfed.experiment.recipe import load_recipe
+from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.privacy.ledger import TO_CLIENT
 from polyfed.report import egress
 from polyfed.report.run_folder import Folder
@@ -57,6 +57,7 @@ class LeakageAudit:
         shadows: the number of LiRA's shadow models for each client; with 0, membership is inferred from the loss alone.
         defences: the sections of the recipe that change the replies.
         findings: one for each attack, kind, block, destination and method.
+        notes: sentences without a full stop that a reader of the findings must know.
     """
 
     folder: Path
@@ -68,6 +69,7 @@ class LeakageAudit:
     shadows: int
     defences: tuple[str, ...]
     findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
 
     def content(self) -> dict[str, Any]:
         """The content of the file `leakage.json`, which `polyfed audit --json` prints too."""
@@ -100,6 +102,7 @@ def audit(folder: str | Path, *, rounds: int = 3, clients: int = 20, shadows: in
     found = capture(recipe, rounds, clients, run.facts.get("data", {}).get("sha256"))
     columns = found.population.columns
     table = recipe.table()
+    findings = tuple(findings_of(found, crossed, shadows, recipe.seed))
     return LeakageAudit(
         folder=run.path,
         algorithm=table["algorithm"]["name"],
@@ -109,8 +112,24 @@ def audit(folder: str | Path, *, rounds: int = 3, clients: int = 20, shadows: in
         clients=len({reply.client for reply in found.replies}),
         shadows=shadows,
         defences=tuple(name for name in ("privacy", "secure_aggregation", "attack") if name in table),
-        findings=tuple(findings_of(found, crossed, shadows, recipe.seed)),
+        findings=findings,
+        notes=tuple(_notes(recipe, findings)),
     )
+
+
+def _notes(recipe: Recipe, findings: Collection[Finding]) -> Iterator[str]:
+    """Yield what a reader of the findings must know about the whole run."""
+    if any(one.status == "measured" and one.remark == membership.AGAINST_TEST for one in findings):
+        yield (
+            f"WARNING: membership is measured against test rows, because there are fewer than "
+            f"{membership.FEWEST_PUBLIC} validation rows. If test rows come from another source than training rows, "
+            "the advantage also holds this difference. Set [clients] validation = 0.1 and run again"
+        )
+    if recipe.privacy is not None and recipe.privacy.central:
+        yield (
+            "The server adds the noise of [privacy] after it has received the replies. So this noise does not protect "
+            "what is seen by the server, only what is seen by clients and by people who get the model"
+        )
 
 
 def write(result: LeakageAudit) -> Path:

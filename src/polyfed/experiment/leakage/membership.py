@@ -31,6 +31,9 @@ FEWEST_PUBLIC = 50
 LEAST_SPREAD = 1e-3
 """Smallest standard deviation of LiRA's normal distributions, so that equal confidences do not divide by zero."""
 
+AGAINST_TEST = "against test rows"
+"""The remark of an attack for which test rows are the rows that no client trained on."""
+
 Losses = Callable[[Tree, Tensor], Tensor]
 """`losses(params, rows)` returns the loss of each row, float64 (n,)."""
 

@@ -66,7 +66,10 @@ from polyfed.training import ClientData
 
 LOOP = "cryptography works on bytes, one client at a time"
 
-OVER_HALF = Within("above 0.5, at most 1", lambda value: (value > 0.5) & (value <= 1))
+OVER_HALF = Within(
+    "above 0.5, at most 1, a share of the cohort and not a number of clients",
+    lambda value: (value > 0.5) & (value <= 1),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

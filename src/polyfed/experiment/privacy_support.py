@@ -1,0 +1,97 @@
+"""Which methods can honour [privacy] and [secure_aggregation], read from what they declare."""
+
+import itertools
+from collections.abc import Iterator
+
+from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base import Algorithm
+from polyfed.core.masked import sum_only
+from polyfed.core.messages import DESTINATIONS, KINDS
+from polyfed.core.request import Task
+from polyfed.core.tasks import parts, tasks_of, types_of
+from polyfed.core.tree import SHARED
+from polyfed.privacy.policy import Policy
+
+ANY = "any"
+"""Stands for a modality, because there is no data that names one."""
+
+
+def methods_that_honour(unit: str) -> str:
+    """List the methods that can honour a unit of [privacy]; last those that also send unprotected kinds."""
+    able = {name: unprotected(cls(), unit) for name, cls in sorted(ALGORITHMS.items()) if cls.honours(unit)}
+    found = [name for name, kinds in able.items() if not kinds]
+    found += [f"{name} with unprotected = {_listed(kinds)}" for name, kinds in able.items() if kinds]
+    return ", ".join(found)
+
+
+def unprotected(method: Algorithm, unit: str) -> tuple[str, ...]:
+    """Return the kinds of data that the method sends and that [privacy] does not protect, in the order of `KINDS`.
+
+    Args:
+        method: the method with its options.
+        unit: the unit of [privacy], which the method can honour.
+    """
+    covered = {*method.honours(unit), *method.spare}
+    kinds = {types_of(task)[1].kinds[field] for name, task, field in sent(method) if f"{name}.{field}" not in covered}
+    return tuple(kind for kind in KINDS if kind in kinds)
+
+
+def sent(method: Algorithm, *, tested: bool = False) -> Iterator[tuple[str, Task, str]]:
+    """Yield every field that a reply can hold under some policy: name of the task, the task, name of the field."""
+    for name, task in tasks_of(method).items():
+        if method.will_ask(name, tested=tested):
+            for field in types_of(task)[1].kinds:
+                if can_send(method, name, field):
+                    yield name, task, field
+
+
+def can_send(method: Algorithm, task: str, field: str) -> bool:
+    """Return whether a field can hold anything of a modality or of the shared block, under any policy."""
+    rules = {(ANY, destination): frozenset(KINDS) for destination in DESTINATIONS}
+    cases = itertools.product((ANY, SHARED), (Policy(), Policy(rules)))
+    return any(method.will_send(task, field, block, policy) for block, policy in cases)
+
+
+def privacy_in_words(cls: type[Algorithm], unit: str) -> str:
+    """Return whether a method, with its default options, can honour a unit of [privacy], and otherwise why not."""
+    if not cls.honours(unit):
+        return f"no: {cls.dishonour(unit)}"
+    method, wanted = cls(), []
+    if unit == "client" and isinstance(method, Averaging) and method.aggregation != "uniform":
+        wanted.append('[algorithm] aggregation = "uniform"')
+    if kinds := unprotected(method, unit):
+        wanted.append(f"unprotected = {_listed(kinds)}")
+    return f"yes, with {' and '.join(wanted)}" if wanted else "yes"
+
+
+def secure_in_words(cls: type[Algorithm]) -> str:
+    """Return whether a method, with its default options, can use [secure_aggregation], and otherwise why not."""
+    method = cls()
+    if method.single_replies:
+        return f"no: {method.single_replies}"
+    single = read_singly(method, tested=False)
+    return f"no: the server reads {single[1]} of every single client" if single else "yes"
+
+
+def read_singly(method: Algorithm, *, tested: bool) -> tuple[str, str] | None:
+    """Return a task and the field of its reply that the server reads of every single client; None without such a task.
+
+    Args:
+        method: the method with its options.
+        tested: whether some clients have their own test rows.
+    """
+    secure = method.secure_aggregation
+    own = tuple(prefix for prefix, part in parts(method) if secure is not None and part is secure)
+    for name, task in tasks_of(method).items():
+        if (own and name.startswith(own)) or not method.will_ask(name, tested=tested):
+            continue
+        reply = types_of(task)[1]
+        if reply.masks is None and not sum_only(reply):
+            field = next(field for field, said in reply.declared.items() if not said.sum_only)
+            return name, f"{reply.__name__}.{field}"
+    return None
+
+
+def _listed(kinds: tuple[str, ...]) -> str:
+    return "[" + ", ".join(f'"{kind}"' for kind in kinds) + "]"
