@@ -242,7 +242,7 @@ def _share_rows(fed: Federation, engine: Engine) -> bool:
     if engine.deployed:
         return fed.clients.silo is not None
     rows = engine.population.train.rows
-    return len(rows.unique()) < len(rows)
+    return len(rows) > 0 and int(torch.bincount(rows).max()) > 1
 
 
 def _faults_of_rows(recipe: Recipe, model: Model, fed: Federation, engine: Engine) -> Iterator[str]:
