@@ -134,10 +134,25 @@ def test_a_server_that_goes_back_gets_no_second_answer_from_the_same_secrets(dev
     assert "has used its secrets of secure aggregation for another request" in refused.header["reason"]
 
 
-def test_a_device_draws_new_keys_for_every_request(devices: Observed) -> None:
-    _, first, _ = devices.of("secure_aggregation.advertise", 3)
-    answers = [first, *(devices.again("secure_aggregation.advertise", 3) for _ in range(2))]
+def test_a_device_draws_new_keys_for_every_request(tmp_path: Path) -> None:
+    devices, answers = Observed(tmp_path), []
+
+    def asking(packet: Packet, config: Mapping[str, Any]) -> Packet:
+        answer = devices(packet, config)
+        first = packet.header.get("task") == "secure_aggregation.advertise" and not answers
+        if first and packet.header["request_id"]["client"] == 3:  # client 3 then answers only the newer session
+            answers.extend([answer, *(devices.again("secure_aggregation.advertise", 3) for _ in range(2))])
+        return answer
+
+    devices.serve(tmp_path / "run", GridTransport(DirectGrid(client_app(asking), 5)))
     assert len({decode(answer, PublicKeys, limit=2**20).keys.numpy().tobytes() for answer in answers}) == 3
+
+
+def test_a_device_begins_no_request_again_whose_masks_it_has_revealed(devices: Observed) -> None:
+    """A server that repeats a round after it has read its sum would learn from a second sum what one client sent."""
+    answer = devices.again("secure_aggregation.advertise", 3)
+    assert answer.header["verdict"] == REFUSED
+    assert "has already revealed the masks of this request" in answer.header["reason"]
 
 
 def test_a_dishonest_server_gets_neither_a_second_reply_nor_both_shares(tmp_path: Path) -> None:

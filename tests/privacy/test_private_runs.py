@@ -171,9 +171,10 @@ def test_check_says_before_the_run_what_the_run_spends() -> None:
     assert said.privacy == run.result["privacy"]
     assert said.privacy is not None
     assert 3.9 < said.privacy["epsilon"] <= 4.0
-    noise = said.privacy["noise_multiplier"]
-    block = Accounting("rdp", 0.01).epsilon(noise * 3**0.5, 3)
-    assert said.privacy["blocks"]["a"] == {"parameters": pytest.approx(block)}
+    noise, guarantee = said.privacy["noise_multiplier"], assemble(made).guarantee
+    assert said.privacy["blocks"]["a"] == {"parameters": said.privacy["epsilon"]}, "rounds depend on all blocks"
+    assert guarantee is not None
+    assert guarantee.epsilon(1, "a") == pytest.approx(Accounting("rdp", 0.01).epsilon(noise * 3**0.5, 1))
     assert any(text.startswith("Withheld, so clients send zeros: Update.loss") for text in said.promises)
 
 
@@ -249,15 +250,16 @@ def test_devices_and_deployed_servers_draw_from_the_system(tmp_path: Path) -> No
     assert not same(first, again)
 
 
-def test_a_device_needs_the_library_only_to_find_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_needs_the_library_only_for_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     made = private("local")
     parts = assemble(made)
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    for privacy in ({"epsilon": 987.0}, {"epsilon": 987.0, "noise_at": "server", "noise_multiplier": None}):
+    for privacy in ({"epsilon": None}, {"epsilon": 987.0, "noise_at": "server", "noise_multiplier": None}):
         mechanism_of(private("local", **privacy), parts.model, parts.initial, None, secure=True)
-    own = private("local", epsilon=987.0, noise_multiplier=None)
-    with pytest.raises(RecipeError, match="needs dp-accounting"):
-        mechanism_of(own, parts.model, parts.initial, None, secure=True)
+    for noise in (None, 0.9):  # to find the noise, or the number of replies that fit the budget
+        own = private("local", epsilon=987.0, noise_multiplier=noise)
+        with pytest.raises(RecipeError, match="needs dp-accounting"):
+            mechanism_of(own, parts.model, parts.initial, None, secure=True)
 
 
 def test_a_device_finds_the_noise_from_the_recipe_alone() -> None:

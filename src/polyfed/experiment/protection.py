@@ -42,7 +42,7 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine) -> Guarantee |
     if spec is None:
         return None
     model = engine.model
-    _refuse(recipe, spec, model, engine.initial, fed)
+    _refuse(recipe, spec, fed, engine)
     _refuse_own_test_rows(recipe, spec, engine.population)
     accounting = _accounting(recipe, spec, fed)
     _refuse_delta(spec, fed)
@@ -191,12 +191,13 @@ def _refuse_delta(spec: Privacy, fed: Federation) -> None:
         )
 
 
-def _refuse(recipe: Recipe, spec: Privacy, model: Model, initial: Tree, fed: Federation) -> None:
+def _refuse(recipe: Recipe, spec: Privacy, fed: Federation, engine: Engine) -> None:
     """Refuse a method with which the mechanism does not hold, or else the model and the section; with all reasons."""
     reasons = [*_faults_of_method(recipe, spec)]
     if not reasons:  # other options would not help a method that cannot honour the unit at all
-        reasons += _faults_of_model(model, initial)
-        reasons += _faults_of_mean(recipe, spec) if spec.unit == "client" else _faults_of_rows(recipe, model, fed)
+        reasons += _faults_of_model(engine.model, engine.initial)
+        of_mean = spec.unit == "client"
+        reasons += _faults_of_mean(recipe, spec) if of_mean else _faults_of_rows(recipe, engine.model, fed, engine)
     if reasons:
         raise RecipeError(f'[privacy] unit = "{spec.unit}" cannot be honoured: ' + "; ".join(reasons), ("privacy",))
 
@@ -236,11 +237,19 @@ def _faults_of_mean(recipe: Recipe, spec: Privacy) -> Iterator[str]:
         yield "amplification needs clients without a state of their own, which would tell later who was in a cohort"
 
 
-def _faults_of_rows(recipe: Recipe, model: Model, fed: Federation) -> Iterator[str]:
+def _share_rows(fed: Federation, engine: Engine) -> bool:
+    """Return whether several clients hold the same rows. The server of a deployment knows only of silos."""
+    if engine.deployed:
+        return fed.clients.silo is not None
+    rows = engine.population.train.rows
+    return len(rows) > 0 and int(torch.bincount(rows).max()) > 1
+
+
+def _faults_of_rows(recipe: Recipe, model: Model, fed: Federation, engine: Engine) -> Iterator[str]:
     """Yield why a row could be used more often than counted, or in a gradient that is no mean over rows."""
     train, objective = recipe.algorithm.train, task_of(recipe)
-    if fed.clients.silo is not None:
-        yield "the devices of a silo hold the same rows, and epsilon counts the uses of a row by one client"
+    if _share_rows(fed, engine):
+        yield "several clients hold the same rows, as in silos, and epsilon counts the uses of a row by one client"
     if mixes := objective.mixes_rows:
         yield f"[task] {objective.NAME}: {mixes}"
     if train.steps is not None:

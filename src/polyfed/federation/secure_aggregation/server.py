@@ -81,7 +81,7 @@ class SecureSum:
         registry: the client registry.
         template: the model's tree.
         emit: called with the name and the fields of each event.
-        number: number of requests in this round before this one.
+        number: requests of this round before this one.
     """
 
     ask: Callable[..., Replies]
@@ -133,8 +133,8 @@ class SecureSum:
         options: Mapping[str, Any],
     ) -> Replies:
         secure = self.options
-        opening = Opening(torch.tensor(self.number))
-        keys = self._step(secure.advertise, clients, opening, missing, accept=_bytes_of(2, masks.KEY))
+        opening, form = Opening(torch.tensor(self.number)), _bytes_of(2, masks.KEY)
+        keys = self._step(secure.advertise, clients, opening, missing, accept=form)
         here = self._session(keys)
         num, members = len(here.clients), here.cohort.members
         self._require(num, num, "sent keys")
@@ -217,10 +217,8 @@ class SecureSum:
             before = int(here.survivors.sum())
             for block, group in here.cohort.summed(here.sent, self.options.min_clients).items():
                 if 0 < (num := int((group & here.survivors).sum())) < self.options.min_clients:
-                    self.emit(
-                        "note",
-                        text=f"secure aggregation leaves {num} clients out: nobody else is left with block '{block}'",
-                    )
+                    text = f"secure aggregation leaves {num} clients out: nobody else is left with block '{block}'"
+                    self.emit("note", text=text)
                     here.survivors &= ~group
 
     def _seeds(self, here: Session, revealed: Replies) -> dict[int, bytes]:
