@@ -197,7 +197,7 @@ class ServerOptimiser:
         aggregate: how the replies are combined, block by block: by the `mean`, or by a rule that limits the influence
             of a minority of lying clients: `median`, `trimmed-mean`, `krum`, `multi-krum`, `geometric-median` or
             `norm-clip`. `hetlora` and `flexlora` combine LoRA adapters by a rule of their own (docs/models.md).
-        lying: share of the replies in one round, so of a cohort, that `trimmed-mean`, `krum` and `multi-krum` withstand.
+        lying: share of replies in one round, so of a cohort, that `trimmed-mean`, `krum` and `multi-krum` withstand.
         max_norm: `norm-clip` limits the distance of each reply from the model that was sent to this value, block by
             block; 0 uses the median distance of the replies.
     """
