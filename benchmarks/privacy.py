@@ -1,4 +1,4 @@
-"""Accuracy against epsilon for methods that can honour [privacy]: the table of docs/results/privacy.md.
+"""Accuracy against epsilon for methods that can honour [privacy]: the table of docs/results/differential-privacy.md.
 
     python benchmarks/privacy.py --seeds 1 2 3 --out runs/privacy
 
