@@ -11,7 +11,7 @@ from polyfed.privacy.differential import Privacy
 from polyfed.privacy.mechanism import Mechanism
 
 PROTECTED, UNPROTECTED, WITHHELD = "protected", "unprotected", "withheld"
-"""What can be true of a part of a reply. Clients fill a withheld part with zeros."""
+"""The states that a part of a reply can have. Clients fill a withheld part with zeros."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Guarantee:
 
     @property
     def resolved(self) -> Privacy:
-        """The section with the noise multiplier that was found, so that a resumed run must have the same."""
+        """The section, filled in with the noise multiplier that was found. A resumed run must have the same."""
         return replace(self.spec, noise_multiplier=self.mechanism.noise_multiplier)
 
     @property
@@ -45,7 +45,7 @@ class Guarantee:
         return [part for part, state in self.parts if state == UNPROTECTED]
 
     def epsilon(self, rounds: int, block: str | None = None) -> float:
-        """Return what some rounds spend in total, or on one block of the model.
+        """Return the epsilon of this number of rounds, in total or on one block of the model.
 
         A block has an epsilon of its own only after a single use of the data. From the second use on, its update
         depends on what all other blocks told before, so only the total holds.
@@ -156,7 +156,7 @@ class Guarantee:
 
 
 def number(epsilon: float) -> str:
-    """Return an epsilon in words, rounded up to three decimals so that the text never promises too much.
+    """Return an epsilon as text, rounded up to three decimals so that the text never promises too much.
 
     >>> number(1.23401), number(0.0)
     ('1.235', '0')

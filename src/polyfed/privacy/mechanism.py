@@ -30,7 +30,8 @@ class Mechanism:
         denominators: for each block, the constant by which the server divides the sum of the updates. Empty on a
             device, which does not need them.
         secure: whether noise comes from the operating system's generator. Otherwise it comes from the run's keys.
-        releases: most protected replies that one client may send in a run, if clients add the noise; else None.
+        releases: largest number of protected replies that one client may send in a run, if clients add the
+            noise; else None.
     """
 
     unit: str
