@@ -41,9 +41,9 @@ def admit(limits: Limits, folder: Path, request: Request, client: int) -> None:
 
 
 def admit_release(mechanism: Mechanism | None, folder: Path, request: Request, client: int) -> None:
-    """Count a reply that this client protects with noise of its own, and refuse more of them than epsilon allows.
+    """Count the replies that this client protects with its own noise, and refuse more of them than epsilon allows.
 
-    With noise from the operating system, a repeated request counts again, because its reply has new noise.
+    If the noise comes from the operating system, a repeated request counts again, because its reply has new noise.
 
     Args:
         mechanism: the mechanism of [privacy], or None.

@@ -1,9 +1,9 @@
-"""Secrets of secure aggregation serve once, also for a server that goes back to an earlier request.
+"""Each secret of secure aggregation serves only one request, even if the server goes back to an earlier one.
 
-A resumed server may repeat requests, and a device then starts from the local state that it had at that point. With the
-secrets in this state, a dishonest server could get two different replies under the same masks, or both kinds of shares
-of one client. So the device writes down for which request it has used which secrets. It repeats an answer to the same
-request, which tells nothing new, and refuses any other.
+A resumed server may repeat requests, and a device then starts from the local state that it had at that point. Because
+this state holds the secrets, a dishonest server could otherwise get two different replies under the same masks, or both
+kinds of shares of one client. So the device writes down for which request it has used which secrets. It answers the
+same request again, which reveals nothing new, and refuses any other request that needs the same secrets.
 """
 
 import hashlib
@@ -23,11 +23,12 @@ USED = "used-secrets.json"
 """File with the digests of the secrets that a client has used, and of the requests that it used them for."""
 
 UNMASKED = "unmasked"
-"""Key of the newest request for which the client has revealed shares, as `round number`. The other keys are digests."""
+"""Key of the newest request for which the client has revealed shares, with its round and its
+number, separated by a space. The other keys are digests."""
 
 
 def admit_secrets(folder: Path, request: Request, local: Tree | None, body: bytes, client: int) -> None:
-    """Note that a task uses the secrets in the local state, or refuse the request.
+    """Record that a task uses the secrets in the local state, or refuse the request.
 
     Args:
         folder: the folder of the client and the run.

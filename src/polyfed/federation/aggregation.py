@@ -21,8 +21,9 @@ from polyfed.model.lora import pairs
 from polyfed.training.optimisers import ServerOptimiser
 
 WEISZFELD_STEPS, WEISZFELD_TOLERANCE = 100, 1e-6
-"""Most steps of Weiszfeld's algorithm, and the relative change of the objective at which the algorithm stops. Pillutla
-et al. stop after 4 steps at 1e-6. More steps cost little here, because the replies are already stacked."""
+"""The largest number of steps of Weiszfeld's algorithm, and the relative change of the objective at which the
+algorithm stops. Pillutla et al. stop after 4 steps at 1e-6. More steps cost little here, because the replies are
+already stacked."""
 
 SMOOTHING = 1e-6
 """Lower bound of the distance by which a weight is divided (Pillutla et al., 2022, Algorithm 2: nu)."""
@@ -53,7 +54,7 @@ def aggregate(
     server: ServerOptimiser,
     private: PrivateMean | None = None,
 ) -> Tree:
-    """Combine one tree from all replies into one tree, by the rule of `[server] aggregate`.
+    """Combine the trees that one field holds in all replies, by the rule of `[server] aggregate`.
 
     Args:
         replies: the replies.
@@ -137,7 +138,7 @@ def median(group: Group, server: ServerOptimiser) -> Tensor:
 
 
 def trimmed_mean(group: Group, server: ServerOptimiser) -> Tensor:
-    """Return the mean of each entry, without a `lying` share of the largest and of the smallest values.
+    """Return the mean of each entry, after dropping a share `lying` of the values at each end.
 
     Source: Yin et al., 2018, Definition 2, with beta = `lying`.
     """
