@@ -92,7 +92,7 @@ class Local(Algorithm):
         ):
             warnings.warn(
                 "local: under [egress] models may not reach the server, so it cannot evaluate them and there will be "
-                "no client_statistics.global. Allow parameters to the server, or set [algorithm] global_test = 'never'",
+                "no metrics.global. Allow parameters to the server, or set [algorithm] global_test = 'never'",
                 PolyfedWarning,
                 stacklevel=2,
             )

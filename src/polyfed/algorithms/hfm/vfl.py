@@ -51,14 +51,14 @@ class Vfl(Vertical):
     def init(self, fed: Federation, params: Tree) -> SiloState:
         """Return the state of `Vertical`, and warn if the policy prevents server evaluation of the silos' models."""
         if not fed.context.policy.allows_models("server"):
-            rest = "silos evaluate them on their own test rows, client_statistics.personal"
+            rest = "silos evaluate them on their own test rows, metrics.personal"
             if not may_report(fed.context.policy):
                 rest = "as statistics of shared may not reach it either, there will be no accuracy at all"
             elif not (self.evaluation.personal and fed.clients.tested):
                 rest = "there will be no accuracy unless [clients] personal_test gives silos test rows of their own"
             warnings.warn(
                 "vfl: under [egress] encoders or heads may not reach the server, which therefore cannot evaluate the "
-                f"silos' models: no client_statistics.global; {rest}",
+                f"silos' models: no metrics.global; {rest}",
                 PolyfedWarning,
                 stacklevel=2,
             )
