@@ -117,3 +117,12 @@ def test_a_class_of_a_function_is_refused_when_it_is_saved(tmp_path: Path) -> No
 
     with pytest.raises(CheckpointError, match="defined inside a function"):
         checkpoint.save(tmp_path, 1, Inner(1), modules=[__name__])
+
+
+def test_a_changed_number_is_found_although_the_file_can_still_be_read(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"x": torch.ones(4)})
+    tensors = tmp_path / "round-000001" / checkpoint.TENSORS
+    content = tensors.read_bytes()
+    tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="its SHA-256 differs"):
+        checkpoint.load(tmp_path)
