@@ -13,7 +13,8 @@ import world
 from federation.test_secure_aggregation import captured, secured, small, updates
 from polyfed.algorithms.averaging import Update
 from polyfed.algorithms.base import Broadcast
-from polyfed.core.errors import EgressError, RecipeError
+from polyfed.core.errors import CheckpointError, EgressError, RecipeError
+from polyfed.core.files import read_notes
 from polyfed.core.gaussian import Clip
 from polyfed.core.request import Request
 from polyfed.core.tree import digest, nested
@@ -140,6 +141,16 @@ def test_a_deployed_run_that_repeats_rounds_counts_them(tmp_path: Path) -> None:
     done = execute(made, Records(tmp_path / "run", resume=True), Emitter([]), engine=deployed)
     accounting = Accounting("rdp", 0.01)
     assert done.result["privacy"]["epsilon"] >= accounting.epsilon(0.7, 5)
+
+
+def test_a_damaged_count_of_repeated_rounds_is_named_and_not_taken_for_none(tmp_path: Path) -> None:
+    path = tmp_path / "repeated-rounds.json"
+    for text in ("{", "[]", '{"rounds": "many"}', '{"rounds": null}'):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match=r"repeated-rounds\.json is damaged"):
+            read_notes(path, int)
+    path.write_text('{"rounds": 2}')
+    assert read_notes(path, int) == {"rounds": 2}
 
 
 def test_amplification_needs_clients_without_memory() -> None:

@@ -1,10 +1,15 @@
-"""The names of the files of a run, and functions that write files safely."""
+"""The names of the files of a run, and functions that read and write files safely."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+from polyfed.core.errors import CheckpointError
+from polyfed.core.json_and_toml import parse_json
+
+_V = TypeVar("_V")
 
 ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
     "rounds.jsonl",
@@ -23,6 +28,24 @@ STUDY = "study.json"
 
 AUDIT, PUBLIC_KEY = "audit.jsonl", "audit-key.pub"
 """The audit log in the folder of a device or of a run, and the public key that checks it."""
+
+
+def read_notes(path: Path, of: Callable[[Any], _V]) -> dict[str, _V]:
+    """Read a small JSON object that polyfed keeps from one start to the next; empty if there is no file.
+
+    Args:
+        path: the file.
+        of: makes a value from what stands in the file, such as `int`.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    if not path.exists():
+        return {}
+    try:
+        return {str(key): of(value) for key, value in parse_json(path.read_text()).items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}. Restore it from a copy") from error
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from polyfed.core.errors import CheckpointError, EgressError
-from polyfed.core.files import replace_text
-from polyfed.core.json_and_toml import parse_json
+from polyfed.core.errors import EgressError
+from polyfed.core.files import read_notes, replace_text
 from polyfed.core.request import Request
 from polyfed.privacy.limits import Limits
 from polyfed.privacy.mechanism import Mechanism
@@ -34,7 +33,7 @@ def admit(limits: Limits, folder: Path, request: Request, client: int) -> None:
     if limits.max_requests is None:
         return
     path = folder / REQUESTS
-    counts = _read(path)
+    counts = read_notes(path, int)
     number = counts.get(str(request.round), 0) + 1
     limits.refuse("max_requests", number, client, request.name)
     replace_text(path, json.dumps(counts | {str(request.round): number}))
@@ -58,7 +57,7 @@ def admit_release(mechanism: Mechanism | None, folder: Path, request: Request, c
     if mechanism is None or mechanism.releases is None or request.name not in mechanism.protected:
         return
     path = folder / RELEASES
-    counts = _read(path)
+    counts = read_notes(path, int)
     this = f"{request.round} {request.number} {request.turn}"
     counts[this] = counts.get(this, 0) + 1 if mechanism.secure else 1
     if request.round > mechanism.releases or sum(counts.values()) > mechanism.releases:
@@ -67,12 +66,3 @@ def admit_release(mechanism: Mechanism | None, folder: Path, request: Request, c
             "with noise of this client, and they have been sent. More would raise epsilon: begin a new run"
         )
     replace_text(path, json.dumps(counts))
-
-
-def _read(path: Path) -> dict[str, int]:
-    if not path.exists():
-        return {}
-    try:
-        return {str(round): int(number) for round, number in parse_json(path.read_text()).items()}
-    except (ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}. Restore it from a copy") from error

@@ -10,9 +10,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from polyfed.core.errors import CheckpointError, EgressError
-from polyfed.core.files import replace_text
-from polyfed.core.json_and_toml import parse_json
+from polyfed.core.errors import EgressError
+from polyfed.core.files import read_notes, replace_text
 from polyfed.core.request import Request
 from polyfed.core.tasks import info_of
 from polyfed.core.tree import Tree, digest, nested, under
@@ -43,14 +42,14 @@ def admit_secrets(folder: Path, request: Request, local: Tree | None, body: byte
     """
     path = folder / USED
     if request.reply is PublicKeys:
-        _refuse_repetition(_read(path), request, client)
+        _refuse_repetition(read_notes(path, str), request, client)
     block = SECRETS if request.reply.masks is not None else info_of(request.task).once
     secrets = under(block, local or {}) if block else {}
     if not secrets:
         return
     facts = (request.name, request.round, request.rounds, request.seed, request.turn, digest(local or {}))
     use = hashlib.sha256(json.dumps(facts).encode() + body).hexdigest()
-    key, used = digest(nested(block, secrets)), _read(path)
+    key, used = digest(nested(block, secrets)), read_notes(path, str)
     if used.get(key, use) != use:
         raise EgressError(
             f"client {client} refused task {request.name}: it has used its secrets of secure aggregation for another "
@@ -78,12 +77,3 @@ def _refuse_repetition(used: dict[str, str], request: Request, client: int) -> N
             f"in round {request.round}. Two sums over different clients would tell single replies. Begin a new run in "
             "another folder"
         )
-
-
-def _read(path: Path) -> dict[str, str]:
-    if not path.exists():
-        return {}
-    try:
-        return {str(key): str(use) for key, use in parse_json(path.read_text()).items()}
-    except (ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}. Restore it from a copy") from error

@@ -3,8 +3,7 @@
 import json
 from typing import Any
 
-from polyfed.core.files import replace_text
-from polyfed.core.json_and_toml import parse_json
+from polyfed.core.files import read_notes, replace_text
 from polyfed.experiment.assembly import Assembly
 from polyfed.experiment.records import Records
 
@@ -30,14 +29,14 @@ def rewound(
         The rows of the rounds that are left, and the number of rounds that epsilon has to count besides them.
 
     Raises:
-        CheckpointError: the files do not hold the rounds up to the checkpoint.
+        CheckpointError: the files do not hold the rounds up to the checkpoint, or a file is damaged.
     """
     done = len(records.rounds())
     left = records.rewind(places, round)
     if assembly.guarantee is None or not assembly.engine.deployed:
         return left, 0
     path = records.folder / REPEATED
-    total: int = int(parse_json(path.read_text())["rounds"]) if path.exists() else 0
+    total = read_notes(path, int).get("rounds", 0)
     if done:
         total += done - round + 1
         replace_text(path, json.dumps({"rounds": total}))

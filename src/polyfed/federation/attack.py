@@ -7,6 +7,7 @@ only. docs/robustness.md describes them.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Annotated, Any, Literal
 
@@ -77,8 +78,7 @@ class Attack:
             raise RecipeError(f"[attack] clients = {unknown[0]}: clients have the numbers 0 to {num_clients - 1}")
         if self.clients:
             return frozenset(self.clients)
-        drawn = keys.choice(keys.key(seed, "attackers"), num_clients, round(self.share * num_clients))
-        return frozenset(drawn)
+        return _drawn(num_clients, round(self.share * num_clients), seed)
 
     def poison(self, population: Population, seed: int) -> Population:
         """Return the population with the attackers' false rows under `label-flip` and `backdoor`, else the same one.
@@ -142,6 +142,12 @@ class Attack:
             key: torch.stack(own).mean(0) - z * torch.stack(own).std(0, correction=0) for key, own in found.items()
         }
         return lambda key, sent, own: false[key]
+
+
+@lru_cache(maxsize=16)
+def _drawn(num_clients: int, count: int, seed: int) -> frozenset[int]:
+    """Draw the attackers of a run. The result is kept, because every request asks for it."""
+    return frozenset(keys.choice(keys.key(seed, "attackers"), num_clients, count))
 
 
 def _changed(part: ReplyStack, send: Send, attackers: Collection[int], change: Any) -> ReplyStack:
