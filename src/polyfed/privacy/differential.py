@@ -1,4 +1,4 @@
-"""Differential privacy: the [privacy] section of a recipe. docs/privacy.md explains what is protected and what is not."""
+"""Differential privacy: the [privacy] section of a recipe. docs/privacy.md describes its guarantee and its limits."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
