@@ -22,8 +22,8 @@ class Accounting:
         accountant: `rdp` or `pld`.
         delta: delta.
         uses: how often one round uses the data of one protected unit (client or row). Each use is a Gaussian mechanism.
-        swing: by how many clip norms a use changes if the data of one unit changes: 1 if the data is replaced by
-            nothing, 2 if it is replaced by other data.
+        swing: by how many clip norms the result of a use changes if the data of one unit changes. It is 1 if the data
+            is replaced by nothing, and 2 if the data is replaced by other data.
         cohort: (size of the cohort, number of clients) if the cohort is drawn in secret, otherwise None.
     """
 

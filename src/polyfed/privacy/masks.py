@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 SEED, KEY, TAG = 16, 32, 16
-"""Sizes in bytes: of a seed (the block of PyCryptodome's scheme, and the security level of X25519), of a key of X25519
-or ChaCha20, and of the tag of Poly1305 (RFC 7748, RFC 8439)."""
+"""Sizes in bytes of a seed, of a key of X25519 or ChaCha20, and of the tag of Poly1305 (RFC 7748, RFC 8439).
+
+A seed has the block size of PyCryptodome's scheme, and this size is also the security level of X25519."""
 
 
 def require_libraries() -> None:

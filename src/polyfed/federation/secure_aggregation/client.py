@@ -197,9 +197,9 @@ class SecureAggregation:
     def mask(self, reply: Message, weight_of: Callable[[str], str | None], local: Tree) -> tuple[Message, Tree]:
         """Return the masked reply, and the local state after it. The engine calls this before the egress gate.
 
-        For each block, the client adds a self-mask. For each other client with this block, it adds the mask of the pair
-        if the other client has a later place in the cohort, and subtracts the mask otherwise (Bonawitz et al., Section
-        4, y_u). The client leaves out a block that fewer than `min_clients` clients have.
+        For each block, the client adds a self-mask. It also adds one mask for each other client with this block and a
+        later place in the cohort, and subtracts one mask for each such client with an earlier place (Bonawitz et al.,
+        Section 4, y_u). The client leaves out a block that fewer than `min_clients` clients have.
 
         Args:
             reply: the sum-only reply of the method's task.
