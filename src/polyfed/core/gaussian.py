@@ -17,6 +17,11 @@ from polyfed.core import keys
 from polyfed.core.tree import block_of
 
 
+LARGEST_NORM = 1e25
+"""A tree with a larger norm, or with a NaN, counts as zero. Its norm could not be reduced in float32: infinity times 0 is
+NaN, and NaN would leave without noise. The clip norm divided by this number is still an ordinary float32."""
+
+
 @dataclass(frozen=True)
 class Clip:
     """Limits on the 2-norm of a tree.
@@ -39,7 +44,7 @@ class Clip:
         return self.limits[block] if self.limits else self.total
 
     def factors(self, stack: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the factors that scale trees down to their limits.
+        """Return the factors that scale trees down to their limits; 0 for a tree that counts as zero. Use `scaled`.
 
         Args:
             stack: K trees, tensors (K, ...) by name.
@@ -55,8 +60,15 @@ class Clip:
         for group, parts in groups.items():
             norm = torch.stack(parts).sum(0).sqrt()
             limit = self.limits[group] if self.limits else self.total
-            found[group] = (limit / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1.0)
+            factor = (limit / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1.0)
+            found[group] = torch.where(norm <= LARGEST_NORM, factor, 0.0)  # also 0 for NaN
         return {name: found[block_of(name) if self.limits else ""].to(value.dtype) for name, value in stack.items()}
+
+
+def scaled(stack: Tensor, factors: Tensor) -> Tensor:
+    """Return the entries (K, ...) times the factor of each tree, (K,). With factor 0, entries are 0, even NaN."""
+    each = factors.view(-1, *(1,) * (stack.dim() - 1))
+    return torch.where(each > 0, stack * each, 0.0)
 
 
 def gaussian(base: int | Tensor | None, name: str, shape: tuple[int, ...], device: torch.device | str) -> Tensor:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from polyfed.core.gaussian import gaussian
+from polyfed.core.gaussian import gaussian, scaled
 from polyfed.core.messages import map_fields
 from polyfed.core.tree import Tree, block_of
 from polyfed.federation.replies import Replies, ReplyStack
-from polyfed.privacy.mechanism import Mechanism, scaled
+from polyfed.privacy.mechanism import Mechanism
 
 
 @dataclass(frozen=True)

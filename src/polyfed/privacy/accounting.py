@@ -3,6 +3,7 @@
 This module only describes a run to the library. It contains no formula for epsilon.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -53,6 +54,21 @@ class Accounting:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.epsilon(noise_multiplier, middle) <= epsilon else (low, middle - 1)
         return low
+
+
+def epsilon_of_all(uses: Mapping[float, int], delta: float) -> float:
+    """Return the epsilon of Gaussian mechanisms with different noise, counted by Renyi differential privacy.
+
+    Args:
+        uses: noise multiplier -> number of mechanisms with this noise. The noise multiplier is the standard deviation as
+            a multiple of the largest change that one unit can cause.
+        delta: delta.
+    """
+    dp = _library()
+    accountant = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_SPECIAL)
+    for noise_multiplier, count in uses.items():
+        accountant.compose(dp.SelfComposedDpEvent(dp.GaussianDpEvent(noise_multiplier), count))
+    return float(accountant.get_epsilon(delta)) if uses else 0.0
 
 
 def _library() -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyfed.core.gaussian import Clip, gaussian
+from polyfed.core.gaussian import Clip, gaussian, scaled
 from polyfed.core.messages import Message, map_fields, map_tensors, map_value
 from polyfed.core.tree import Tree
 from polyfed.training.per_sample import PerSample
@@ -54,6 +54,11 @@ class Mechanism:
         if self.unit != "example" or task not in self.protected:
             return None
         return PerSample(self.clip, self.deviation, self.secure)
+
+    def covers(self, task: str, field: str) -> bool:
+        """Return whether noise that the client adds protects a field of a reply, or the client fills it with zeros."""
+        by_noise = not self.central and field in self.protected.get(task, ())
+        return by_noise or field in self.withheld.get(task, ())
 
     def withholds(self, field: str) -> bool:
         """Return whether clients fill this field of a reply with zeros."""
@@ -100,8 +105,3 @@ class Mechanism:
 
     def _noise(self, key: int, name: str, like: Tensor) -> Tensor:
         return gaussian(None if self.secure else key, name, tuple(like.shape[1:]), like.device).to(like.dtype)
-
-
-def scaled(stack: Tensor, factors: Tensor) -> Tensor:
-    """Return the entries (K, ...) times the factor of each client, (K,)."""
-    return stack * factors.view(-1, *(1,) * (stack.dim() - 1))

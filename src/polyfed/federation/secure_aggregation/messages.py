@@ -19,7 +19,7 @@ class Opening(Message):
 class PublicKeys(Message):
     """A client's two public keys, uint8 (2, 32): for the encryption of shares, and for masks."""
 
-    keys: Tensor = carries("statistic", shape=(None, None), tells=TELLS)
+    keys: Tensor = carries("statistic", shape=(None, None), tells=TELLS, random=True)
 
 
 @message
@@ -34,7 +34,7 @@ class Roster(Message):
 class EncryptedShares(Message):
     """A client's shares, each encrypted to its receiver, uint8 (n, S). The client's own row is zero."""
 
-    sealed: Tensor = carries("statistic", shape=(None, None), tells=TELLS)
+    sealed: Tensor = carries("statistic", shape=(None, None), tells=TELLS, random=True)
 
 
 @message
@@ -70,5 +70,5 @@ class RevealedShares(Message):
     All other rows are zero.
     """
 
-    of_keys: Tensor = carries("statistic", shape=(None, None), tells=TELLS)
-    of_self_masks: Tensor = carries("statistic", shape=(None, None), tells=TELLS)
+    of_keys: Tensor = carries("statistic", shape=(None, None), tells=TELLS, random=True)
+    of_self_masks: Tensor = carries("statistic", shape=(None, None), tells=TELLS, random=True)
