@@ -262,7 +262,9 @@ def test_a_recipe_with_the_protection_runs(require: str, sections: str, tmp_path
 
 
 def test_a_run_ends_with_the_words_of_the_device(tmp_path: Path) -> None:
-    words = re.escape("client 1 refused the recipe: [require] max_epsilon = 2.5 of the device, and the recipe has no sect")
+    words = re.escape(
+        "client 1 refused the recipe: [require] max_epsilon = 2.5 of the device, and the recipe has no sect"
+    )
     with pytest.raises(EgressError, match=words):
         device(tmp_path, EPSILON, text("")).serve(tmp_path / "run")
 

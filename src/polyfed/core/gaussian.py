@@ -16,7 +16,6 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.tree import block_of
 
-
 LARGEST_NORM = 1e25
 """A tree with a larger norm, or with a NaN, counts as zero. Its norm could not be reduced in float32: infinity times 0 is
 NaN, and NaN would leave without noise. The clip norm divided by this number is still an ordinary float32."""
@@ -43,6 +42,11 @@ class Clip:
         """Return the largest norm that the entries of one block can have after clipping."""
         return self.limits[block] if self.limits else self.total
 
+    @property
+    def least(self) -> float:
+        """The smallest limit of a block."""
+        return min(self.limits.values(), default=self.total)
+
     def factors(self, stack: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the factors that scale trees down to their limits; 0 for a tree that counts as zero. Use `scaled`.
 
@@ -52,17 +56,27 @@ class Clip:
         Returns:
             For each name, the factor of each tree, (K,), at most 1.
         """
-        groups: dict[str, list[Tensor]] = {}
-        for name, value in stack.items():
-            squares = value.flatten(1).to(torch.float64).square().sum(1)
-            groups.setdefault(block_of(name) if self.limits else "", []).append(squares)
         found = {}
-        for group, parts in groups.items():
-            norm = torch.stack(parts).sum(0).sqrt()
+        for group, norm in self._norms(stack).items():
             limit = self.limits[group] if self.limits else self.total
             factor = (limit / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1.0)
             found[group] = torch.where(norm <= LARGEST_NORM, factor, 0.0)  # also 0 for NaN
         return {name: found[block_of(name) if self.limits else ""].to(value.dtype) for name, value in stack.items()}
+
+    def _norms(self, stack: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the norms of the trees, (K,) float64, for each block with a limit, or under "" for all blocks."""
+        groups: dict[str, list[Tensor]] = {}
+        for name, value in stack.items():
+            squares = value.flatten(1).to(torch.float64).square().sum(1)
+            groups.setdefault(block_of(name) if self.limits else "", []).append(squares)
+        return {group: torch.stack(parts).sum(0).sqrt() for group, parts in groups.items()}
+
+    def within(self, stack: Mapping[str, Tensor]) -> Tensor:
+        """Return which of K trees exceed no limit, bool (K,). The entries are tensors (K, ...) by name."""
+        norms = self._norms(stack).items()
+        return torch.stack([norm <= (self.limits[group] if self.limits else self.total) for group, norm in norms]).all(
+            0
+        )
 
 
 def scaled(stack: Tensor, factors: Tensor) -> Tensor:

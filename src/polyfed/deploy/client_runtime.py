@@ -131,7 +131,9 @@ class ClientRuntime:
                 where = field if name is None else f"{field}.{name}"
                 raise BadReply(f"from the server holds NaN or infinity in {where}; the model was broken before it came")
             if self.release is not None and value.dtype in (torch.float16, torch.bfloat16):
-                raise BadReply(f"from the server holds {value.dtype}, whose rounding errors weaken [privacy]; send float32")
+                raise BadReply(
+                    f"from the server holds {value.dtype}, whose rounding errors weaken [privacy]; send float32"
+                )
         return got
 
     def _keep(self, store: Store, request_id: RequestId, before: Tree | None, kept: int) -> None:

@@ -25,9 +25,9 @@ from polyfed.deploy.device import (
     requirements_on,
 )
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault, log_problem
+from polyfed.deploy.privacy_budget import refuse_spent
 from polyfed.engines import Sequential
 from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, check_versions, reason
-from polyfed.deploy.privacy_budget import refuse_spent
 from polyfed.experiment.assembly import device_of, initial_of, model_of, population_of
 from polyfed.experiment.demands import release_of, unmet, unmet_by_model
 from polyfed.experiment.events import Emitter

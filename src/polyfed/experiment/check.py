@@ -46,6 +46,7 @@ class Planned:
             run or on the data may be sent later, or never.
         tells: what it reveals beyond what its kind says; empty for most.
         masked: whether it is masked, so that the server reads only its sum over several clients.
+        random: whether it holds only random numbers that depend on no data, such as public keys.
     """
 
     task: str
@@ -61,6 +62,7 @@ class Planned:
     in_dry_run: bool = False
     tells: str = ""
     masked: bool = False
+    random: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,10 @@ from polyfed.experiment.privacy_faults import (
 )
 from polyfed.experiment.recipe import Recipe
 from polyfed.federation.federation import Federation
+from polyfed.federation.private_mean import CLIP_NORM
 from polyfed.model import Model
 from polyfed.privacy.accounting import Accounting
+from polyfed.privacy.adaptive_clipping import AdaptiveClipping
 from polyfed.privacy.differential import Privacy
 from polyfed.privacy.guarantee import UNPROTECTED, Guarantee, in_words, states_of
 from polyfed.privacy.mechanism import Mechanism
@@ -50,6 +52,8 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine) -> Guarantee |
     noise, rounds = noise_and_rounds(recipe, spec, accounting)
     made = mechanism_of(recipe, model, engine.initial, noise, secure=engine.deployed)
     mechanism = replace(made, denominators=_denominators(recipe, fed) if spec.unit == "client" else {})
+    if spec.adaptive:
+        mechanism = _adaptive(spec, mechanism)
     parts = states_of(engine.announcement(fed.clients.modalities).rows, mechanism)
     open_parts = [part for part, state in parts if state == UNPROTECTED and part.kind not in spec.unprotected]
     if open_parts:
@@ -60,6 +64,18 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine) -> Guarantee |
             ("privacy", "unprotected"),
         )
     return Guarantee(spec, accounting, mechanism, parts, rounds, recipe.rounds)
+
+
+def _adaptive(spec: Privacy, mechanism: Mechanism) -> Mechanism:
+    """Return the mechanism with adaptive clipping, as the server knows it.
+
+    Raises:
+        RecipeError: the noise of the count does not fit the noise multiplier or the cohort.
+    """
+    options = spec.clip_quantile, spec.clip_lr, spec.count_noise
+    found = replace(mechanism, adaptive=AdaptiveClipping.of(*options, mechanism.denominators[SHARED]))
+    assert found.update_noise > mechanism.noise_multiplier, "the count spends a part of epsilon"
+    return found
 
 
 def mechanism_of(recipe: Recipe, model: Model, initial: Tree, noise: float | None, *, secure: bool) -> Mechanism:
@@ -91,6 +107,7 @@ def mechanism_of(recipe: Recipe, model: Model, initial: Tree, noise: float | Non
         protected=_by_task(method.honours(spec.unit)),
         withheld=_by_task(spare),
         secure=secure,
+        clients_clip=not spec.adaptive,
         releases=releases,
     )
 
@@ -114,9 +131,16 @@ def _refuse_own_test_rows(recipe: Recipe, spec: Privacy, population: Population)
         )
 
 
-def privacy_after(guarantee: Guarantee | None, round: int) -> dict[str, Any]:
-    """The entry `privacy` of a round: epsilon after it, in total and by block and kind; empty without [privacy]."""
-    return {} if guarantee is None else {"privacy": guarantee.after(round)}
+def privacy_after(guarantee: Guarantee | None, round: int, state: Any) -> dict[str, Any]:
+    """The entry `privacy` of a round: epsilon after it, in total and by block and kind; empty without [privacy].
+
+    Under adaptive clipping, also the clip norm of the next round.
+    """
+    if guarantee is None:
+        return {}
+    moments = getattr(state, "moments", {})
+    norm = {CLIP_NORM: float(moments[CLIP_NORM][CLIP_NORM])} if CLIP_NORM in moments else {}
+    return {"privacy": guarantee.after(round) | norm}
 
 
 def privacy_facts(guarantee: Guarantee | None, rounds: int) -> dict[str, Any]:

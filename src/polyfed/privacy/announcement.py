@@ -97,6 +97,7 @@ class Announced:
         fix: the line of the policy file that would allow the part; empty if it is allowed.
         tells: a note on data that the part reveals and its kind does not suggest; usually empty.
         masked: whether the part is masked, so that the server reads only its sum over several clients.
+        random: whether the part holds only random numbers that depend on no data.
     """
 
     task: str
@@ -109,6 +110,7 @@ class Announced:
     fix: str
     tells: str
     masked: bool = False
+    random: bool = False
 
 
 @dataclass(frozen=True)
@@ -259,9 +261,8 @@ class Announcement:
         fix = "" if allowed else self.policy.fix((said.kind,), block, destination)
         if allowed and self.required.lack(task, field, said, self.mechanism):
             allowed, fix = False, self.required.fix(said.kind)
-        return Announced(
-            task, reply.__name__, field, said.kind, block, destination, allowed, fix, said.tells, said.masked
-        )
+        about = said.tells, said.masked, said.random
+        return Announced(task, reply.__name__, field, said.kind, block, destination, allowed, fix, *about)
 
     def _check_owner(self, where: str, said: Declared) -> None:
         known = (*self.holder.everyone, SHARED, LABELS)

@@ -82,6 +82,7 @@ class SecureSum:
         template: the model's tree.
         emit: a function that is called with the name and the fields of each event.
         number: number of earlier requests in this round.
+        withheld: whether clients fill a field of a reply with zeros, as under [privacy].
     """
 
     ask: Callable[..., Replies]
@@ -90,6 +91,7 @@ class SecureSum:
     template: Mapping[str, Tensor]
     emit: Callable[..., None]
     number: int
+    withheld: Callable[[str], bool] = lambda _: False
 
     @property
     def options(self) -> SecureAggregation:
@@ -281,6 +283,7 @@ class SecureSum:
         device = next((value.device for value in self.template.values()), torch.device("cpu"))
         real: dict[Entry, Tensor] = {}
         senders: dict[Entry, tuple[int, ...]] = {}
+        errors: dict[Entry, float] = {}
         for block, numbers in sums.items():
             inside = tuple(here.chosen(here.survivors & here.cohort.members[block]))
             for (name, key), total in numbers.items():
@@ -289,9 +292,9 @@ class SecureSum:
                 most = scale.limit * sum(weights[name][client] for client in inside) + scale.error(len(inside))
                 if bool((value.abs() > most).any()):
                     raise Abandoned(f"the sum of {name} is out of range, so a client has revealed a wrong share")
-                real[name, key], senders[name, key] = value.to(device), inside
+                real[name, key], senders[name, key], errors[name, key] = value.to(device), inside, scale.error(1)
         self._check_weights(weighed, real, rows)
-        return SummedReplies([], missing, tuple(alive), real, senders, weights, self.template)
+        return SummedReplies([], missing, tuple(alive), real, senders, weights, self.template, errors)
 
     def _check_weights(
         self, weighed: Mapping[str, str | None], real: Mapping[Entry, Tensor], rows: Mapping[int, int]
@@ -301,7 +304,7 @@ class SecureSum:
         Raises:
             RecipeError: the sum of these weights differs from the sum in the client registry.
         """
-        for by in {by for by in weighed.values() if by is not None}:
+        for by in {by for by in weighed.values() if by is not None and not self.withheld(by)}:
             if round(float(real[by, None])) != sum(rows.values()):
                 raise RecipeError(
                     f"the clients' weights ({by}) add up to {float(real[by, None]):.0f}, and those of the client "
