@@ -17,8 +17,8 @@ from polyfed.core import keys
 from polyfed.core.tree import block_of
 
 LARGEST_NORM = 1e25
-"""A tree with a larger norm, or with a NaN, counts as zero. Its norm could not be reduced in float32: infinity times 0 is
-NaN, and NaN would leave without noise. The clip norm divided by this number is still an ordinary float32."""
+"""A tree with a larger norm, or with a NaN, counts as zero. Clipping could not reduce its norm in float32: infinity
+times 0 is NaN, and NaN would leave without noise. The clip norm divided by this number is an ordinary float32."""
 
 
 @dataclass(frozen=True)

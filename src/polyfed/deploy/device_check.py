@@ -134,8 +134,8 @@ def _planned(
             raise
         return []
     holder = Holder(node.held, everyone, recipe.algorithm.model_spec(recipe.model, everyone, told)[1])
-    demand = {"required": required, "mechanism": assembly.fed.privacy}
-    listed = replace(assembly.engine.announcement(node.held), holder=holder, policy=policy, **demand)
+    listed = replace(assembly.engine.announcement(node.held), holder=holder, policy=policy)
+    listed = replace(listed, required=required, mechanism=assembly.fed.privacy)
     found = list(plan(assembly, announcement=listed))
     relay = node.relay == "server-sees" or not node.data
     fix = 'relay="server-sees" in --node-config'

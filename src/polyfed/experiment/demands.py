@@ -63,8 +63,8 @@ def _unmet_sums(required: Requirements, recipe: Recipe) -> Iterator[str]:
     secure: Any = recipe.algorithm.secure_aggregation
     if secure is None:
         yield (
-            "[require] secure_aggregation = true of the device, and the recipe has no section [secure_aggregation]. Add "
-            "the section to the recipe"
+            "[require] secure_aggregation = true of the device, and the recipe has no section [secure_aggregation]. "
+            "Add the section to the recipe"
         )
     elif required.min_clients is not None and secure.min_clients < required.min_clients:
         yield (

@@ -32,7 +32,7 @@ class Attack:
 
     Attributes:
         name: the attack. `scaling` multiplies the attacker's update by `scale`, and `sign-flip` by -`scale`. `alie`
-            shifts the mean of the attackers' updates by several standard deviations. It takes the largest shift that
+            shifts the mean of the attackers' updates by a number of standard deviations. It takes the largest shift that
             still hides among the honest replies (Baruch, Baruch, Goldberg, "A Little Is Enough", NeurIPS 2019).
             `label-flip` trains on label C - 1 - y instead of y. Tolpegin et al., ESORICS 2020, flip one class.
             polyfed flips all classes. `backdoor` trains on some rows with a trigger and the label `target`. It also

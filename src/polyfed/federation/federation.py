@@ -103,11 +103,7 @@ class Federation:
         return self._validator
 
     def private_mean(self, moments: Moments) -> PrivateMean | None:
-        """Return the private mean of the current request if [privacy] protects clients, else None.
-
-        Args:
-            moments: the moments of the server state, which hold the clip norm under adaptive clipping.
-        """
+        """Return the private mean of the current request if [privacy] protects clients; see `PrivateMean.after`."""
         if self.privacy is None or self.privacy.unit != "client":
             return None
         return PrivateMean.after(self.privacy, keys.key(self.seed, "privacy", self.round, self.asked), moments)

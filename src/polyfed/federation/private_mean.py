@@ -138,6 +138,7 @@ def _rounding(replies: SummedReplies, name: str, sent: Mapping[str, Tensor], mec
     A client rounds its parameters to float32 and then to integers. The server cannot clip the result again, so the
     noise has to cover both errors. The factor 2 covers neighbours that both have rounding errors.
     """
-    whole = math.sqrt(sum(replies.errors[name, key] ** 2 * sent[key].numel() for of, key in replies.sums if of == name))
+    summed = [(key, start) for key, start in sent.items() if (name, key) in replies.errors]
+    whole = math.sqrt(sum(replies.errors[name, key] ** 2 * start.numel() for key, start in summed))
     size = math.sqrt(sum(float(start.double().square().sum()) for start in sent.values()))
     return 2 * (whole + UNIT_ROUNDOFF * (size + 2 * mechanism.clip.total))

@@ -60,8 +60,8 @@ def epsilon_of_all(uses: Mapping[float, int], delta: float) -> float:
     """Return the epsilon of Gaussian mechanisms with different noise, counted by Renyi differential privacy.
 
     Args:
-        uses: noise multiplier -> number of mechanisms with this noise. The noise multiplier is the standard deviation as
-            a multiple of the largest change that one unit can cause.
+        uses: noise multiplier -> number of mechanisms with this noise. The noise multiplier is the standard deviation
+            as a multiple of the largest change that one unit can cause.
         delta: delta.
     """
     dp = _library()

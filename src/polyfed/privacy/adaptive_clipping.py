@@ -38,8 +38,8 @@ class AdaptiveClipping:
         noise = COUNT_NOISE * cohort if count_noise is None else count_noise
         if noise > cohort:
             raise RecipeError(
-                f"[privacy] count_noise = {noise:g}: must be at most {cohort:g}, the expected size of the cohort, because "
-                "with more noise the clip norm would follow only the noise",
+                f"[privacy] count_noise = {noise:g}: must be at most {cohort:g}, the expected size of the cohort, "
+                "because with more noise the clip norm would follow only the noise",
                 ("privacy", "count_noise"),
             )
         return cls(quantile, lr, noise)
@@ -47,8 +47,8 @@ class AdaptiveClipping:
     def update_noise(self, noise_multiplier: float) -> float:
         """Return z_Delta, the noise multiplier of the updates (Theorem 1).
 
-        z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2). A client changes the centred count by at most 1/2. So the count has the
-        noise multiplier 2 sigma_b, and both results together are one Gaussian mechanism with noise multiplier z.
+        z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2). A client changes the centred count by at most 1/2. So the count has
+        the noise multiplier 2 sigma_b, and both results together are one Gaussian mechanism with noise multiplier z.
 
         Args:
             noise_multiplier: z, which the accountant counts.
@@ -60,7 +60,7 @@ class AdaptiveClipping:
         if rest <= 0:
             raise RecipeError(
                 f"[privacy] count_noise = {self.count_noise:g}: must be above half of the noise multiplier "
-                f"({noise_multiplier:g}), because the count of updates below the clip norm would spend the whole epsilon. "
+                f"({noise_multiplier:g}), because the count of updates below the clip norm would spend all of epsilon. "
                 "Raise count_noise, epsilon or the number of clients in a cohort",
                 ("privacy", "count_noise"),
             )

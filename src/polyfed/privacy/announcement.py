@@ -222,7 +222,7 @@ class Announcement:
         )
 
     def _unprotected(self, where: str, task: str, part: Crossing) -> str:
-        """Return the text that refuses a part without the protection that the device demands. Otherwise, it is empty."""
+        """Return the refusal of a part without the protection that the device demands; empty if it is protected."""
         said = self.answers[task][0].declared[part.field]
         why = self.required.lack(task, part.field, said, self.mechanism)
         if not why:

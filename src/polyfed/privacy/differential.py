@@ -72,9 +72,9 @@ class Privacy:
             raise RecipeError(text, ("privacy", "unprotected"))
         if self.adaptive and not self.central:
             raise RecipeError(
-                '[privacy] clip = "adaptive" needs unit = "client" and noise_at = "server": clients that add noise would '
-                "have to receive the clip norm with each request and to send a noisy bit, and messages have no such "
-                "fields",
+                '[privacy] clip = "adaptive" needs unit = "client" and noise_at = "server": clients that add noise '
+                "would have to receive the clip norm with each request and to send a noisy bit, and messages have no "
+                "such fields",
                 ("privacy", "clip"),
             )
         if self.amplification and not (self.unit == "client" and self.central and self.accountant == "rdp"):

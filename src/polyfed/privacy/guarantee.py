@@ -160,9 +160,10 @@ class Guarantee:
         found = [head, f"Protects: {self.protects}. {self.assumption}", self.stop_note]
         if rule := self.mechanism.adaptive:
             found.append(
-                f"Adaptive clipping: the clip norm starts at {spec.clip_norm:g} and follows the {rule.quantile:g} quantile "
-                f"of the norms of the updates. The updates have noise multiplier {self.mechanism.update_noise:.4f}, and "
-                f"the number of updates below the clip norm has noise with standard deviation {rule.count_noise:g}"
+                f"Adaptive clipping: the clip norm starts at {spec.clip_norm:g} and follows the {rule.quantile:g} "
+                "quantile of the norms of the updates. The updates have noise multiplier "
+                f"{self.mechanism.update_noise:.4f}, and the number of updates below the clip norm has noise with "
+                f"standard deviation {rule.count_noise:g}"
             )
         if names := in_words([part for part, state in self.parts if state == WITHHELD]):
             found.append(f"Withheld, so clients send zeros: {names}")

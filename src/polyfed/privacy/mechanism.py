@@ -51,7 +51,7 @@ class Mechanism:
 
     @property
     def update_noise(self) -> float:
-        """Noise multiplier of the updates. It exceeds `noise_multiplier` if adaptive clipping spends a part of epsilon."""
+        """Noise multiplier of the updates. It exceeds `noise_multiplier` under adaptive clipping."""
         adaptive = self.adaptive
         return self.noise_multiplier if adaptive is None else adaptive.update_noise(self.noise_multiplier)
 

@@ -1,8 +1,10 @@
 """The messages of secure aggregation. In shapes: n clients in the cohort, S bytes in a ciphertext."""
 
+import torch
 from torch import Tensor
 
-from polyfed.core.messages import Message, carries, message
+from polyfed.core.messages import Message, carries, message, tensors
+from polyfed.core.request import Accept
 from polyfed.core.tree import Tree
 
 TELLS = "nothing about data: random keys and shares"
@@ -72,3 +74,13 @@ class RevealedShares(Message):
 
     of_keys: Tensor = carries("statistic", shape=(None, None), tells=TELLS, random=True)
     of_self_masks: Tensor = carries("statistic", shape=(None, None), tells=TELLS, random=True)
+
+
+def bytes_of_shape(*shape: int) -> Accept:
+    """Return a check for `Federation.ask` that every field holds bytes of this shape."""
+
+    def flaw(client: int, reply: Message) -> str:
+        strange = [name for name, _, v in tensors(reply) if v.dtype != torch.uint8 or tuple(v.shape) != shape]
+        return f"sent {strange[0]} in another form than {' x '.join(map(str, shape))} bytes" if strange else ""
+
+    return flaw
