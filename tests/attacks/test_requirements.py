@@ -20,6 +20,7 @@ from polyfed.cli import main
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import digest
 from polyfed.deploy.device import node_from, requirements_on
+from polyfed.deploy.device_check import inspect
 from polyfed.deploy.privacy_budget import SPENT
 from polyfed.engines.protocol import REFUSED, REPLY, Facts, RequestId, hello, versions
 from polyfed.experiment.assembly import assemble
@@ -202,6 +203,10 @@ def test_a_server_cannot_average_away_the_noise_with_repetitions_and_new_runs(tm
     assert server.enrol().header["verdict"] == REFUSED
     spent = json.loads(next(server.devices.places[1].rglob(SPENT)).read_text())
     assert spent == {"client 2.0": 2}
+    node = dict(server.devices.configs[1])
+    words = " ".join(f"{key}={json.dumps(value)}" for key, value in node.items())
+    said = inspect(server.devices.recipe, words)
+    assert "would bring all replies of the device in all runs to epsilon" in said.breaches[0]
     fine = [decode(a, Update, limit=2**24).params for a in answers[:2]]
     assert all(not torch.equal(fine[0][name], fine[1][name]) for name in fine[0])
 

@@ -1,10 +1,10 @@
 """A check of a recipe on a device before a run: the parts it would send or refuse, and the limits it would break."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, EgressError, RecipeError
 from polyfed.core.registry import check_import, check_model, only
 from polyfed.data import Population
 from polyfed.deploy.device import (
@@ -20,9 +20,10 @@ from polyfed.deploy.device import (
     requirements_on,
     used_on,
 )
+from polyfed.deploy.privacy_budget import refuse_spent
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import Planned, plan
-from polyfed.experiment.demands import unmet
+from polyfed.experiment.demands import release_of, unmet
 from polyfed.experiment.recipe import Recipe
 from polyfed.privacy.announcement import Holder
 from polyfed.privacy.policy import Policy
@@ -92,7 +93,7 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     check_held(node, recipe)
     population = population_on(node, recipe, None) if node.data else None
     required = requirements_on(node)
-    lacking = tuple(unmet(required, recipe, shared=node.silo >= 0))
+    lacking = tuple(_lacking(required, recipe, node))
     planned = tuple(_planned(recipe, node, policy, population, required))
     limits, train = limits_on(node).stricter(recipe.limits), recipe.algorithm.train
     told = {"limits": limits.sentences(), "required": required.sentences()}
@@ -104,6 +105,17 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     shapes = {name: column.shape for name, column in population.columns.modalities.items()}
     breaches = (*limits.foreseen(train, recipe.rounds, rows[0]), *lacking)
     return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned, breaches, **told)
+
+
+def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterator[str]:
+    """Yield what protection the recipe lacks, or otherwise why the budget of the device does not allow a reply."""
+    found = tuple(unmet(required, recipe, shared=node.silo >= 0))
+    yield from found
+    if node.data and not found:
+        try:
+            refuse_spent(required, release_of(required, recipe), node.folder, node.client)
+        except EgressError as error:
+            yield str(error)
 
 
 def _of_policy(path: str) -> NodeConfig:
