@@ -26,7 +26,7 @@ from polyfed.federation.replies import Answer, ReplyStack
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """The clients that attack, and the type of the attack: the [attack] section of a recipe.
+    """The clients that attack, and the attack that they carry out: the [attack] section of a recipe.
 
     The update of a client is the difference between the parameters that it returns and those that it received.
 
@@ -34,15 +34,15 @@ class Attack:
         name: the attack. `scaling` multiplies the attacker's update by `scale`, and `sign-flip` by -`scale`. `alie`
             shifts the mean of the attackers' updates by several standard deviations. It takes the largest shift that
             still hides among the honest replies (Baruch, Baruch, Goldberg, "A Little Is Enough", NeurIPS 2019).
-            `label-flip` trains on label C - 1 - y instead of y. Tolpegin et al., ESORICS 2020, flip one class. Here,
-            all classes are flipped. `backdoor` trains on some rows with a trigger and the label `target`. It also
-            multiplies the update by `scale`; with a large factor, Bagdasaryan et al., "How To Backdoor Federated
-            Learning", AISTATS 2020, call the attack model replacement.
+            `label-flip` trains on label C - 1 - y instead of y. Tolpegin et al., ESORICS 2020, flip one class.
+            polyfed flips all classes. `backdoor` trains on some rows with a trigger and the label `target`. It also
+            multiplies the update by `scale`. With a large factor, this attack is called model replacement (Bagdasaryan
+            et al., "How To Backdoor Federated Learning", AISTATS 2020).
         share: share of all clients that attack. polyfed draws these clients from the run's seed.
         clients: the numbers of the clients that attack. If given, `share` has no effect.
         scale: the factor of `scaling`, `sign-flip` and `backdoor`.
         modality: the modality that carries the trigger of `backdoor`; empty for the first modality of the data.
-        target: the class that the model shall answer if a row has the trigger.
+        target: the class that the model should predict for a row with the trigger.
         poisoned: share of an attacker's rows that get the trigger. Bagdasaryan et al. use 20 of the 64 rows of a batch.
         trigger_size: number of entries of a sample that the trigger covers, at the end of the flattened sample.
     """
@@ -62,7 +62,7 @@ class Attack:
 
     @property
     def idle(self) -> dict[str, str]:
-        """Options without effect, each with the setting that is the reason."""
+        """The options that have no effect, each with the setting that causes this."""
         own = ("modality", "target", "poisoned", "trigger_size")
         used = {"scaling": ("scale",), "sign-flip": ("scale",), "backdoor": ("scale", *own)}.get(self.name, ())
         unused = {option: f"name = '{self.name}'" for option in ("scale", *own) if option not in used}
@@ -81,11 +81,11 @@ class Attack:
         return _drawn(num_clients, round(self.share * num_clients), seed)
 
     def poison(self, population: Population, seed: int) -> Population:
-        """Return the population with the attackers' false rows under `label-flip` and `backdoor`, else the same one.
+        """Return the population, with the attackers' false rows if the attack is `label-flip` or `backdoor`.
 
         Raises:
-            RecipeError: clients share rows, as in silos. One client alone could not change the label of such a row. Or
-                the backdoor does not fit the data (`Trigger.of`, `poisoned`).
+            RecipeError: clients share rows, as in silos, and one client alone could not change such a row. Or the
+                backdoor does not fit the data (`Trigger.of`, `poisoned`).
         """
         if self.name not in ("label-flip", "backdoor"):
             return population
@@ -112,7 +112,7 @@ class Attack:
     def falsify(self, answer: Answer, send: Send, attackers: Collection[int]) -> Answer:
         """Return the answer to a request, with the attackers' replies replaced by false ones.
 
-        This changes only fields of kind `parameters` that the client also received under the same name.
+        This method changes only parameters that the client also received under the same name.
         """
         if self.name == "label-flip" or (self.name == "backdoor" and self.scale == 1.0):
             return answer
@@ -146,7 +146,7 @@ class Attack:
 
 @lru_cache(maxsize=16)
 def _drawn(num_clients: int, count: int, seed: int) -> frozenset[int]:
-    """Draw the attackers of a run. The result is kept, because every request asks for it."""
+    """Draw the attackers of a run. The result is cached, because every request needs it."""
     return frozenset(keys.choice(keys.key(seed, "attackers"), num_clients, count))
 
 

@@ -3,12 +3,14 @@
 - `policy`: the kinds of data that may leave, by modality and destination ([egress] of a recipe or a device).
 - `announcement`: everything that the replies of a client can hold. `polyfed check` and the gate use the same list.
 - `gate`: all replies leave through the gate. It refuses what the policy forbids or the announcement does not list.
-- `limits`: the least rows and steps, and the most rounds and requests, that a device accepts ([limits] of a device).
+- `limits`: the minimum rows and steps, and the maximum rounds and requests, of a device ([limits] of a device).
 - `ledger`: one row for each part of a message that was received, sent or refused.
 - `differential`: the options of differential privacy ([privacy] of a recipe).
 - `accounting`: epsilon and noise from the library dp-accounting.
-- `mechanism`: what a client does to its reply before the gate: clipping, noise, fields that it withholds.
-- `guarantee`: epsilon of a run by block and kind, and what is not protected.
+- `mechanism`: the changes that a client makes to its reply before the gate: clipping, noise, and zeros in some fields.
+- `guarantee`: epsilon of a run by block and kind, and the list of data that is not protected.
+- `fixed_point`: the conversion of numbers to integers, in which secure aggregation adds the clients' values.
+- `masks`: the keys, masks and secret shares of secure aggregation.
 - `contents`: the SHA-256 of each part of a message, for the audit log.
 - `audit_log`: the signed log of a device or server, in which each line holds the hash of the line before.
 - `audit_log_verification`: the verification of an audit log.

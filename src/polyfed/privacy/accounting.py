@@ -10,20 +10,20 @@ from typing import Any
 from polyfed.core.errors import RecipeError
 
 STEP = 1e-4
-"""Noise multipliers that the accountant finds are rounded up to a multiple of this number, so that a recipe can repeat
-them."""
+"""The accountant rounds each noise multiplier that it finds up to a multiple of this number, so that a recipe can state
+the same value."""
 
 
 @dataclass(frozen=True)
 class Accounting:
-    """What the accountant has to know about a run.
+    """The facts about a run that the accountant needs.
 
     Attributes:
         accountant: `rdp` or `pld`.
         delta: delta.
-        uses: how often one round uses the data of one protected unit. Each use is a Gaussian mechanism.
-        swing: by how many clip norms a use changes if the data of one unit changes: 1 if the data is replaced by
-            nothing, 2 if it is replaced by other data.
+        uses: how often one round uses the data of one protected unit (client or row). Each use is a Gaussian mechanism.
+        swing: by how many clip norms the result of a use changes if the data of one unit changes. It is 1 if the data
+            is replaced by nothing, and 2 if the data is replaced by other data.
         cohort: (size of the cohort, number of clients) if the cohort is drawn in secret, otherwise None.
     """
 
@@ -34,7 +34,7 @@ class Accounting:
     cohort: tuple[int, int] | None = None
 
     def epsilon(self, noise_multiplier: float, rounds: int) -> float:
-        """Return the epsilon of some rounds; 0 for no rounds.
+        """Return the epsilon of a number of rounds. The epsilon of 0 rounds is 0.
 
         Args:
             noise_multiplier: standard deviation of the noise as a multiple of the clip norm.
@@ -43,7 +43,7 @@ class Accounting:
         return _epsilon(self, noise_multiplier, rounds) if rounds * self.uses else 0.0
 
     def noise_multiplier(self, epsilon: float, rounds: int) -> float:
-        """Return the smallest noise multiplier, up to `STEP`, with which some rounds spend at most this epsilon."""
+        """Return the smallest noise multiplier, up to `STEP`, with which the rounds spend at most this epsilon."""
         return _noise_multiplier(self, epsilon, max(rounds * self.uses, 1))
 
     def rounds(self, noise_multiplier: float, epsilon: float, most: int) -> int:
@@ -73,7 +73,8 @@ def _library() -> Any:
 def _fresh(accounting: Accounting) -> Any:
     """Make an accountant of the library.
 
-    Its relation is "replaced by nothing" (zero-out), except for a drawn cohort, where the library wants "replaced".
+    For most runs, neighbours differ by the replacement of one unit by nothing (zero-out). For a cohort that is drawn in
+    secret, the library requires neighbours that differ by the replacement of one unit by another.
     """
     dp = _library()
     relation = dp.NeighboringRelation.REPLACE_ONE if accounting.cohort else dp.NeighboringRelation.REPLACE_SPECIAL

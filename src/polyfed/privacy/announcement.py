@@ -52,7 +52,7 @@ class PrivateNames:
 
 @dataclass(frozen=True)
 class Holder:
-    """The modalities that the words in a declaration's `blocks`, such as `MODALITIES`, stand for.
+    """Translates words in a declaration's `blocks`, such as `MODALITIES`, into the modalities of a client.
 
     Attributes:
         own: the modalities of the client.
@@ -119,7 +119,7 @@ class Announcement:
         holder: the modalities of the client and of the federation.
         policy: the policy of the client.
         tested: whether any client has test rows of its own.
-        private: the parameters and buffers that the client never sends, even if its policy allows it.
+        private: the parameters and buffers that the client never sends, even if its policy allows them.
     """
 
     algorithm: Asking

@@ -41,7 +41,7 @@ START = "0" * 64
 """The value that stands for the hash of the line before the first line."""
 
 SIGNATURE = ',"signature":"'
-"""The text in a seal directly before the signature."""
+"""The text that stands in a seal directly before the signature."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class AuditLog:
         self.folder = folder
 
     def prepare(self) -> bool:
-        """Make the key if there is none. Return whether this call made it.
+        """Make the key of the log if there is none. Return whether this call made the key.
 
         Raises:
             CheckpointError: a log exists, but its key is missing.
@@ -156,7 +156,7 @@ class AuditLog:
         return True
 
     def _checked_head(self, key: Ed25519PublicKey) -> Head:
-        """Return the head, and remove lines after it that an interrupted write left. Their messages were not sent."""
+        """Return the head. Remove lines after it, which an interrupted write left. Their messages were not sent."""
         head, path = head_of(self.folder, key), self.folder / AUDIT
         path.touch()
         size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Differential privacy: the [privacy] section of a recipe. docs/privacy.md explains what it protects and what not."""
+"""Differential privacy: the [privacy] section of a recipe. docs/privacy.md describes its guarantee and its limits."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,9 +15,9 @@ class Privacy:
     """What a run protects, how much noise it adds, and how it counts epsilon: the [privacy] section of a recipe.
 
     Attributes:
-        unit: what two neighbouring data sets differ in. `client` protects everything that one client holds: the client
-            clips its update, which is the difference between its trained and its received parameters. `example`
-            protects one row: the client clips the gradient of each row in every training step (DP-SGD).
+        unit: what the guarantee protects. `client` protects all data of one client: the client clips its update, which
+            is the difference between its trained and its received parameters. `example` protects one row: the client
+            clips the gradient of each row in every training step (DP-SGD).
         delta: the probability with which the guarantee may fail. It must be below 1 / (number of clients or rows).
         epsilon: the budget. Without `noise_multiplier`, the accountant finds the noise with which all rounds spend this
             epsilon. With `noise_multiplier`, the run stops before a round that would spend more.
@@ -25,14 +25,15 @@ class Privacy:
         clip_norm: largest 2-norm of an update, or of the gradient of a row.
         clip: `joint` limits the norm over all blocks. `per-block` limits each of the B blocks to
             `clip_norm` / sqrt(B), so that the joint norm is still at most `clip_norm`.
-        noise_at: where `unit = "client"` adds noise. `server` adds it once, to the sum of the updates, so the clients
-            have to trust the server. `client` adds it to every update before the update leaves the client.
+        noise_at: the place of the noise with `unit = "client"`. With `server`, the server adds noise once, to the sum
+            of the updates, so the clients have to trust the server. With `client`, each client adds noise to its update
+            before the update leaves.
         accountant: `rdp` (Renyi differential privacy) or `pld` (privacy loss distributions) of the library
             dp-accounting. `pld` gives a smaller epsilon and takes a few seconds.
-        amplification: count that the server draws the cohort in secret. This needs `unit = "client"`,
+        amplification: compute epsilon for cohorts that the server draws in secret. This needs `unit = "client"`,
             `noise_at = "server"`, the selector `uniform` and `accountant = "rdp"`.
-        unprotected: kinds of data that may cross without protection. Without a kind in this list, a run that sends data
-            of this kind is refused, unless the mechanism protects the data.
+        unprotected: kinds of data that may leave clients without protection. If unprotected data of any other kind
+            would leave a client, polyfed refuses the run.
     """
 
     unit: Literal["client", "example"]
@@ -72,5 +73,5 @@ class Privacy:
 
     @property
     def idle(self) -> dict[str, str]:
-        """Options without effect, each with the setting that is the reason."""
+        """The options that have no effect, each with the setting that causes this."""
         return {"noise_at": 'unit = "example"'} if self.unit == "example" else {}

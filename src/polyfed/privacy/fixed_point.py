@@ -17,16 +17,16 @@ import numpy as np
 
 UNSIGNED = {32: np.uint32, 64: np.uint64}
 SIGNED = {32: np.int32, 64: np.int64}
-"""The integers by their number of bits. Sums of unsigned integers wrap around in NumPy, as the masks need."""
+"""The integer types by number of bits. In NumPy, sums of unsigned integers wrap around, and masks need this."""
 
 STATISTIC_RANGE = 2.0**30
-"""Largest absolute value of a statistic, such as a loss or a number of rows. Statistics take 64 bits, so with 2^20 rows
-in a cohort 12 digits remain after the point. Whole numbers are summed exactly."""
+"""Largest absolute value of a statistic, such as a loss or a number of rows. Statistics take 64 bits. With 2^20 rows in
+a cohort, 12 binary digits therefore remain after the point. Sums of whole numbers are exact."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How a field is turned into integers.
+    """The rule that turns a field into integers.
 
     Attributes:
         bits: 32 or 64.

@@ -1,8 +1,8 @@
 """The egress gate of a client: all replies of the client leave through this gate.
 
-In a simulation, the messages of several clients may be stacked. One gate then serves all these clients, which have
-the same modalities and the same policy. The gate checks fields and shapes, not values, so the same code handles both
-cases.
+In a simulation, the messages of several clients may be stacked. One gate then serves all these clients, because
+they have the same modalities and the same policy. The gate checks fields and shapes, not values, so the same code
+handles both cases.
 """
 
 from dataclasses import dataclass

@@ -20,7 +20,7 @@ class Guarantee:
 
     Attributes:
         spec: the section [privacy].
-        accounting: what the accountant knows about the run.
+        accounting: the facts about the run that the accountant needs.
         mechanism: clip norm and noise.
         parts: everything that a reply can hold, with `PROTECTED`, `UNPROTECTED` or `WITHHELD`.
         rounds: number of rounds that the run will do.
@@ -36,19 +36,19 @@ class Guarantee:
 
     @property
     def resolved(self) -> Privacy:
-        """The section, filled in with the noise multiplier that was found. A resumed run must have the same."""
+        """The section, with the noise multiplier that was found. A resumed run must have the same section."""
         return replace(self.spec, noise_multiplier=self.mechanism.noise_multiplier)
 
     @property
     def unprotected(self) -> list[Announced]:
-        """The parts of replies that cross without protection."""
+        """The parts of replies that leave clients without protection."""
         return [part for part, state in self.parts if state == UNPROTECTED]
 
     def epsilon(self, rounds: int, block: str | None = None) -> float:
         """Return the epsilon of this number of rounds, in total or on one block of the model.
 
         A block has an epsilon of its own only after a single use of the data. From the second use on, its update
-        depends on what all other blocks told before, so only the total holds.
+        depends on what all other blocks have already revealed, so only the total is valid.
         """
         clip = self.mechanism.clip
         alone = block is not None and rounds * self.accounting.uses <= 1
@@ -56,7 +56,7 @@ class Guarantee:
         return self.accounting.epsilon(self.mechanism.noise_multiplier / relative, rounds)
 
     def by_block(self, rounds: int) -> dict[str, dict[str, float | None]]:
-        """Return block -> kind -> epsilon of some rounds; None for a kind that crosses without protection."""
+        """Return block -> kind -> epsilon of these rounds. It is None for a kind that leaves without protection."""
         found: dict[str, dict[str, float | None]] = {}
         for part, state in self.parts:
             kinds = found.setdefault(part.block, {})
@@ -67,11 +67,11 @@ class Guarantee:
         return {block: kinds for block, kinds in found.items() if kinds}
 
     def after(self, rounds: int) -> dict[str, Any]:
-        """Return what some rounds have spent, for a line of rounds.jsonl."""
+        """Return the epsilon that these rounds have spent, for a line of rounds.jsonl."""
         return {"epsilon": self.epsilon(rounds), "blocks": self.by_block(rounds)}
 
     def facts(self, rounds: int) -> dict[str, Any]:
-        """Return the object `privacy` of result.json: what was spent, how it was counted, what is not protected."""
+        """Return the object `privacy` of result.json: epsilon, how it was counted, and the data without protection."""
         spec = self.spec
         return {
             "unit": spec.unit,
@@ -94,13 +94,13 @@ class Guarantee:
 
     @property
     def neighbours(self) -> str:
-        """What two data sets differ in that the guarantee makes hard to tell apart."""
+        """The difference between two neighbouring data sets, which the guarantee makes hard to tell apart."""
         what = "the data of one client" if self.spec.unit == "client" else "one row"
         return f"{what} is replaced by {'other data' if self.accounting.swing == 2 else 'nothing'}"
 
     @property
     def protects(self) -> str:
-        """What nobody can tell with certainty from the result, in plain words."""
+        """The fact that nobody can learn with certainty from the result, in plain words."""
         swing = self.accounting.swing == 2
         if self.spec.unit == "client":
             return "which data one client used" if swing else "whether one client's data was used at all"
@@ -125,7 +125,7 @@ class Guarantee:
 
     @property
     def stop_note(self) -> str:
-        """The sentence that says why the run stops before its last round; empty if it does not."""
+        """The reason why the run stops before its last round, as a sentence; empty if it does not stop early."""
         if self.rounds == self.wanted or self.spec.epsilon is None:
             return ""
         more = self.epsilon(self.rounds + 1)

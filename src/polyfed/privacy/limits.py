@@ -1,4 +1,4 @@
-"""Resource limits of a device: the [limits] section of the policy file. A recipe cannot loosen these limits.
+"""Limits of a device: the [limits] section of the policy file. A recipe cannot loosen these limits.
 
 A recipe may have a [limits] section too. If both sections set a limit, the stricter value holds. An example:
 
@@ -9,9 +9,9 @@ A recipe may have a [limits] section too. If both sections set a limit, the stri
     max_rounds = 200
     max_requests = 6
 
-The policy decides which kinds of data may leave. It does not decide from how many rows this data is computed. This
-number matters, because the gradient of a batch of one row can reveal that row. polyfed checks the limits during local
-training: `LimitedClientData` sees the rows and the arguments of every call of `minimise`.
+The policy decides which kinds of data may leave. It does not decide from how many rows a client computes this
+data. The number of rows matters, because the gradient of a batch of one row can reveal that row. polyfed checks the
+limits during local training: `LimitedClientData` sees the rows and the arguments of every call of `minimise`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,7 +38,7 @@ MEANINGS = {
     "max_rounds": "this is round {}",
     "max_requests": "this is request {} of the round",
 }
-"""For each limit, a clause for error messages that states the value which breaks the limit."""
+"""For each limit, the clause of an error message that states the value beyond the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +232,7 @@ class LimitGuard:
 
 
 class LimitedClientData(ClientData):
-    """The dataset of one client, with a check of the device's limits on every training.
+    """The dataset of one client, which checks the device's limits in every call of local training.
 
     Args:
         view: the dataset.

@@ -1,11 +1,11 @@
-"""Keys, masks and secret shares of secure aggregation, made of the primitives of well-kept libraries.
+"""Keys, masks and secret shares of secure aggregation, built from the primitives of two libraries.
 
 Key agreement is X25519 with HKDF-SHA256, a mask is a ChaCha20 keystream, and shares travel under ChaCha20-Poly1305 (all
 from `cryptography`). Secrets are shared with Shamir's scheme over GF(2^128) from PyCryptodome, 16 bytes at a time.
 
 Every secret that the server may have to reconstruct is therefore a *seed* of 16 bytes, from which the keys are derived.
-The libraries are imported where they are used, because a run without secure aggregation needs neither of them.
-docs/secure-aggregation.md describes the protocol, docs/decisions/0019-secure-aggregation.md the choices.
+Functions import the libraries when they need them, because a run without secure aggregation needs neither of them.
+docs/secure-aggregation.md describes the protocol. docs/decisions/0019-secure-aggregation.md gives our reasons.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 SEED, KEY, TAG = 16, 32, 16
-"""Sizes in bytes: of a seed (the block of PyCryptodome's scheme, and the security level of X25519), of a key of X25519
-or ChaCha20, and of the tag of Poly1305 (RFC 7748, RFC 8439)."""
+"""Sizes in bytes of a seed, of a key of X25519 or ChaCha20, and of the tag of Poly1305 (RFC 7748, RFC 8439).
+
+A seed has the block size of PyCryptodome's scheme, and this size is also the security level of X25519."""
 
 
 def require_libraries() -> None:
@@ -79,8 +80,9 @@ def seal(secret: bytes, text: bytes, *about: bytes) -> bytes:
     Args:
         secret: the secret that sender and receiver have agreed upon.
         text: the text.
-        about: what the ciphertext is for. The receiver must give the same. A text that is sealed for one direction of
-            one request therefore opens nowhere else. The key is used for one text only, so the nonce is constant.
+        about: the purpose of the ciphertext. The receiver must give the same purpose. A text that is sealed for one
+            direction of one request therefore cannot be opened elsewhere. Each key seals only one text, so the nonce
+            is constant.
     """
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
@@ -88,10 +90,10 @@ def seal(secret: bytes, text: bytes, *about: bytes) -> bytes:
 
 
 def opened(secret: bytes, sealed: bytes, *about: bytes) -> bytes:
-    """Decrypt what `seal` has encrypted.
+    """Decrypt a ciphertext of `seal`.
 
     Raises:
-        ValueError: the ciphertext was changed, or it is for another purpose.
+        ValueError: the ciphertext was changed, or it has another purpose.
     """
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -117,7 +119,7 @@ def mask(key: bytes, short: int, long: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split(seed: bytes, threshold: int, num: int) -> list[bytes]:
-    """Split a seed into `num` shares of 16 bytes. Any `threshold` of them give the seed, fewer tell nothing.
+    """Split a seed into `num` shares of 16 bytes. Any `threshold` shares give the seed. Fewer reveal nothing.
 
     The coefficients come from the system's secure generator (Shamir, "How to Share a Secret", CACM 1979).
     """
@@ -127,10 +129,10 @@ def split(seed: bytes, threshold: int, num: int) -> list[bytes]:
 
 
 def combined(shares: Sequence[tuple[int, bytes]]) -> bytes:
-    """Return the seed of some shares.
+    """Return the seed that these shares give.
 
     Args:
-        shares: as many pairs (place in the result of `split`, share) as the threshold says.
+        shares: pairs (place in the result of `split`, share), as many as the threshold of `split`.
     """
     from Crypto.Protocol.SecretSharing import Shamir
 

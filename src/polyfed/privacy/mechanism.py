@@ -1,4 +1,4 @@
-"""The mechanism: what a client does to its reply before the egress gate, so that one client or one row is protected.
+"""The mechanism: a client changes its reply before the egress gate, so that one client or one row is protected.
 
 Shape letters: `K` clients of a stack.
 """
@@ -18,7 +18,7 @@ from polyfed.training.per_sample import PerSample
 
 @dataclass(frozen=True)
 class Mechanism:
-    """How clients and server protect one client, or one row, in a run.
+    """The rules by which clients and server protect one client, or one row, in a run.
 
     Attributes:
         unit: `client` or `example`.
@@ -50,7 +50,7 @@ class Mechanism:
         return self.noise_multiplier * self.clip.total
 
     def per_sample(self, task: str) -> PerSample | None:
-        """Return how the training of a task protects single rows; None if the task's reply needs no such protection."""
+        """Return how the training of a task protects single rows; None if it does not protect single rows."""
         if self.unit != "example" or task not in self.protected:
             return None
         return PerSample(self.clip, self.deviation, self.secure)
@@ -60,13 +60,13 @@ class Mechanism:
         return any(field in fields for fields in self.withheld.values())
 
     def of_stack(self, task: str, sent: Mapping[str, Any], reply: Any, keys: Sequence[int]) -> Any:
-        """Return the stacked replies of several clients with clipped updates, noise and without withheld fields.
+        """Return the stacked replies with clipped updates, with noise, and with zeros in withheld fields.
 
         Args:
             task: name of the task.
-            sent: the fields of the received message; tensors with or without a leading client axis.
-            reply: the replies; every tensor has a leading client axis.
-            keys: key of (run, round, client) of each client, which the noise of a client is drawn from.
+            sent: the fields of the received message. Their tensors may have a leading client axis.
+            reply: the replies. Every tensor has a leading client axis.
+            keys: for each client, the key of (run, round, client), from which the noise of this client is drawn.
         """
         protected = self.protected.get(task, ()) if self.unit == "client" else ()
         withheld = self.withheld.get(task, ())
@@ -87,7 +87,7 @@ class Mechanism:
         return map_tensors(self.of_stack(task, fields, stack, [key]), lambda tensor: tensor.squeeze(0))
 
     def _bounded(self, sent: Tree, trained: Tree, keys: Sequence[int]) -> Tree:
-        """Return the parameters (K, ...) after clipping each client's update and, if clients add it, with noise."""
+        """Return the parameters (K, ...) with clipped updates, and with noise if the clients add it."""
         updates = {name: stack - sent[name] for name, stack in trained.items()}
         factors = self.clip.factors(updates)
         found: Tree = {}

@@ -12,9 +12,9 @@ Each line inside a table is a row of the policy. A row in `[egress."*"]` applies
 its own for the destination. It does not apply to `shared` or `labels`.
 
 If a block has a row for a destination, only that row counts. Without a row, a modality may send parameters, gradients
-of parameters and statistics, and `labels` may send nothing. Without a row, `shared` may send a kind among these three
-only if every modality of the client may send it. The reason is that the shared layers read all modalities of the
-client, and gradients of these layers can reveal the data.
+of parameters and statistics, and `labels` may send nothing. Without a row, `shared` may send one of these three kinds
+only if every modality of the client may send this kind. The reason is that the shared layers read all modalities of
+the client, and gradients of these layers can reveal the data.
 
 In a deployment, the policy is the client's own file. A recipe can only make this policy stricter.
 """
@@ -28,7 +28,7 @@ from polyfed.core.problems import Problems
 from polyfed.core.tree import SHARED
 
 DEFAULT = frozenset({"parameters", "gradients", "statistic"})
-"""Kinds that may leave if there is no row. docs/egress.md explains why, and what these kinds can still reveal."""
+"""Kinds that may leave if there is no row. docs/egress.md gives the reason, and what these kinds can still reveal."""
 
 EVERY = "*"
 """The name of the row that applies to every modality without a row of its own."""
@@ -127,7 +127,7 @@ class Policy:
         return all(self.allows("parameters", block, destination) for block in {SHARED, *named})
 
     def stricter(self, other: "Policy") -> "Policy":
-        """Return the policy that allows only what both policies allow. An example is a client's file and a recipe."""
+        """Return the policy that allows only what both policies allow, such as a client's and a recipe's policy."""
         assert self.owned == other.owned, "policies of different clients"
         pairs = {*self.rules, *other.rules}
         return replace(self, rules={pair: self.kinds(*pair) & other.kinds(*pair) for pair in pairs})

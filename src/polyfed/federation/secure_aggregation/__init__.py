@@ -1,8 +1,9 @@
-"""Secure aggregation: the server reads only sums of what the clients send, the section [secure_aggregation].
+"""Secure aggregation: the server reads only sums of the clients' replies ([secure_aggregation] of a recipe).
 
-- `messages`: what server and clients send each other besides the masked replies.
-- `cohort`: the clients of a request as both halves know them, and the masks that they share.
-- `client`: the client's half, the tasks of `SecureAggregation`.
-- `server`: the server's half, which runs the protocol and reads the sums.
-- `sums`: the sums, in the place of single replies.
+- `messages`: the messages between server and clients, except the masked replies.
+- `cohort`: computations that client and server share: keys of masks, and vectors of masked integers.
+- `client`: the client's part of the protocol: the tasks of `SecureAggregation`.
+- `state`: the secrets that a client keeps during a request.
+- `server`: the server's part of the protocol, which runs the steps and reads the sums.
+- `sums`: the sums that a method receives instead of single replies.
 """

@@ -1,18 +1,19 @@
-"""Secure aggregation: the client's half. The server reads only sums of what the clients send.
+"""The client's part of secure aggregation, under which the server reads only sums of the clients' replies.
 
 The protocol is that of Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS
 2017, Figure 4, against a server that follows it (semi-honest). The steps are tasks, so every engine can run them:
 
-1. `advertise`: every client makes two key pairs and sends the public keys.
+1. `advertise`: every client makes two key pairs and sends both public keys.
 2. `share`: every client shares the seeds of its mask key and of its self-masks among the cohort, and sends each share
    encrypted to its receiver.
 3. `deliver`: every client receives its shares, and checks them.
-4. The method's own task, such as `update`. The engine masks the reply (`mask`) before the egress gate sees it.
-5. `unmask`: the clients reveal shares: of the self-masks of the clients whose reply arrived, and of the mask keys of
-   the clients whose reply did not arrive.
+4. The clients run the method's own task, such as `update`. The engine masks the reply (`mask`) before the egress gate
+   sees it.
+5. `unmask`: for each client whose reply arrived, the others reveal their shares of its self-masks. For each client
+   whose reply did not arrive, they reveal their shares of its mask key.
 
-Masks are drawn for each block, over the clients of the cohort that have the block. `secure_sum.py` has the server's
-half. docs/secure-aggregation.md says what all this protects, and from whom.
+Masks are drawn for each block, over the clients of the cohort that have the block. `server.py` has the server's part.
+docs/secure-aggregation.md describes what the protocol protects, and against whom.
 """
 
 import math
@@ -74,14 +75,14 @@ OVER_HALF = Within(
 
 @dataclass(frozen=True, kw_only=True)
 class SecureAggregation:
-    """The [secure_aggregation] section. With the section, the server reads only sums over the clients.
+    """The [secure_aggregation] section of a recipe, with which the server reads only sums over the clients.
 
     Attributes:
         min_clients: least number of clients in a sum. A block that fewer clients of the cohort hold is not sent.
-        threshold: share of the cohort that must stay until the end, above 0.5. The other clients may drop out. The
-            server and fewer clients than this share together cannot read a single reply, if the server follows the
-            protocol.
-        range: largest absolute value of a parameter, gradient or prototype. A client with a larger value refuses.
+        threshold: share of the cohort that must stay until the end, above 0.5. The other clients may drop out. If the
+            server follows the protocol, it cannot read a single reply, even together with fewer clients than this
+            share.
+        range: largest absolute value of a parameter, gradient or prototype. A client refuses to send a larger value.
         bits: size of the integers that carry parameters, gradients and prototypes: 32 or 64.
     """
 
@@ -100,7 +101,7 @@ class SecureAggregation:
         return max(2, math.ceil(self.threshold * num - 1e-9))
 
     def scale(self, said: Declared, weight_bits: int) -> Scale:
-        """Return how a field becomes integers, if the weights add up to at most 2^weight_bits.
+        """Return the rule that turns a field into integers, for weights that add up to at most 2^weight_bits.
 
         Raises:
             ValueError: the integers have too few bits.
@@ -110,7 +111,7 @@ class SecureAggregation:
 
     @task(loop_because=LOOP)
     def advertise(self, context: ClientContext, data: ClientData, local: Tree, got: Opening) -> tuple[PublicKeys, Tree]:
-        """Draw the seeds of the key for shares, of the key for masks and of the self-masks. Send two public keys."""
+        """Draw three seeds: for the key for shares, the key for masks, and the self-masks. Send two public keys."""
         seeds = fresh_seeds(context, data, int(got.number))
         public = b"".join(masks.public_key(seed) for seed in seeds[:2])
         kept = {"step": torch.tensor(ADVERTISED), "seeds": tensor_of(b"".join(seeds), 3, masks.SEED)}
@@ -121,7 +122,7 @@ class SecureAggregation:
         """Check the cohort, and share the seed of the mask key and the seed of the self-masks.
 
         Raises:
-            Refusal: the cohort is too small, holds a key twice, or does not hold this client as it is.
+            Refusal: the cohort is too small, contains a key twice, or lacks this client's keys or one of its blocks.
         """
         state = state_of(local, ADVERTISED)
         cohort = cohort_of(got.keys, got.members)
@@ -164,10 +165,10 @@ class SecureAggregation:
 
     @task(loop_because=LOOP, once=SECRETS)
     def deliver(self, context: ClientContext, data: ClientData, local: Tree, got: Delivery) -> tuple[Ready, Tree]:
-        """Decrypt the shares of the other clients, and keep them.
+        """Decrypt the shares that the other clients sent, and keep these shares.
 
         Raises:
-            Refusal: a share was changed on its way, or too few clients sent shares.
+            Refusal: a share was changed in transit, or too few clients sent shares.
         """
         state = state_of(local, DIVIDED)
         cohort, place = cohort_in(state), int(state["place"])
@@ -196,13 +197,13 @@ class SecureAggregation:
     def mask(self, reply: Message, weight_of: Callable[[str], str | None], local: Tree) -> tuple[Message, Tree]:
         """Return the masked reply, and the local state after it. The engine calls this before the egress gate.
 
-        For each block, the client adds a self-mask, and a mask for each pair with another client that has the block:
-        with sign + towards later places, with sign - towards earlier places (Bonawitz et al., Section 4, y_u). A block
-        that fewer than `min_clients` clients have is left out.
+        For each block, the client adds a self-mask. It also adds one mask for each other client with this block and a
+        later place in the cohort, and subtracts one mask for each such client with an earlier place (Bonawitz et al.,
+        Section 4, y_u). The client leaves out a block that fewer than `min_clients` clients have.
 
         Args:
             reply: the sum-only reply of the method's task.
-            weight_of: the field that holds the weight of a field, or None for weight 1.
+            weight_of: returns the name of the field that holds the weight of a field, or None for weight 1.
             local: the client's local state.
 
         Raises:
@@ -258,14 +259,14 @@ class SecureAggregation:
     def unmask(
         self, context: ClientContext, data: ClientData, local: Tree, got: Unmasking
     ) -> tuple[RevealedShares, Tree]:
-        """Reveal one share for each client of the request, and forget all secrets of the request.
+        """Reveal one share for each client of the request, and delete all secrets of the request.
 
-        For a survivor, the client reveals its share of the self-masks. For a dropped client, it reveals its share of
-        the mask key. It never reveals both for one client.
+        For a survivor, the client reveals its share of the survivor's self-masks. For a dropped client, it reveals its
+        share of that client's mask key. It never reveals both for one client.
 
         Raises:
-            Refusal: the lists name a client twice or leave one out, too few clients survived in all or in a block, or
-                the client has not masked a reply since it drew its keys.
+            Refusal: the lists name a client twice or leave one out, too few clients survived in total or in a block,
+                or the client has not masked a reply since it drew its keys.
         """
         state = state_of(local, MASKED)
         cohort, sent = cohort_in(state), state["senders"].cpu().numpy()
@@ -294,7 +295,7 @@ def _opened(secret: bytes, sealed: bytes, *about: bytes) -> bytes:
 
 
 def _rebuilt(reply: Message, numbers: Numbers) -> Message:
-    """Return the masked message: the integers in the places of the reply's tensors."""
+    """Return the masked message, which has integers in place of the reply's tensors."""
     fields: dict[str, Tensor | Tree] = {}
     for name in reply.kinds:
         value = getattr(reply, name)

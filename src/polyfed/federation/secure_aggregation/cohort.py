@@ -1,4 +1,4 @@
-"""What both halves of secure aggregation compute in the same way: keys of masks, and vectors of masked integers."""
+"""Computations that client and server share in secure aggregation: keys of masks, and vectors of masked integers."""
 
 import hashlib
 import math
@@ -16,11 +16,11 @@ from polyfed.privacy.fixed_point import UNSIGNED
 
 @dataclass(frozen=True)
 class Cohort:
-    """The clients of a request, as both sides know them.
+    """The clients of a request, as client and server know them.
 
     Attributes:
         keys: public keys, uint8 (n, 2, 32).
-        members: for each block, which clients have it, bool (n,).
+        members: for each block, marks the clients that have the block, bool (n,).
     """
 
     keys: np.ndarray
@@ -28,12 +28,12 @@ class Cohort:
 
     @property
     def blocks(self) -> list[str]:
-        """The blocks in the order in which both sides list them."""
+        """The blocks, in the same order on client and server."""
         return sorted(self.members)
 
     @cached_property
     def transcript(self) -> bytes:
-        """The digest of the cohort. It enters every key, so keys of clients with different rosters never fit."""
+        """The digest of the cohort. Every key depends on it, so clients with different rosters get different keys."""
         sha = hashlib.sha256(self.keys.tobytes())
         for block in self.blocks:
             sha.update(block.encode() + b"\0" + self.members[block].astype(np.uint8).tobytes())
@@ -52,13 +52,13 @@ class Cohort:
         return masks.derived(seed, b"self mask", block.encode(), self.transcript)
 
     def summed(self, senders: np.ndarray, least: int) -> dict[str, np.ndarray]:
-        """Return the blocks that at least `least` of the senders have, each with these senders, bool (n,)."""
+        """Return the blocks that at least `least` senders have. For each block, mark its senders, bool (n,)."""
         groups = {block: senders & has for block, has in self.members.items()}
         return {block: groups[block] for block in self.blocks if groups[block].sum() >= least}
 
 
 Entry = tuple[str, str | None]
-"""A field of a message, and a name in its tree, or None if the field is a tensor."""
+"""A field of a message, and a name in the tree of this field. The name is None if the field is a tensor."""
 
 Numbers = dict[Entry, np.ndarray]
 """The tensors of a message as unsigned integers."""
@@ -74,11 +74,11 @@ def by_block(kind: Message | type[Message], numbers: Mapping[Entry, object]) -> 
 
 @dataclass
 class Vector:
-    """The integers of one block: those of 32 bits and those of 64 bits, each as one vector, to mask them in one go.
+    """The integers of one block, joined into one vector of 32-bit and one of 64-bit integers to mask all at once.
 
     Attributes:
-        short: uint32.
-        long: uint64.
+        short: the 32-bit integers, uint32.
+        long: the 64-bit integers, uint64.
         forms: for each tensor, whether it is short, and its shape.
     """
 
@@ -101,7 +101,7 @@ class Vector:
         step(self.long, long, out=self.long)
 
     def parts(self) -> list[np.ndarray]:
-        """Return the tensors."""
+        """Split the two vectors into the tensors from which `of` made them."""
         found, places = [], {True: 0, False: 0}
         for short, shape in self.forms:
             start, size = places[short], math.prod(shape)

@@ -10,7 +10,7 @@ TELLS = "nothing about data: random keys and shares"
 
 @message
 class Opening(Message):
-    """Opens a request: asks for new public keys. `number`, int64 (), is different for every request of a round."""
+    """Opens a request and asks for new public keys. `number`, int64 (), is different for every request of a round."""
 
     number: Tensor = carries("statistic")
 
@@ -24,7 +24,7 @@ class PublicKeys(Message):
 
 @message
 class Roster(Message):
-    """The cohort of n clients: public keys, uint8 (n, 2, 32), and for each block which clients have it, bool (n,)."""
+    """The cohort of n clients: their public keys, uint8 (n, 2, 32), and the members of each block, bool (n,)."""
 
     keys: Tensor = carries("statistic", shape=(None, None, None))
     members: Tree = carries("statistic", shape=(None,), whole=True)
@@ -39,8 +39,10 @@ class EncryptedShares(Message):
 
 @message
 class Delivery(Message):
-    """The shares for one client: who sent one, bool (n,); the ciphertexts, uint8 (n, S); and the sum of the weights,
-    as the smallest power of two that is not smaller, int64 ().
+    """The shares for one client, and a bound on the sum of the weights.
+
+    `senders`, bool (n,), marks the clients that sent a share. `sealed`, uint8 (n, S), holds the ciphertexts. The
+    weights add up to at most 2^`weight_bits`, int64 ().
     """
 
     senders: Tensor = carries("statistic", shape=(None,))
@@ -50,12 +52,12 @@ class Delivery(Message):
 
 @message
 class Ready(Message):
-    """Confirms that the client can mask its reply. Has no fields."""
+    """Confirms that the client can mask its reply. The message has no fields."""
 
 
 @message
 class Unmasking(Message):
-    """Whose masked reply arrived and whose did not, bool (n,) each. Both together are the senders of `Delivery`."""
+    """The clients whose masked reply arrived, and the other senders of `Delivery`, bool (n,) each."""
 
     survivors: Tensor = carries("statistic", shape=(None,))
     dropped: Tensor = carries("statistic", shape=(None,))

@@ -1,7 +1,7 @@
-"""The server's half of secure aggregation: it runs the steps of the protocol and reads the sums.
+"""The server's part of secure aggregation: it runs the steps of the protocol and reads the sums.
 
 The server trusts no client. It drops a client whose keys, shares or masked reply have the wrong form. A wrong share
-gives a wrong mask and so a sum that is far out of range; the server then gives the request up.
+gives a wrong mask, and therefore a sum that is far out of range. The server then abandons the request.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ class Summing(Protocol):
 
 
 class Abandoned(Exception):
-    """The server gives a request of secure aggregation up, because too few clients are left or a sum is wrong."""
+    """The server abandons a request of secure aggregation, because too few clients are left or a sum is wrong."""
 
 
 @dataclass
@@ -49,10 +49,10 @@ class Session:
     Attributes:
         cohort: the public keys and blocks of the clients.
         clients: the numbers of the clients, ascending.
-        sent: which clients sent shares; only these add masks, bool (n,).
-        survivors: which clients are in the sums, bool (n,).
-        numbers: by place, the masked integers of a client.
-        weight_bits: the weights of the cohort add up to at most 2^weight_bits.
+        sent: the clients that sent shares, bool (n,). Only these clients add masks.
+        survivors: the clients whose replies are in the sums, bool (n,).
+        numbers: the masked integers of each client, by its place.
+        weight_bits: a bound: the weights of the cohort add up to at most 2^weight_bits.
     """
 
     cohort: Cohort
@@ -80,8 +80,8 @@ class SecureSum:
         method: the method.
         registry: the client registry.
         template: the model's tree.
-        emit: called with the name and the fields of each event.
-        number: requests of this round before this one.
+        emit: a function that is called with the name and the fields of each event.
+        number: number of earlier requests in this round.
     """
 
     ask: Callable[..., Replies]
@@ -107,10 +107,10 @@ class SecureSum:
             options: `turn` and `enough` of `Federation.ask`.
 
         Returns:
-            The sums, or replies of nobody if the request was given up.
+            The sums, or an empty `Replies` if the server abandoned the request.
 
         Raises:
-            RecipeError: the recipe's options do not allow to sum these replies.
+            RecipeError: the server cannot sum these replies with the recipe's options.
         """
         missing: dict[int, str] = {}
         kind = types_of(task)[1].masks
@@ -157,7 +157,7 @@ class SecureSum:
         return self._result(kind, here, sums, {c: why for c, why in missing.items() if c not in alive})
 
     def _step(self, task: Task, clients: Sequence[int], send: Send, missing: dict[int, str], **options: Any) -> Replies:
-        """Send one request of the protocol, and note who gave no usable reply."""
+        """Send one request of the protocol, and record the clients that gave no usable reply."""
         replies = self.ask(task, clients, send, quorum=False, **options)
         missing |= replies.missing
         return replies
@@ -168,7 +168,7 @@ class SecureSum:
             raise Abandoned(f"{have} clients {what}, and {least} are needed")
 
     def _session(self, replies: Replies) -> Session:
-        """Return the cohort of the clients that sent keys. Clients that sent the same key are left out."""
+        """Return the cohort of the clients that sent keys, without clients that sent the same key as another client."""
         found = {client: reply.keys.cpu().numpy() for client, reply in replies.items()}
         counts = Counter(key.tobytes() for keys in found.values() for key in keys)
         clients = [client for client in sorted(found) if all(counts[key.tobytes()] == 1 for key in found[client])]
@@ -178,7 +178,7 @@ class SecureSum:
         return Session(Cohort(keys, members), clients)
 
     def _deliveries(self, here: Session, shares: Replies) -> dict[int, Message]:
-        """Return, for each client that sent shares, what the others have sealed for it."""
+        """Return, for each client that sent shares, the shares that the others have encrypted for this client."""
         here.sent[[here.clients.index(client) for client in shares]] = True
         here.weight_bits = max(sum(self.registry.rows_of(shares).values()) - 1, 0).bit_length()
         sealed = {client: reply.sealed for client, reply in shares.items()}
@@ -189,7 +189,7 @@ class SecureSum:
         return {client: Delivery(senders, every[:, place].contiguous(), bits) for client, place in places.items()}
 
     def _numbers(self, kind: type[Message], here: Session, replies: Replies, missing: dict[int, str]) -> None:
-        """Keep the masked integers of each client. A client that sends another form than the others is dropped."""
+        """Keep the masked integers of each client. Drop a client whose reply has a different form."""
         groups, forms = here.cohort.summed(here.sent, self.options.min_clients), dict[str, Any]()
         for client, reply in replies.items():
             values = {(field, key): value for field, key, value in tensors(reply)}
@@ -208,7 +208,7 @@ class SecureSum:
                 missing[client] = "sent a masked reply of another form than the other clients"
 
     def _leave_out_small(self, here: Session) -> None:
-        """Leave out the clients of a block of which drop-outs have left too few clients for a sum.
+        """Leave out the clients of a block if, after drop-outs, too few clients are left for a sum of this block.
 
         These clients count as dropped. Their self-masks stay secret, so nobody can read their replies.
         """
@@ -222,7 +222,7 @@ class SecureSum:
                     here.survivors &= ~group
 
     def _seeds(self, here: Session, revealed: Replies) -> dict[int, bytes]:
-        """Return, by place, the seed of each survivor's self-masks and of each dropped client's mask key.
+        """Return the seeds of the survivors' self-masks and of the dropped clients' mask keys, by place.
 
         Raises:
             Abandoned: the shares of a mask key are wrong.
@@ -240,10 +240,10 @@ class SecureSum:
         return found
 
     def _unmasked(self, kind: type[Message], here: Session, seeds: Mapping[int, bytes]) -> dict[str, Numbers]:
-        """Add the masked integers of the survivors, by block, and remove the masks that are left in the sums.
+        """Add the masked integers of the survivors for each block, and remove the masks that are left in the sums.
 
-        These are the self-masks of the survivors, and the masks that a survivor shares with a dropped client (Bonawitz
-        et al., Section 4).
+        The remaining masks are the self-masks of the survivors, and the masks that a survivor shares with a dropped
+        client (Bonawitz et al., Section 4).
         """
         left, gone = here.survivors.nonzero()[0].tolist(), (here.sent & ~here.survivors).nonzero()[0].tolist()
         secrets = {(lost, place): here.cohort.shared(seeds[lost], place) for lost in gone for place in left}
@@ -296,10 +296,10 @@ class SecureSum:
     def _check_weights(
         self, weighed: Mapping[str, str | None], real: Mapping[Entry, Tensor], rows: Mapping[int, int]
     ) -> None:
-        """Check that the clients have multiplied by the weights by which the server will divide.
+        """Check that the clients multiplied their values by the weights by which the server divides the sums.
 
         Raises:
-            RecipeError: their sum differs from that of the client registry.
+            RecipeError: the sum of these weights differs from the sum in the client registry.
         """
         for by in {by for by in weighed.values() if by is not None}:
             if round(float(real[by, None])) != sum(rows.values()):
@@ -311,7 +311,7 @@ class SecureSum:
 
 
 def _bytes_of(*shape: int) -> Accept:
-    """Return a check for `Federation.ask`: whether every field holds bytes of this shape."""
+    """Return a check for `Federation.ask` that every field holds bytes of this shape."""
 
     def flaw(client: int, reply: Message) -> str:
         strange = [name for name, _, v in tensors(reply) if v.dtype != torch.uint8 or tuple(v.shape) != shape]

@@ -19,15 +19,15 @@ SECRETS = "secure_aggregation"
 """The block of a client's local state that holds its secrets of the current request."""
 
 ADVERTISED, DIVIDED, DELIVERED, MASKED = range(1, 5)
-"""The steps that a client has done in the current request."""
+"""The steps of a request. The local state holds the last step that the client has completed."""
 
 
 class Refusal(ValueError):
-    """A client does not go on with a request of secure aggregation, because that would endanger its reply."""
+    """A client refuses to continue a request of secure aggregation, because its reply might not stay secret."""
 
 
 def fresh_seeds(context: ClientContext, data: ClientData, request: int) -> list[bytes]:
-    """Return three new seeds: from the system's secure generator on a device, from the run's keys in a simulation.
+    """Return three new seeds: on a device from the system's secure generator, in a simulation from the run's keys.
 
     Args:
         context: the client context.
@@ -41,10 +41,10 @@ def fresh_seeds(context: ClientContext, data: ClientData, request: int) -> list[
 
 
 def state_of(local: Tree, step: int) -> Tree:
-    """Return the secrets in a local state, which the client must have left in this step.
+    """Return the secrets in a local state, and check that the client has just completed this step.
 
     Raises:
-        Refusal: the client is in another step, so the server asks for something twice, or in another order.
+        Refusal: the client is in another step, because the server repeats a step or changes the order of the steps.
     """
     state = under(SECRETS, local)
     now = int(state["step"]) if state else 0
@@ -65,10 +65,10 @@ def seeds_of(state: Tree) -> tuple[bytes, bytes, bytes]:
 
 
 def cohort_of(public: Tensor, members: Mapping[str, Tensor]) -> Cohort:
-    """Read a cohort from what the server sent.
+    """Read a cohort from the public keys and members that the server sent.
 
     Raises:
-        Refusal: it has another form.
+        Refusal: the keys or members have a wrong type or shape.
     """
     fine = public.dtype == torch.uint8 and public.dim() == 3 and public.shape[1:] == (2, masks.KEY)
     if not fine:
@@ -78,7 +78,7 @@ def cohort_of(public: Tensor, members: Mapping[str, Tensor]) -> Cohort:
 
 
 def cohort_in(state: Tree) -> Cohort:
-    """Return the cohort that a client has kept."""
+    """Return the cohort that the client keeps in its local state."""
     return cohort_of(state["keys"], under("members", state))
 
 
@@ -86,7 +86,7 @@ def flags(value: Tensor, num: int, what: str) -> np.ndarray:
     """Read a list of clients, bool (n,), that the server sent.
 
     Raises:
-        Refusal: it has another form.
+        Refusal: the list has a wrong type or shape.
     """
     if value.dtype != torch.bool or value.shape != (num,):
         raise Refusal(f"the list of {what} cannot be read")
@@ -95,12 +95,12 @@ def flags(value: Tensor, num: int, what: str) -> np.ndarray:
 
 
 def way(cohort: Cohort, sender: int, receiver: int) -> tuple[bytes, ...]:
-    """Return what a ciphertext is for: this cohort, and this direction."""
+    """Return the purpose of a ciphertext: its cohort, its sender and its receiver."""
     return cohort.transcript, sender.to_bytes(4, "little"), receiver.to_bytes(4, "little")
 
 
 def tensor_of(content: bytes, *shape: int) -> Tensor:
-    """Return bytes as a tensor, uint8."""
+    """Return bytes as a uint8 tensor of this shape."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(shape)
 
 

@@ -1,4 +1,4 @@
-"""The sums over the clients, in the place of their single replies."""
+"""The sums over the clients that a method receives instead of single replies."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ class SummedReplies(Replies):
     Attributes:
         clients: the clients whose replies are in the sums, ascending.
         sums: the weighted sum of each tensor of the replies.
-        senders: for each tensor, the clients that are in its sum.
+        senders: for each tensor, the clients whose values are in its sum.
         weights_in: for each field, the weight by which each client multiplied it.
-        template: the model's tree, for the types of means.
+        template: the model's tree, which gives the types of the means.
     """
 
     clients: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class SummedReplies(Replies):
         """Return the weighted mean of a tree; see `Replies.mean`.
 
         Raises:
-            RecipeError: the clients multiplied by other weights. The server cannot weigh them again.
+            RecipeError: the clients multiplied by other weights. The server cannot change these weights.
         """
         return {
             str(key): (total / weight).to(self.template[str(key)].dtype if key in self.template else torch.float32)
