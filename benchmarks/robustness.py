@@ -58,7 +58,7 @@ def table_of(name: str, method: str) -> dict[str, Any]:
 
 
 def measured(name: str, method: str, attack: str, rule: str, seed: int) -> dict[str, Any]:
-    """Accuracy of the last round, and the share of rows with the trigger that are assigned to the target; or a failure."""
+    """Accuracy of the last round, and the share of triggered rows assigned to the target; or the reason of a fault."""
     table = table_of(name, method) | {"seed": seed, "server": {"aggregate": rule}}
     if attack != "none":
         more = {"modality": SETS[name][1][1]} if attack == "backdoor" else {}
