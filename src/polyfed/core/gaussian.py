@@ -20,6 +20,10 @@ LARGEST_NORM = 1e25
 """A tree with a larger norm, or with a NaN, counts as zero. Clipping could not reduce its norm in float32: infinity
 times 0 is NaN, and NaN would leave without noise. The clip norm divided by this number is an ordinary float32."""
 
+LEAST_CLIP, MOST_CLIP = 1e-6, 1e6
+"""Range of safe clip norms. Outside of it, rounding errors of float32 come close to the clip norm or to the largest
+number, and the noise would not hide them (inferred from the format)."""
+
 
 @dataclass(frozen=True)
 class Clip:

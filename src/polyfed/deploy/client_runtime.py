@@ -17,7 +17,7 @@ from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import SHARED, Tree, digest
 from polyfed.data import Population
 from polyfed.deploy.faults import Fault, in_short
-from polyfed.deploy.privacy_budget import spend
+from polyfed.deploy.privacy_budget import admit_state, spend
 from polyfed.deploy.request_limits import admit, admit_release
 from polyfed.deploy.secrets_once import admit_secrets
 from polyfed.deploy.state_store import Store
@@ -90,6 +90,7 @@ class ClientRuntime:
         with store.alone():
             admit(engine.limits, folder, request, request_id.client)
             admit_release(engine.privacy, folder, request, request_id.client)
+            admit_state(self.release, folder, store.has_state, request_id.client)
             self._spend(request, request_id.client)
             store.prune()
             local = self._begun(store, request, request_id)

@@ -6,10 +6,11 @@ its state folder. A repeated request counts again, because its reply has new noi
 
 import fcntl
 import json
+import math
 from collections import Counter
 from pathlib import Path
 
-from polyfed.core.errors import EgressError
+from polyfed.core.errors import CheckpointError, EgressError
 from polyfed.core.files import read_notes, replace_text
 from polyfed.privacy.accounting import epsilon_of_all
 from polyfed.privacy.guarantee import number
@@ -20,6 +21,13 @@ SPENT = "privacy-spent.json"
 
 LOCK = "privacy-spent.lock"
 """File that a process locks while it counts, because several runs may ask the same device at once."""
+
+
+PROTECTION = "protection.json"
+"""File in the folder of a client and a run: the unit that [privacy] protected in the newest request."""
+
+UNITS = ("client", "example")
+"""The units that a count can have."""
 
 
 def refuse_spent(required: Requirements, release: Release | None, folder: Path, client: int) -> None:
@@ -51,8 +59,53 @@ def spend(required: Requirements, release: Release | None, folder: Path, client:
         replace_text(folder / SPENT, json.dumps(spent))
 
 
+def admit_state(release: Release | None, folder: Path, has_state: bool, client: int) -> None:
+    """Refuse local state that was not trained under the protection of single rows, if this protection counts.
+
+    A server may change the recipe within a run. Under `unit = "client"`, the local state is trained without noise.
+    Noise for single rows would not hide what such a state tells about other rows.
+
+    Args:
+        release: what a reply costs, or None if the device does not limit epsilon.
+        folder: the folder of the client and the run.
+        has_state: whether the folder holds local state.
+        client: the client's number.
+
+    Raises:
+        EgressError: the recipe protects single rows, and the run has local state from another protection.
+        CheckpointError: the file is damaged.
+    """
+    unit = "" if release is None else release.unit
+    before = read_notes(folder / PROTECTION, str).get("unit", "")
+    if unit == "example" and before != unit and has_state:
+        raise EgressError(
+            f'client {client} refused: the recipe says [privacy] unit = "example", and the local state of this run was '
+            "trained without noise for single rows. Begin a new run"
+        )
+    if unit != before:
+        replace_text(folder / PROTECTION, json.dumps({"unit": unit}))
+
+
 def _read(folder: Path) -> dict[str, int]:
-    return read_notes(folder / SPENT, int)
+    """Return the counts of the file.
+
+    Raises:
+        CheckpointError: the file is damaged. A wrong noise such as NaN would count as epsilon 0.
+    """
+    path = folder / SPENT
+    counts = read_notes(path, lambda value: value)
+    for key, count in counts.items():
+        unit, _, noise = key.partition(" ")
+        if unit not in UNITS or type(count) is not int or count < 1 or not _is_noise(noise):
+            raise CheckpointError(f"{path} is damaged: '{key}' is {count!r}. Restore it from a copy")
+    return counts
+
+
+def _is_noise(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def _with(spent: dict[str, int], release: Release) -> dict[str, int]:

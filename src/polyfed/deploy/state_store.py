@@ -59,6 +59,11 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    @property
+    def has_state(self) -> bool:
+        """Whether the folder holds a local state."""
+        return bool(self._places())
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Wait until no other process uses this client's folder, then lock the folder.

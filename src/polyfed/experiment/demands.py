@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from polyfed.core.gaussian import LEAST_CLIP, MOST_CLIP
 from polyfed.core.tree import Tree
+from polyfed.data.sources.npz import Npz
 from polyfed.experiment.privacy_faults import faults_of_method, faults_of_model, faults_of_rows
 from polyfed.experiment.protection import accounting_of, noise_and_rounds
 from polyfed.experiment.recipe import Recipe
@@ -12,10 +14,6 @@ from polyfed.privacy.accounting import epsilon_of_all
 from polyfed.privacy.differential import Privacy
 from polyfed.privacy.guarantee import number
 from polyfed.privacy.requirements import Release, Requirements
-
-LEAST_CLIP, MOST_CLIP = 1e-6, 1e6
-"""Range of `clip_norm` under `max_epsilon`. Outside of it, rounding errors of float32 come close to the clip norm or to
-the largest number, and the noise would not hide them (inferred from the format)."""
 
 
 def unmet(required: Requirements, recipe: Recipe, *, shared: bool) -> Iterator[str]:
@@ -95,7 +93,7 @@ def _unmet_noise(required: Requirements, recipe: Recipe, *, shared: bool) -> Ite
             f"{where} the recipe says [privacy] clip_norm = {spec.clip_norm:g}, where rounding errors could exceed the "
             f"noise. Set clip_norm between {LEAST_CLIP:g} and {MOST_CLIP:g} in the recipe"
         )
-    faults = [*faults_of_method(recipe, spec), *_faults_of_sharing(spec, shared=shared)]
+    faults = [*faults_of_method(recipe, spec), *_faults_of_sharing(spec, shared=shared), *_faults_of_data(recipe, spec)]
     yield from (f"{where} the recipe cannot honour [privacy]: {fault}" for fault in faults)
     if not faults:
         yield from _unmet_epsilon(required, recipe, spec)
@@ -104,6 +102,22 @@ def _unmet_noise(required: Requirements, recipe: Recipe, *, shared: bool) -> Ite
 def _faults_of_sharing(spec: Privacy, *, shared: bool) -> Iterator[str]:
     if shared and spec.unit == "example":
         yield "the devices of a silo hold the same rows, and epsilon counts the uses of a row by one device"
+
+
+def _faults_of_data(recipe: Recipe, spec: Privacy) -> Iterator[str]:
+    """Yield why the recipe's options for the device's own file would tell more than epsilon counts."""
+    if not isinstance(recipe.data, Npz):
+        return
+    if spec.unit == "example" and recipe.data.standardise:
+        yield (
+            "[data] standardise computes means over all rows, so each row would change the features of all others. "
+            "Standardise the file with public numbers, and set standardise = false"
+        )
+    if recipe.data.split != Npz.split:
+        yield (
+            f"[data] split = '{recipe.data.split}'. The enrolment tells the number of training rows, and with another "
+            f"array than '{Npz.split}' it would tell how often a value occurs. Leave the option out"
+        )
 
 
 def _unmet_epsilon(required: Requirements, recipe: Recipe, spec: Privacy) -> Iterator[str]:

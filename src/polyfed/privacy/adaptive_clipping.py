@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from polyfed.core.errors import RecipeError
+from polyfed.core.gaussian import LEAST_CLIP, MOST_CLIP
 
 COUNT_NOISE = 1 / 20
 """Default noise of the count as a share of the expected size of the cohort (Andrew et al., 2021, Section 3.1)."""
@@ -56,7 +57,7 @@ class AdaptiveClipping:
         Raises:
             RecipeError: sigma_b is at most z / 2, so the count alone would spend more than z allows.
         """
-        rest = noise_multiplier**-2 - (2 * self.count_noise) ** -2
+        rest = 1 - min(noise_multiplier / (2 * self.count_noise), 1.0) ** 2
         if rest <= 0:
             raise RecipeError(
                 f"[privacy] count_noise = {self.count_noise:g}: must be above half of the noise multiplier "
@@ -64,10 +65,12 @@ class AdaptiveClipping:
                 "Raise count_noise, epsilon or the number of clients in a cohort",
                 ("privacy", "count_noise"),
             )
-        return float(rest**-0.5)
+        return float(noise_multiplier * rest**-0.5)
 
     def after(self, norm: float, centred_count: float, cohort: float) -> float:
         """Return the clip norm of the next round: C exp(-eta_C (b - gamma)) (Algorithm 1).
+
+        The result stays between `LEAST_CLIP` and `MOST_CLIP`, so clients cannot drive it to 0 or infinity.
 
         Args:
             norm: C, the clip norm of this round.
@@ -76,4 +79,6 @@ class AdaptiveClipping:
             cohort: the expected size of the cohort, a constant.
         """
         share = centred_count / cohort + 0.5
-        return norm * math.exp(-self.lr * (share - self.quantile))
+        widest = math.log(MOST_CLIP / LEAST_CLIP)  # a larger step would leave the range from anywhere inside it
+        step = max(-widest, min(widest, -self.lr * (share - self.quantile)))
+        return max(LEAST_CLIP, min(MOST_CLIP, norm * math.exp(step)))
