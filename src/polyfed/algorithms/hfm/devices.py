@@ -4,6 +4,7 @@ A device with labels trains its encoder and a copy of the head on the exchanged 
 `labels_at`, a device without labels trains its encoder on the gradients of its embeddings (`guide` and `follow`).
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +40,7 @@ from polyfed.training.optimisers import Train
 class Devices(VerticalOptions):
     """The tasks of the devices. `VerticalOptions` lists the options."""
 
+    @abstractmethod
     def anchors(self, local: Tree, head: Tree) -> Tree:
         """Return the values towards which the proximal term pulls, by name.
 
@@ -46,7 +48,6 @@ class Devices(VerticalOptions):
             local: the device's local state.
             head: the head that the device received; empty for a device without labels.
         """
-        raise NotImplementedError
 
     def holds_labels(self, modalities: Sequence[str]) -> bool:
         """Return whether a device with these modalities holds labels."""

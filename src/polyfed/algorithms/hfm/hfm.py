@@ -14,8 +14,9 @@ from torch import Tensor
 
 from polyfed.algorithms.hfm.exchange import bytes_down, bytes_up
 from polyfed.algorithms.hfm.samples import SiloSamples
-from polyfed.algorithms.hfm.silo_scores import SiloScores, may_report
+from polyfed.algorithms.hfm.silo_scores import may_report
 from polyfed.algorithms.hfm.state import SiloState
+from polyfed.algorithms.hfm.vertical import Vertical
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
@@ -47,7 +48,7 @@ class Adopted(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hfm(SiloScores):
+class Hfm(Vertical):
     """HFM: training inside silos, then averaging across silos. `VerticalOptions` lists the options."""
 
     def local(self, context: ClientContext, key: int) -> Tree:

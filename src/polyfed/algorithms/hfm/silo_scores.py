@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polyfed.algorithms.hfm.alignment import devices_of_silos
+from polyfed.algorithms.hfm.devices import Devices
 from polyfed.algorithms.hfm.exchange import Exchange
 from polyfed.algorithms.hfm.samples import SiloSamples
-from polyfed.algorithms.hfm.vertical import Vertical
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
@@ -45,8 +46,12 @@ class OwnTest(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiloScores(Vertical):
-    """The template of training inside silos, with personal evaluation of silos. `VerticalOptions` lists the options."""
+class SiloScores(Devices):
+    """The tasks of the devices, and the evaluation of silos. `VerticalOptions` lists the options."""
+
+    def devices(self, fed: Federation) -> dict[int, list[int]]:
+        """Return the devices of each silo that have rows; see `devices_of_silos`."""
+        return devices_of_silos(fed.clients, self.overlap)
 
     def client_modalities(self, client: int, fed: Federation) -> tuple[str, ...]:
         """The modalities of all devices of the client's silo, which together use one model."""

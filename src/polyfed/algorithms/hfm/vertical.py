@@ -21,8 +21,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.hfm.alignment import devices_of_silos
-from polyfed.algorithms.hfm.devices import Devices
 from polyfed.algorithms.hfm.exchange import (
     Exchange,
     Forward,
@@ -37,6 +35,7 @@ from polyfed.algorithms.hfm.exchange import (
     whole_batch,
 )
 from polyfed.algorithms.hfm.samples import SiloSamples
+from polyfed.algorithms.hfm.silo_scores import SiloScores
 from polyfed.algorithms.hfm.state import SiloState, Turn
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError, TooFewReplies
@@ -52,7 +51,7 @@ from polyfed.training.kept_training import KeptTraining
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vertical(Devices):
+class Vertical(SiloScores):
     """The template of training inside silos. `VerticalOptions` lists the options."""
 
     needs_embeddings: ClassVar[bool] = True
@@ -93,10 +92,6 @@ class Vertical(Devices):
                 "note", text=f"silo {names}: no device sent its ids yet, so the silo takes part when one has sent them"
             )
         return state
-
-    def devices(self, fed: Federation) -> dict[int, list[int]]:
-        """Return the devices of each silo that have rows; see `devices_of_silos`."""
-        return devices_of_silos(fed.clients, self.overlap)
 
     def identified(self, state: SiloState, fed: Federation) -> SiloState:
         """Ask the devices whose sample ids are not known yet for their ids."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from polyfed.algorithms.hfm.alignment import devices_of_silos
-from polyfed.algorithms.hfm.silo_scores import SiloScores, may_report, members_of
+from polyfed.algorithms.hfm.silo_scores import may_report, members_of
 from polyfed.algorithms.hfm.state import SiloState
+from polyfed.algorithms.hfm.vertical import Vertical
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.tree import Tree
 from polyfed.evaluation import client_statistics
@@ -22,7 +23,7 @@ from polyfed.privacy.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vfl(SiloScores):
+class Vfl(Vertical):
     """VFL: training inside silos only. It has the options of `VerticalOptions`; a round has R exchanges, as in HFM."""
 
     model_for: ClassVar[str] = "silo"
