@@ -15,7 +15,7 @@ from polyfed.data.modality_assignment import assign, devices_per_silo
 from polyfed.data.partitions.base import Partition, refuse_targets
 from polyfed.data.partitions.by_client import ByClient, natural_clients
 from polyfed.data.partitions.shards import Shards
-from polyfed.data.silo_devices import dealt_to_devices
+from polyfed.data.silo_devices import dealt_to_devices, of_clients
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,14 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     if clients.partition == "silos":
         names = tuple(columns.modalities)
         silo = torch.arange(len(train)).repeat_interleave(devices_per_silo(clients, names))
-        train, own_test = (
-            part and dealt_to_devices(part, clients, names, keys.key(key, "devices of silos", number))
-            for number, part in enumerate((train, own_test))
-        )
-        assert train is not None, "a silo has training rows"
+        device_key = keys.key(key, "devices of silos")
+        train = dealt_to_devices(train, clients, names, keys.key(device_key, 0))
+        own_test = None if own_test is None else dealt_to_devices(own_test, clients, names, keys.key(device_key, 1))
     holds = _holds(columns, clients, train, keys.key(key, "modality assignment"))
     if silo is not None and not bool(holds.any(1).all()):  # a natural silo may lack a modality, and then its device
         kept = holds.any(1).nonzero()[:, 0].tolist()
-        train, own_test = (part and Shards.of([part[k].numpy() for k in kept]) for part in (train, own_test))
-        assert train is not None, "a silo has training rows"
+        train = of_clients(train, kept)
+        own_test = None if own_test is None else of_clients(own_test, kept)
         silo, holds = silo[kept], holds[kept]
     test_rows = pooled if clients.measure_on == "validation" else columns.rows(TEST)
     if len(test_rows) == 0 and own_test is not None:

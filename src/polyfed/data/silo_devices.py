@@ -26,7 +26,8 @@ def dealt_to_devices(silos: Shards, spec: ClientsSpec, modalities: Sequence[str]
     Returns:
         The rows of each device, silo by silo, in the order of `holdings`.
     """
-    entries = [(name,) for name in modalities] if spec.holdings is None else [tuple(sorted(e)) for e in spec.holdings]
+    held_by = [[name] for name in modalities] if spec.holdings is None else spec.holdings
+    entries: list[tuple[str, ...]] = [tuple(sorted(names)) for names in held_by]
     groups = list(dict.fromkeys(entries))
     if len(groups) == len(entries) and spec.silo_overlap is None:
         return silos.repeated(devices_per_silo(spec, modalities))
@@ -40,6 +41,11 @@ def dealt_to_devices(silos: Shards, spec: ClientsSpec, modalities: Sequence[str]
             parts.append(np.sort(of_group[groups.index(entry)][seen[entry] :: entries.count(entry)]))
             seen[entry] += 1
     return Shards.of(parts)
+
+
+def of_clients(shards: Shards, clients: Sequence[int]) -> Shards:
+    """Return the rows of these clients only, in this order."""
+    return Shards.of([shards[client].numpy() for client in clients])
 
 
 def _held(num_rows: int, num_groups: int, overlap: float, draw: np.random.Generator) -> NDArray[np.bool_]:

@@ -56,14 +56,14 @@ class SiloSamples:
             count = len(next(iter(ids.values())))
             return cls(count, {client: torch.arange(count) for client in ids})
         for client, own in ids.items():
-            if len(own.unique()) != len(own):
+            if len(torch.unique(own)) != len(own):
                 raise DataError(
                     f"silo {silo}: device {client} holds some ids twice, so its rows cannot be matched with the rows "
                     "of other devices. Give every sample its own id"
                 )
         modalities = dict.fromkeys(m for own in owned.values() for m in own)
         groups = [[ids[c] for c in ids if m in owned[c]] for m in modalities]
-        used = torch.cat(list(ids.values())).unique()
+        used: Tensor = torch.unique(torch.cat(list(ids.values())))
         if overlap == "common":
             groups += [[ids[c] for c in ids if c in labelled]]
         else:
