@@ -311,6 +311,8 @@ def test_a_natural_silo_without_a_modality_has_no_device_for_it(table):
     devices = (population.silo == population.silo.unique()[number]).nonzero().flatten().tolist()
     assert [population.modalities(k) for k in devices] == [("a",)]
     assert len(population.train) == len(population.silo) == len(population.holds)
+    with pytest.raises(DataError, match="has no modality"):  # a silo that lacks both is refused, not left out
+        silo_rows(replace(columns, present={"a": ~lacks, "b": ~lacks}), silo_partition="by-client")
 
 
 @pytest.mark.parametrize(

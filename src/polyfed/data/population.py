@@ -79,7 +79,8 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         own_test = None if own_test is None else dealt_to_devices(own_test, clients, names, keys.key(device_key, 1))
     holds = _holds(columns, clients, train, keys.key(key, "modality assignment"))
     if silo is not None and not bool(holds.any(1).all()):  # a natural silo may lack a modality, and then its device
-        kept = holds.any(1).nonzero()[:, 0].tolist()
+        # a silo without any modality stays, for the check below
+        kept = (holds.any(1) | ~torch.isin(silo, silo[holds.any(1)])).nonzero()[:, 0].tolist()
         train = of_clients(train, kept)
         own_test = None if own_test is None else of_clients(own_test, kept)
         silo, holds = silo[kept], holds[kept]
