@@ -15,7 +15,7 @@ from polyfed.core.registry import Allowance, name_of
 from polyfed.core.tasks import parts
 from polyfed.data import Columns, Population, Shards
 from polyfed.data.columns import TEST, TRAIN, check_finite
-from polyfed.data.sources.npz import Npz
+from polyfed.data.sources.npz import ROWS, Npz
 from polyfed.engines.protocol import Facts
 from polyfed.experiment.overrides import called
 from polyfed.experiment.parts import build
@@ -222,6 +222,8 @@ def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Popu
         DataError: the data cannot be read, is damaged, or does not fit the federation.
     """
     base = recipe.data if isinstance(recipe.data, Npz) else ELSEWHERE
+    if base.ids == ROWS:  # true in the recipe's one table, but not between the files of several devices
+        base = replace(base, ids=Npz.ids)
     source = replace(base, path=node.data, modalities=_in_order(node, facts), test_share=0.0)
     columns: Columns = task_of(recipe).prepared(source.load())
     check_finite(columns)
