@@ -66,7 +66,7 @@ class Layout:
 
     @property
     def num_bits(self) -> int:
-        """Return the size of the block in a message in bits, 32 for each number (Upsilon in the PFMML paper)."""
+        """Return the size of the block in a message in bits, 32 for each number (Upsilon in the FMML paper)."""
         return 32 * sum(shape.numel() for shape in self.shapes)
 
     def tree(self, row: Tensor) -> Tree:
@@ -128,7 +128,7 @@ def check_uploads(uploads: float | int) -> None:
 
 
 def num_uploads(uploads: float | int, num_clients: int) -> int:
-    """Return how many clients send a block in a round (K-hat in the PFMML paper)."""
+    """Return how many clients send a block in a round (K-hat in the FMML paper)."""
     if isinstance(uploads, int):
         return min(uploads, num_clients)
     return max(1, round(uploads * num_clients))

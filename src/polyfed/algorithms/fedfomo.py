@@ -89,7 +89,7 @@ class FedFomo(Algorithm):
         uploads: clients that send a block in a round: a share of all clients, or a count.
         every: a client holds out every n-th of its training rows; 5 gives the 20 % of the paper.
         candidates: the largest number of other clients' blocks that a client receives. It receives the blocks
-            that it has preferred so far. 0 means all, as in the PFMML paper.
+            that it has preferred so far. 0 means all, as in the FMML paper.
         explore: epsilon, the probability in round 1 that a candidate is drawn at random.
         explore_decay: amount by which epsilon decreases in every round.
     """

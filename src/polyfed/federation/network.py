@@ -1,6 +1,6 @@
 """Simulated time: how long a round would take over given links and on given devices. The run itself does not wait.
 
-There are two channels. `wireless` simulates the cell of the PFMML paper (docs/algorithms/pfmml.md). It places devices
+There are two channels. `wireless` simulates the cell of the FMML paper (docs/algorithms/pfmml.md). It places devices
 uniformly in a disc around the base station. It computes path loss by distance, draws Rayleigh fading for each device
 and round, and applies Shannon's formula for the rate. `fixed` gives every client the same rates. Simulated time works
 with every algorithm: the ledger gives the bytes of each message, and the client datasets count the work of local
@@ -32,7 +32,7 @@ rows."""
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The [network] section. The defaults are calibrated on the PFMML paper (docs/algorithms/pfmml.md, decision W9).
+    """The [network] section. The defaults are calibrated on the FMML paper (docs/algorithms/pfmml.md, decision W9).
 
     Attributes:
         channel: `wireless` computes rates from distance, fading and power; `fixed` uses `rate_up_bps` and
