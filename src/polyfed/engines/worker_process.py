@@ -55,6 +55,10 @@ class Served(Protocol):
         """Return the client's local state."""
         ...
 
+    def keep(self, client: int, local: Tree) -> None:
+        """Store a client's local state."""
+        ...
+
 
 @dataclass(frozen=True)
 class Job:

@@ -17,7 +17,7 @@ from polyfed.algorithms.hfm.alignment import check_aligned, devices_of_silos
 from polyfed.algorithms.hfm.exchange import Exchange, Question
 from polyfed.algorithms.hfm.vertical import SiloState, Vertical
 from polyfed.core.batch import Batch
-from polyfed.core.errors import PolyfedWarning
+from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
@@ -47,6 +47,19 @@ class Vfl(Vertical):
     """VFL: training inside silos only. It has the options of `VerticalOptions`; a round has R exchanges, as in HFM."""
 
     model_for: ClassVar[str] = "silo"
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            RecipeError: an option is out of range, or only some clients would be evaluated, which are not whole silos.
+        """
+        super().__post_init__()
+        if self.evaluation.clients is not None:
+            raise RecipeError(
+                f"[evaluate] clients = {self.evaluation.clients}: vfl evaluates whole silos. Remove it",
+                ("evaluate", "clients"),
+            )
 
     def init(self, fed: Federation, params: Tree) -> SiloState:
         """Return the state of `Vertical`, and warn if the policy prevents server evaluation of the silos' models."""
@@ -128,7 +141,7 @@ class Vfl(Vertical):
         or has no test rows.
         """
         silos = devices_of_silos(fed.clients)
-        asked = [client for members in silos.values() for client in members if client in set(fed.clients.tested)]
+        asked = [client for members in silos.values() for client in members if client in fed.clients.tested]
         own = fed.ask(self.embed_own, asked, Question(), quorum=False)
         send = {}
         for silo, members in silos.items():
