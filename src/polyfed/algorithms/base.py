@@ -233,7 +233,9 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
         measured = {} if params is None else self.evaluate_globally(params, fed)
         if not (self.evaluation.personal and fed.clients.tested):
             return Measured(measured)
-        group, accuracies = self.evaluate_personally(fed, self.evaluation_message(state, fed, self.evaluation.asked(fed)))
+        group, accuracies = self.evaluate_personally(
+            fed, self.evaluation_message(state, fed, self.evaluation.asked(fed))
+        )
         return Measured(measured | {"personal": group}, accuracies)
 
     def evaluation_message(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
