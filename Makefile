@@ -6,7 +6,7 @@ OUT ?= runs/demo
 FLOWER ?= 1.42.0
 OTHER := $(CURDIR)/.venv/flower-$(FLOWER)
 
-.PHONY: demo test check check-flower check-all check-trackers federation bench bench-check docs notebooks format clean
+.PHONY: demo test check check-flower check-all check-trackers federation bench bench-check leaderboard docs notebooks format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -54,6 +54,9 @@ bench: .venv/installed ## writes docs/results/speed.md: speed beside a bare loop
 
 bench-check: .venv/installed ## compares the speed with docs/results/speed.json; fails if something is 25 % slower
 	$(BIN)/python benchmarks/bench.py --check
+
+leaderboard: .venv/installed ## all methods in eight scenarios (hours; goes on where it stopped); writes docs/results/leaderboard.md
+	$(BIN)/python benchmarks/leaderboard.py
 
 docs: .venv/installed ## docs/recipes.md from the docstrings, then the site in build/site; a broken link fails
 	$(BIN)/python docs/make_reference.py
