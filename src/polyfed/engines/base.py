@@ -165,13 +165,12 @@ class Engine(ABC):
         if client in self.locals:
             return self.locals[client]
         made = first_local(self.algorithm, self.context(client), request.seed, client, self.device)
-        self.keep(client, made)
+        self.keep({client: made})
         return made
 
-    def keep(self, client: int, local: Tree) -> None:
-        """Store a client's local state. Clients that have never had one take no memory and no place in checkpoints."""
-        if local or client in self.locals:
-            self.locals[client] = local
+    def keep(self, locals: Mapping[int, Tree]) -> None:
+        """Store local states of clients. Clients that have never had one take no memory and no place in checkpoints."""
+        self.locals |= {client: local for client, local in locals.items() if local or client in self.locals}
 
     def rows(self, client: int) -> Tensor:
         """Return the indices of the rows on which this client trains or, for an evaluation client, evaluates."""
@@ -253,7 +252,7 @@ class Engine(ABC):
             self.emit("client-failed", client=client, task=request.name, reason=missing[client], trace=trace)
             return None
         if local is not self.locals.get(client):
-            self.keep(client, clone(local))
+            self.keep({client: clone(local)})
         return released
 
     def per_sample(self, request: Request, client: int) -> PerSample | None:

@@ -174,8 +174,7 @@ class Vectorised(InProcess):
         _refuse_padding(request, made, rows.counts)
         _refuse_kept_padding(request, after, locals_, rows.counts)
         reply = node.release(request, leaving, stacked=True)
-        for client, local in zip(group, left, strict=True):
-            self.keep(client, local)
+        self.keep(dict(zip(group, left, strict=True)))
         # in ascending order, so that the order of sums over clients does not depend on their numbers of rows
         return ReplyStack(tuple(group), reply).ascending()
 

@@ -2,7 +2,7 @@
 
 import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -55,8 +55,8 @@ class Served(Protocol):
         """Return the client's local state."""
         ...
 
-    def keep(self, client: int, local: Tree) -> None:
-        """Store a client's local state."""
+    def keep(self, locals: Mapping[int, Tree]) -> None:
+        """Store local states of clients."""
         ...
 
 

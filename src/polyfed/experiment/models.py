@@ -157,8 +157,9 @@ class ClientModalities(Mapping[int, tuple[str, ...]]):
         return self._reads(int(client))
 
     def __contains__(self, client: object) -> bool:
-        known = isinstance(client, Integral) and 0 <= client < len(self._registry)
-        return known and bool(self._registry.owned(client))  # type: ignore[arg-type]
+        if not isinstance(client, Integral) or not 0 <= int(client) < len(self._registry):
+            return False
+        return bool(self._registry.owned(int(client)))
 
     def __iter__(self) -> Iterator[int]:
         return (client for client in self._registry if self._registry.owned(client))

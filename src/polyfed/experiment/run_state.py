@@ -72,10 +72,10 @@ def _read_clients(folder: Path, place: dict[str, Any]) -> dict[str, Tensor | Non
     Raises:
         CheckpointError: the file is missing or damaged.
     """
-    name, sha = place.get("file"), str(place.get("sha256"))
+    name, sha = str(place.get("file")), str(place.get("sha256"))
     try:
         if name != CLIENTS.format(sha[:16]) or sha256_of(folder / name) != sha:
-            raise CheckpointError(f"{folder / str(name)} is damaged: its SHA-256 is not the noted one. {RESTORE}")
+            raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is not the noted one. {RESTORE}")
         return dict.fromkeys(OF_CLIENTS) | load_file(folder / name)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder / name} cannot be read: {error}. {RESTORE}") from error

@@ -231,11 +231,11 @@ class Clock:
         entries = [entry for entry in self.ledger.entries if entry.round == self.round]
         # only of the clients of the round: lists of a million numbers would take longer than the round
         asked = {client for entry in entries for client in entry.clients}
-        clients = sorted(asked.union(*self.spent_flops.values()))
-        places = torch.tensor(clients, dtype=torch.int64)
+        known = sorted(asked.union(*self.spent_flops.values()))
+        places = torch.tensor(known, dtype=torch.int64)
         rates = self.links.rates(self.round, places)
         up, down, speed = (
-            dict(zip(clients, numbers.tolist(), strict=True))
+            dict(zip(known, numbers.tolist(), strict=True))
             for numbers in (rates.up_bps, rates.down_bps, self.links.compute_flops_per_s[places])
         )
         seconds: dict[int, dict[int, float]] = {}
