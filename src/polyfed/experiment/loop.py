@@ -28,7 +28,7 @@ from polyfed.experiment.protection import privacy_after, privacy_facts
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.records import Records, run_id
 from polyfed.experiment.repetition import rewound
-from polyfed.experiment.round_facts import check_tables, facts_of_round, means_of, seconds_of, versions
+from polyfed.experiment.round_facts import check_tables, facts_of_round, means_of, seconds_of, versions, warn_silent
 from polyfed.experiment.run_result import Run, best_round, models_of
 from polyfed.experiment.run_state import TOTALS, kept_facts, load_content, num_kept
 from polyfed.experiment.task_choice import headline_of
@@ -114,6 +114,7 @@ class _Loop:
             self.records.finish(result)
             folder = self.records.folder
             self._write_report(folder)
+        warn_silent(self.rounds)
         self.emit("run-finished", result=result)
         return Run(result, self.rounds, state, self.assembly.model, folder, models)
 
@@ -200,7 +201,7 @@ class _Loop:
         """Add what the algorithm reports about its state to the row: the loss, logged numbers and tables."""
         algorithm = self.recipe.algorithm
         row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
-        row |= privacy_after(self.assembly.guarantee, row["round"] + self.repeated)
+        row |= privacy_after(self.assembly.guarantee, row["round"] + self.repeated, state)
         if tables := algorithm.observe_tables(state):
             row["tables"] = check_tables(tables)
         if row["round"] == -(-self.recipe.rounds // 3):
