@@ -111,7 +111,9 @@ def _split(
     if isinstance(partition, ByClient):
         natural = Shards.of(natural_clients(columns, rows))
         validation = natural.where(trainable[natural.rows]).held_out(clients.validation, val_key)[1].rows
-        rows = np.setdiff1d(rows, validation.numpy())
+        left = np.ones(len(columns), dtype=np.bool_)
+        left[validation.numpy()] = False
+        rows = rows[left[rows]]
     shards = Shards.of(partition.split(columns, rows, part_key))
     _check_partition(partition, shards, rows, len(columns))
     train, marked = shards.where(trainable[shards.rows]), shards.where(own_test[shards.rows])

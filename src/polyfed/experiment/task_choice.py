@@ -52,8 +52,8 @@ def refuse_unfit(recipe: Recipe, population: Population) -> None:
             "[evaluate] unimodal = 'prototype' compares features with the means of classes, which this task does not "
             "have. Allowed here: 'auto', 'head', 'zero'"
         )
-    lonely = (population.holds.sum(1) == 1).nonzero().flatten().tolist()
-    if objective.BY_MODALITY and lonely:
+    lonely = (population.holds.sum(1) == 1).nonzero().flatten()
+    if objective.BY_MODALITY and len(lonely):
         raise RecipeError(
             f"[task] name = '{name_of(objective, OBJECTIVES)}' learns from pairs of modalities, and client {lonely[0]} "
             f"has one modality ({len(lonely)} such clients). Give every client two: see [clients] holdings, missing"
