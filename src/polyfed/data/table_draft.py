@@ -14,6 +14,7 @@ from polyfed.core.errors import DataError
 from polyfed.core.problems import Problems
 from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.layout import laid_out, tensor_of
+from polyfed.data.leaked_labels import refuse_leaked_labels
 from polyfed.data.row_facts import Labels, clients_of, labels_of, splits_of
 from polyfed.data.splits import drawn
 
@@ -89,6 +90,7 @@ def columns_of(
     problems.raise_all()
     assert labels is not None
     columns = _table(draft, labels, found, facts, test_share, seed)
+    refuse_leaked_labels(columns)
     return standardised(columns, standardise)
 
 

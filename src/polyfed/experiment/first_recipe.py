@@ -154,10 +154,8 @@ def _of_arrays(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
             "array (N, T) of floats, and name this array"
         )
     if "modalities" not in table:
-        special = (
-            {*table.values()} if not table.get("standardise") else {v for v in table.values() if isinstance(v, str)}
-        )
-        special |= {"id", "label_name", "split_personal"}
+        special = {value for value in table.values() if isinstance(value, str)}
+        special |= {"id", "label_name", "split_personal", f"{table['label']}_known"}
         kept = [
             name
             for name in arrays.names

@@ -16,6 +16,7 @@ from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.files import Arrays, stored_name
 from polyfed.data.labels import num_targets
 from polyfed.data.layout import Layout, laid_out
+from polyfed.data.leaked_labels import refuse_leaked_labels
 from polyfed.data.row_facts import Labels, clients_of, labels_of, splits_of
 from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import drawn
@@ -76,6 +77,17 @@ class Npz(Source):
         for role in ("label", "client", "split"):
             name = getattr(self, role)
             require(name not in self.modalities, f"data.{role}", name, "an array that is not in data.modalities too")
+        require(
+            self.known not in self.modalities,
+            "data.modalities",
+            self.modalities,
+            f"modalities only; '{self.known}' says which labels are known",
+        )
+
+    @property
+    def known(self) -> str:
+        """Name of the array that says which labels are known."""
+        return f"{self.label}_known"
 
     def load(self) -> Columns:
         """Read and check the arrays."""
@@ -105,13 +117,14 @@ class Npz(Source):
             split_personal=codes["split_personal"],
             notes=(label.note,) if label.note else (),
         )
+        refuse_leaked_labels(columns)
         return standardised(columns, self.standardise)
 
     def _labels(self, arrays: Arrays) -> Labels:
         where = f"'{arrays.path}': array '{self.label}'"
         names = self._named(arrays, "class_names")
         found = labels_of(arrays[self.label], where, None if names is None else arrays.strings(names))
-        mask = f"{self.label}_known"
+        mask = self.known
         if mask not in arrays:
             return found
         known, shape = arrays[mask], tuple(found.values.shape)
@@ -126,6 +139,7 @@ class Npz(Source):
     def _check_names(self, arrays: Arrays) -> None:
         if not self.modalities:
             special = {getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), str)}
+            special.add(self.known)
             found = ", ".join(name for name in arrays.names if name not in special)
             raise RecipeError(f"data.modalities is empty; name some of the arrays of '{arrays.path}': {found}")
         for name in self.layout:
