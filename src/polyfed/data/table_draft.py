@@ -10,12 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyfed.core.counts import counted
 from polyfed.core.errors import DataError
 from polyfed.core.problems import Problems
 from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.layout import laid_out, tensor_of
 from polyfed.data.leaked_labels import refuse_leaked_labels
-from polyfed.data.row_facts import Labels, clients_of, labels_of, splits_of
+from polyfed.data.row_facts import Labels, clients_of, ids_of, labels_of, splits_of, unlabelled
 from polyfed.data.splits import drawn
 
 
@@ -28,8 +29,9 @@ class Draft:
         where: The name of the data in messages, such as `'my.csv'`.
         modalities: Modality -> array or tensor (N, ...), or (N,), which becomes (N, 1). A row whose entries are all NaN
             lacks the modality.
-        labels: (N,) or (N, T); see `labels_of`.
+        labels: (N,) or (N, T); see `labels_of`. None if there are no labels.
         clients: Natural client of each row (N,), or None.
+        ids: Distinct id of each row (N,), or None.
         split: Split of each row (N,), or None.
         present: Modality -> bool (N,), for modalities that some rows lack.
         class_names: Names of the classes or targets, or None.
@@ -43,6 +45,7 @@ class Draft:
     labels: Any
     clients: Any = None
     split: Any = None
+    ids: Any = None
     present: Mapping[str, Any] = field(default_factory=dict)
     class_names: Sequence[str] | None = None
     layout: Mapping[str, str] = field(default_factory=dict)
@@ -70,7 +73,7 @@ def columns_of(
         DataError: The draft has faults; the message lists all of them.
     """
     problems = problems or Problems()
-    labels = problems.attempt(lambda: labels_of(draft.labels, f"{draft.where}: the label column", draft.class_names))
+    labels = problems.attempt(lambda: _labels(draft))
     found: dict[str, tuple[Column, Tensor | None]] = {}
     for name, values in draft.modalities.items():
         made = problems.attempt(partial(_modality, draft, name, values))
@@ -79,6 +82,7 @@ def columns_of(
     readers: tuple[tuple[str, Any, Callable[[Any, str], Tensor]], ...] = (
         ("client", draft.clients, clients_of),
         ("split", draft.split, splits_of),
+        ("id", draft.ids, ids_of),
     )
     facts: dict[str, Tensor | None] = {
         name: None if given is None else problems.attempt(partial(read, given, f"{draft.where}: the {name} column"))
@@ -113,12 +117,21 @@ def _table(
         label=labels.values,
         num_classes=labels.num_classes,
         split=split,
-        ids=torch.arange(len(labels.values)),
+        ids=torch.arange(len(labels.values)) if facts["id"] is None else facts["id"],
+        labelled=draft.labels is not None,
         class_names=labels.names,
+        words_sorted=labels.words_sorted,
         present={name: there for name, (_, there) in found.items() if there is not None},
         client=facts["client"],
         notes=tuple(notes),
     )
+
+
+def _labels(draft: Draft) -> Labels:
+    """Return the labels of a draft; zeros if it has none."""
+    if draft.labels is not None:
+        return labels_of(draft.labels, f"{draft.where}: the label column", draft.class_names)
+    return unlabelled(len(next(iter(draft.modalities.values()), ())))
 
 
 def _modality(draft: Draft, name: str, values: Any) -> tuple[Column, Tensor | None]:
@@ -136,7 +149,7 @@ def _modality(draft: Draft, name: str, values: Any) -> tuple[Column, Tensor | No
         there = there & ~empty.all(1)
         if bool((partly := empty.any(1) & there).any()):
             raise DataError(
-                f"{where}: {int(partly.sum())} rows have some values and lack others (NaN), first row "
+                f"{where}: {counted(int(partly.sum()), 'row has', 'rows have')} only some values (others are NaN), first row "
                 f"{int(partly.nonzero()[0, 0])}. Fill these in, or make the whole sample NaN where it is missing"
             )
         tensor = tensor if bool(there.all()) else torch.where(there.view(-1, *[1] * (tensor.dim() - 1)), tensor, 0.0)
@@ -189,7 +202,7 @@ def _check_rows(
     for name, length in unequal.items():
         problems.add(
             DataError(
-                f"{draft.where}: '{name}' has {length} rows, the labels have {num}. Every array needs one row per "
+                f"{draft.where}: '{name}' has {counted(length, 'row', 'rows')}, the labels have {num}. Every array needs one row per "
                 "sample, in the same order"
             )
         )
@@ -200,7 +213,7 @@ def _check_rows(
         if bool(bare.any()):
             problems.add(
                 DataError(
-                    f"{draft.where}: {int(bare.sum())} rows lack every modality, first row "
+                    f"{draft.where}: {counted(int(bare.sum()), 'row lacks', 'rows lack')} every modality, first row "
                     f"{int(bare.nonzero()[0, 0])}. Leave these rows out"
                 )
             )

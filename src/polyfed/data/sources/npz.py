@@ -17,7 +17,7 @@ from polyfed.data.files import Arrays, stored_name
 from polyfed.data.labels import num_targets
 from polyfed.data.layout import Layout, laid_out
 from polyfed.data.leaked_labels import refuse_leaked_labels
-from polyfed.data.row_facts import Labels, clients_of, labels_of, splits_of
+from polyfed.data.row_facts import Labels, clients_of, ids_of, labels_of, splits_of, unlabelled
 from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import drawn
 
@@ -35,7 +35,7 @@ class Npz(Source):
         label: Array of the labels. Class numbers 0..C-1 (N,); words (N,), which are numbered in sorted order and kept
             as names; or targets (N,) or (N, T) for objectives other than classification. Targets are floats, with NaN
             for an unknown target, or integers (N, T). A boolean array `<label>_known` of the same shape may mark the
-            known targets.
+            known targets. Empty if there are no labels, for a task that needs none.
         client: Array of the natural client of each row: integers or strings, numbered in sorted order.
         split: Array of split codes: 0 train, 1 test, 2 validation, 3 left out; or the words train, test, validation.
         split_personal: Array of split codes within each natural client: 0 train, 1 test, 2 guard row.
@@ -87,7 +87,7 @@ class Npz(Source):
     @property
     def known(self) -> str:
         """Name of the array that says which labels are known."""
-        return f"{self.label}_known"
+        return f"{self.label}_known" if self.label else ""
 
     def load(self) -> Columns:
         """Read and check the arrays."""
@@ -110,8 +110,10 @@ class Npz(Source):
             num_classes=label.num_classes,
             split=drawn(label.values, self.test_share, self.seed) if split is None else split,
             ids=torch.arange(len(label.values)) if ids is None else ids,
+            labelled=bool(self.label),
             numbered=ids is None,
             class_names=label.names,
+            words_sorted=label.words_sorted,
             present=present or {},
             client=client,
             split_personal=codes["split_personal"],
@@ -121,6 +123,8 @@ class Npz(Source):
         return standardised(columns, self.standardise)
 
     def _labels(self, arrays: Arrays) -> Labels:
+        if not self.label:
+            return unlabelled(len(arrays[self.modalities[0]]))
         where = f"'{arrays.path}': array '{self.label}'"
         names = self._named(arrays, "class_names")
         found = labels_of(arrays[self.label], where, None if names is None else arrays.strings(names))
@@ -159,10 +163,7 @@ class Npz(Source):
         name = self._named(arrays, "ids")
         if name is None:
             return None
-        ids = arrays.integers(name)
-        if len(np.unique(ids.numpy())) != len(ids):
-            raise DataError(f"'{arrays.path}': array '{name}' repeats some ids; every row needs its own")
-        return ids
+        return ids_of(arrays.integers(name), f"'{arrays.path}': array '{name}'")
 
     def _codes(self, arrays: Arrays, key: str) -> Tensor | None:
         name = self._named(arrays, key)
