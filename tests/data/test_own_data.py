@@ -120,7 +120,9 @@ def test_the_order_of_levels_is_kept_or_asked_for(tmp_path):
     task = {"name": "ordinal"}
     assert polyfed.check(polyfed.make_recipe(ordered, task=task)).recipe.task.NAME == "ordinal"
     plain = frame().assign(label=words)
-    with pytest.raises(DataError, match="needs the order of the levels, and the labels are words: 'high', 'low', 'mid'"):
+    with pytest.raises(
+        DataError, match="needs the order of the levels, and the labels are words: 'high', 'low', 'mid'"
+    ):
         polyfed.check(polyfed.make_recipe(plain, task=task))
     named = polyfed.make_recipe(plain, task=task, class_names=LEVELS)
     assert named.data.load().label.tolist() == LABEL.tolist()
@@ -148,7 +150,9 @@ def test_a_column_of_ids_is_no_feature(tmp_path, name):
     assert read.load().ids.tolist() == ids.tolist()
     assert set(read.modalities) == {"audio", "text"}
     again = frame().assign(**{name: np.arange(ROWS) // 2})
-    with pytest.raises(DataError, match="repeats some ids, such as 0; every row needs its own. If it names the client"):
+    with pytest.raises(
+        DataError, match=r"repeats some ids, such as 0; every row needs its own. If it names the client"
+    ):
         table_of(again, Given())
     by_name = table_of(again, Given(modalities={"audio": "audio_*", "other": name}))
     assert list(by_name.modalities) == ["audio", "other"]
@@ -182,7 +186,7 @@ def test_retrieval_needs_no_labels(tmp_path, capsys):
     recipe = polyfed.load_recipe(out)
     with pytest.raises(DataError, match=r"has no labels, and .*'classification' learns from them.*: 'retrieval'"):
         polyfed.check(replace(recipe, task=None))
-    with pytest.raises(PolyfedError, match="'dirichlet'|deals rows by their class, and data 'mine' has no labels"):
+    with pytest.raises(PolyfedError, match="deals rows by their class, and data 'mine' has no labels"):
         polyfed.check(replace(recipe, clients=replace(recipe.clients, partition="dirichlet", num=2)))
 
 
@@ -191,14 +195,14 @@ def test_splits_have_the_same_columns_in_any_order():
     for part in (other, other[other.columns[::-1]]):
         found = table_of({"train": held, "test": part}, Given())
         np.testing.assert_array_equal(found.column("audio").values.numpy(), AUDIO)
-    with pytest.raises(DataError, match="split 'test' has no column 'text.b', and split 'train' has. Give all splits"):
+    with pytest.raises(DataError, match=r"split 'test' has no column 'text.b', and split 'train' has. Give all"):
         table_of({"train": held, "test": other.drop(columns="text.b")}, Given())
     with pytest.raises(DataError, match="split 'test' has no rows"):
         table_of({"train": held, "test": other[:0]}, Given())
 
 
 def test_names_that_give_no_modality_are_refused():
-    held = frame().assign(**{"音_0": 1.0, "音_1": 2.0, "age": AUDIO[:, 0]})
+    held = frame().assign(音_0=1.0, 音_1=2.0, age=AUDIO[:, 0])
     with pytest.raises(DataError, match=r"column '音_0' gives no valid name of a modality.*modalities=\{'my_name'"):
         table_of(held, Given())
     held = frame().assign(**{"a b_0": 1.0, "a b_1": 2.0, "a-b_0": 1.0, "a-b_1": AUDIO[:, 0]})
@@ -236,5 +240,5 @@ def test_nothing_is_no_data():
 
 def test_predict_asks_for_samples_by_modality():
     run = polyfed.run(data={"audio": AUDIO}, labels=LABEL, clients=2, rounds=1)
-    with pytest.raises(PolyfedError, match="x is a DataFrame; give a dictionary with the samples of each modality"):
+    with pytest.raises(PolyfedError, match="x is a DataFrame; give a dictionary of samples"):
         run.predict(frame())

@@ -79,7 +79,7 @@ def identifier(name: str) -> str:
     ('left_eye', 'm_3d')
     """
     word = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
-    return word if not word or word.isidentifier() and word not in ("shared", "labels") else f"m_{word}"
+    return word if not word or (word.isidentifier() and word not in ("shared", "labels")) else f"m_{word}"
 
 
 def chosen(modalities: Mapping[str, str | Sequence[str]], columns: Sequence[str], where: str) -> dict[str, list[str]]:

@@ -105,7 +105,7 @@ class Columns:
         present: By modality, whether each row has it, bool (N,); only for modalities that some rows lack.
         client: int64 (N,), the natural client (speaker, subject, video) of each row.
         split_personal: int8 (N,): 0 training row of its natural client, 1 test row of that client, 2 guard row.
-        words_sorted: Whether the labels were words that polyfed numbered in sorted order, so that the order of the classes
+        words_sorted: Whether the labels were words that polyfed numbered in sorted order. The order of the classes then
             has no meaning.
         labelled: Whether `label` holds answers to learn. If not, only partitions by class read `label`; it is 0
             everywhere if there are no labels.
@@ -234,8 +234,9 @@ def check_finite(columns: Columns) -> None:
         if name in columns.present:
             bad &= columns.present[name]
         if bad.any():
+            count = counted(int(bad.sum()), "row", "rows")
             text = (
-                f"data '{columns.name}': modality '{name}' has {counted(int(bad.sum()), 'row', 'rows')} with NaN or infinite "
+                f"data '{columns.name}': modality '{name}' has {count} with NaN or infinite "
                 f"values, first row {int(bad.nonzero()[0, 0])}. Clean the array, or mark rows that lack the "
                 f"modality in a boolean array '{name}_present'"
             )

@@ -204,8 +204,9 @@ def check_numbering(label: Tensor, where: str) -> None:
     if len(seen) < num_classes:
         absent = sorted(set(range(num_classes)) - set(seen.tolist()))
         listed = ", ".join(map(str, absent[:5])) + (", ..." if len(absent) > 5 else "")
+        count = counted(len(absent), "class has", "classes have")
         warnings.warn(
-            f"{where}: classes run from 0 to {num_classes - 1}, and {counted(len(absent), 'class has', 'classes have')} no row ({listed}). "
+            f"{where}: classes run from 0 to {num_classes - 1}, and {count} no row ({listed}). "
             "Number the classes from 0 without gaps, or name them all in an array 'label_name' of an .npz. If the "
             'numbers are quantities, write [task] name = "regression"',
             PolyfedWarning,

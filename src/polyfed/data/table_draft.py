@@ -148,8 +148,9 @@ def _modality(draft: Draft, name: str, values: Any) -> tuple[Column, Tensor | No
         empty = tensor.isnan().flatten(1)
         there = there & ~empty.all(1)
         if bool((partly := empty.any(1) & there).any()):
+            count = counted(int(partly.sum()), "row has", "rows have")
             raise DataError(
-                f"{where}: {counted(int(partly.sum()), 'row has', 'rows have')} only some values (others are NaN), first row "
+                f"{where}: {count} only some values (others are NaN), first row "
                 f"{int(partly.nonzero()[0, 0])}. Fill these in, or make the whole sample NaN where it is missing"
             )
         tensor = tensor if bool(there.all()) else torch.where(there.view(-1, *[1] * (tensor.dim() - 1)), tensor, 0.0)
@@ -202,8 +203,8 @@ def _check_rows(
     for name, length in unequal.items():
         problems.add(
             DataError(
-                f"{draft.where}: '{name}' has {counted(length, 'row', 'rows')}, the labels have {num}. Every array needs one row per "
-                "sample, in the same order"
+                f"{draft.where}: '{name}' has {counted(length, 'row', 'rows')}, the labels have {num}. Every array "
+                "needs one row per sample, in the same order"
             )
         )
     if num == 0:

@@ -88,7 +88,8 @@ def as_classes(columns: Columns, task: str, cure: str) -> Columns:
     flat = label.reshape(-1)
     if missing := int(flat.isnan().sum()):
         raise DataError(
-            f"{where} {in_words(label)} and {counted(missing, 'label is', 'labels are')} NaN. Mark rows without a label as left out (split 3)"
+            f"{where} {in_words(label)} and {counted(missing, 'label is', 'labels are')} NaN. Mark rows without "
+            "a label as left out (split 3)"
         )
     if not bool(((flat == flat.round()) & (flat >= 0)).all()):
         odd = float(flat[(flat != flat.round()) | (flat < 0)][0])

@@ -212,8 +212,8 @@ def _check_header(path: Path, separator: str, problems: Problems) -> None:
     if found:
         wanted = "tabs" if separator == "\t" else "commas"
         raise DataError(
-            f"'{path}' has one column, {header[0]!r}: its cells seem to be separated by {found[0]!r}, and polyfed reads "
-            f"{wanted} in {path.suffix} files. Save it with {wanted} (and decimal points)"
+            f"'{path}' has one column, {header[0]!r}: its cells seem to be separated by {found[0]!r}, and polyfed "
+            f"reads {wanted} in {path.suffix} files. Save it with {wanted} (and decimal points)"
         )
     if doubled := sorted({name for name in header if header.count(name) > 1}):
         names = ", ".join(map(repr, doubled))
