@@ -14,7 +14,7 @@ from polyfed.data.cell_values import array_of
 from polyfed.data.columns import Columns
 from polyfed.data.frames import Modalities, Partial, Roles, drafted
 from polyfed.data.row_facts import SPLITS, plain
-from polyfed.data.split_objects import is_frame, is_hugging_face, joined, refuse_other_columns, same_order
+from polyfed.data.split_objects import is_frame, is_hugging_face, join_arrays, refuse_other_columns, same_order
 from polyfed.data.table_draft import Draft, columns_of
 
 ALLOWED = (
@@ -255,7 +255,9 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
     found = [np.asarray(draft.labels) for draft in labelled.values()]
     labels = np.concatenate(found) if len(labelled) == len(drafts) else None
     first = next(iter(drafts.values()))
-    joined = {name: joined([draft.modalities[name] for draft in drafts.values()], name, problems) for name in names}
+    joined = {
+        name: join_arrays([draft.modalities[name] for draft in drafts.values()], name, problems) for name in names
+    }
     present = {
         name: np.concatenate([np.asarray(d.present.get(name, np.ones(sizes[n], bool))) for n, d in drafts.items()])
         for name in names

@@ -61,7 +61,7 @@ def same_order(data: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def joined(arrays: Sequence[Any], name: str, problems: Problems) -> Any:
+def join_arrays(arrays: Sequence[Any], name: str, problems: Problems) -> Any:
     """Return the arrays of all splits, joined one after another."""
     shapes = {np.shape(array)[1:] for array in arrays}
     if len(shapes) > 1:
