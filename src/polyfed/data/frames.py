@@ -214,7 +214,7 @@ IDS = ("id", "ids", "row_id")
 """Names of columns of row ids."""
 
 
-def row_ids(frame: "pd.DataFrame", special: Iterable[str | None]) -> str:
+def row_ids(frame: "pd.DataFrame", special: Iterable[str]) -> str:
     """Return the column of the row ids, by its name in `IDS`; empty if there is none, or none holds numbers."""
     names = (name for name in IDS if name in frame.columns and name not in special)
     return next((name for name in names if kind_of(frame[name]) == "number"), "")
@@ -242,7 +242,7 @@ def _labels(frame: "pd.DataFrame", roles: Roles, where: str) -> tuple[Any, tuple
         return None
     found, kind = _facts(frame, roles.label), frame[roles.label].dtype
     if getattr(kind, "ordered", False):
-        levels = tuple(map(str, kind.categories))  # type: ignore[union-attr]  # only a Categorical is ordered
+        levels = tuple(map(str, kind.categories))  # only a Categorical is ordered
         return np.array([None if cell is None else str(cell) for cell in found.tolist()], dtype=object), levels
     if found.dtype.kind == "f" and len(found):
         gone = np.isnan(found)

@@ -130,11 +130,11 @@ def _of_table(
     columns = list(frame.columns)
     table = _roles(tuple(columns), options, str(path), needs_labels)
     label = table["label"]
-    special = {*([label] if isinstance(label, str) else label), table.get("client"), table.get("split")}
+    special = {*([label] if isinstance(label, str) else label), table.get("client", ""), table.get("split", "")}
     if "modalities" not in table:
         if "ids" not in table and (ids := row_ids(frame, special)):
             table["ids"] = ids
-        guess = guessed(frame, {*special, table.get("ids")})
+        guess = guessed(frame, {*special, table.get("ids", "")})
         notes += guess.notes
         remarks += [f"'{path}': {guess.left_out}"] if guess.texts else []
         table["modalities"] = {name: _pattern(group, columns) for name, group in guess.groups.items()}

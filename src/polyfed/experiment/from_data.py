@@ -212,6 +212,6 @@ def _source(data: Any, read: Mapping[str, Any], natural: Any, task: Objective | 
         return source_data, source_data.load()
     share, standardise = read.get("test_share", 0.2), read.get("standardise", False)
     described = {name: value for name, value in read.items() if name not in ("test_share", "standardise")}
-    given = Given(clients=natural, needs_labels=needs_labels, **described)
-    columns = table_of(data, given, test_share=share, standardise=standardise)
+    held = Given(clients=natural, needs_labels=needs_labels, **described)
+    columns = table_of(data, held, test_share=share, standardise=standardise)
     return Memory.of(columns), columns
