@@ -37,7 +37,7 @@ class Roles:
         label: column of the labels, or a list of columns of targets; empty if there are no labels.
         client: column of the natural clients; empty if there is none.
         split: column of the splits; empty if there is none.
-        ids: column of the row ids; empty if there is none.
+        ids: column of the row ids; empty if there is none. "rows" declares the row numbers as ids.
         partial: what to do with a row that has only some cells of a modality.
         optional: the roles `label`, `client`, `split` and `ids` whose column may be missing, because the user did not
             name it. The role `label` is optional only if the task needs no labels.
@@ -98,7 +98,8 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems
         found["labels"] = np.zeros(len(frame), np.int64)  # the fault is among the problems
     names = roles.labels if not isinstance(roles.label, str) and len(roles.labels) > 1 else levels
     facts_of: dict[str, Any] = {"clients": facts["client"], "split": facts["split"], "class_names": names}
-    facts_of["ids"] = _fact(frame, "id", roles.ids, roles, where, problems)
+    ids = _fact(frame, "id", roles.ids, roles, where, problems)
+    facts_of["ids"] = "rows" if ids is None else ids
     return Draft(name=name, where=where, present=present, notes=tuple(notes), **(found | facts_of | more))
 
 
@@ -223,7 +224,7 @@ def row_ids(frame: "pd.DataFrame", special: Iterable[str]) -> str:
 def _ids_column(frame: "pd.DataFrame", roles: Roles) -> str:
     """Return the column of the row ids; empty if there is none, or if it is optional and is a feature or text."""
     if "ids" not in roles.optional:
-        return roles.ids
+        return "" if roles.ids == "rows" and "rows" not in frame.columns else roles.ids
     groups = (roles.modalities or {}).values()
     features = {name for group in groups for name in ([group] if isinstance(group, str) else group)}
     return row_ids(frame, {*replace(roles, ids="").meaning, *features})

@@ -31,10 +31,11 @@ class Draft:
             lacks the modality.
         labels: (N,) or (N, T); see `labels_of`. None if there are no labels.
         clients: Natural client of each row (N,), or None.
-        ids: Distinct id of each row (N,), or None.
         split: Split of each row (N,), or None.
         present: Modality -> bool (N,), for modalities that some rows lack.
         class_names: Names of the classes or targets, or None.
+        ids: Sample ids of the rows, distinct integers (N,). With "rows", or in a table of records, row numbers are the
+            ids. None means that there are none.
         layout: Modality -> axes of a sample, for modalities where `laid_out` guesses wrong.
         notes: Sentences about what was guessed, converted or left out so far.
     """
@@ -45,9 +46,9 @@ class Draft:
     labels: Any
     clients: Any = None
     split: Any = None
-    ids: Any = None
     present: Mapping[str, Any] = field(default_factory=dict)
     class_names: Sequence[str] | None = None
+    ids: Any = "rows"
     layout: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -82,7 +83,7 @@ def columns_of(
     readers: tuple[tuple[str, Any, Callable[[Any, str], Tensor]], ...] = (
         ("client", draft.clients, clients_of),
         ("split", draft.split, splits_of),
-        ("id", draft.ids, ids_of),
+        ("ids", None if isinstance(draft.ids, str) else draft.ids, ids_of),
     )
     facts: dict[str, Tensor | None] = {
         name: None if given is None else problems.attempt(partial(read, given, f"{draft.where}: the {name} column"))
@@ -106,7 +107,7 @@ def _table(
     test_share: float,
     seed: int,
 ) -> Columns:
-    split, notes = facts["split"], list(draft.notes)
+    split, ids, notes = facts["split"], facts["ids"], list(draft.notes)
     notes += [labels.note] if labels.note else []
     if split is None:
         split = drawn(labels.values, test_share, seed)
@@ -117,7 +118,8 @@ def _table(
         label=labels.values,
         num_classes=labels.num_classes,
         split=split,
-        ids=torch.arange(len(labels.values)) if facts["id"] is None else facts["id"],
+        ids=torch.arange(len(labels.values)) if ids is None else ids,
+        numbered=draft.ids is None,
         labelled=draft.labels is not None,
         class_names=labels.names,
         words_sorted=labels.words_sorted,

@@ -40,7 +40,7 @@ class Table(Source):
         client: Column of the natural client of each row: words or whole numbers.
         split: Column of the splits: the words train, test and validation, or their codes 0, 1 and 2.
         ids: Column of the row ids, distinct whole numbers. Empty: a column of numbers that is named `id`, `ids` or
-            `row_id` and is not part of a modality; without such a column, the row numbers.
+            `row_id` and is not part of a modality; without such a column, or with "rows", the row numbers.
         class_names: The names of the classes in order, if the labels are words whose order matters, or numbers.
         shapes: Modality -> shape of a sample, if its columns are the pixels of an image, such as [1, 8, 8], or the
             steps of a series, such as [20, 3] for 20 steps of 3 features.
