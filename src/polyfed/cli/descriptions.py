@@ -90,13 +90,16 @@ def init(
     split: Annotated[
         str | None, typer.Option(metavar="NAME", help="Array or column of train, test, validation.")
     ] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The task, such as retrieval. [default: as the labels suggest]")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a complete recipe for a data file, and say what was guessed."""
     from polyfed.cli import init
 
     labels = label[0] if label and len(label) == 1 else label or None
-    notes = init.write_recipe(file, out, {"label": labels, "client": client, "split": split})
+    notes = init.write_recipe(file, out, {"label": labels, "client": client, "split": split}, task)
     lines = [f"guessed: {note}" for note in notes]
     lines.append(f"wrote {out}. Go on with: polyfed check {out}, polyfed run {out}")
     answer({"recipe": str(out), "guessed": notes}, *lines, as_json=as_json)

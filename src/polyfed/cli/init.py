@@ -16,7 +16,9 @@ from polyfed.model import ModelSpec
 from polyfed.privacy.policy import EVERY, Policy
 
 
-def write_recipe(file: Path, out: Path, columns: Mapping[str, str | list[str] | None]) -> tuple[str, ...]:
+def write_recipe(
+    file: Path, out: Path, columns: Mapping[str, str | list[str] | None], task: str | None = None
+) -> tuple[str, ...]:
     """Write a complete recipe for a data file.
 
     Args:
@@ -24,6 +26,7 @@ def write_recipe(file: Path, out: Path, columns: Mapping[str, str | list[str] | 
         out: the recipe to write.
         columns: `label`, `client` and `split`, each with the name of its array or column, or `label` with several
             names; None: it is guessed.
+        task: name of the task; None leaves the task to the labels.
 
     Returns:
         Sentences on everything that was guessed.
@@ -34,7 +37,7 @@ def write_recipe(file: Path, out: Path, columns: Mapping[str, str | list[str] | 
     """
     if out.exists():
         raise RecipeError(f"{out} exists already; nothing was replaced. Choose another file with --out")
-    made = starter(file, columns)
+    made = starter(file, columns, task)
     replace_text(out, made.text)
     return made.notes
 
