@@ -215,8 +215,7 @@ def malformed(msg: Message) -> str:
 
 
 def cut(msg: Message, blocks: frozenset[str]) -> Any:
-    """Return the message for a client that owns these blocks. Other blocks are removed from trees, unless declared
-    `whole`."""
+    """Return the message for a client that owns these blocks, without other blocks of trees that are not `whole`."""
 
     def own(name: str, value: Tensor | Tree) -> Tensor | Tree:
         if name in msg.whole or isinstance(value, Tensor) or all(block_of(key) in blocks for key in value):

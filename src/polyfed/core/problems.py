@@ -25,8 +25,7 @@ class Problems:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Catch a RecipeError or DataError from the `with` block, and add it to the faults. The error ends the
-        block."""
+        """Add a RecipeError or DataError that the `with` block raises to the faults. The error ends the block."""
         try:
             yield
         except (RecipeError, DataError) as error:

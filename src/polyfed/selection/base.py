@@ -59,8 +59,7 @@ class Selector(ABC):
         return None if self.overselect is None else self.needed(fed)
 
     def needed(self, fed: Federation) -> int:
-        """Return the cohort size: `max(1, round(participation * K))`, but at most the number of clients with training
-        rows.
+        """Return the cohort size: `max(1, round(participation * K))`, limited to the clients with training rows.
 
         Raises:
             RecipeError: `participation` is a count above the number of clients.

@@ -41,8 +41,7 @@ def accumulating(gradient: Callable[..., Any], train: Train) -> Callable[..., An
 
 
 def _split_grad(terms: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function like `grad(terms, has_aux=True)`, but for a dict of scalars, each with its own gradient
-    Tree."""
+    """Return a function like `grad(terms, has_aux=True)` for a dict of scalars, with a gradient Tree for each."""
 
     def gradient(trained: Tree, *rest: Any) -> tuple[dict[str, Tree], Any]:
         values, pull, aux = vjp(lambda w: terms(w, *rest), trained, has_aux=True)  # type: ignore[misc]
