@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 class ShownRecipe(ABC):
-    """How a notebook and a terminal show a recipe: as one line, and in a notebook also as a table that can be
-    opened."""
+    """How a recipe is shown: as one line, and in a notebook also as a table that can be opened."""
 
     @abstractmethod
     def table(self) -> dict[str, Any]:

@@ -50,8 +50,7 @@ Kind = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Size:
-    """The size of one part of a reply in bytes: `fixed + per_row * rows`, where the reply covers this number of
-    rows."""
+    """The size in bytes of one part of a reply that covers `rows` rows: `fixed + per_row * rows`."""
 
     fixed: int
     per_row: float = 0.0
@@ -152,8 +151,7 @@ class DryRunEngine(Sequential):
         return 0 if client < 0 else int(self.registry.num_rows[client])
 
     def _kind(self, client: int) -> Kind:
-        """Return the client's group: its modalities and rank. Devices of silos and evaluation clients have their own
-        groups."""
+        """Return the group of a client: its modalities and rank. A device or an evaluation client has its own group."""
         alone = client < 0 or self.registry.silo is not None
         rank = (str(self.ranks[client % len(self.ranks)]),) if self.ranks else ()
         return (str(client),) if alone else (*self.registry.owned(client), *rank)

@@ -121,8 +121,7 @@ def _path(text: str, override: str) -> list[str]:
 
 
 def _value(text: str, override: str) -> Any:
-    """Return the value of an override: TOML, or else a number such as `.5` (which TOML does not allow), or else a
-    word."""
+    """Return the value of an override: TOML, else a number such as `.5` that TOML refuses, else a word."""
     text = text.strip()
     try:
         found = tomllib.loads(f"value = {text}")

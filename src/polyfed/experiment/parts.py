@@ -55,9 +55,7 @@ def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
             cls(**values, **given)
         except TypeError:  # a required option is missing or wrong
             problems.found += _missing(where, cls, {**table, **given})
-        except (
-            RecipeError
-        ) as error:  # a fault of the remaining values, which may be only due to the values that were left out
+        except RecipeError as error:  # perhaps only due to the values left out
             problems.found += [fault for fault in error.several or (error,) if fault.key and fault.key[-1] in values]
         problems.raise_all()
     problems.found += _missing(where, cls, {**values, **given})

@@ -254,8 +254,7 @@ class Records:
                 raise DataError(f"--resume: {what.format(self.folder)}. Restore it, or start in another --out folder")
 
     def _check_engine(self, before: str | None, now: str) -> None:
-        """Refuse to change from or to the engine `flower`, because it stores the clients' local state in another
-        place."""
+        """Refuse a change from or to the engine `flower`, which stores the clients' local state in another place."""
         if before != now and FLOWER in (before, now) and self.checkpoints.exists():
             raise RecipeError(
                 f"--resume: {self.folder} holds a run on engine '{before}', now it is '{now}'. The clients' "

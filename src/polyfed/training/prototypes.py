@@ -67,8 +67,7 @@ class Prototypes:
         return torch.log_softmax(scores, -1)
 
     def own(self, z_BD: Tensor, y_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's log probability of its class, zero if inactive, and whether the class is active, (B,)
-        each."""
+        """Return each row's log probability of its class, zero if inactive, and whether it is active, (B,) each."""
         there = self.active[y_B]
         log_p = self.log_probabilities(z_BD).gather(-1, y_B.unsqueeze(-1)).squeeze(-1)
         return torch.where(there, log_p, 0.0), there

@@ -116,8 +116,7 @@ def likelihood_ratio(own: Tensor, shadows: Tensor, inside: Tensor, member: Tenso
 
 
 def _halves(score: Tensor, member: Tensor) -> Tally:
-    """Guess that the half with the larger scores are members. A score equal to the median counts as half a right
-    guess."""
+    """Guess that the half with the larger scores are members. The median score counts as half a right guess."""
     middle = score.double().median() if not len(score) else score.double().quantile(0.5)
     right = torch.where(member, score > middle, score < middle).double()
     return Tally.of(torch.where(score == middle, torch.full_like(right, 0.5), right), 0.5)
@@ -241,8 +240,7 @@ def batch_of(found: Capture, read: Sequence[str], rows: Tensor) -> Batch:
 
 
 def _lira(found: Capture, reply: CapturedReply, candidates: Candidates, shadows: int, seed: int) -> Tally | None:
-    """Attack with shadow models. Each starts from the received parameters and trains on a random half of the
-    candidates."""
+    """Attack with shadow models: from the received parameters, each trains on a random half of the candidates."""
     context, columns = found.assembly.engine.context(reply.client), found.population.columns
     read = [m for m in context.modalities if m in context.model.modalities]
     total = len(candidates.rows)

@@ -99,8 +99,7 @@ class Board:
     blocked: dict[int, str] = field(default_factory=dict)
 
     def count(self, state: State, *, tuning: bool | None = None) -> int:
-        """Return the number of runs in this state. With `tuning`, count only runs of the search (True) or other runs
-        (False)."""
+        """Return the number of runs in this state: all runs, or those of the search (True) or the others (False)."""
         return sum(e.state == state and tuning in (None, e.tuning) for e in self.entries.values())
 
     def path(self, entry: Entry) -> Path:

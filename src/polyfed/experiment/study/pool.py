@@ -75,9 +75,7 @@ class Pool:
     ) -> None:
         for worker in self.workers:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(
-                    worker.process.pid, signal.SIGKILL
-                )  # also ends its child processes, which keep its output open
+                os.killpg(worker.process.pid, signal.SIGKILL)  # also its child processes
         for worker in self.workers:
             _close(worker)
 
@@ -101,9 +99,7 @@ class Pool:
         worker = next((w for w in self.workers if not w.job), None) or self._new()
         worker.job = job
         assert worker.process.stdin is not None
-        with contextlib.suppress(
-            OSError
-        ):  # the idle process was killed; its end is then reported as the end of this run
+        with contextlib.suppress(OSError):  # the idle process was killed
             worker.process.stdin.write(json.dumps({"recipe": recipe, "folder": str(folder)}, default=str) + "\n")
             worker.process.stdin.flush()
 

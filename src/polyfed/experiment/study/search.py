@@ -65,8 +65,7 @@ class Searcher:
 
     @property
     def best(self) -> Values | None:
-        """Return the setting with the best score, the first of equal ones, or None if training diverged with all
-        settings."""
+        """Return the setting with the best score, the first of equal ones, or None if all diverged."""
         scored = [(values, score) for values, score in self.trials if score is not None]
         if not scored:
             return None
@@ -103,8 +102,7 @@ def _listed(space: list[Any] | Range) -> list[Any]:
 
 
 def _suggested(trial: Any, key: str, space: list[Any] | Range) -> Any:
-    """Return the value that a trial proposes for a key. Floats are rounded to four digits, so that tables can show
-    them."""
+    """Return the value that a trial proposes for a key. Floats are rounded to four digits for the tables."""
     if isinstance(space, list) or space.count is not None:
         options = _listed(space)
         if all(isinstance(option, bool | int | float | str) for option in options):
