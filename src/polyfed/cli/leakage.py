@@ -1,4 +1,4 @@
-"""`polyfed audit`: what the messages of a run give away. `polyfed audit-log` is another verb, about ledgers."""
+"""`polyfed audit`: measures what the messages of a run reveal. `polyfed audit-log` is another verb, for audit logs."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,7 +36,7 @@ def audit(
 
 
 def _tables(found: "LeakageAudit") -> list["RenderableType"]:
-    """The measured attacks as a table, and below it why the others have no number."""
+    """Return the measured attacks as a table, and the reasons why the other attacks have no number."""
     from rich.text import Text
 
     from polyfed.cli.layout import plain_table, titled

@@ -1,4 +1,4 @@
-"""The verbs `doctor` and `completion`: what works on this machine, and completing words with the Tab key."""
+"""The verbs `doctor`, which checks this machine, and `completion`, which installs completion with the Tab key."""
 
 from enum import StrEnum
 from typing import Annotated

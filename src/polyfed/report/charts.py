@@ -204,8 +204,11 @@ def timing(history: History) -> Chart:
 
 
 def prices(history: History) -> list[Chart]:
-    """Return the charts of the score against the cost: bytes, and simulated time if the recipe has a section [network].
-    If the algorithm logs local rounds and exchanges, these are costs too, also for the test loss."""
+    """Return the charts of the score against the cost.
+
+    The costs are bytes, simulated time if the recipe has a section [network], and local rounds and exchanges if the
+    algorithm logs them. For local rounds and exchanges, there are also charts of the test loss.
+    """
     head = history.headline
     scores = [("all modalities", f"global.{head.score}", 0, False), ("clients' own", "personal.mean", 1, False)]
     loss = [("test", "global.loss", 1, False)]

@@ -73,9 +73,7 @@ def _saved(figures: dict[str, Any], folder: Path) -> list[Path]:
         for name, figure in figures.items():
             for kind in FORMATS:
                 path = folder / f"{re.sub(r'[^0-9A-Za-z_.-]+', '-', name)}.{kind}"
-                date = (
-                    {"Date": None} if kind == "svg" else {"CreationDate": None}
-                )  # so that equal numbers give equal files
+                date = {"Date": None} if kind == "svg" else {"CreationDate": None}  # equal numbers give equal files
                 figure.savefig(path, metadata=date)
                 paths.append(path)
     except OSError as error:

@@ -132,8 +132,7 @@ def evidence(
 
 
 def scores_of(group: Group, metrics: Sequence[str]) -> dict[tuple[int, str], float]:
-    """Return (seed, fold) -> the first of these metrics that the run has, or its mean if a seed occurs several
-    times."""
+    """Return (seed, fold) -> the first of these metrics that the run has. Repeated seeds are averaged."""
     found: dict[tuple[int, str], list[float]] = {}
     for folder, seed, fold in zip(group.folders, group.seeds, group.folds, strict=True):
         numbers = flat(folder.result.get("metrics", {}))
