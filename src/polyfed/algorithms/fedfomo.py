@@ -10,8 +10,8 @@ measure a candidate, the client replaces only that block of the previous model. 
 the candidates. The client keeps this block if no candidate has a lower loss than the previous model. In every round,
 `uploads` owners of a block send the block, and all its owners receive what was sent.
 
-The clients send blocks of personal models to the server, and the server sends them to other clients. The clients also
-send the weights of the candidates to the server. Page: docs/algorithms/fedfomo.md.
+Clients send blocks of personal models to other clients through the server, and the candidates' weights to the server.
+Page: docs/algorithms/fedfomo.md.
 """
 
 from dataclasses import dataclass, field, replace
@@ -66,8 +66,8 @@ class FedFomoState:
 
     Attributes:
         params: the common initial model. FedFomo has no global model.
-        preferences: by block, a float64 matrix (K, K). Entry [i, j] is the sum of the weights that client i has given
-            to client j so far.
+        preferences: by block, float64 (K, K). Entry [i, j] is the sum of the weights that client i has given to client
+            j so far.
         waited_for: clients asked for an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
@@ -290,10 +290,7 @@ def split(local: Tree) -> tuple[Tree, Tree]:
 
 
 def every_nth(batch: Batch, n: int) -> Batch:
-    """Return the held-out rows n - 1, 2 n - 1, ... of a batch.
-
-    The number of the batch's first row must be divisible by n.
-    """
+    """Return the held-out rows n - 1, 2 n - 1, ... of a batch whose first row has a number divisible by n."""
     part = slice(n - 1, None, n)
     return replace(
         batch,
@@ -312,9 +309,7 @@ def distances(pool: Tree, previous: Tree) -> Tensor:
 
 
 def candidate_weights(base: Tensor, losses: Tensor, distance: Tensor) -> Tensor:
-    """Return the normalised weights (N,) of the candidates (Eq. 4).
-
-    All weights are zero if no candidate has a lower loss than the previous model.
+    """Return the normalised weights (N,) of the candidates (Eq. 4), or zeros if none has a lower loss than before.
 
     Args:
         base: loss of the previous model.

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 MOST_DEPTH = 200
-"""The deepest nesting that is accepted, counted in lists and tables. No file that polyfed writes comes near it."""
+"""The deepest nesting that is accepted, counted in lists and tables. The files that polyfed writes are nested far less
+deeply."""
 
 CAUSES = "TOML needs quotes around words, `true` and `false` in lower case, and one `key = value` on each line"
 

@@ -34,7 +34,7 @@ class MediaSet(Source):
 
     Attributes:
         path: The data set's folder, or a folder of prepared features.
-        cache: Folder for the features of the data set; empty: `$XDG_CACHE_HOME/polyfed`, by default
+        cache: Folder for the features of the data set. If empty, `$XDG_CACHE_HOME/polyfed`, by default
             `~/.cache/polyfed`.
     """
 
