@@ -6,9 +6,9 @@ max(0, L(previous) - L(candidate)) / ||candidate - previous||, normalised over t
 client's model at the start of the round, and L is the loss on the held-out rows.
 
 polyfed's choice: FedFomo works per block, so that clients with different modalities can use each other's blocks. To
-measure a candidate, the client replaces only that block of the previous model. The client's own trained block is among
-the candidates. The client keeps this block if no candidate has a lower loss than the previous model. In every round,
-`uploads` owners of a block send the block, and all its owners receive what was sent.
+measure a candidate, the client replaces only that block of the previous model. The client's own trained block is a
+candidate, which the client keeps if no candidate has a lower loss. In every round, `uploads` owners of a block send the
+block, and all its owners receive these blocks.
 
 Clients send blocks of personal models to other clients through the server, and the candidates' weights to the server.
 Page: docs/algorithms/fedfomo.md.
@@ -89,8 +89,8 @@ class FedFomo(Algorithm):
     Attributes:
         uploads: how many clients send a block in a round: a share of all clients, or a count.
         every: n: a client holds out every n-th of its training rows. The value 5 gives the 20 % of the paper.
-        candidates: the largest number of other clients' blocks that a client receives. The server chooses those with
-            the largest preferences so far. 0 means all, as in the PFMML paper.
+        candidates: the largest number of other clients' blocks that a client receives. The server chooses by the
+            preferences so far. 0 means all, as in the PFMML paper.
         explore: epsilon, the probability in round 1 that a candidate is drawn at random.
         explore_decay: amount by which epsilon decreases in every round.
     """

@@ -1,5 +1,4 @@
-"""Reads arrays from untrusted files, without pickle, and without allocating more memory than the size of the file
-justifies.
+"""Reads arrays from untrusted files, without pickle, and without allocating too much memory for the file's size.
 
 `Arrays` reads `.npz` files and folders of `.npy` files, `read_npy` reads a single `.npy` file, and `read_idx` reads
 MNIST's format. Before it allocates memory, each of them compares the header with the bytes in the file. Every fault is

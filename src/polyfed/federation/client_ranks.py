@@ -40,8 +40,7 @@ class ClientRanks:
         return {} if rank is None else self.shapes_at(rank)
 
     def shapes_at(self, rank: int) -> Mapping[str, Shape]:
-        """Return, by name, the shapes of those parameters that are smaller for a client of this rank than in the
-        model."""
+        """Return, by name, the shapes of the parameters that are smaller at this rank than in the model."""
         if rank not in self._shapes:
             found = self._shapes.setdefault(rank, {})
             for a, b in pairs(self.template):

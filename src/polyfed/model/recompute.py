@@ -2,7 +2,8 @@
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. Dropout layers draw the same
 masks in both passes, because the batch's key is restored for the second pass. `vmap` does not support gradient
-checkpointing. The vectorised engine therefore trains such models for one client after another.
+checkpointing, so only clients that train one at a time save memory. The vectorised engine therefore trains such models
+for one client after another.
 """
 
 from collections.abc import Callable, Iterator

@@ -153,8 +153,10 @@ class Comparison:
         return (MISSING if cell is None else cell.text(column.unit)) + fewer
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row per group: label, n, seeds, folds if there are several, and `<column>` and `<column>.spread` for
-        every number; `rounds_to_accuracy.n` is the number of runs that reached the accuracy.
+        """Return one flat row per group.
+
+        A row has label, n, seeds, folds if there are several, and `<column>` and `<column>.spread` for every number.
+        `rounds_to_accuracy.n` is the number of runs that reached the accuracy.
         """
         return [
             {"label": group.label, "n": len(group.folders), "seeds": list(group.seeds)}

@@ -1,5 +1,4 @@
-"""Scores that need several runs or all rounds: the UAR over folds, and the number of rounds until an accuracy is
-reached.
+"""Scores that need several runs or all rounds: the UAR over folds, and the rounds until an accuracy is reached.
 
 A fold is one part of the data that serves as the test set. The runs of a group may differ in their fold. There are two
 scores over folds. The mean of the folds' UAR weights folds equally. The UAR of their summed confusion matrices weights

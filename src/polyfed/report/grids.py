@@ -1,5 +1,7 @@
-"""Grids of a run's report, as data: the confusion matrix, and the labels that clients hold. The page's script draws the
-grids."""
+"""Grids of a run's report, as data: the confusion matrix, and the labels that clients hold.
+
+The page's script draws the grids.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

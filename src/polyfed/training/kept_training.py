@@ -63,8 +63,7 @@ class KeptTraining:
         return TrainingResult({}, torch.zeros((), device=self.steps.device), self.steps, moments=self.moments)
 
     def after(self, fit: TrainingResult) -> "KeptTraining":
-        """Return the training run after `fit` has continued it. Parameters and moments that `fit` lacks do not
-        change."""
+        """Return the training run as continued by `fit`. Parameters and moments that `fit` lacks do not change."""
         params = {name: fit.params.get(name, value) for name, value in self.params.items()}
         moments = {
             kind: {name: fit.moments.get(kind, {}).get(name, value) for name, value in tree.items()}

@@ -1,5 +1,4 @@
-"""Class prototypes, which are the mean embeddings of the classes, and losses and ratios computed from distances to
-them.
+"""Class prototypes (the mean embeddings of the classes), and losses and ratios from distances to prototypes.
 
 CMSFed, PMR and FedProto use class prototypes. PMR: Fan, Xu, Wang, Wang, Guo, "PMR: Prototypical Modal Rebalance for
 Multimodal Learning", CVPR 2023. The pages docs/algorithms/cmsfed.md, fedpmr.md and fedproto.md give the equations.

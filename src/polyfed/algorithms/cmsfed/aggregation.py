@@ -1,5 +1,4 @@
-"""How CMSFed averages: the gamma weights of Eq. 6, and the classifier columns of modalities that a client did not
-train."""
+"""How CMSFed averages: the gamma weights of Eq. 6, and the classifier columns of untrained modalities."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,5 +1,4 @@
-"""The choice of clients and their modalities in a round of CMSFed, which solves two facility-location problems
-together.
+"""The choice of clients and modalities in a round of CMSFed, by solving two facility-location problems together.
 
 `cmsfed.py` builds a `SelectionProblem` from the server's knowledge and calls `solve` (Algorithm 1, Eq. 13-14).
 """

@@ -259,6 +259,5 @@ def _standardised(x: Array, mean: Array, deviation: Array) -> Array:
 
 
 def _id(name: str) -> int:
-    """Return a 63-bit number for a name. Among a million samples, the probability that two get the same number is about
-    5e-8."""
+    """Return a 63-bit number for a name. Of a million samples, two get the same number with probability 5e-8."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1

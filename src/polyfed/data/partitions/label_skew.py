@@ -155,8 +155,6 @@ def _class_sets(num_classes: int, size: int, num: int, draw: np.random.Generator
         passes = [draw.permutation(total) for _ in range(-(-num // total))]
         return every[np.concatenate(passes)[:num]]
     chosen: dict[tuple[int, ...], None] = {}
-    while (
-        len(chosen) < num
-    ):  # at most half of all sets are used, so each draw is new with a probability of at least 1/2
+    while len(chosen) < num:  # at most half of all sets are used, so each draw is new with probability 1/2 or more
         chosen[tuple(sorted(draw.choice(num_classes, size, replace=False).tolist()))] = None
     return np.array(list(chosen))

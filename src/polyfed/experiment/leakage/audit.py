@@ -1,5 +1,4 @@
-"""`polyfed audit`: attacks what clients sent according to a run's ledger, and writes the result into the run's
-folder."""
+"""`polyfed audit`: attacks the data that clients sent in a run, and writes the result into the run's folder."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
