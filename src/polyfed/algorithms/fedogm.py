@@ -46,7 +46,7 @@ class FedOgm(Averaging):
         scale_params: which gradients are modulated. `conv4d` selects the four-dimensional convolution weights of the
             encoders. `all_weights` selects all their weight matrices, for encoders without convolutions.
         placebo: `constant` is a control: in every batch, the gradients of all modalities are scaled by one number, the
-            mean of their coefficients. No modality is then favoured. `none` is the method.
+            mean of their coefficients. No modality is then favoured. `none`, the default, is the method of the paper.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)

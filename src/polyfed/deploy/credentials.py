@@ -81,8 +81,9 @@ def _write_server(folder: Path, hosts: Sequence[str]) -> None:
 
 
 def check_server(folder: Path, there: Sequence[str], hosts: Sequence[str] = ()) -> None:
-    """Refuse an invalid server certificate. The authority's key is not stored, so a new certificate needs a new
-    authority.
+    """Refuse an invalid server certificate.
+
+    The authority's key is not stored, so a new certificate needs a new authority.
 
     Args:
         folder: folder of the credentials.

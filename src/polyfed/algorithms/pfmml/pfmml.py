@@ -107,11 +107,12 @@ class Pfmml(Algorithm):
             (docs/results/pfmml.md).
         record: `last` learns from a device's newest copy, whatever its age. `previous-round` learns only from copies of
             the last round.
-        learn: update the coefficients `after` mixing, as in the paper, or `before`.
-        softmax_over: the score uses coefficients from a softmax over `all` devices or over the block's `owners`.
+        learn: when to update the coefficients: `after` mixing, as in the paper, or `before` mixing.
+        softmax_over: the devices over which the softmax for the score is taken: `all` devices, or the `owners` of the
+            block.
         waits_for: the devices that the server waits for: `scheduled`, or `all`.
         placebo: a control that has the same cost. `uniform` learns coefficients but does not use them. `shuffled` mixes
-            with each device's coefficients for the other devices in random order. `none` is the method.
+            with each device's coefficients for the other devices in random order. `none` is the method of the paper.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
@@ -146,9 +147,9 @@ class Pfmml(Algorithm):
         return dict(context.initial)
 
     def round(self, state: PfmmlState, fed: Federation) -> PfmmlState:
-        """Download, train, schedule, upload, mix, learn."""
+        """Run one round: the devices download, train and upload, and the server schedules, mixes and learns."""
         laid = layouts(fed, state.params)
-        downloads = state.deliveries.messages(laid)  # step 7 of the round before
+        downloads = state.deliveries.messages(laid)  # step 7 of the previous round
         installed = fed.ask(self.install, list(downloads), downloads, quorum=False)
         lost = state.deliveries.lost(downloads, installed)
         trained = fed.ask(self.practise, list(fed.clients.eligible), Start())
@@ -186,7 +187,7 @@ class Pfmml(Algorithm):
         return {**local, **got.params}
 
     def simulated_seconds(self, state: PfmmlState, times: Timetable) -> float:
-        """Return the duration: devices work independently; the server waits for the uploading ones, or for all."""
+        """Return the duration of the round. The server waits for the uploading devices, or for all devices."""
         return times.chains(times.by_client() if self.waits_for == "all" else state.waited_for)
 
     def observe(self, state: PfmmlState) -> dict[str, float]:

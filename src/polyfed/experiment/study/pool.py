@@ -155,17 +155,17 @@ class Pool:
 
 
 def _close(worker: Worker) -> None:
-    """Wait for the end of a process, and close what led to it."""
+    """Wait for the end of a process, and close its pipes and its log."""
     worker.process.wait()
     if worker.listener is not None:
         worker.listener.join()
     if worker.process.stdin is not None:
-        with contextlib.suppress(OSError):  # words that the process no longer read
+        with contextlib.suppress(OSError):  # input that the process did not read
             worker.process.stdin.close()
 
 
 def _end_of(worker: Worker) -> str:
-    """Why a process ended in the middle of a run."""
+    """Return why a process ended in the middle of a run."""
     code = worker.process.wait()
     if code == -9:
         return "its process was killed by signal 9; the system does so when memory is short"
