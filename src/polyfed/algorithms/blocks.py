@@ -152,7 +152,7 @@ def wanted(chosen: Mapping[str, Tensor]) -> dict[int, Wanted]:
     """Return the message to each client that the server asks for at least one block.
 
     Args:
-        chosen: block -> the clients that are asked for it, bool (K,).
+        chosen: block -> the clients from which the server requests it, bool (K,).
     """
     flag = torch.ones(())  # one tensor for all messages, so that a stack shares equal messages instead of copying them
     asked: dict[int, Tree] = {}

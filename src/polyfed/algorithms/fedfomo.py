@@ -67,7 +67,7 @@ class FedFomoState:
     Attributes:
         params: the common initial model. FedFomo has no global model.
         preferences: by block, float64 (K, K). Entry [i, j] sums the weights that client i has given to client j.
-        waited_for: clients asked for an upload in the last round.
+        waited_for: the clients from which the server requested an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
 

@@ -24,7 +24,7 @@ def audit(
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Attack the messages of a run, kind by kind and modality by modality; print how much they give away."""
+    """Attack the messages of a run, by kind and by modality, and print how much the messages reveal."""
     from polyfed.experiment.leakage import audit as audit_run
     from polyfed.experiment.leakage import write
     from polyfed.report import write_report

@@ -24,7 +24,7 @@ class Shell(StrEnum):
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Say what works on this machine: versions, threads, GPU, optional parts, memory, disk; and what to install."""
+    """Check this machine: versions, threads, GPU, optional parts, memory, disk. Print what to install."""
     from polyfed.cli import doctor as examination
 
     found = examination.examine()

@@ -63,7 +63,7 @@ class PfmmlState:
         params: the common initial model. PFMML has no global model.
         blocks: the server's knowledge about each block, in the order in which uploads are queued.
         undelivered: by block, devices whose newest copy is older than the last round and has not arrived, bool (K,).
-        waited_for: devices that were asked for an upload in the last round.
+        waited_for: the devices from which the server requested an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
 

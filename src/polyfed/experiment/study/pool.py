@@ -155,7 +155,7 @@ class Pool:
 
 
 def _close(worker: Worker) -> None:
-    """Wait for the end of a process, and close its pipes and its log."""
+    """Wait for the end of a process and of its listener, and close its standard input."""
     worker.process.wait()
     if worker.listener is not None:
         worker.listener.join()

@@ -1,4 +1,4 @@
-"""`polyfed.sweep`: carry out a study, several runs at once; what an earlier sweep finished is not run again."""
+"""`polyfed.sweep`: runs a study, with several runs at the same time, and without the runs that are already finished."""
 
 import math
 import time
@@ -32,7 +32,7 @@ PAGE_EVERY = 5.0
 """Seconds between two versions of the page while runs go on."""
 
 Needs = Generator[list[Entry], None, None]
-"""What a cell needs next: runs, of which all must have ended before it goes on."""
+"""The runs that a cell needs next. All of them must end before the cell continues."""
 
 
 def sweep(

@@ -131,7 +131,7 @@ def _named(section: str, cls: type, table: Any, problems: list[str]) -> dict[str
 
 
 def _with_scenario(study: Study) -> Study:
-    """Return the study. If it has no scenarios, its recipe becomes the only scenario."""
+    """Return the study. If the study has no scenarios, its recipe becomes the only scenario."""
     if study.scenarios:
         return study
     name = Path(study.recipe).stem if study.recipe else "recipe"
