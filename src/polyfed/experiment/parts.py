@@ -37,8 +37,8 @@ def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
     """Build a section's dataclass, and warn about options without effect.
 
     A dataclass may have an attribute `idle`, a map from option to reason, for options that have no effect in
-    combination with others. A warning names those of these options that the section sets to a value other than the
-    default.
+    combination with others. If the section sets such an option to a value other than the default, a warning names the
+    option.
 
     Args:
         where: the section, for errors, such as `[train]`.

@@ -27,7 +27,7 @@ class Toy(Source):
         rows: Number of rows, all splits together.
         classes: Number of classes.
         shapes: Sample shape of each modality; `{a = [1, 8, 8], b = [3, 8, 8]}` gives tiny images.
-        snr: Signal-to-noise ratio of each modality. The default for each modality is 1.
+        snr: Signal-to-noise ratio of each modality. A modality without an entry has the ratio 1.
         natural_clients: Number of natural clients, to which rows are assigned at random. 0 means that there are no
             natural clients.
         test_share: Share of every class that is the global test set.
