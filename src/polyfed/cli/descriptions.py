@@ -1,4 +1,4 @@
-"""The verbs `algorithms`, `data`, `init`: the methods and data sources, and a first recipe for a file of your own."""
+"""The verbs `algorithms`, `data`, `init`: the methods, the data sources, and a first recipe for your own data file."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +12,7 @@ from polyfed.core.errors import RecipeError
 
 
 class OnCorrupt(StrEnum):
-    """What `data prepare` does with a file that cannot be used."""
+    """The reaction of `data prepare` to a file that cannot be used."""
 
     fail = "fail"
     skip = "skip"
@@ -95,7 +95,7 @@ def init(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a complete recipe for a data file, and say what was guessed."""
+    """Write a complete recipe for a data file, and print all guesses."""
     from polyfed.cli import init
 
     labels = label[0] if label and len(label) == 1 else label or None
