@@ -6,7 +6,7 @@ OUT ?= runs/demo
 FLOWER ?= 1.42.0
 OTHER := $(CURDIR)/.venv/flower-$(FLOWER)
 
-.PHONY: demo test check check-flower check-all check-trackers federation bench leaderboard docs notebooks format clean
+.PHONY: demo test check check-flower check-all check-trackers federation bench bench-check leaderboard docs notebooks format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -49,8 +49,11 @@ check-trackers: .venv/installed ## installs MLflow and Weights & Biases (200 MB)
 federation: .venv/installed ## a server and three devices on this machine; see docs/deploy.md
 	$(BIN)/polyfed app runs/federation --recipe recipes/federation-demo.toml --local
 
-bench: .venv/installed ## speed beside a bare loop and other frameworks; see docs/performance.md
-	$(BIN)/python benchmarks/speed.py
+bench: .venv/installed ## writes docs/results/speed.md: speed beside a bare loop and other frameworks; see docs/performance.md
+	$(BIN)/python benchmarks/bench.py
+
+bench-check: .venv/installed ## compares the speed with docs/results/speed.json; fails if something is 25 % slower
+	$(BIN)/python benchmarks/bench.py --check
 
 leaderboard: .venv/installed ## all methods in eight scenarios (hours; goes on where it stopped); writes docs/results/leaderboard.md
 	$(BIN)/python benchmarks/leaderboard.py

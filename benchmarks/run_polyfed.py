@@ -60,13 +60,13 @@ def model(setting: Setting) -> Model:
 class Ours:
     """A federation and the state of the algorithm."""
 
-    def __init__(self, setting: Setting, people: Population, engine: str) -> None:
+    def __init__(self, setting: Setting, people: Population, engine: str, workers: int = 0) -> None:
         net = model(setting)
         train = Train(lr=setting.lr, batch_size=setting.batch_size)
         algorithm = FedAvg(train=train, selector=Uniform(participation=setting.cohort))
         first = net.init(keys.key(1, "init"))
         self.ledger = Ledger("speed")
-        workers = max(1, len(os.sched_getaffinity(0)))  # what a recipe without [engine] workers gets
+        workers = workers or max(1, len(os.sched_getaffinity(0)))  # what a recipe without [engine] workers gets
         options = {"policy": Policy(), "ledger": self.ledger, "workers": workers, "threads": 1}
         runner = ENGINES[engine](people, net, algorithm, first, **options)
         self.fed = Federation(runner.registry, runner, algorithm, runner.context(-1), first, seed=1, rounds=1_000_000)
@@ -79,10 +79,10 @@ class Ours:
         self.ledger.drain()
 
 
-def main(name: str, folder: str, threads: str, engine: str) -> None:
+def main(name: str, folder: str, threads: str, engine: str, workers: str = "0") -> None:
     torch.set_num_threads(int(threads))
     setting = SETTINGS[name]
-    ours = Ours(setting, population(setting, Path(folder)), engine)
+    ours = Ours(setting, population(setting, Path(folder)), engine, int(workers))
     serve(ours.round, parameters=ours.net.num_parameters())
 
 

@@ -1,6 +1,6 @@
-"""The two settings of the speed comparison, and their data: plain NumPy, so that every environment can read it."""
+"""The settings of the speed comparison, and their data: plain NumPy, so that every environment can read it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ class Setting:
         hidden: width of each encoder's hidden layer.
         embedding: width of each encoder's output.
         classes: of the label.
-        num_parameters: what the model must have; every program checks it.
+        data: name of the setting whose data this one uses; empty for its own data.
     """
 
     name: str
@@ -29,18 +29,30 @@ class Setting:
     hidden: int
     embedding: int
     classes: int
-    num_parameters: int
     batch_size: int = 16
     lr: float = 0.1
+    data: str = ""
+
+    @property
+    def num_parameters(self) -> int:
+        """What the model must have; every program checks it."""
+        encoders = [f * self.hidden + self.hidden + (self.hidden + 1) * self.embedding for f in self.features]
+        return sum(encoders) + (2 * self.embedding + 1) * self.classes
 
 
-SETTINGS = {
-    s.name: s
-    for s in (
-        Setting("food", 200, 20, 288, (1280, 768), 128, 64, 101, 291_941),
-        Setting("small", 500, 50, 96, (74, 300), 32, 16, 7, 13_319),
-    )
-}
+FOOD = Setting("food", 200, 20, 288, (1280, 768), 128, 64, 101)
+SMALL = Setting("small", 500, 50, 96, (74, 300), 32, 16, 7)
+
+COHORTS = [replace(SMALL, name=f"small-{n}-clients", cohort=n, data="small") for n in (5, 20, 50, 200, 500)]
+"""`small` with other numbers of clients in a round."""
+
+SIZES = [
+    replace(SMALL, name=f"small-{hidden}-hidden", hidden=hidden, embedding=hidden // 2, data="small")
+    for hidden in (8, 32, 128, 512)
+]
+"""`small` with other sizes of the model."""
+
+SETTINGS = {s.name: s for s in (FOOD, SMALL, *COHORTS, *SIZES)}
 
 
 def arrays(setting: Setting, folder: Path) -> tuple[list[np.ndarray], np.ndarray]:
@@ -48,7 +60,7 @@ def arrays(setting: Setting, folder: Path) -> tuple[list[np.ndarray], np.ndarray
 
     Client k holds rows k * rows to (k + 1) * rows. Labels depend on the features, so that training has a slope.
     """
-    path = folder / f"{setting.name}-{setting.clients}.npz"
+    path = folder / f"{setting.data or setting.name}-{setting.clients}.npz"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         draw = np.random.Generator(np.random.Philox(7))

@@ -4,7 +4,10 @@ Every program is a process of its own that waits between its rounds; rounds of d
 all run under the same conditions. Figures are medians over the repetitions, with quartiles. A framework that cannot be
 installed or fails is listed as such, without a figure.
 
-    python benchmarks/speed.py [--setting food] [--threads 2] [--rounds 15] [--json FILE]
+    python benchmarks/speed.py [--setting food] [--threads 2] [--rounds 15] [--busy] [--json FILE]
+
+With --busy, one process for each core computes without end while the programs are measured, and a bare loop with one
+thread is measured too.
 """
 
 import argparse
@@ -16,18 +19,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from environments import PEERS, Unavailable, python_of
+from environments import PEERS, Peer, Unavailable, python_of
 from settings import SETTINGS, Setting, arrays
 from worker import ANSWER
 
 HERE = Path(__file__).parent
-BARE = "bare loop"
+BARE, SINGLE = "bare loop", "bare loop, one thread"
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polyfed-benchmarks"
+"""Keeps the environments of other frameworks and the data."""
 
 REST = 0.05
 """Seconds between two rounds: the OpenMP threads of a program keep spinning for some milliseconds after its last
@@ -99,38 +106,64 @@ def start(name: str, command: Sequence[str], threads: int, log: Path) -> Program
     return Program(name, process)
 
 
-def programs(setting: Setting, cache: Path, threads: int, only: Sequence[str], logs: Path) -> list[Program]:
-    """Start all programs, one after the other; each is ready when this returns."""
-    wanted: list[tuple[str, list[str]]] = [
-        (BARE, [sys.executable, "run_bare.py"]),
-        ("polyfed sequential", [sys.executable, "run_polyfed.py", "sequential"]),
-        ("polyfed vectorised", [sys.executable, "run_polyfed.py", "vectorised"]),
+@dataclass(frozen=True)
+class Wanted:
+    """A program to measure: its script with arguments, the number of threads, and the framework if it is not ours."""
+
+    name: str
+    script: str
+    threads: int
+    arguments: tuple[str, ...] = ()
+    peer: Peer | None = None
+
+
+def wanted(threads: int, peers: Sequence[str], *, busy: bool = False) -> list[Wanted]:
+    """The bare loop, polyfed's engines, and these frameworks."""
+    return [
+        Wanted(BARE, "run_bare.py", threads),
+        *([Wanted(SINGLE, "run_bare.py", 1)] if busy else []),
+        *(Wanted(f"polyfed {engine}", "run_polyfed.py", threads, (engine,)) for engine in ("sequential", "vectorised")),
+        *(Wanted(p.name, p.script, threads, peer=p) for p in PEERS if p.name.split()[0].lower() in peers),
     ]
+
+
+def started(setting: Setting, cache: Path, what: Sequence[Wanted], logs: Path) -> list[Program]:
+    """Start programs, one after the other; each is ready when this returns."""
     found: list[Program] = []
-    for peer in PEERS:
-        if only and peer.name.split()[0].lower() not in only:
-            continue
+    for one in what:
         try:
-            wanted.append((peer.name, [str(python_of(peer, cache)), peer.script]))
+            python = sys.executable if one.peer is None else str(python_of(one.peer, cache))
         except Unavailable as reason:
-            found.append(Program(peer.name, failure=f"not available here: {reason}"))
-    for name, (python, script, *rest) in wanted:
-        arguments = [python, str(HERE / script), setting.name, str(cache / "data"), str(threads), *rest]
-        program = start(name, arguments, threads, logs / f"{name}.log")
+            found.append(Program(one.name, failure=f"not available here: {reason}"))
+            continue
+        facts = [setting.name, str(cache / "data"), str(one.threads), *one.arguments]
+        program = start(one.name, [python, str(HERE / one.script), *facts], one.threads, logs / f"{one.name}.log")
         ready = program.ask()
         if ready is not None:
-            assert ready["parameters"] == setting.num_parameters, f"{name} has {ready['parameters']} parameters"
+            assert ready["parameters"] == setting.num_parameters, f"{one.name} has {ready['parameters']} parameters"
         found.append(program)
     return found
 
 
-def measure(setting: Setting, options: argparse.Namespace, cache: Path) -> list[Program]:
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """Let one process for each core compute without end in this block."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
+
+
+def measure(setting: Setting, what: Sequence[Wanted], rounds: int, cache: Path) -> list[Program]:
     """Run rounds in turns; the first two of each program are a warm-up and are not counted."""
     arrays(setting, cache / "data")
     with tempfile.TemporaryDirectory() as logs:
-        running = programs(setting, cache, options.threads, options.peers, Path(logs))
+        running = started(setting, cache, what, Path(logs))
         try:
-            for number in range(2 + options.rounds):
+            for number in range(2 + rounds):
                 for program in running:
                     program.round(count=number >= 2)
                     time.sleep(REST)
@@ -138,6 +171,12 @@ def measure(setting: Setting, options: argparse.Namespace, cache: Path) -> list[
             for program in running:
                 program.stop()
     return running
+
+
+def times_faster(program: Program, than: Program) -> float:
+    """How many times faster a program is than another one."""
+    # the ratio of neighbours in time, then the median: a slow minute of the machine cancels out
+    return statistics.median(other / own for other, own in zip(than.seconds, program.seconds, strict=False))
 
 
 def table(setting: Setting, running: Sequence[Program]) -> str:
@@ -154,8 +193,7 @@ def table(setting: Setting, running: Sequence[Program]) -> str:
             lines.append(f"| {program.name} | no figure: {program.failure} | | | |")
             continue
         low, middle, high = (1e3 * q for q in statistics.quantiles(program.seconds, n=4))
-        # the ratio of neighbours in time, then the median: a slow minute of the machine cancels out
-        ratio = statistics.median(b / own for b, own in zip(bare.seconds, program.seconds, strict=False))
+        ratio = times_faster(program, bare)
         own = 1e3 * statistics.median(program.cpu)
         fastest = 1e3 * min(program.seconds)
         lines.append(
@@ -166,23 +204,23 @@ def table(setting: Setting, running: Sequence[Program]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setting", action="append", choices=list(SETTINGS), help="default: all")
+    parser.add_argument("--setting", action="append", choices=list(SETTINGS), help="default: food and small")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every program; default: all cores")
     parser.add_argument("--rounds", type=int, default=15, help="counted rounds of each program")
     parser.add_argument("--peers", nargs="*", default=["pfl", "flower"], help="pfl, flower; none: only our own")
+    parser.add_argument("--busy", action="store_true", help="measure beside a busy process on every core")
     parser.add_argument("--json", type=Path, help="also write every single round here")
     options = parser.parse_args()
-    if not options.peers:
-        options.peers = ["none"]
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polyfed-benchmarks"
     load = os.getloadavg()[0]
     print(
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.machine()}, {os.cpu_count()} cores, {options.threads} "
         f"thread(s) a program, {options.rounds} rounds each, load of the machine before: {load:.1f}\n"
     )
     singles: dict[str, dict[str, dict[str, Any]]] = {}
-    for name in options.setting or SETTINGS:
-        running = measure(SETTINGS[name], options, cache)
+    what = wanted(options.threads, options.peers, busy=options.busy)
+    for name in options.setting or ("food", "small"):
+        with busy_cores() if options.busy else nullcontext():
+            running = measure(SETTINGS[name], what, options.rounds, CACHE)
         print(table(SETTINGS[name], running) + "\n", flush=True)
         singles[name] = {p.name: {"seconds": p.seconds, "cpu": p.cpu, "failure": p.failure} for p in running}
     if options.json:

@@ -1,6 +1,9 @@
-"""FedMultimodal's draws, as benchmarks/fedmultimodal.py makes them, held against NumPy's own global generator."""
+"""The benchmarks: FedMultimodal's draws against NumPy's own global generator, and the page of speed."""
 
+import importlib
+import json
 import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,3 +70,79 @@ def test_cohorts_are_those_of_the_global_generator_whatever_the_seed(script, rou
     chosen, _ = script["Cohorts"](participation=10).choose({}, {}, fed)
     np.random.seed(round_ - 1)  # noqa: NPY002  (theirs)
     assert chosen == sorted(np.random.choice(range(105), 10, replace=False).tolist())  # noqa: NPY002
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    return importlib.import_module("bench")
+
+
+def measurement(ratio: float) -> dict[str, Any]:
+    programs = {"bare loop": {"ms": 90.0}, "polyfed vectorised": {"ms": 20.0}, "pfl 0.6": {"failure": "no network"}}
+    curves = {
+        axis: {"polyfed vectorised": {"1": 2.0, "16": ratio}}
+        for axis in ("worker processes", "clients in a round", "parameters")
+    }
+    return {
+        "when": "2026-11-22 17:00 UTC",
+        "machine": {"processor": "a", "cores": 2, "memory GiB": 24, "load before": 0.1},
+        "versions": {"torch": "2.13.0", "peers": ["pfl 0.6"]},
+        "runs": 3,
+        "rounds": 15,
+        "tables": {
+            "small": {"programs": programs, "ratios": {"polyfed vectorised / bare loop": ratio}},
+        },
+        "curves": curves,
+    }
+
+
+def test_only_what_fell_by_more_than_the_tolerance_is_slower(bench: Any) -> None:
+    before = bench.ratios_of(measurement(4.0))
+    assert before["small: polyfed vectorised / bare loop"] == 4.0
+    assert before["polyfed vectorised, 16 parameters / bare loop"] == 4.0
+    assert len(before) == 7
+    assert bench.slower(before, bench.ratios_of(measurement(3.1)), 0.25) == []
+    found = bench.slower(before, bench.ratios_of(measurement(2.9)), 0.25)
+    assert len(found) == 4
+    assert found[0] == "small: polyfed vectorised / bare loop: was 4.00, is 2.90 (-28 %)"
+    (lost, *_) = bench.slower(before, {}, 0.25)
+    assert lost.endswith("was 4.00, and could not be measured now")
+
+
+def test_the_page_keeps_what_people_wrote(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "speed.md"
+    monkeypatch.setattr(bench, "PAGE", page)
+    page.write_text(f"# Speed\n{bench.BEGIN}\nold\n{bench.END}\n## Earlier\n")
+    bench.write(measurement(4.0))
+    first = page.read_text()
+    assert first.startswith(f"# Speed\n{bench.BEGIN}\n`make bench` wrote this part on 2026-11-22")
+    assert first.endswith(f"{bench.END}\n## Earlier\n")
+    assert "| polyfed vectorised | 20.0 | 4.00 |" in first
+    assert "no figure: no network" in first
+    assert "old" not in first
+    plot = (tmp_path / "speed.svg").read_text()
+    assert "clients in a round" in plot
+    bench.write(measurement(4.0))
+    assert page.read_text() == first
+    assert (tmp_path / "speed.svg").read_text() == plot
+    assert json.loads((tmp_path / "speed.json").read_text()) == measurement(4.0)
+    page.write_text("# Speed\n")
+    with pytest.raises(SystemExit, match="has no part between"):
+        bench.write(measurement(4.0))
+
+
+def test_a_check_ends_with_1_if_something_got_slower(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "PAGE", tmp_path / "speed.md")
+    (tmp_path / "speed.json").write_text(json.dumps(measurement(4.0)))
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--check"])
+    monkeypatch.setattr(bench, "measured", lambda options: measurement(4.0))
+    bench.main()
+    assert "Nothing is more than 25 % slower" in capsys.readouterr().out
+    monkeypatch.setattr(bench, "measured", lambda options: measurement(1.0))
+    with pytest.raises(SystemExit) as caught:
+        bench.main()
+    assert caught.value.code == 1
+    assert "is 1.00" in capsys.readouterr().out

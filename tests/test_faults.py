@@ -394,7 +394,7 @@ def test_labels_that_are_also_a_modality_are_refused(tmp_path: Path) -> None:
 
 def test_classes_without_a_row_and_modalities_of_nobody_are_told(tmp_path: Path) -> None:
     np.savez(tmp_path / "one.npz", **arrays(label=np.arange(40) % 3 + 1))
-    with pytest.warns(PolyfedWarning, match=r"0 to 3, and 1 of them \(0\) have no row.*\n?.*regression"):
+    with pytest.warns(PolyfedWarning, match=r"0 to 3, and 1 class has no row \(0\).*\n?.*regression"):
         Npz(path=str(tmp_path / "one.npz"), modalities=("a",)).load()
     names = np.array(["none", "x", "y", "z"])
     np.savez(tmp_path / "named.npz", **arrays(label=np.arange(40) % 3 + 1, label_name=names))

@@ -18,7 +18,6 @@ from polyfed.core.tree import select
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.experiment.assembly import assemble
-from polyfed.experiment.events import Emitter
 from polyfed.experiment.recipe import parse_recipe
 from polyfed.experiment.settings import EngineSpec
 from polyfed.model import ModelSpec
@@ -86,20 +85,6 @@ def test_ogm_touches_convolutions_only(engine: str) -> None:
     ours, theirs = after("fedogm"), after("fedavg")
     moved = {n for n in ours if furthest({n: ours[n]}, {n: theirs[n]}) > 1e-6}
     assert moved == {n for n in ours if ours[n].dim() == 4}
-
-
-def test_convolutions_are_stacked_on_a_cpu_only_if_the_recipe_insists() -> None:
-    def told(spec: EngineSpec) -> list[str]:
-        events: list[tuple[str, Any]] = []
-        made = recipe(algorithm("fedavg"), data=IMAGES, model=CONV, rounds=1, engine=spec)
-        parts = assemble(made, emit=Emitter([lambda event, **facts: events.append((event, facts))]))
-        parts.fed.begin(1)
-        made.algorithm.round(made.algorithm.init(parts.fed, parts.initial), parts.fed)
-        return [facts["reason"] for event, facts in events if event == "looped"]
-
-    (reason,) = told(EngineSpec(name="vectorised"))
-    assert "[engine] stack insists" in reason
-    assert not told(EngineSpec(name="vectorised", stack=6))
 
 
 @pytest.mark.parametrize("ge", [False, True])

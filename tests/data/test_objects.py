@@ -143,7 +143,7 @@ TWICE = frame().assign(again=0.0).rename(columns={"again": "audio_1"})
         ({"audio": AUDIO}, {"labels": [None, *WORDS[1:]]}, "label column is empty in 1 of 40 rows, first row 0. Fill"),
         ({"audio": AUDIO}, {}, "labels is missing: give one label"),
         ({"audio": AUDIO[:-1]}, {"labels": LABEL}, "'audio' has 39 rows, the labels have 40"),
-        ({"audio": HOLES}, {"labels": LABEL}, "1 rows have some values and lack others .NaN., first row 7. Fill"),
+        ({"audio": HOLES}, {"labels": LABEL}, "1 row has only some values .others are NaN., first row 7. Fill"),
         ({"audio": AUDIO * np.nan}, {"labels": LABEL}, "'audio' is missing in every row. Leave it out"),
         ({"audio": AUDIO.astype(str)}, {"labels": LABEL}, "a modality needs numbers"),
         ({"audio": [[1.0], [2.0, 3.0]] * 20}, {"labels": LABEL}, "rows differ in shapes"),
@@ -183,7 +183,7 @@ def test_all_faults_are_told_at_once():
 def test_rows_that_lack_some_cells_can_count_as_absent():
     held = frame()
     held.loc[3, "text.a"] = np.nan
-    with pytest.raises(DataError, match=r"lack others, first row 3\..*partial = 'absent'"):
+    with pytest.raises(DataError, match=r"only some of its cells, first row 3\..*partial = 'absent'"):
         table_of(held, Given())
     assert not table_of(held, Given(partial="absent")).present["text"][3]
 

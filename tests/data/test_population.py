@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.data import SOURCES, ClientsSpec, populate
 
 
@@ -205,7 +205,8 @@ def test_a_partition_of_ones_own_is_checked(table, parts, error, words):
 
 
 def test_a_partition_of_ones_own_is_used(table):
-    population = populate(table(), ClientsSpec(partition=Fixed(((0, 1), (2, 3, 4)))), 1)
+    with pytest.warns(PolyfedWarning, match=r"1 class has test rows and no training row \(3\)"):
+        population = populate(table(), ClientsSpec(partition=Fixed(((0, 1), (2, 3, 4)))), 1)
     assert population.train.sizes.tolist() == [2, 3]
 
 

@@ -106,11 +106,11 @@ def test_a_modality_that_holds_the_labels_is_refused(tmp_path, options, words):
         ({"label": ["cat"] * 39 + [None]}, {}, "label column is empty in 1 of 40 rows, first row 39"),
         ({"label": [f"a long text {row}" for row in range(ROWS)]}, {}, "40 different words in 40 rows.*not classes"),
         ({"audio_1": [1.0] * 39 + ["?"]}, {}, "column 'audio_1' holds '.*' at row 39 among its numbers"),
-        ({"audio_1": np.where(np.arange(ROWS) == 2, np.nan, 1.0)}, {}, "1 rows have some.*partial = 'absent'"),
+        ({"audio_1": np.where(np.arange(ROWS) == 2, np.nan, 1.0)}, {}, "1 row has only some.*partial = 'absent'"),
         ({"text.a": np.nan, "text.b": np.nan}, {}, "'text' is missing in every row. Leave it out"),
         ({"client": [None] * 39 + ["a"]}, {}, "client column is empty in 39 of 40 rows"),
         ({"split": "trian"}, {}, "holds 'trian'; allowed: train"),
-        (dict.fromkeys(NUMBERS, [np.nan] + [1.0] * 39), {}, "1 rows lack every modality"),
+        (dict.fromkeys(NUMBERS, [np.nan] + [1.0] * 39), {}, "1 row lacks every modality"),
     ],
 )  # fmt: skip
 def test_bad_tables_are_told_with_their_cure(tmp_path, change, options, words):

@@ -136,7 +136,7 @@ def test_labels_suggest_a_task(label: Tensor, name: str) -> None:
     ("objective", "label", "words"),
     [
         (Classification(), torch.tensor([0.5, 1.0]), "0.5 among them. For such labels set [task] name = 'regression'"),
-        (Classification(), torch.tensor([0.0, NAN]), "1 of them are NaN. Mark rows without a label as left out"),
+        (Classification(), torch.tensor([0.0, NAN]), "1 label is NaN. Mark rows without a label as left out"),
         (Classification(), torch.tensor([[0.0, 1.0]]), "2 targets a row"),
         (Ordinal(), torch.tensor([-1.0, 1.0]), "-1 among them"),
         (MultiLabel(), torch.tensor([0, 1, 2]), "one of 3 classes a row"),
@@ -205,7 +205,7 @@ def test_a_wrong_section_is_refused(section: dict[str, Any], words: str) -> None
         (made_recipe("retrieval", "partialfl"), "one output of its local model"),
         (
             made_recipe("regression", task=Regression(target_weights=(1.0,))),
-            "has 1 entries, and the labels have 3 targets",
+            "has 1 entry, and the labels have 3 targets",
         ),
         (made_recipe("classification", task=Classification(class_weights=(1.0,) * 4)), "4 entries"),
     ],

@@ -38,7 +38,7 @@ PREDICTORS: dict[str, type[Predictor]] = {
     "nearest-prototype": NearestPrototype,
     "server-on-top": ServerOnTop,
 }
-"""How personal models predict. The keys are the names in the description of a saved model."""
+"""The predictors: how personal models predict. The keys are the names that the description of a saved model uses."""
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
@@ -64,4 +64,4 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "hfm": Hfm,
     "vfl": Vfl,
 }
-"""The methods, by the name that `[algorithm] name` gives."""
+"""The methods. The keys are the values that `[algorithm] name` accepts."""

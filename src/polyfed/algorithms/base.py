@@ -233,7 +233,9 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
         measured = {} if params is None else self.evaluate_globally(params, fed)
         if not (self.evaluation.personal and fed.clients.tested):
             return Measured(measured)
-        group, accuracies = self.evaluate_personally(fed, self.evaluation_message(state, fed, fed.clients.tested))
+        group, accuracies = self.evaluate_personally(
+            fed, self.evaluation_message(state, fed, self.evaluation.asked(fed))
+        )
         return Measured(measured | {"personal": group}, accuracies)
 
     def evaluation_message(self, state: Any, fed: Federation, clients: Sequence[int]) -> Send:
@@ -283,7 +285,7 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
 
     def evaluate_personally(self, fed: Federation, send: Send) -> tuple[dict[str, float], dict[int, float]]:
         """Evaluate clients' models. Return the group `personal` of result.json, and the score of each client."""
-        return self.over_clients(fed.ask(self.score_own, fed.clients.tested, send, accept=possible(fed)), fed)
+        return self.over_clients(fed.ask(self.score_own, self.evaluation.asked(fed), send, accept=possible(fed)), fed)
 
     def over_clients(self, replies: Replies, fed: Federation) -> tuple[dict[str, float], dict[int, float]]:
         """Return statistics of the clients' scores, the metrics of all their rows, and the score of each client.

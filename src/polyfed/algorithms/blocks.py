@@ -1,8 +1,9 @@
 """Helpers for methods in which every client keeps its own model and the server combines single blocks of these models.
 
-FedAMP, FedFomo and PFMML use them. The server holds a block of many clients as a matrix with one row per client. It
-computes the personal copies by multiplying this matrix with a small coefficient matrix, without a loop over pairs of
-clients. Shape letters: `K` clients, `S` clients that sent a block, `P` numbers of a block.
+FedAMP, FedFomo and PFMML use them. For each block, the server stacks the clients' values into a matrix with one row per
+client. It computes the personal copies by multiplying this matrix with a small coefficient matrix, so no loop over
+pairs of clients is needed. In shapes, `K` is the number of clients, `S` the number of clients that sent a block, and
+`P` the number of entries in a block.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from polyfed.model import Model
 
 @message
 class Wanted(Message):
-    """Asks for blocks: one flag under the name of each block that the server wants."""
+    """A request for blocks. It holds one flag under the name of each block that the server wants."""
 
     blocks: Tree = carries("statistic")
 
@@ -37,19 +38,20 @@ class Blocks(Message):
 
 @message
 class Installed(Message):
-    """Confirms that the client has stored what it received. Has no fields."""
+    """Confirms that the client has stored the blocks that it received. The message has no fields."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a block is flattened into a row of P numbers: parameters first, then floating-point buffers.
+    """How a block is flattened into a vector of P numbers: parameters first, then floating-point buffers.
 
-    Integer buffers (counters) stay on their client, because the mean of counters has no meaning.
+    Integer buffers (counters) stay on the client, because a mean of counters has no meaning.
 
     Attributes:
-        names: names of the tensors, in the order of the row.
+        names: names of the tensors, in the order of the vector.
         shapes: shapes of the tensors, in the same order.
-        num_trainable: how many of the leading numbers are parameters; only parameters have gradients and distances.
+        num_trainable: how many of the leading numbers are parameters. Only parameters have gradients and count in
+            distances.
     """
 
     names: tuple[str, ...]
@@ -66,15 +68,15 @@ class Layout:
 
     @property
     def num_bits(self) -> int:
-        """Return the size of the block in a message in bits, 32 for each number (Upsilon in the PFMML paper)."""
+        """Return the size of the block in a message in bits, 32 for each number (Upsilon in the FMML paper)."""
         return 32 * sum(shape.numel() for shape in self.shapes)
 
     def tree(self, row: Tensor) -> Tree:
-        """Return a row (P,) as a tree whose tensors share the row's memory."""
+        """Return a flattened block (P,) as a tree whose tensors share its memory."""
         return {name: value[0] for name, value in self.trees(row.unsqueeze(0)).items()}
 
     def trees(self, rows: Tensor) -> Tree:
-        """Return rows (N, P) as a tree whose tensors have a leading axis of length N."""
+        """Return N flattened blocks (N, P) as a tree whose tensors have a leading axis of length N."""
         parts = torch.split(rows, [shape.numel() for shape in self.shapes], 1)
         return {
             name: part.reshape(len(rows), *shape)
@@ -82,7 +84,7 @@ class Layout:
         }
 
     def gather(self, replies: Replies) -> tuple[Tensor, Tensor]:
-        """Return the clients that sent this block, ascending int64 (S,), and their rows (S, P)."""
+        """Return the clients that sent this block, ascending int64 (S,), and their flattened blocks (S, P)."""
         parts = [part for part in replies.parts if self.names and self.names[0] in part.message.params]  # type: ignore[attr-defined]
         if not parts:
             return torch.zeros(0, dtype=torch.int64), torch.zeros(0, 0)
@@ -91,7 +93,7 @@ class Layout:
         places = torch.split(order.argsort(), [len(part.clients) for part in parts])
         first = parts[0].message.params[self.names[0]]  # type: ignore[attr-defined]
         rows = first.new_empty(len(senders), sum(shape.numel() for shape in self.shapes))
-        for part, place in zip(parts, places, strict=True):  # written in place, as blocks are large and copies slow
+        for part, place in zip(parts, places, strict=True):  # in place, because blocks are large
             start = 0
             for name, shape in zip(self.names, self.shapes, strict=True):
                 end = start + shape.numel()
@@ -101,13 +103,13 @@ class Layout:
 
 
 def layouts(fed: Federation, params: Tree) -> dict[str, Layout]:
-    """Return the layout of every block that has numbers: modalities first, in the order in which uploads are queued."""
+    """Return the layouts of all blocks that are not empty, in the order of the queue of uploads: modalities first."""
     found = {m: Layout.of(m, params, fed.context.model) for m in (*fed.clients.modalities, SHARED)}
     return {block: layout for block, layout in found.items() if layout.names}
 
 
 def owners(fed: Federation, block: str) -> Tensor:
-    """Return which clients have this block and rows to train it on, bool (K,)."""
+    """Return a mask, bool (K,), of the clients that have this block and rows to train it on."""
     trains = fed.clients.num_rows > 0
     if block == SHARED:
         return trains
@@ -115,7 +117,7 @@ def owners(fed: Federation, block: str) -> Tensor:
 
 
 def check_uploads(uploads: float | int) -> None:
-    """Check the option `uploads`: a count of at least 0, or a share above 0 and at most 1.
+    """Check the option `uploads`. It is a count of at least 0, or a share above 0 and at most 1.
 
     Raises:
         RecipeError: `uploads` is neither a count nor a share.
@@ -128,14 +130,14 @@ def check_uploads(uploads: float | int) -> None:
 
 
 def num_uploads(uploads: float | int, num_clients: int) -> int:
-    """Return how many clients send a block in a round (K-hat in the PFMML paper)."""
+    """Return how many clients send a block in a round (K-hat in the FMML paper)."""
     if isinstance(uploads, int):
         return min(uploads, num_clients)
     return max(1, round(uploads * num_clients))
 
 
 def draw_uploads(fed: Federation, count: int, blocks: Mapping[str, Layout]) -> dict[str, Tensor]:
-    """Draw `count` random owners of each block, bool (K,) each, or all owners if there are fewer than `count`."""
+    """Draw `count` owners of each block, or all if there are fewer. Return one mask, bool (K,), for each block."""
     chosen = {}
     for block in blocks:
         able = owners(fed, block).nonzero().flatten()
@@ -150,9 +152,9 @@ def wanted(chosen: Mapping[str, Tensor]) -> dict[int, Wanted]:
     """Return the message to each client that the server asks for at least one block.
 
     Args:
-        chosen: block -> the clients that are asked for it, bool (K,).
+        chosen: block -> the clients from which the server requests it, bool (K,).
     """
-    flag = torch.ones(())  # one tensor for all: equal messages are then shared in a stack, not copied
+    flag = torch.ones(())  # one tensor for all messages, so that a stack shares equal messages instead of copying them
     asked: dict[int, Tree] = {}
     for block, chosen_K in chosen.items():
         for client in chosen_K.nonzero().flatten().tolist():

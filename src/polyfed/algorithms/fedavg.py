@@ -1,10 +1,10 @@
 """FedAvg: clients train locally from the global model, and the server averages the results per block.
 
 McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized
-Data", AISTATS 2017, Algorithm 1. With several modalities a block is averaged over the clients that own it. The FedOpt
-family (FedAvgM, FedAdam, FedAdagrad, FedYogi) is FedAvg with a `[server]` optimiser.
+Data", AISTATS 2017, Algorithm 1. With several modalities, the server averages each block over the clients that own this
+block. The FedOpt family (FedAvgM, FedAdam, FedAdagrad, FedYogi) is FedAvg with a `[server]` optimiser.
 
-What crosses: the model to the clients; trained parameters, training loss and number of rows to the server. Page:
+The server sends the model. The clients send trained parameters, training loss and number of rows. Page:
 docs/algorithms/fedavg.md.
 """
 

@@ -3,15 +3,15 @@
 Zhang, Sapra, Fidler, Yeung, Alvarez, "Personalized Federated Learning with First Order Model Optimization", ICLR 2021,
 Eqs. 3 and 4. Every client holds out some of its training rows. The weight of a candidate model is
 max(0, L(previous) - L(candidate)) / ||candidate - previous||, normalised over the candidates. `previous` is the
-client's model at the start of the round; L is the loss on the held-out rows.
+client's model at the start of the round, and L is the loss on the held-out rows.
 
 polyfed's choice: FedFomo works per block, so that clients with different modalities can use each other's blocks. To
-measure a candidate, the client replaces only that block of the previous model. The client's own trained block is among
-the candidates; the client keeps it if no candidate has a lower loss. Every round, `uploads` owners of a block send it,
-and all owners receive it.
+measure a candidate, the client replaces only that block of the previous model. The client's own trained block is a
+candidate, which the client keeps if no candidate has a lower loss. In every round, `uploads` owners of a block send the
+block, and all its owners receive these blocks.
 
-What crosses: blocks of personal models to the server, and from there to other clients; the weights of the candidates to
-the server. Page: docs/algorithms/fedfomo.md.
+Clients send blocks of personal models to other clients through the server, and the candidates' weights to the server.
+Page: docs/algorithms/fedfomo.md.
 """
 
 from dataclasses import dataclass, field, replace
@@ -43,19 +43,19 @@ PREVIOUS = "previous"
 """Prefix of the model at the start of the round in a client's local state."""
 
 TABLE_CLIENTS = 64
-"""Preferences between more clients than this are not logged, because their heat map would not be readable."""
+"""The largest number of clients for which preferences are logged. A larger heat map would not be readable."""
 
 
 @message
 class Candidates(Message):
-    """Blocks of other clients: every tensor has a leading axis of length N, which may differ from block to block."""
+    """Blocks of other clients. Every tensor has a leading axis of length N, which may differ from block to block."""
 
     params: Tree = carries("parameters")
 
 
 @message
 class Weights(Message):
-    """By block, the weights (N,) of the received candidates. The client's own block has the remaining weight."""
+    """The weights (N,) of the received candidates, by block. The client's own block has the remaining weight."""
 
     weights: Tree = carries("statistic", shape=(None,), within=NOT_NEGATIVE)
 
@@ -65,9 +65,9 @@ class FedFomoState:
     """Server state.
 
     Attributes:
-        params: the common initial model; there is no global model.
-        preferences: by block, the sum of the weights that each client (row) gave each other so far, float64 (K, K).
-        waited_for: clients asked for an upload in the last round.
+        params: the common initial model. FedFomo has no global model.
+        preferences: by block, float64 (K, K). Entry [i, j] sums the weights that client i has given to client j.
+        waited_for: the clients from which the server requested an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
 
@@ -86,10 +86,10 @@ class FedFomo(Algorithm):
     """Personal models as mixtures of other clients' models.
 
     Attributes:
-        uploads: clients that send a block in a round: a share of all clients, or a count.
-        every: a client holds out every n-th of its training rows; 5 gives the 20 % of the paper.
+        uploads: how many clients send a block in a round: a share of all clients, or a count.
+        every: n: a client holds out every n-th of its training rows. The value 5 gives the 20 % of the paper.
         candidates: the largest number of other clients' blocks that a client receives. It receives the blocks
-            that it has preferred so far. 0 means all, as in the PFMML paper.
+            that it has preferred so far. 0 means all, as in the FMML paper.
         explore: epsilon, the probability in round 1 that a candidate is drawn at random.
         explore_decay: amount by which epsilon decreases in every round.
     """
@@ -112,12 +112,12 @@ class FedFomo(Algorithm):
         exchange.check_uploads(self.uploads)
 
     def init(self, fed: Federation, params: Tree) -> FedFomoState:
-        """The first state; all preferences are zero."""
+        """Return the first state, in which all preferences are zero."""
         size = len(fed.clients)
         return FedFomoState(params, {b: torch.zeros(size, size).double() for b in layouts(fed, params)})
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The client's own model, and its model at the start of the round; both are the common initial model."""
+        """Return the client's own model and its model at the start of the round. Both are the common initial model."""
         return {**context.initial, **nested(PREVIOUS, context.initial)}
 
     def round(self, state: FedFomoState, fed: Federation) -> FedFomoState:
@@ -195,7 +195,7 @@ class FedFomo(Algorithm):
     def _losses(
         self, context: ClientContext, data: ClientData, previous: Tree, pools: dict[str, Tree]
     ) -> tuple[Tensor, Tree]:
-        """Mean losses on the held-out rows.
+        """Compute the mean losses on the held-out rows.
 
         Args:
             context: the client context.
@@ -223,7 +223,7 @@ class FedFomo(Algorithm):
             values, weights = context.row_losses(previous, held)
             return rows + held.sum(weights), base + held.sum(values), sums
 
-        size = self.every * max(FOLD_BATCH // self.every, 1)  # a multiple of `every`, which `every_nth` relies on
+        size = self.every * max(FOLD_BATCH // self.every, 1)  # a multiple of `every`, because `every_nth` needs one
         rows, base, sums = data.fold(step, start, batch_size=size)
         rows = torch.where(rows > 0, rows, torch.ones_like(rows))
         return base / rows, {block: value / rows for block, value in sums.items()}
@@ -247,7 +247,7 @@ class FedFomo(Algorithm):
     def _preferred(
         self, preferences: Tensor, members: Tensor, others: Tensor, who: tuple[int, str], fed: Federation
     ) -> Tensor:
-        """Choose `candidates` of the others: with probability epsilon at random, else the one preferred most so far.
+        """Choose `candidates` of the others: each at random with probability epsilon, else the most preferred one.
 
         Args:
             preferences: the client's preferences (K,) in the block.
@@ -269,13 +269,13 @@ class FedFomo(Algorithm):
 
 @dataclass
 class Offer:
-    """The candidates of one client: by block the senders (N,) and their flattened blocks (N, P)."""
+    """The candidates of one client: for each block, the senders (N,) and their flattened blocks (N, P)."""
 
     senders: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
 
     def message(self, layout: dict[str, Layout]) -> Candidates:
-        """The candidates as a message."""
+        """Return the candidates as a message."""
         params: Tree = {}
         for block, rows in self.rows.items():
             params.update(layout[block].trees(rows))
@@ -289,7 +289,7 @@ def split(local: Tree) -> tuple[Tree, Tree]:
 
 
 def every_nth(batch: Batch, n: int) -> Batch:
-    """The held-out rows n - 1, 2 n - 1, ... of a batch whose first row has a number divisible by n."""
+    """Return the held-out rows n - 1, 2 n - 1, ... of a batch whose first row has a number divisible by n."""
     part = slice(n - 1, None, n)
     return replace(
         batch,
@@ -302,13 +302,13 @@ def every_nth(batch: Batch, n: int) -> Batch:
 
 
 def distances(pool: Tree, previous: Tree) -> Tensor:
-    """Euclidean distance (N,) of each candidate of a block to this block of the previous model."""
+    """Return the Euclidean distance (N,) of each candidate of a block to this block of the previous model."""
     squares = [(v - previous[name]).flatten(1).square().sum(1) for name, v in pool.items()]
     return torch.stack(squares).sum(0).sqrt()
 
 
 def candidate_weights(base: Tensor, losses: Tensor, distance: Tensor) -> Tensor:
-    """Normalised weights (N,) of the candidates (Eq. 4); all zero where none has a lower loss than the previous model.
+    """Return the normalised weights (N,) of the candidates (Eq. 4), or zeros if none has a lower loss than before.
 
     Args:
         base: loss of the previous model.

@@ -5,12 +5,12 @@ Neither the paper's text nor its code is open, so this implementation follows th
 a model for each client. After every round, the server mixes the blocks of the cohort. The weight of another client's
 block grows with two things: the similarity of the parameters, and the number of modalities that the two clients share.
 
-polyfed's choices: dot products of whole parameter vectors would give all attention to the client itself, so clients
-would share nothing. The default is therefore the cosine with a temperature, and `similarity = "dot"` is the literal
-version. The global model for server evaluation is the mean, by rows, of the personal models of all clients that took
-part.
+polyfed's choices: the default similarity is the cosine with a temperature, and `similarity = "dot"` is the dot product
+of the publication. With dot products of whole parameter vectors, each client would give all attention to itself, so
+clients would share nothing. The global model for server evaluation is the mean, by rows, of the personal models of all
+clients that took part.
 
-What crosses: the same as under FedAvg, but with a separate model for each client. Page: docs/algorithms/fedmsplit.md.
+The messages are the same as under FedAvg, but each client receives its own model. Page: docs/algorithms/fedmsplit.md.
 """
 
 import math
@@ -48,11 +48,11 @@ class FedMSplit(Averaging):
     """Personal models that are mixed by attention.
 
     Attributes:
-        mode: `personal`, or `block_mean`, which is FedAvg per block. CMSFed's tables seem to report `block_mean`,
-            according to the unfinished file in the authors' code.
+        mode: `personal`, or `block_mean`, which is FedAvg per block. The tables of the CMSFed paper seem to report
+            `block_mean`, according to an unfinished file in its authors' code.
         lam: lambda, weight of the proximal term lambda * ||w - w_received||^2 in `personal`; 0.01 to 0.1.
-        similarity: similarity of parameter vectors: `cosine`, divided by the temperature, or `dot`, the dot product
-            divided by the square root of the number of entries.
+        similarity: how the similarity of parameter vectors is computed. `cosine` is the cosine divided by the
+            temperature. `dot` is the dot product divided by the square root of the number of entries.
         temperature: temperature of `cosine`.
     """
 
@@ -74,7 +74,7 @@ class FedMSplit(Averaging):
             refuse_server(self.server, "fedmsplit with mode = 'personal'")
 
     def init(self, fed: Federation, params: Tree) -> SplitState:
-        """The first state; every client starts from the common initial model."""
+        """Return the first state. Every client starts from the common initial model."""
         return SplitState(**vars(super().init(fed, params)))
 
     def round(self, state: SplitState, fed: Federation) -> SplitState:
@@ -101,7 +101,7 @@ class FedMSplit(Averaging):
 
     @property
     def single_replies(self) -> str:
-        """Why the server needs single replies: in `personal`, it mixes the models of single clients."""
+        """Return why the server needs single replies: in `personal`, the server mixes the models of single clients."""
         mixes = "mode = 'personal' mixes the models of single clients" if self.mode == "personal" else ""
         return mixes or super().single_replies
 
@@ -111,7 +111,7 @@ class FedMSplit(Averaging):
         return "server" if self.mode == "personal" else "none"
 
     def global_params(self, state: SplitState) -> Tree:
-        """The mean of the personal models, or the global model of `block_mean`."""
+        """Return the mean of the personal models, or the global model of `block_mean`."""
         return state.params
 
     def evaluation_message(self, state: SplitState, fed: Federation, clients: Sequence[int]) -> Send:
@@ -142,14 +142,14 @@ class FedMSplit(Averaging):
             after[client] = {}
             for block in blocks(trained[client]):
                 share = attention[block][i] * bond
-                if not bool(share.sum() > 0):  # `dot` can give all attention to a client that shares no modality
+                if not bool(share.sum() > 0):  # under `dot`, a client that shares no modality can get all attention
                     share = torch.zeros_like(share).index_fill(0, torch.tensor([i]), 1.0)
                 own = select(trained[client], [block])
                 after[client] |= _mix(own, share / share.sum(), [trained[other] for other in clients])
         return after
 
     def _attention(self, trained: Mapping[int, Tree], clients: list[int], fed: Federation) -> dict[str, Tensor]:
-        """Return attention (S, S) by block over the cohort: rows sum to 1 over the owners, other entries are zero."""
+        """Return the attention (S, S) by block. Rows sum to 1 over the owners. Other entries are zero."""
         found = {}
         for block in (*fed.clients.modalities, SHARED):
             own = [select(fed.context.model.trainable(trained[client]), [block]) for client in clients]
@@ -159,7 +159,6 @@ class FedMSplit(Averaging):
             flat = [vector(tree) for tree in own]
             longest = max(flat, key=len)
             rows = torch.stack([row if len(row) else torch.zeros_like(longest) for row in flat])
-            # on the CPU from here on, because there are few numbers and they are read one by one
             scores = self._scores(rows).cpu().masked_fill(~owners, float("-inf"))
             found[block] = torch.softmax(scores, 1) * owners.unsqueeze(1)
         return found
@@ -177,7 +176,7 @@ class FedMSplit(Averaging):
 
 
 def mean_model(models: Mapping[int, Tree], fed: Federation) -> Tree:
-    """The mean of models, each tensor over the clients that have it, weighted by their training rows."""
+    """Return the mean of models, weighted by training rows. Each tensor is averaged over the clients that have it."""
     total: Tree = {}
     rows = fed.clients.rows_of(models)
     for name in dict.fromkeys(name for tree in models.values() for name in tree):

@@ -2,13 +2,14 @@
 
 Peng, Wei, Deng, Wang, Hu, "Balanced Multimodal Learning via On-the-fly Gradient Modulation", CVPR 2022. In every batch,
 the method scales down the gradients of the convolutions of the modality that predicts better on its own. This is
-on-the-fly gradient modulation (OGM). It also adds Gaussian noise with the standard deviation of these gradients, which
-improves generalisation (generalisation enhancement, GE).
+on-the-fly gradient modulation (OGM). It also adds Gaussian noise with the standard deviation of these gradients. This
+noise improves generalisation (generalisation enhancement, GE).
 
-The coefficient depends on the ratio itself, as in the authors' code. It therefore jumps from 1 to 1 - tanh(alpha) when
-the ratio crosses 1. polyfed's choice: with more than two modalities, each is compared with the mean of the others.
+As in the authors' code, the coefficient depends on the ratio itself. The coefficient therefore jumps from 1 to 1 -
+tanh(alpha) when the ratio rises above 1. polyfed's choice: with more than two modalities, each is compared with the
+mean of the others.
 
-What crosses: the same as under FedAvg. Page: docs/algorithms/fedogm.md.
+The messages are the same as under FedAvg. Page: docs/algorithms/fedogm.md.
 """
 
 from collections.abc import Mapping
@@ -38,14 +39,14 @@ class FedOgm(Averaging):
     """FedAvg with gradient modulation. A client with one modality trains as under FedAvg.
 
     Attributes:
-        alpha: strength of the modulation; 0.8 on CREMA-D, 0.1 on VGGSound in the authors' code.
+        alpha: strength of the modulation. The authors' code uses 0.8 on CREMA-D and 0.1 on VGGSound.
         ge: whether to add noise (generalisation enhancement).
-        active_rounds: number of rounds, from the first, in which gradients are modulated. CMSFed's comparison uses 71,
-            and counts them from 0 to 70.
+        active_rounds: number of rounds, from the first, in which gradients are modulated. The comparison in the CMSFed
+            paper uses 71 rounds, counted from 0 to 70.
         scale_params: which gradients are modulated. `conv4d` selects the four-dimensional convolution weights of the
             encoders. `all_weights` selects all their weight matrices, for encoders without convolutions.
         placebo: `constant` is a control: in every batch, the gradients of all modalities are scaled by one number, the
-            mean of their coefficients. No modality is then favoured. `none` is the method.
+            mean of their coefficients. No modality is then favoured. `none`, the default, is the method of the paper.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -58,7 +59,7 @@ class FedOgm(Averaging):
     placebo: Literal["none", "constant"] = "none"
 
     def init(self, fed: Federation, params: Tree) -> Any:
-        """The first state, as under FedAvg.
+        """Return the first state, as under FedAvg.
 
         Raises:
             RecipeError: an encoder has no parameters to modulate.
@@ -75,7 +76,7 @@ class FedOgm(Averaging):
         return super().init(fed, params)
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
-        """Return the cross-entropy, and as aux the score of each modality alone."""
+        """Return the cross-entropy, and as auxiliary output the score of each modality alone."""
         features = context.model.features(w, batch)
         logits = context.model.fuse(w, features, batch)
         if len(context.modalities) < 2:
@@ -111,7 +112,7 @@ class FedOgm(Averaging):
         return modulate, {"step": torch.zeros((), dtype=torch.int32, device=data.num_rows.device)}
 
     def _noise(self, data: ClientData, name: str, grad: Tensor, step: Tensor) -> Tensor:
-        """Gaussian noise with the standard deviation of the unscaled gradient's entries."""
+        """Return Gaussian noise with the standard deviation of the unscaled gradient's entries."""
         key = keys.fold_in(data.draw(f"ogm-noise/{name}"), step)
         deviation = grad.std() if grad.numel() > 1 else torch.zeros_like(grad).sum()  # undefined for a single entry
         return keys.normal(key, tuple(grad.shape)) * (deviation + 1e-8)
@@ -125,13 +126,16 @@ class FedOgm(Averaging):
 
 
 def modality_score(logits_BC: Tensor, batch: Batch, modality: str) -> Tensor:
-    """The paper's s: the sum over a batch's rows of the probability of the true class, for one modality alone."""
+    """Return the paper's s: a modality's probabilities of the true classes, summed over the rows of a batch."""
     own = torch.softmax(logits_BC, -1).gather(-1, batch.y.unsqueeze(-1)).squeeze(-1)
     return torch.where(there(batch, modality), own, 0.0).sum()
 
 
 def coefficient(modality: str, scores: Mapping[str, Tensor], alpha: float) -> Tensor:
-    """The paper's k: 1 - tanh(alpha * ratio) if the ratio of the score to the others' mean is above 1, else 1."""
+    """Return the paper's k: 1 - tanh(alpha * ratio) if the ratio is above 1, else 1.
+
+    The ratio divides the score of the modality by the mean score of the others.
+    """
     others = torch.stack([value for name, value in scores.items() if name != modality]).mean()
     ratio = scores[modality] / others.clamp(min=FLOOR)
     return torch.where(ratio > 1, 1 - torch.tanh(alpha * ratio), 1.0)

@@ -2,12 +2,13 @@
 
 Fan, Xu, Wang, Wang, Guo, "PMR: Prototypical Modal Rebalance for Multimodal Learning", CVPR 2023. A client predicts
 classes from distances to its own class prototypes, for each modality alone. It compares the confidence of these
-predictions. A weaker modality gets the prototypical cross-entropy (PCE) as a second loss, whose weight grows with the
-gap. The client computes the prototypes from all its rows, before every local epoch.
+predictions. For a weaker modality, the client adds the prototypical cross-entropy (PCE) to the loss. The weight of this
+term grows with the difference in confidence. Before every local epoch, the client computes the prototypes from all its
+rows.
 
-polyfed's choice: with more than two modalities, each is compared with the strongest.
+polyfed's choice: with more than two modalities, each modality is compared with the strongest one.
 
-What crosses: the same as under FedAvg. Prototypes stay on the client. Page: docs/algorithms/fedpmr.md.
+The messages are the same as under FedAvg. Prototypes stay on the client. Page: docs/algorithms/fedpmr.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,14 +39,15 @@ class FedPmr(Averaging):
     Attributes:
         alpha: weight of the prototypical cross-entropy; 1 or 2 in the paper.
         coef: how the weight depends on the imbalance ratio. `clip` is alpha * clip(ratio - 1, 0, 1), as in the paper.
-            `hard` is alpha if the ratio is above 1 and otherwise 0, as in CMSFed's comparison.
-        active_rounds: number of rounds, from the first, with this term. CMSFed's comparison uses 71, and counts them
-            from 0 to 70.
+            `hard` is alpha if the ratio is above 1 and otherwise 0, as in the comparison of the CMSFed paper.
+        active_rounds: number of rounds, from the first, with this term. The comparison in the CMSFed paper uses 71
+            rounds, counted from 0 to 70.
         per: whether to add prototypical entropy regularisation (PER) to the strongest modality.
         mu: weight of the regularisation; 1e-2 or 1e-3 in the paper.
         per_epochs: number of local epochs, from the first of the run, with the regularisation (E_r in the paper).
-        feature_norm: length to which features are scaled before distances to prototypes; 0 does not scale, as in the
-            paper. Without scaling, training can lower the prototypical cross-entropy by lengthening the features.
+        feature_norm: length to which features are scaled before distances to prototypes are computed. 0 does not scale
+            them, as in the paper. Without scaling, training can lower the prototypical cross-entropy simply by making
+            the features longer.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -80,7 +82,7 @@ class FedPmr(Averaging):
         return Update(fit.params, fit.loss, data.num_rows), local
 
     def _vectors(self, context: ClientContext, w: Tree, batch: Batch) -> dict[str, Tensor]:
-        """Return features (B, D) of a batch by modality, ready for distances to prototypes."""
+        """Return the features (B, D) of a batch by modality, scaled for the distances to prototypes."""
         return prototypes.at_length(context.model.vectors(w, batch), self.feature_norm)
 
     def _objective(
@@ -107,7 +109,9 @@ class FedPmr(Averaging):
 
 
 def modality_weights(scores: Mapping[str, Tensor], alpha: float, mode: str) -> dict[str, Tensor]:
-    """Return the weight of each modality's PCE, from the lead of the strongest one; 0 for the strongest.
+    """Return the weight of each modality's PCE, which grows with the lead of the strongest modality.
+
+    The weight of the strongest modality is 0.
 
     Args:
         scores: modality -> confidence of its prototype predictions, a sum over the batch.

@@ -1,12 +1,13 @@
 """FedProto: clients share class prototypes. A prototype is the mean feature of a class.
 
 Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI
-2022. Two methods have this name. In `original`, every client keeps its own model, and the loss pulls features towards
-the global prototypes of their classes. `mm_fedavg` is the baseline of CMSFed's tables. It averages parameters as FedAvg
-does, and its loss has the prototypical cross-entropy of every modality with the global prototypes.
+2022. Two methods have this name, and the option `mode` chooses one. In `original`, every client keeps its own model,
+and the loss pulls features towards the global prototypes of their classes. `mm_fedavg` is the baseline in the tables of
+the CMSFed paper. It averages parameters as FedAvg does. Its loss includes the prototypical cross-entropy of every
+modality, computed with the global prototypes.
 
-What crosses: class prototypes in both directions, and the rows per class to the server; under `mm_fedavg` also
-parameters. Page: docs/algorithms/fedproto.md.
+Clients and server send class prototypes, and under `mm_fedavg` also parameters. The clients also send their number of
+rows of each class. Page: docs/algorithms/fedproto.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,10 @@ PROTOTYPE = ".prototype"
 
 @message
 class Shared(Message):
-    """The model (`mm_fedavg` only) and global prototypes (C, D) by modality, with zeros for a class without one."""
+    """The model (`mm_fedavg` only) and the global prototypes (C, D) by modality.
+
+    A class without prototype has zeros.
+    """
 
     params: Tree = carries("parameters")
     prototypes: Tree = carries("prototypes", shape=("classes", "features"))
@@ -49,7 +53,7 @@ class Shared(Message):
 
 @message
 class Learned(Message):
-    """Trained parameters (`mm_fedavg` only), the client's prototypes (C, D) and its rows per class (C,)."""
+    """Trained parameters (`mm_fedavg` only), the client's prototypes (C, D), its rows of each class (C,)."""
 
     params: Tree = carries("parameters")
     prototypes: Tree = carries("prototypes", shape=("classes", "features"))
@@ -71,12 +75,14 @@ class ProtoState(State):
 
 @dataclass(frozen=True)
 class NearestPrototype(Predictor):
-    """Predicts the class of the nearest global prototype. The Tree holds them, (C, D) each, as `<modality>.prototype`.
+    """Predicts the class of the nearest global prototype.
+
+    The Tree holds the prototypes (C, D) as `<modality>.prototype`.
 
     If a sample has only modalities without prototypes in the Tree, the client's model predicts.
 
     Attributes:
-        feature_norm: length to which features are scaled first; 0 does not scale them.
+        feature_norm: length to which features are scaled first. 0 does not scale them.
     """
 
     feature_norm: float = 0.0
@@ -94,18 +100,18 @@ class FedProto(Averaging):
     """Local training with class prototypes.
 
     Attributes:
-        mode: `original` has personal models and sends only prototypes. `mm_fedavg` averages parameters, with prototypes
-            in the loss.
-        proto_weight: how clients are weighted in global prototypes: by rows of the class (`count`, the paper's formula)
-            or equally (`uniform`, the authors' code).
+        mode: `original` has personal models and sends only prototypes. `mm_fedavg` averages parameters and uses
+            prototypes in the loss.
+        proto_weight: how clients are weighted in the global prototypes. `count` uses their number of rows of the class,
+            as in the paper's formula. `uniform` weights them equally, as in the authors' code.
         lam: lambda, weight of the squared distance to the prototypes under `original`; 1 in the authors' code.
         alpha_p: weight of the prototypical cross-entropy under `mm_fedavg`.
-        active_rounds: number of rounds with the prototypical cross-entropy; 70 in CMSFed's comparison. They start with
-            the second round, because the first has no prototypes.
-        feature_norm: length to which features are scaled before they are compared with prototypes; 0 does not scale, as
-            published. Without scaling, the term of `mm_fedavg` can grow without bound.
-        predict_by: how a client's model predicts under `original`: by its `logits`, or by the nearest global
-            `prototype`, with distances summed over modalities (the paper).
+        active_rounds: number of rounds with the prototypical cross-entropy, from the second round. The first round has
+            no prototypes. The comparison in the CMSFed paper uses 70 rounds.
+        feature_norm: length to which features are scaled before they are compared with prototypes. 0 does not scale
+            them, as published. Without scaling, the term of `mm_fedavg` can grow without bound.
+        predict_by: how a client's model predicts under `original`. `logits` uses the outputs of the model. `prototype`
+            predicts the class of the nearest global prototype, with distances summed over modalities (the paper).
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Classification,)
@@ -127,8 +133,8 @@ class FedProto(Averaging):
         """Check the options.
 
         Raises:
-            RecipeError: `mode = "original"`, which has no global model, with a selector that needs one or with a
-                [server] section.
+            RecipeError: `mode = "original"` is combined with a selector that needs a global model, or with a [server]
+                section. This mode has no global model.
         """
         super().__post_init__()
         if self.mode == "original":
@@ -136,11 +142,11 @@ class FedProto(Averaging):
             refuse_server(self.server, "fedproto with mode = 'original'")
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Refuse to send models under `original`."""
+        """Return False for models under `original`, because this mode sends no models."""
         return field != "params" or self.mode == "mm_fedavg"
 
     def init(self, fed: Federation, params: Tree) -> ProtoState:
-        """The first state; there are no prototypes yet."""
+        """Return the first state, which has no prototypes yet."""
         return ProtoState(**vars(super().init(fed, params)))
 
     def local(self, context: ClientContext, key: int) -> Tree:
@@ -210,7 +216,7 @@ class FedProto(Averaging):
         return own_score(context, self.own_params(got, local), data.test, self.predictor), local
 
     def _vectors(self, context: ClientContext, params: Tree, batch: Batch) -> dict[str, Tensor]:
-        """Features (B, D) by modality, normalised to `feature_norm`."""
+        """Return the features (B, D) by modality, scaled to the length `feature_norm`."""
         return prototypes.at_length(context.model.vectors(params, batch), self.feature_norm)
 
     def _term(self, near: Mapping[str, Prototypes], z: Mapping[str, Tensor], batch: Batch) -> Tensor:
@@ -230,14 +236,17 @@ class FedProto(Averaging):
 
 
 def prototype_distance(near: Prototypes, z_BD: Tensor, batch: Batch, modality: str) -> Tensor:
-    """Mean over rows and coordinates of (z - prototype of the row's class)^2; 0 for a row whose class has none."""
+    """Return the mean over rows and coordinates of (z - prototype of the row's class)^2.
+
+    A row whose class has no prototype contributes 0.
+    """
     gaps = (z_BD - near.mean[batch.y]).square().mean(-1)
     known = near.active[batch.y]
     return masked_mean(torch.where(known, gaps, 0.0), there(batch, modality))
 
 
 def prototype_scores(near: Mapping[str, Prototypes], z: Mapping[str, Tensor], batch: Batch) -> Tensor:
-    """Scores (B, C): the negative distance to each class's prototype, summed over the modalities that a row has.
+    """Return scores (B, C): the negative distance to each class's prototype, summed over the modalities that a row has.
 
     A class that lacks a prototype in one of these modalities gets the smallest float32, so it is never predicted and
     the scores stay finite.

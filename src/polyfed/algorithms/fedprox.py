@@ -1,10 +1,10 @@
-"""FedProx: FedAvg with a proximal term that keeps a client near the model it received.
+"""FedProx: FedAvg with a proximal term that keeps a client's model near the model that the client received.
 
 Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020, Eq. 2.
-The local loss is the cross-entropy plus (mu / 2) * ||w - w_received||^2 over trainable parameters. Everything else is
-FedAvg.
+The local loss is the cross-entropy plus (mu / 2) * ||w - w_received||^2 over trainable parameters. The other steps are
+the same as in FedAvg.
 
-What crosses: the same as under FedAvg. Page: docs/algorithms/fedprox.md.
+The messages are the same as under FedAvg. Page: docs/algorithms/fedprox.md.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,8 @@ class FedProx(Averaging):
     """FedAvg with a proximal term in the local loss.
 
     Attributes:
-        mu: weight of the proximal term; 0 is FedAvg. The PartialFL paper uses 0.01, the FedProx paper 0.001 to 1.
+        mu: weight of the proximal term. 0 gives FedAvg. The PartialFL paper uses 0.01, and the FedProx paper uses 0.001
+            to 1.
     """
 
     mu: Annotated[float, NOT_NEGATIVE] = 0.01

@@ -1,4 +1,4 @@
-"""HFL: FedAvg with early fusion. It is the horizontal control for HFM.
+"""HFL: FedAvg with early fusion. HFL is the horizontal baseline for HFM.
 
 Every silo is one client with one model of all modalities. The modalities are stacked as channels beforehand (`[data]
 stack`). The server averages the silos' models, weighted by their rows. With `mu`, HFL is FedProx (Eq. 4 of HFM's
@@ -43,7 +43,7 @@ class Hfl(Averaging):
         return super().init(fed, params)
 
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:
-        """Cross-entropy plus the proximal term mu / 2 * ||w - w_received||^2."""
+        """Return the cross-entropy plus the proximal term mu / 2 * ||w - w_received||^2."""
         if not self.mu:
             return super().loss(context, w, batch, got, local)
         pull = squared_distance(context.model.trainable(w), got.params)

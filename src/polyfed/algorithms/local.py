@@ -1,11 +1,12 @@
 """Local: every client trains its own model alone. This is the baseline without any exchange.
 
-The method has no paper. Local is FedAvg without the averaging: the same initial model, the same batches and a fresh
-optimiser in every round. Runs with equal numbers of local epochs are therefore comparable. Each client's model is
-evaluated on the client's own test rows, and on the server's test rows if clients upload their models (`global_test`).
+The method has no paper. Local is FedAvg without the averaging. It uses the same initial model and the same batches, and
+starts a fresh optimiser in every round. Runs with equal numbers of local epochs are therefore comparable. Each client's
+model is evaluated on the client's own test rows, and on the server's test rows if clients upload their models
+(`global_test`).
 
-What crosses: training loss and number of rows in every round; models only for the server evaluation. Page:
-docs/algorithms/local.md.
+In every round, the clients send only training loss and number of rows. They send models only for the server evaluation.
+Page: docs/algorithms/local.md.
 """
 
 import warnings
@@ -33,7 +34,7 @@ from polyfed.selection import Selector, Uniform, must_be_uniform
 from polyfed.training import ClientData
 
 MODELS_AT_ONCE = 32
-"""How many clients' models the server holds at the same time while it evaluates them."""
+"""The number of clients' models that the server holds at the same time while it evaluates them."""
 
 
 @message
@@ -61,7 +62,8 @@ class Local(Algorithm):
     """Clients train alone.
 
     Attributes:
-        selector: the rule that chooses which clients train in a round, the [selection] section; only `uniform`.
+        selector: the rule from the [selection] section that chooses which clients train in a round. Only `uniform` is
+            allowed.
         global_test: when every client uploads its model, so that the server can evaluate it on its test rows: after the
             `last` round, at every evaluation (`always`), or `never`.
     """
@@ -81,7 +83,7 @@ class Local(Algorithm):
         must_be_uniform(self.selector, "local")
 
     def init(self, fed: Federation, params: Tree) -> State:
-        """Return the first state: the selector's memory, and the initial model as `params`, which never changes.
+        """Return the first state: the selector's memory and the initial model. The field `params` never changes.
 
         The method warns if the policy forbids the uploads. Training does not need them, but the server evaluation does.
         """
@@ -113,7 +115,7 @@ class Local(Algorithm):
         return task != "upload" or (self.global_test != "never" and policy.allows("parameters", block, "server"))
 
     def evaluate(self, state: State, fed: Federation) -> Measured:
-        """Evaluate every client's own model on its own test rows, and on the server's."""
+        """Evaluate every client's own model on the client's own test rows and on the server's test rows."""
         now = self.global_test == "always" or (self.global_test == "last" and fed.round == fed.rounds)
         possible = TEST in fed.evaluation_clients and fed.context.policy.allows_models("server")
         measured = self._evaluate_on_server(fed) if now and possible else {}
@@ -121,7 +123,7 @@ class Local(Algorithm):
         return Measured(measured | own.metrics, own.personal)
 
     def _evaluate_on_server(self, fed: Federation) -> dict[str, dict[str, float]]:
-        """Evaluate every client's model on the server, without clients that do not answer; see `over_clients`."""
+        """Evaluate the model of every client that answers on the server's test rows; see `over_clients`."""
         scores: dict[int, dict[str, float]] = {}
         everyone = list(fed.clients.eligible)
         for first in range(0, len(everyone), MODELS_AT_ONCE):
@@ -154,7 +156,7 @@ class Local(Algorithm):
 def over_clients(
     scores: Mapping[int, dict[str, float]], rows: Mapping[int, float], objective: Objective
 ) -> dict[str, dict[str, float]]:
-    """The groups of result.json for a server evaluation of one model per client.
+    """Return the groups of result.json for a server evaluation of one model per client.
 
     Args:
         scores: client -> its model's metrics on the server's rows.
@@ -162,8 +164,9 @@ def over_clients(
         objective: the objective of the run.
 
     Returns:
-        `global`, the unweighted mean over clients of every metric, and `global_by_client`, statistics over clients of
-        the objective's `SCORE` in the form of `metrics.personal`. Empty without clients.
+        Two groups. `global` is the unweighted mean of every metric over the clients. `global_by_client` has statistics
+        over the clients of the objective's `SCORE`, in the form of `metrics.personal`. The result is empty if there are
+        no clients.
     """
     if not scores:
         return {}

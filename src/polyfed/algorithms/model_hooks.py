@@ -10,7 +10,7 @@ class ModelHooks:
     """The hooks `check_model` and `private_names`."""
 
     needs_embeddings: ClassVar[bool] = False
-    """Whether the method works with embeddings of single modalities, which a whole module may not have."""
+    """Whether the method needs an embedding of each modality. A whole module may not have such embeddings."""
 
     def check_model(self, model: Model) -> None:
         """Raise a RecipeError for a model that the method cannot train, such as one without embeddings."""

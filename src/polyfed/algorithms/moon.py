@@ -1,15 +1,16 @@
 """MOON: federated averaging with a model-contrastive term in the local loss.
 
-Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, Eq. 3. The local loss has a contrastive term. It pulls
-the representation of a sample towards its representation under the received model, and away from its representation
-under the client's previous model. The previous model is the client's model at the end of its last participation.
+Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, Eq. 3. The local loss has a contrastive term. This term
+pulls the representation of a sample towards its representation under the received model, and away from its
+representation under the client's previous model. The previous model is the client's model at the end of its last
+participation.
 
 polyfed's choices: the representation is the concatenation of the modalities' features, mapped by the paper's two-layer
-projection head. The head is sent with the model. With `per_modality`, there is one term for each modality, and the
-terms are summed. When a client takes part for the first time, both reference models are the same. The term would be the
-constant ln 2, so it is left out.
+projection head. The clients and the server exchange the head with the model. With `per_modality`, there is one term for
+each modality, and the terms are summed. When a client takes part for the first time, it has no previous model. The loss
+then has no contrastive term.
 
-What crosses: the same as under FedAvg. The previous model stays on the client. Page: docs/algorithms/moon.md.
+The messages are the same as under FedAvg. The previous model stays on the client. Page: docs/algorithms/moon.md.
 """
 
 import math
@@ -47,10 +48,11 @@ class Moon(Averaging):
     """FedAvg with a model-contrastive term in the local loss.
 
     Attributes:
-        mu: weight of the contrastive term; the paper tries 0.1, 1, 5 and 10, and uses 5 on CIFAR-10.
-        temperature: temperature tau of the cosine similarities; 0.5 in the paper.
-        projection: width of the projection head; 256 in the paper; 0 removes the head.
-        per_modality: contrast the features of each modality instead of their concatenation; without projection head.
+        mu: weight of the contrastive term. The paper tries 0.1, 1, 5 and 10, and uses 5 on CIFAR-10.
+        temperature: temperature tau of the cosine similarities. The paper uses 0.5.
+        projection: width of the projection head. The paper uses 256. 0 removes the head.
+        per_modality: whether to contrast the features of each modality instead of their concatenation. This option
+            works only without a projection head.
     """
 
     mu: Annotated[float, NOT_NEGATIVE] = 1.0
@@ -65,7 +67,7 @@ class Moon(Averaging):
         """Check the options.
 
         Raises:
-            RecipeError: private blocks and a projection head are both set. The head belongs to no single client.
+            RecipeError: private blocks and a projection head are both set.
         """
         super().__post_init__()
         if self.private and self.projection and not self.per_modality:
@@ -104,7 +106,7 @@ class Moon(Averaging):
         return Update(fit.params, fit.loss, data.num_rows), kept
 
     def _represent(self, context: ClientContext, w: Tree, features: Mapping[str, Tensor], batch: Batch) -> list[Tensor]:
-        """Return the representations to contrast, one (B, P) or one per modality, zero if a row lacks the modality."""
+        """Return the representations (B, P), one or one per modality. They are zero for rows that lack the modality."""
         flat = [context.model.vector(z) for z in masked(features, batch.present).values()]
         if self.per_modality:
             return flat
@@ -118,16 +120,17 @@ class Moon(Averaging):
         return [F.linear(F.relu(hidden), w["shared.projection.1.weight"], w["shared.projection.1.bias"])]
 
     def _head(self, context: ClientContext, seed: int) -> Tree:
-        """Return the projection head. Its first layer is split by modality, so every client has the parts it needs."""
+        """Return the projection head, whose first layer is split by modality: a client needs only its own parts."""
         if not self.projection or self.per_modality:
             return {}
         return projection_head(context, self.projection, seed)
 
 
 def contrast(z_BP: Tensor, received_BP: Tensor, previous_BP: Tensor, temperature: float) -> Tensor:
-    """The contrastive term of Eq. 3 for each row, (B,).
+    """Return the contrastive term of Eq. 3 for each row, (B,).
 
-    With t the temperature: -log(e^(cos(z, received) / t) / (e^(cos(z, received) / t) + e^(cos(z, previous) / t))).
+    The term is -log(e^(cos(z, received) / t) / (e^(cos(z, received) / t) + e^(cos(z, previous) / t))), where t is the
+    temperature.
     """
     near = F.cosine_similarity(z_BP, received_BP, dim=-1)
     far = F.cosine_similarity(z_BP, previous_BP, dim=-1)
@@ -136,7 +139,7 @@ def contrast(z_BP: Tensor, received_BP: Tensor, previous_BP: Tensor, temperature
 
 
 def projection_head(context: ClientContext, width: int, seed: int) -> Tree:
-    """Initial parameters of the projection head, two linear layers initialised as in PyTorch.
+    """Return initial parameters of the projection head: two linear layers, initialised as in PyTorch.
 
     Args:
         context: the context of the client or of the server.

@@ -19,7 +19,7 @@ OTHERWISE: Mapping[str, str] = {
     "client": "its server does not only average the updates of the clients",
     "example": "its clients may use several rows of a batch together",
 }
-"""For each unit of [privacy], what has to be assumed of a method that does not declare the unit."""
+"""For each unit of [privacy], what polyfed must assume about a method that does not declare the unit."""
 
 
 class PrivacyHooks:

@@ -1,7 +1,7 @@
-"""Private blocks: parts of the model that every client of an averaging method keeps to itself.
+"""Private blocks: parts of the model that no client of an averaging method sends.
 
 `Averaging` uses these functions. A client's private parameters are part of its local state, so they never leave the
-client. A checkpoint holds them. On a real device they stay in the device's own store.
+client. In a simulation, the checkpoint contains them. On a real device, they stay in the device's own store.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -17,7 +17,8 @@ from polyfed.selection import must_be_uniform
 from polyfed.training.optimisers import Train
 
 HEAD, ENCODERS = "head", "encoders"
-"""Words that the option `private` accepts besides block names: everything after the encoders, and all encoders."""
+"""Words that the option `private` accepts besides block names. The first means everything after the encoders, and the
+second means all encoders."""
 
 PRIVATE, TUNED = "@private", "@tuned"
 """Prefixes in a client's local state: its private parameters, and its model after fine-tuning. No modality can have a
@@ -28,7 +29,8 @@ PRIVATE_STREAM, TUNE_STREAM = 1001, 1002
 
 
 _TEMPLATE = ("model_spec", "round", "update", "evaluation_message", "own_params", "global_params")
-"""Hooks of `Averaging` that add the private blocks to a model. A method that overrides one cannot have such blocks."""
+"""Hooks of `Averaging` that add the private blocks to a model. A method that overrides one of these hooks cannot have
+private blocks."""
 
 
 def check(method: Any, template: type) -> None:
@@ -120,7 +122,7 @@ def completed(got: Any, private: Tree) -> Any:
 
 
 def public(reply: Message, names: Collection[str]) -> Any:
-    """Return a reply without private parameters; they are removed from all trees with the names of the model."""
+    """Return a reply without private parameters. They are removed from all trees that use the model's names."""
 
     def without(field: str, value: Any) -> Any:
         if reply.kinds[field] not in OF_THE_MODEL:
@@ -131,7 +133,7 @@ def public(reply: Message, names: Collection[str]) -> Any:
 
 
 def personal(received: Mapping[str, Any], local: Tree) -> Tree:
-    """Return a client's own model: the fine-tuned one, if any, else the received one with private parameters."""
+    """Return a client's own model: the fine-tuned model, if any, else the received model with private parameters."""
     return under(TUNED, local) or {**received, **under(PRIVATE, local)}
 
 

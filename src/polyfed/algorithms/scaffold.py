@@ -1,14 +1,14 @@
 """SCAFFOLD: control variates that correct client drift in every step of local training.
 
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML
-2020, Algorithm 1 with option II. A client replaces each gradient g by g - c_k + c. Letters as in the paper: x is the
-global model and y a client's trained model. c is the server's control variate and c_k client k's. K is the number of
-steps, eta the learning rate.
+2020, Algorithm 1 with option II. A client replaces each gradient g by g - c_k + c. The letters are those of the paper:
+x is the global model, and y is a client's trained model. c is the server's control variate, and c_k is the control
+variate of client k. K is the number of steps, and eta is the learning rate.
 
 polyfed's choices: SCAFFOLD works per block. A client has no c_k for a block that it lacks, and the denominator N of the
 server's update of c is the number of the block's owners. Buffers have no control variate.
 
-What crosses: parameters and control variates, both ways. Page: docs/algorithms/scaffold.md.
+Clients and server send each other parameters and control variates. Page: docs/algorithms/scaffold.md.
 """
 
 from collections.abc import Mapping
@@ -90,7 +90,7 @@ class Scaffold(Averaging):
         return ScaffoldState(**vars(state), control=like(fed.context.model.trainable(state.params)))
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """The client's first control variate, c_k = 0."""
+        """Return the client's first control variate, c_k = 0."""
         kept = self.private_names(context.model)
         return like({n: v for n, v in context.model.trainable(context.initial).items() if n not in kept})
 

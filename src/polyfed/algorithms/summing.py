@@ -9,7 +9,7 @@ from polyfed.federation.secure_aggregation.client import SecureAggregation
 
 @dataclass(frozen=True, kw_only=True)
 class Summing:
-    """The section [secure_aggregation], and the hooks that say what the method sums.
+    """The section [secure_aggregation], and the hooks that declare what the method sums.
 
     Attributes:
         secure_aggregation: options of secure aggregation, or None without it; the [secure_aggregation] section.
@@ -19,10 +19,10 @@ class Summing:
 
     @property
     def single_replies(self) -> str:
-        """Why the server needs the replies of single clients; empty if sums are enough.
+        """Return why the server needs the replies of single clients, or an empty text if sums are enough.
 
         By default, this is the reason of the method's selector or server optimiser. A method whose messages are not
-        sum-only (`carries(sum_only=True)`) need not say anything here.
+        sum-only (`carries(sum_only=True)`) need not override this hook.
         """
         reasons = (getattr(part, "single_replies", "") for _, part in parts(self) if part is not self)
         return next(filter(None, reasons), "")

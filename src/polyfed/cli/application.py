@@ -1,7 +1,7 @@
-"""The `polyfed` command without its verbs: shared options, and how an error becomes text, JSON and an exit code.
+"""The basis of the `polyfed` command: shared options, and how an error becomes text, JSON and an exit code.
 
-This file and the files with the verbs import little, so that `polyfed --help` answers at once. Each verb imports what
-it needs when it runs.
+This file and the files with the verbs import little, so that `polyfed --help` is fast. Each verb imports what it needs
+when it runs.
 """
 
 import os
@@ -36,8 +36,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,  # `polyfed completion` installs it
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: the import of rich takes longer than everything else that help needs
-    suggest_commands=False,  # click suggests the nearest command already
+    rich_markup_mode=None,  # plain help, because the import of rich takes longer than all other imports together
+    suggest_commands=False,  # click already suggests the nearest command
     context_settings=HELP_OPTIONS,
 )
 
@@ -85,17 +85,16 @@ def main(args: Sequence[str] | None = None) -> None:
         code = app(args=words, prog_name="polyfed", standalone_mode=False)
     except PolyfedError as error:
         _end(type(error).__name__, str(error), error.exit_code, as_json=as_json)
-    except click.ClickException as error:  # the words are no call of any verb
+    except click.ClickException as error:  # the arguments are not a valid call of a verb
         error.show()
         _end(type(error).__name__, error.format_message(), error.exit_code, as_json=as_json, shown=True)
     except Interrupted as stop:
         typer.echo(str(stop), err=True)
         _end("Interrupted", str(stop), INTERRUPTED, as_json=as_json, shown=True)
     except BrokenPipeError:
-        # the reader of the pipe has ended (`| head`); redirect, so that the flush at exit does not fail as well
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
-    except OSError as error:  # a file or a disk failed where no part of polyfed words the error
+    except OSError as error:  # a file or disk error that polyfed does not translate
         _end(type(error).__name__, str(error), DataError.exit_code, as_json=as_json)
     if code == INTERRUPTED:  # typer's word for Ctrl-C in a verb that has nothing to resume
         _end("Interrupted", "interrupted", INTERRUPTED, as_json=as_json)
@@ -103,7 +102,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _end(kind: str, text: str, code: int, *, as_json: bool, shown: bool = False) -> NoReturn:
-    """Print an error, unless standard error has it already, and end with its exit code."""
+    """Print an error, unless standard error already shows it, and end with its exit code."""
     print_error(kind, text, code, as_json=as_json, shown=shown)
     raise SystemExit(code) from None
 

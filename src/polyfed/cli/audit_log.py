@@ -1,4 +1,4 @@
-"""`polyfed audit-log`: whether audit logs are whole, and whether those of server and devices say the same."""
+"""`polyfed audit-log`: checks whether audit logs are complete, and whether the logs of server and devices agree."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ polyfed_app.add_typer(app)
 
 @contextmanager
 def _needing_flower() -> Iterator[None]:
-    """Turn a failed import of the extra into a sentence that says what to install."""
+    """Turn a failed import of the extra into an error that names the extra to install."""
     try:
         yield
     except ImportError as error:

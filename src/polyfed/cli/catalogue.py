@@ -1,7 +1,7 @@
 """Facts about algorithms and data sources, read from their dataclasses, docstrings and tasks.
 
-No second description has to be kept up to date: an option is a field of the dataclass, its explanation is the entry
-under `Attributes:`, and what crosses is what the tasks declare.
+An option is a field of the dataclass, and its explanation is the entry under `Attributes:`. The tasks declare which
+data is sent. The documentation therefore needs no second description.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ class Option:
     """A key of a recipe's section.
 
     Attributes:
-        kind: its type as the source writes it.
-        default: its default as TOML writes it; empty if the key is required.
-        about: its explanation.
+        kind: the type, as in the source code.
+        default: the default in TOML. Empty if the key is required.
+        about: the explanation.
     """
 
     name: str
@@ -49,8 +49,8 @@ class Carried:
     """A field of a message that a client receives or sends.
 
     Attributes:
-        way: `down` for what the client receives, otherwise the destination of the reply.
-        blocks: the blocks of the model it can hold.
+        way: `down` for a field that the client receives, otherwise the destination of the reply.
+        blocks: the blocks of the model that the field can hold.
     """
 
     task: str
@@ -102,7 +102,7 @@ def explanation(cls: type) -> str:
 
 
 def options(cls: type, leave_out: tuple[str, ...] = ()) -> list[Option]:
-    """The keys of a section: those of the class itself first, then the inherited ones."""
+    """Return the keys of a section: first the keys of the class itself, then the inherited keys."""
     about: dict[str, str] = {}
     origin: dict[str, int] = {}
     for depth, base in enumerate(cls.__mro__):
@@ -116,7 +116,7 @@ def options(cls: type, leave_out: tuple[str, ...] = ()) -> list[Option]:
 
 
 def hyper_parameters(cls: type[Algorithm]) -> list[Option]:
-    """The keys of `[algorithm]`: the fields that have no section of their own."""
+    """Return the keys of `[algorithm]`, which are the fields without their own section."""
     return options(cls, leave_out=tuple(PARTS))
 
 
@@ -156,7 +156,7 @@ def algorithm_facts(name: str) -> dict[str, Any]:
 
 
 def protection(cls: type[Algorithm]) -> dict[str, str]:
-    """Section of a recipe -> whether the algorithm, with its default options, can use it, and otherwise why not."""
+    """Map each section for protection to a text: whether the algorithm can use it by default, and if not, why."""
     units = {f'[privacy] unit = "{unit}"': privacy_in_words(cls, unit) for unit in ALTERS}
     return units | {"[secure_aggregation]": secure_in_words(cls)}
 
@@ -181,7 +181,7 @@ def crossings(cls: type[Algorithm]) -> Iterator[Carried]:
         got, reply = types_of(task)
         answers = [field for field in reply.kinds if can_send(algorithm, name, field)]
         if not algorithm.will_ask(name, tested=True) or (reply.kinds and not answers):
-            continue  # no client is ever sent this request
+            continue  # no client ever receives this request
         for way, kind, fields in (("down", got, got.kinds), (info_of(task).scope, reply, answers)):
             for field in fields:
                 yield Carried(
@@ -194,7 +194,7 @@ def crossings(cls: type[Algorithm]) -> Iterator[Carried]:
 
 
 def _kind(annotation: Any) -> str:
-    """A type in the words of a recipe: the choices of a Literal and the allowed range are written out."""
+    """Return a type as text, with the choices of a Literal or the allowed range."""
     if get_origin(annotation) is Annotated:
         base, *ranges = get_args(annotation)
         return ", ".join([_kind(base), *(entry.words for entry in ranges)])

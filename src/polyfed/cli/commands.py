@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from polyfed.experiment.events import Listener
 
 STANDARD_OUTPUT = "-"
-"""The word for standard output in the place of a file."""
+"""The argument that selects standard output instead of a file."""
 
 
 class Device(StrEnum):
@@ -77,7 +77,6 @@ def run(
     loaded = load_recipe(recipe, overrides)
     folder = out if out is not None else unused_folder(Path("runs"), loaded.name)
     try:
-        # a batch system that ends a job sends SIGTERM first, and SIGKILL some seconds later
         with (
             event_lines(events) as followers,
             Progress() as progress,
@@ -144,7 +143,7 @@ def report(
 
 @contextmanager
 def event_lines(target: str | None) -> Iterator[list["Listener"]]:
-    """The listeners that write the events of a run to a file or to standard output; none without a target."""
+    """Yield the listeners that write the events of a run to a file or to standard output, or none without a target."""
     from polyfed.experiment.events import EventLines
 
     if target is None:
@@ -158,7 +157,7 @@ def event_lines(target: str | None) -> Iterator[list["Listener"]]:
 
 @contextmanager
 def recipe_named(recipe: Path, overrides: Sequence[str]) -> Iterator[None]:
-    """Put the recipe's path before errors that are found only after the recipe has been read."""
+    """Add the recipe's path to errors that are found only after the recipe has been read."""
     from polyfed.experiment.overrides import called
 
     try:

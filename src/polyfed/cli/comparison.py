@@ -1,4 +1,4 @@
-"""`polyfed compare`: runs or studies side by side, in the terminal, in files for a paper, and as figures."""
+"""`polyfed compare`: compares runs or studies in the terminal, in files for a paper, and as figures."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -98,7 +98,7 @@ def compare_runs(
 
 
 def print_as(form: Format, comparison: "Comparison", proof: "Evidence", written: list[str]) -> None:
-    """Print a comparison; `written` says in the terminal which files were written."""
+    """Print a comparison. In the terminal, `written` lists the files that were written."""
     from rich.text import Text
 
     from polyfed.cli import tables

@@ -1,4 +1,4 @@
-"""The verbs `algorithms`, `data`, `init`: the methods and data sources, and a first recipe for a file of your own."""
+"""The verbs `algorithms`, `data`, `init`: the methods, the data sources, and a first recipe for your own data file."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +12,7 @@ from polyfed.core.errors import RecipeError
 
 
 class OnCorrupt(StrEnum):
-    """What `data prepare` does with a file that cannot be used."""
+    """The reaction of `data prepare` to a file that cannot be used."""
 
     fail = "fail"
     skip = "skip"
@@ -90,13 +90,16 @@ def init(
     split: Annotated[
         str | None, typer.Option(metavar="NAME", help="Array or column of train, test, validation.")
     ] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The task, such as retrieval. [default: as the labels suggest]")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a complete recipe for a data file, and say what was guessed."""
+    """Write a complete recipe for a data file, and print all guesses."""
     from polyfed.cli import init
 
     labels = label[0] if label and len(label) == 1 else label or None
-    notes = init.write_recipe(file, out, {"label": labels, "client": client, "split": split})
+    notes = init.write_recipe(file, out, {"label": labels, "client": client, "split": split}, task)
     lines = [f"guessed: {note}" for note in notes]
     lines.append(f"wrote {out}. Go on with: polyfed check {out}, polyfed run {out}")
     answer({"recipe": str(out), "guessed": notes}, *lines, as_json=as_json)

@@ -19,13 +19,14 @@ from polyfed.cli.layout import plain_table, stacked, titled
 from polyfed.report.formatting import bytes_of
 
 REQUIRED = "required"
-"""The part of the packages that polyfed always needs; every other part is an extra of the package."""
+"""The name of the part with the packages that polyfed always needs. Every other part is an extra."""
 
 NOT_A_PART = ("dev",)
 """Extras that are not for users."""
 
 PATIENCE_S = 120
-"""An import that takes longer than this many seconds counts as failed: the slowest known one takes about ten."""
+"""An import that takes longer than this number of seconds counts as failed. The slowest known import takes about ten
+seconds."""
 
 LOW_BYTES = 10**9
 """With less free memory or disk than this, runs on real data are likely to fail."""
@@ -36,7 +37,7 @@ _REQUIREMENT = re.compile(r"""([A-Za-z0-9._-]+)[^;]*(?:;.*extra\s*==\s*["']([\w-
 def examine() -> dict[str, Any]:
     """The content that `doctor --json` prints.
 
-    Packages are imported in processes of their own: a broken shared library may end the process that loads it.
+    Each package is imported in a separate process, because a broken shared library may end the process that loads it.
     """
     wanted = sorted(requirements(requires("polyfed") or []))
     modules = _modules()
@@ -66,7 +67,7 @@ def requirements(lines: list[str]) -> set[tuple[str, str]]:
 
 
 def advice(found: Mapping[str, Any]) -> Iterator[str]:
-    """What the user can do: install, repair, free."""
+    """Yield advice for the user: packages to install or repair, memory or disk space to free."""
     broken = [entry for entry in found["packages"] if entry["problem"]]
     for entry in broken:
         yield f"{entry['name']} is installed and cannot be imported ({entry['problem']}): install it again"
@@ -119,7 +120,7 @@ def _package(part: str, name: str, modules: Mapping[str, str]) -> dict[str, Any]
 
 
 def problem_of(module: str) -> str | None:
-    """Why a module cannot be imported in a fresh process, in one line; None if it can."""
+    """Return in one line why a module cannot be imported in a fresh process, or None if it can."""
     words = [sys.executable, "-c", f"import {module}"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, errors="replace", check=False)
@@ -133,7 +134,7 @@ def problem_of(module: str) -> str | None:
 
 
 def _modules() -> dict[str, str]:
-    """Distribution -> the module that it is imported by: the one of the same name, else the first public one."""
+    """Return distribution -> its module: the module of the same name, or else the first public module."""
     found: dict[str, list[str]] = {}
     for module, distributions in packages_distributions().items():
         for name in distributions:
@@ -170,7 +171,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _memory() -> dict[str, int | None]:
-    """The memory of the machine; only Linux says how much of it is available."""
+    """Return the memory of the machine. Only Linux reports how much of it is available."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     table = Path("/proc/meminfo")
     lines = table.read_text().splitlines() if table.exists() else []

@@ -1,4 +1,4 @@
-"""What a recipe lets cross: a table with a line for each modality, kind and destination, and a summary in sentences."""
+"""The data that a recipe allows to leave: a table by modality, kind and destination, and a summary in sentences."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -12,14 +12,14 @@ from polyfed.experiment.check import Check, Planned
 from polyfed.report.formatting import bytes_of
 
 PLURALS = {"raw": "raw samples", "statistic": "statistics", "ids": "sample ids"}
-"""Kinds whose name in a sentence differs from the one in a table."""
+"""The kinds whose name in a sentence differs from their name in a table."""
 
 Carrier = tuple[str, str]
 """(task, message.field)"""
 
 
 def crossing_table(check: Check) -> Group:
-    """One line for each modality, kind and destination: bytes, message fields that carry it, the policy's verdict."""
+    """Return a table by modality, kind and destination: bytes, message fields, the policy's verdict."""
     table = plain_table("of", "kind", "to", "bytes a reply", "in (task)", "policy", left=6)
     order = [*grouped(check.planned)]
     apart = [grouped(row for row in check.planned if row.masked is masked) for masked in (True, False)]
@@ -37,7 +37,7 @@ def crossing_table(check: Check) -> Group:
 
 
 def in_short(check: Check) -> Group:
-    """A sentence for each modality, for the shared block, and for labels."""
+    """Return a sentence for each modality, for the shared block, and for labels."""
     table = plain_table("", "", left=2)
     blocks = dict.fromkeys([*check.facts["egress"], *(row.block for row in check.planned)])
     for block in blocks:
@@ -46,7 +46,7 @@ def in_short(check: Check) -> Group:
 
 
 def sentence(rows: Sequence[Planned], check: Check) -> str:
-    """A sentence on one block: what may leave, what may leave only after the first round, what the policy refuses."""
+    """Return a sentence about one block: what may leave, what may leave only after round 1, and what is refused."""
     groups = grouped(rows)
     allowed = {place: group for place, group in groups.items() if group[0].allowed}
     first = {place for place, group in allowed.items() if check.remarks or any(row.in_dry_run for row in group)}
@@ -83,11 +83,11 @@ def grouped(rows: Iterable[Planned]) -> dict[tuple[str, str, str], list[Planned]
 
 
 def size(rows: Sequence[Planned], *, known: bool = True) -> str:
-    """The size of the largest reply of a group, in words.
+    """Return the size of the largest reply of a group, as text.
 
     Args:
         rows: the parts of the group.
-        known: whether the dry run succeeded; otherwise sizes may be unknown.
+        known: whether the dry run succeeded. If it failed, sizes may be unknown.
     """
     totals: dict[str, tuple[float, int]] = {}
     for row in rows:
@@ -120,7 +120,7 @@ def carriers(rows: Iterable[Carrier]) -> str:
 
 
 def remarks(check: Check) -> Iterator[Text]:
-    """Notes below the table: where the sizes come from, what a field reveals, what would allow what is refused."""
+    """Yield notes below the table: the source of the sizes, what a field reveals, and how to allow refused data."""
     yield Text(
         "Bytes are from the dry run of a first round on a few rows of a few clients; of several tasks, the largest.",
         "dim",
@@ -144,7 +144,7 @@ def remarks(check: Check) -> Iterator[Text]:
 
 
 def failures(check: Check) -> Iterator[Text]:
-    """Why the dry run failed; a run may fail in the same way."""
+    """Yield why the dry run failed. A run may fail in the same way."""
     yield from (Text(remark, "bold red") for remark in check.remarks)
 
 

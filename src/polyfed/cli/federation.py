@@ -12,7 +12,7 @@ from polyfed.cli.output import answer, print_json, show
 from polyfed.core.log_lines import LOG_FORMAT
 
 JsonError = Annotated[bool, typer.Option("--json", help="If it cannot start, print the error as JSON.")]
-"""A verb that runs until it is stopped has no result to print."""
+"""`--json` for a verb that runs until it is stopped, and therefore has no result to print."""
 
 
 class LogFormat(StrEnum):

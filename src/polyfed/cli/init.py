@@ -1,4 +1,4 @@
-"""`polyfed init`: a first recipe for a file of your own; and the lines of a recipe that an algorithm needs."""
+"""`polyfed init`: a first recipe for your own data file, and the lines of a recipe that an algorithm needs."""
 
 import json
 from collections.abc import Mapping
@@ -16,17 +16,20 @@ from polyfed.model import ModelSpec
 from polyfed.privacy.policy import EVERY, Policy
 
 
-def write_recipe(file: Path, out: Path, columns: Mapping[str, str | list[str] | None]) -> tuple[str, ...]:
+def write_recipe(
+    file: Path, out: Path, columns: Mapping[str, str | list[str] | None], task: str | None = None
+) -> tuple[str, ...]:
     """Write a complete recipe for a data file.
 
     Args:
-        file: the data.
+        file: the data file.
         out: the recipe to write.
-        columns: `label`, `client` and `split`, each with the name of its array or column, or `label` with several
-            names; None: it is guessed.
+        columns: `label`, `client` and `split`, each with the name of its array or column. `label` may have several
+            names. If None, the function guesses the name.
+        task: name of the task; None leaves the task to the labels.
 
     Returns:
-        Sentences on everything that was guessed.
+        Sentences about all guesses.
 
     Raises:
         RecipeError: the file `out` exists already.
@@ -34,13 +37,14 @@ def write_recipe(file: Path, out: Path, columns: Mapping[str, str | list[str] | 
     """
     if out.exists():
         raise RecipeError(f"{out} exists already; nothing was replaced. Choose another file with --out")
-    made = starter(file, columns)
+    made = starter(file, columns, task)
     replace_text(out, made.text)
     return made.notes
 
 
 SOME = "MODALITY"
-"""Stands in the printed lines for the name of a modality, where a method does not run with a row for every modality."""
+"""The placeholder for the name of a modality in the printed lines. It is used if a method cannot run when the policy
+has the same row for every modality."""
 
 _MEANS = {
     EVERY: "every modality without a row of its own",
@@ -69,7 +73,7 @@ def lines_for(name: str | None) -> str:
 
 
 def egress_of(name: str) -> dict[str, dict[str, list[str]]]:
-    """The rows that a policy needs so that it allows what an algorithm with default options sends, and no more.
+    """Return the policy that allows exactly the data that an algorithm with default options sends.
 
     Raises:
         RecipeError: there is no such algorithm.
@@ -83,7 +87,7 @@ def egress_of(name: str) -> dict[str, dict[str, list[str]]]:
         for block in blocks:
             needed.setdefault((EVERY if block == "modalities" else block, row.way), set()).add(row.kind)
     rows: dict[str, dict[str, list[str]]] = {}
-    for block in (EVERY, SHARED, LABELS):  # `shared` inherits from the rows of the modalities, so these come first
+    for block in (EVERY, SHARED, LABELS):  # modalities come first, because `shared` inherits from them
         for destination in DESTINATIONS:
             kinds = needed.get((block, destination), set())
             policy = Policy.parse(rows, ["any"])
@@ -95,7 +99,7 @@ def egress_of(name: str) -> dict[str, dict[str, list[str]]]:
 
 
 def _runs(cls: type[Algorithm], rows: dict[str, dict[str, list[str]]]) -> bool:
-    """Whether the algorithm finds a model to train under these rows, in a federation of two modalities."""
+    """Return whether the algorithm can train a model under this policy, in a federation with two modalities."""
     names = ("one", "two")
     try:
         cls().model_spec(ModelSpec(), names, Policy.parse(rows, names))

@@ -10,7 +10,8 @@ def plain_table(*columns: str, left: int = 1) -> Table:
 
     Args:
         columns: the headings; no header is shown if all are empty.
-        left: this many columns hold words and are aligned left; the others hold numbers and are aligned right.
+        left: the number of columns with text, which are aligned left. The other columns hold numbers and are aligned
+            right.
     """
     named = any(columns)
     table = Table(box=None, show_header=named, pad_edge=False)

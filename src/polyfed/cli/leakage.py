@@ -1,4 +1,4 @@
-"""`polyfed audit`: what the messages of a run give away. `polyfed audit-log` is another verb, about ledgers."""
+"""`polyfed audit`: measures what the messages of a run reveal. `polyfed audit-log` is another verb, for audit logs."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,7 +24,7 @@ def audit(
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Attack the messages of a run, kind by kind and modality by modality; print how much they give away."""
+    """Attack the messages of a run, by kind and by modality, and print how much the messages reveal."""
     from polyfed.experiment.leakage import audit as audit_run
     from polyfed.experiment.leakage import write
     from polyfed.report import write_report
@@ -36,7 +36,7 @@ def audit(
 
 
 def _tables(found: "LeakageAudit") -> list["RenderableType"]:
-    """The measured attacks as a table, and below it why the others have no number."""
+    """Return the measured attacks as a table, and the reasons why the other attacks have no number."""
     from rich.text import Text
 
     from polyfed.cli.layout import plain_table, titled

@@ -1,4 +1,4 @@
-"""The verbs `doctor` and `completion`: what works on this machine, and completing words with the Tab key."""
+"""The verbs `doctor`, which checks this machine, and `completion`, which installs completion with the Tab key."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -24,7 +24,7 @@ class Shell(StrEnum):
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Say what works on this machine: versions, threads, GPU, optional parts, memory, disk; and what to install."""
+    """Check this machine: versions, threads, GPU, optional parts, memory, disk. Print what to install."""
     from polyfed.cli import doctor as examination
 
     found = examination.examine()

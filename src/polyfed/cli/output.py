@@ -1,4 +1,4 @@
-"""Standard output: tables, lines, or JSON; errors on standard error."""
+"""Prints tables, lines or JSON on standard output, and errors on standard error."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ WIDE = 200
 
 
 def print_json(content: Any) -> None:
-    """Print JSON on standard output; as in the files of a run, numbers that are not finite are null."""
+    """Print JSON on standard output. As in the files of a run, numbers that are not finite are null."""
     from polyfed.experiment.json_text import to_json
 
     typer.echo(to_json(content))
@@ -28,7 +28,7 @@ def print_error(kind: str, text: str, code: int, *, as_json: bool, shown: bool =
         text: where the error is, what is wrong, what is allowed.
         code: the exit code of the command.
         as_json: whether the command was called with `--json`.
-        shown: whether standard error has the text already.
+        shown: whether standard error already shows the text.
     """
     if not shown:
         typer.echo(f"polyfed: {text}", err=True)
@@ -37,14 +37,14 @@ def print_error(kind: str, text: str, code: int, *, as_json: bool, shown: bool =
 
 
 def standard_output() -> "Console":
-    """The console of standard output; without a terminal, wide tables are not folded."""
+    """Return the console of standard output. Without a terminal, it does not fold wide tables."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
 
 
 def show(*parts: "RenderableType") -> None:
-    """Print tables and lines on standard output; a string is a line."""
+    """Print tables and lines on standard output. A string is a line."""
     from rich.text import Text
 
     console = standard_output()
@@ -54,7 +54,7 @@ def show(*parts: "RenderableType") -> None:
 
 
 def answer(content: Any, *parts: "RenderableType", as_json: bool) -> None:
-    """Print the JSON under `--json`, otherwise the tables and lines."""
+    """Print the content as JSON under `--json`, and otherwise the tables and lines."""
     if as_json:
         print_json(content)
     else:

@@ -20,14 +20,14 @@ from polyfed.data.sources.media_set import MediaSet
 from polyfed.experiment.parts import build
 
 FEW = 10
-"""The summary lists at most this many skipped samples; the manifest lists all."""
+"""The largest number of skipped samples in the summary. The manifest lists all of them."""
 
 
 class PrepareProgress:
     """A listener for `prepare`: a bar with clips done, clips per second and time left, and skipped clips above it.
 
     Args:
-        console: where to write; None selects standard error.
+        console: the console to write to. None selects standard error.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -94,7 +94,7 @@ def facts_of(made: Prepared) -> dict[str, Any]:
 
 
 def summary(made: Prepared) -> list[RenderableType]:
-    """The number of rows of each class beside the published number, if there is one, and what was skipped."""
+    """Return each class's number of rows beside the published number, if any, and the skipped samples."""
     table = Table("class", "rows", *(["published"] if made.published else []))
     for name, count in made.classes.items():
         table.add_row(name, str(count), *([str(made.published.get(name, ""))] if made.published else []))
@@ -106,7 +106,7 @@ def summary(made: Prepared) -> list[RenderableType]:
 
 
 def _options(name: str, source: Path, settings: Sequence[str]) -> dict[str, Any]:
-    """The options of the data source from `key=value` words, checked like the keys of a recipe's `[data]`."""
+    """Return the options of the data source from `key=value` arguments, checked like the keys of `[data]`."""
     table: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.removeprefix("data.").partition("=")

@@ -1,4 +1,4 @@
-"""The output of `polyfed status`. Every text in it came over the network, so nothing but printable text is shown."""
+"""The output of `polyfed status`. All its texts come from the network, so only printable characters are shown."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -12,7 +12,7 @@ from polyfed.core.log_lines import escaped
 
 
 def status_tables(told: dict[str, Any]) -> Group:
-    """What a server is doing, as tables.
+    """Return the status of a server as tables.
 
     Raises:
         PolyfedError: the answer is not the status of a server.

@@ -1,4 +1,4 @@
-"""`polyfed sweep`: carry out a study, with a live table of its runs."""
+"""`polyfed sweep`: runs a study, with a live table of its runs."""
 
 import shlex
 import signal
@@ -12,7 +12,7 @@ from polyfed.cli.output import answer
 from polyfed.core.stop_signals import handling, interrupt
 
 UNFINISHED = 4
-"""Exit code if a run failed or is left; the page says why."""
+"""The exit code if a run failed or is unfinished. The page gives the reason."""
 
 
 @app.command("sweep")
@@ -25,7 +25,7 @@ def sweep_study(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the study. [default: runs/NAME]")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Carry out a study: methods x scenarios x settings x seeds, several runs at once; started again, it goes on."""
+    """Run a study: methods x scenarios x settings x seeds, several runs at once. A second call continues it."""
     from polyfed.cli.sweep_progress import SweepProgress, results_table
     from polyfed.experiment.study import sweep
     from polyfed.experiment.study.results import PAGE
@@ -47,6 +47,6 @@ def sweep_study(
 
 
 def _rows(frame: Any) -> list[dict[str, Any]]:
-    """The rows of a frame as JSON can hold them; numbers that a run does not have are left out."""
+    """Return the rows of a frame in a form that JSON can hold, without numbers that a run does not have."""
     rows: list[dict[str, Any]] = frame.to_dict("records")
     return [{key: value for key, value in row.items() if value == value} for row in rows]

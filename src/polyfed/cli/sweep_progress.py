@@ -1,4 +1,4 @@
-"""The progress display of a sweep: a live table on a terminal, a line for each run that ends anywhere else."""
+"""The progress display of a sweep: a live table on a terminal, and otherwise a line for each run that ends."""
 
 import time
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from polyfed.experiment.study.results import cell_text
 from polyfed.report.formatting import seconds_of
 
 MOST_LINES = 24
-"""The live table shows at most this many lines of results, since a terminal shows no more."""
+"""The largest number of results in the live table, because a terminal cannot show more."""
 
 
 class SweepProgress:
-    """A listener for the events of a sweep. As a context manager it removes the table even if an error ends the sweep.
+    """A listener for the events of a sweep. As a context manager, it removes the table even after an error.
 
     Args:
-        console: where to write; None selects standard error, because results go to standard output.
+        console: the console to write to. None selects standard error, because results go to standard output.
         clock: returns the time in seconds.
     """
 
@@ -64,13 +64,13 @@ class SweepProgress:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a cell has no reported runs, although it is not left out on purpose."""
+        """Return whether a cell that the study does not leave out has no reported runs."""
         board = self.board
         return board is not None and any(not board.cells[number].skip for number in board.blocked)
 
     @property
     def seconds_left(self) -> float | None:
-        """The estimated time to the end of the runs that are known, in seconds; None before the first has ended."""
+        """Return the estimated seconds until all known runs have ended, or None before the first run has ended."""
         assert self.board is not None
         done = self._ended() - self.before
         if not done:
@@ -78,7 +78,7 @@ class SweepProgress:
         return (self.clock() - self.started) / done * (len(self.board.entries) - self._ended())
 
     def panel(self) -> Group:
-        """The live display: counts and a bar, the runs that go on, and the results so far."""
+        """Return the live display: counts and a bar, the current runs, and the results so far."""
         board = self.board
         assert board is not None
         bar = Table.grid(padding=(0, 2))
@@ -119,7 +119,7 @@ class SweepProgress:
 
 
 def results_table(board: Board, most: int | None = None) -> Group:
-    """Methods and scenarios with mean and deviation of the finished runs; at most so many lines."""
+    """Return methods and scenarios with mean and deviation of the finished runs, in at most `most` lines."""
     scenarios = list(dict.fromkeys(cell.scenario for cell in board.cells))
     labels = list(dict.fromkeys(cell.label for cell in board.cells))
     table = plain_table("method", *scenarios)
@@ -133,7 +133,7 @@ def results_table(board: Board, most: int | None = None) -> Group:
 
 
 def _text(board: Board, number: int) -> str:
-    """A cell of the table: its numbers, or what it waits for."""
+    """Return the text of a cell: its numbers, or the reason why it has none yet."""
     if board.cells[number].skip:
         return "left out"
     entries = board.reported.get(number)

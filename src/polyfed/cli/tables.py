@@ -61,7 +61,7 @@ def _scores(metrics: dict[str, dict[str, float]], head: Headline) -> Iterator[tu
 
 
 def _what(task: dict[str, Any]) -> str:
-    """What the size of the labels counts."""
+    """Return what the size of the labels counts, such as classes."""
     return {"multi-label": "labels each", "regression": "targets each", "ordinal": "levels"}.get(
         task["name"], "classes"
     )
@@ -99,7 +99,7 @@ def check_tables(check: Check) -> Group:
         *crossing.remarks(check),
         crossing.in_short(check),
         *_privacy(check),
-        *crossing.failures(check),  # last, so that it is not overlooked
+        *crossing.failures(check),  # at the end, so that users do not overlook it
     )
 
 
@@ -145,7 +145,7 @@ def _blocks(facts: dict[str, Any]) -> Group:
 def comparison_tables(comparison: Comparison, width: int) -> Group:
     """Quality and cost of each group: mean ± sample standard deviation over n runs (n seeds if folds are pooled).
 
-    Columns that do not fit into `width` characters go into another table.
+    Columns that do not fit into `width` characters are shown in another table.
     """
     quality = [column for column in comparison.columns if column.is_quality]
     cost = [column for column in comparison.columns if not column.is_quality]

@@ -15,11 +15,12 @@ class Batch:
     """Some rows of one client. The batch, not the model, decides between training mode and evaluation mode.
 
     Attributes:
-        x: the inputs by modality, float32 (B, ...); only modalities that the client owns.
+        x: the inputs by modality, float32 (B, ...). Only modalities that the client owns have an entry.
         y: the labels, int64 (B,).
         rows: position of each row among the client's own rows, int64 (B,).
-        ok: False for padding, which must not count, bool (B,); None if every row is real.
-        present: by modality, whether each row has the modality, bool (B,); only for modalities that some rows lack.
+        ok: bool (B,), False for padding, which must not count. None if every row is real.
+        present: by modality, whether each row has the modality, bool (B,). Only modalities that some rows lack have an
+            entry.
         key: dropout key of (run, round, client, step). None means evaluation mode: no dropout, and BatchNorm uses its
             running statistics.
     """
@@ -52,7 +53,6 @@ class Batch:
         if self.ok is None:
             return values.sum(0)
         ok = self.ok.view(-1, *(1,) * (values.dim() - 1))
-        # not a product with the mask, because padding may hold infinities, and 0 * inf is NaN
         return torch.where(ok, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(0)
 
     def mean(self, values: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The exceptions of polyfed: mistakes of the user, and failures of a run.
 
-The text of each exception says where the fault is, what is wrong, what is allowed and what to do next. The command line
-prints the text without a traceback, and exits with the `exit_code` of the class. Mistakes in polyfed itself are failed
-`assert`s.
+The text of each exception states where the fault is, what is wrong, what is allowed and what to do next. The command
+line prints the text without a traceback, and exits with the `exit_code` of the class. Mistakes in polyfed itself are
+failed `assert`s.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ class PolyfedError(Exception):
 
     Attributes:
         key: the wrong entry of a recipe, such as `("train", "lr")`; empty if it is not known.
-        several: the single faults, if this exception reports several at once.
+        several: the single faults, if this exception reports several faults at once.
     """
 
     exit_code = 2
@@ -46,7 +46,7 @@ class NotAllowed(RecipeError):
 
 
 class EgressError(PolyfedError):
-    """A message would take data out of a client, although its policy forbids it or `polyfed check` did not list it."""
+    """A message would take data out of a client that the policy forbids or that `polyfed check` did not list."""
 
     exit_code = 3
 
@@ -58,7 +58,7 @@ class TooFewReplies(PolyfedError):
 
 
 class TransportError(PolyfedError):
-    """The connection between server and clients failed permanently; the text says how to continue."""
+    """The connection between server and clients failed permanently. The text explains how to continue."""
 
     exit_code = 6
 
@@ -86,7 +86,7 @@ class Diverged(PolyfedError):
 
 
 class BadReply(Exception):
-    """The server must not use a client's reply; it drops the client from the request and records this reason."""
+    """The server must not use a client's reply. The server drops this reply and records the text as the reason."""
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ ROUNDS, EGRESS, RESULT, RECIPE, FACTS = (
 
 
 LEAKAGE = "leakage.json"
-"""What `polyfed audit` found out from the messages of a run."""
+"""The file with the findings of `polyfed audit`: what the messages of a run reveal."""
 
 STUDY = "study.json"
 """The file in the folder of a sweep that lists its runs."""
@@ -31,11 +31,11 @@ AUDIT, PUBLIC_KEY = "audit.jsonl", "audit-key.pub"
 
 
 def read_notes(path: Path, of: Callable[[Any], _V]) -> dict[str, _V]:
-    """Read a small JSON object that polyfed keeps from one start to the next; empty if there is no file.
+    """Read a small JSON object that polyfed keeps between starts. It is empty if there is no file.
 
     Args:
         path: the file.
-        of: makes a value from what stands in the file, such as `int`.
+        of: converts each value of the file, such as `int`.
 
     Raises:
         CheckpointError: the file is damaged.

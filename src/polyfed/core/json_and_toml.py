@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 MOST_DEPTH = 200
-"""The deepest nesting that is accepted, counted in lists and tables. No file that polyfed writes comes near it."""
+"""The deepest nesting that is accepted, counted in lists and tables. The files that polyfed writes are nested far less
+deeply."""
 
 CAUSES = "TOML needs quotes around words, `true` and `false` in lower case, and one `key = value` on each line"
 
 LARGEST = 10**300
-"""Integers from this value on are refused, because a float cannot hold them."""
+"""Integers of at least this size are refused, because a float cannot hold them."""
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -60,7 +61,7 @@ def refuse_extremes(content: Any) -> None:
     """Refuse nested lists and dictionaries that are too deep, or that hold an integer that is too large.
 
     Raises:
-        ValueError: the content exceeds a limit; the text names the limit.
+        ValueError: the content exceeds a limit. The text names the limit.
     """
     level, depth = [content], 0
     while level:

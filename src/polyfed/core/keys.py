@@ -56,15 +56,17 @@ def bits(base: int | Tensor, shape: int | tuple[int, ...], device: torch.device 
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if isinstance(base, Tensor):
         device = base.device
-    counter = torch.arange(math.prod(shape), dtype=torch.int32, device=device) * _signed(_GOLDEN)
-    offset = base.to(torch.int32) if isinstance(base, Tensor) else _signed(base & _MASK)
-    # The key enters between two rounds of mixing, so that the streams of neighbouring keys do not overlap.
-    return _mix(_mix(counter ^ _SALT) + offset).view(shape)
+    return _bits_at(base, torch.arange(math.prod(shape), dtype=torch.int32, device=device)).view(shape)
 
 
 def uniform(base: int | Tensor, shape: int | tuple[int, ...], device: torch.device | str | None = None) -> Tensor:
     """Uniform float32 numbers in [0, 1) of this shape, multiples of 2**-24."""
     return _shift(bits(base, shape, device), 8).to(torch.float32) * 2.0**-24
+
+
+def uniform_at(base: int, places: Tensor) -> Tensor:
+    """The numbers that `uniform` has at these positions, float32 of the shape of `places`, an integer tensor."""
+    return _shift(_bits_at(base, places.to(torch.int32)), 8).to(torch.float32) * 2.0**-24
 
 
 def normal(base: int | Tensor, shape: int | tuple[int, ...], device: torch.device | str | None = None) -> Tensor:
@@ -107,6 +109,13 @@ def choice(base: int, n: int, k: int) -> list[int]:
 def generator(base: int) -> np.random.Generator:
     """A NumPy generator, for set-up work on the CPU such as partitions and synthetic data."""
     return np.random.Generator(np.random.Philox(key=base))
+
+
+def _bits_at(base: int | Tensor, places: Tensor) -> Tensor:
+    """The 32-bit integers of a key at these positions, int32 (...)."""
+    offset = base.to(torch.int32) if isinstance(base, Tensor) else _signed(base & _MASK)
+    # The key enters between two rounds of mixing, so that the streams of neighbouring keys do not overlap.
+    return _mix(_mix(places * _signed(_GOLDEN) ^ _SALT) + offset)
 
 
 def _below(base: int, step: int, limit: int) -> int:

@@ -15,14 +15,14 @@ LOG_FORMAT = "POLYFED_LOG_FORMAT"
 """Environment variable that selects the format: `text`, which is the default, or `json`."""
 
 CONTINUED = "    | "
-"""Prefix of the lines of a traceback, so that they cannot be mistaken for log lines. Only in the format text."""
+"""Prefix of the lines of a traceback in the format `text`, so that nobody mistakes these lines for log lines."""
 
 
 class LogLines(logging.Formatter):
     """Formats a record as one line: `2026-11-22T08:31:02.123Z INFO polyfed: text`, or a JSON object.
 
     A JSON object has `time` (UTC, ISO 8601), `level`, `role`, `text`, and `trace` if there is one. It also has the
-    facts of the record. A record takes `extra={"trace": text, "facts": {...}}`.
+    facts of the record. The caller passes the trace and the facts as `extra={"trace": text, "facts": {...}}`.
 
     Args:
         role: the writer: `server`, `device` or `superlink`.
@@ -33,7 +33,7 @@ class LogLines(logging.Formatter):
         self.role = role
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record; as text, followed by the indented lines of its traceback."""
+        """Return the line of a record. In the format `text`, the indented lines of its traceback follow."""
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         trace = getattr(record, "trace", "") or (self.formatException(record.exc_info) if record.exc_info else "")
         source = record.name.partition(".")[0]

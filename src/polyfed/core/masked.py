@@ -1,4 +1,4 @@
-"""Masked messages: what a client sends in place of a sum-only message under secure aggregation.
+"""Masked messages, which clients send instead of sum-only messages under secure aggregation.
 
 A message is sum-only if every one of its fields is declared with `sum_only=True`. `masked_class(Update)` is a message
 class `MaskedUpdate` with the same fields, kinds and names. Its tensors are integers that look random. Only the sum over
@@ -16,12 +16,12 @@ from polyfed.core.messages import Message, message
 from polyfed.core.tree import SHARED, block_of
 
 LONG = "statistic"
-"""The kind that is masked modulo 2**64. Statistics are few numbers with a wide range. All other kinds take the number
-of bits that the recipe sets."""
+"""The kind that is masked modulo 2**64, because statistics are few numbers with a wide range. All other kinds use the
+number of bits that the recipe sets."""
 
 
 def sum_only(kind: type[Message]) -> bool:
-    """Return whether the server needs only sums of a message. A message without fields tells the server nothing."""
+    """Return whether the server needs only sums of a message. A message without fields contains no data."""
     return all(said.sum_only for said in kind.declared.values())
 
 

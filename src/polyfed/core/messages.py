@@ -10,12 +10,12 @@ A message is a frozen dataclass. Each field is a tensor or a Tree, and declares 
 Policy and ledger treat every block of a tree separately, so that a rule can name a modality, a kind and a destination.
 Trees of parameters are split into blocks by the names of the model's tensors. The keys of other trees (prototypes,
 embeddings) are the blocks themselves. `blocks=` lists the blocks that a tree may hold. No other block may leave the
-client. An empty tree means that nothing was sent.
+client. An empty tree means that the sender sent nothing in this field.
 
 A field with one entry per row names the field that counts the rows: `carries("embeddings", rows="num_rows")`. In a
-stack of clients, such a field is padded; the padding is removed before the message is sent.
+stack of clients, such a field is padded. A client removes the padding before it sends the message.
 
-The author of a message declares the kinds. Nothing proves that the declarations are true (docs/egress.md).
+The author of a message class declares the kinds. polyfed cannot check that the declarations are true (docs/egress.md).
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ class Message:
     Attributes:
         declared: the declaration of each field, by field name.
         kinds: the kind of each field.
-        owners: the modality of each tensor field; None for trees and for tensors that belong to no modality.
+        owners: the modality of each tensor field. None for trees and for tensors that belong to no modality.
         counts: for each field with one entry per row, the field that holds the number of rows.
         tells: for some fields, the information that they reveal beyond their kind.
         whole: the fields that are sent with all their blocks.
@@ -199,7 +199,7 @@ def _named(value: Tensor | Tree) -> Iterable[tuple[str | None, Tensor]]:
 
 
 def malformed(msg: Message) -> str:
-    """Describe the first field whose value does not have the annotated type; empty if all values have it."""
+    """Describe the first field whose value does not have the annotated type, or return "" if all values have it."""
     for name, declared in msg.declared.items():
         value = getattr(msg, name)
         if declared.bare:
@@ -215,7 +215,7 @@ def malformed(msg: Message) -> str:
 
 
 def cut(msg: Message, blocks: frozenset[str]) -> Any:
-    """Return the message for a client that owns these blocks: trees lose other blocks, unless declared `whole`."""
+    """Return the message for a client that owns these blocks, without other blocks of trees that are not `whole`."""
 
     def own(name: str, value: Tensor | Tree) -> Tensor | Tree:
         if name in msg.whole or isinstance(value, Tensor) or all(block_of(key) in blocks for key in value):
@@ -245,7 +245,7 @@ class Crossing:
         dtype: data type of the tensors; `mixed` if they have several.
         shape: shape of the tensor; if there are several tensors, their total number of entries.
         bytes: size of the tensors in bytes.
-        names: names of the tensors in the tree; for parameters and gradients only the block; empty for a tensor field.
+        names: names of the tensors in the tree. For parameters and gradients, only the block. Empty for a tensor field.
         masked: whether the tensors are masked, so that only their sum over several clients can be read.
     """
 
@@ -264,7 +264,7 @@ def crossings(msg: Message, *, stacked: bool = False, rows: Mapping[str, int] | 
 
     Args:
         msg: the message of one client, or a stack of messages.
-        stacked: whether every tensor has a leading client axis; the result then describes one client.
+        stacked: whether every tensor has a leading client axis. The result then describes the message of one client.
         rows: for each padded field, the number of rows without padding.
     """
     form: list[_Form] = []

@@ -81,7 +81,7 @@ MODULES = {
     "view": "training",
     "wire": "federation.wire_format",
 }
-"""The new place of each earlier module, both without `polyfed.`."""
+"""A map from each earlier module to its new place. Both names lack the prefix `polyfed.`."""
 
 NAMES = {
     "algorithm": {"Algorithm": "algorithms.base.Algorithm", "Averaging": "algorithms.averaging.Averaging"},
@@ -96,7 +96,7 @@ NAMES = {
         "View": "training.ClientData",
     },
 }
-"""For each earlier module, the names that were renamed or that are not in the module that replaced it."""
+"""For each earlier module, the names that have changed or that are now in another module than the rest."""
 
 
 class MovedModules(MetaPathFinder):

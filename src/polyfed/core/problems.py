@@ -20,12 +20,12 @@ class Problems:
         self.found: list[PolyfedError] = []
 
     def add(self, error: PolyfedError) -> None:
-        """Add a fault; an exception that already holds several faults adds each of them."""
+        """Add a fault. If the exception holds several faults, add each of them."""
         self.found += error.several or (error,)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Inside this block, a RecipeError or DataError ends the block and is added instead of raised."""
+        """Add a RecipeError or DataError that the `with` block raises to the faults. The error ends the block."""
         try:
             yield
         except (RecipeError, DataError) as error:
@@ -46,12 +46,12 @@ class Problems:
 def joined(errors: Sequence[PolyfedError], places: Sequence[str] | None = None) -> PolyfedError:
     """Combine several faults into one exception: the number of faults, then a line for each.
 
-    Faults of the class `NotAllowed` are not combined with others. A server that sends a recipe to a device then learns
-    only what is not allowed.
+    Faults of the class `NotAllowed` are not combined with others. A server that sends a recipe to a device therefore
+    learns only what the device does not allow.
 
     Args:
         errors: at least one fault.
-        places: text before each fault, such as `line 4: `.
+        places: the text to write before each fault, such as `line 4: `.
     """
     if forbidden := [error for error in errors if isinstance(error, NotAllowed)]:
         errors, places = forbidden, None

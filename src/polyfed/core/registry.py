@@ -1,8 +1,8 @@
 """Finds the class that a name in a recipe means: a registered name, or the user's own class `package.module:Class`.
 
-Importing a module runs its code. A user who runs a recipe on their own machine accepts that, as with `python
-module.py`. On a device, the recipe comes from a server, so the device's owner decides. Inside `only(allowance)`,
-polyfed imports nothing and reads no saved model unless the allowance lists it.
+Importing a module runs its code. A user who runs a recipe on their own machine accepts this, as with `python
+module.py`. On a device, the recipe comes from a server. The owner of the device therefore decides which modules may be
+imported. Inside `only(allowance)`, polyfed imports nothing and reads no saved model unless the allowance lists it.
 """
 
 import re
@@ -67,7 +67,8 @@ class Allowance:
 
 
 _ALLOWANCE: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
-"""None outside of `only`, because the user chose the recipe and everything is allowed."""
+"""The allowance in force. It is None outside of `only`, where everything is allowed, because the user chose the
+recipe."""
 
 
 @contextmanager
@@ -114,7 +115,7 @@ def find(name: str, registered: Mapping[str, type], base: type) -> Any:
     Args:
         name: a registered name, or the path `package.module:Class` of the user's own class.
         registered: classes by name.
-        base: the class that the user's own class must extend; the user's class must also be a dataclass.
+        base: the class that the user's own class must extend. The user's class must also be a dataclass.
 
     Returns:
         The class.
@@ -155,7 +156,6 @@ def own(path: str, base: type) -> Any:
             f"'{path}' cannot be imported ({why}). {_READS}, and the folder of the package must be on PYTHONPATH "
             "(PYTHONPATH=. for a module in this folder)"
         ) from error
-    # checked by type(), because an object can claim by its __class__ to be a class
     if not (issubclass(type(found), type) and issubclass(found, base)):
         raise RecipeError(f"'{path}' must be a class that extends {_public(base)}; it is {_described(found)}")
     return found
@@ -191,7 +191,7 @@ def _parsed(path: str) -> tuple[str, str]:
 
 
 def _public(cls: type) -> str:
-    """Return the shortest path from which a class can be imported, as documentation names it."""
+    """Return the shortest path from which a class can be imported, as in the documentation."""
     names = cls.__module__.split(".")
     modules = [".".join(names[: depth + 1]) for depth in range(len(names))]
     home = next((name for name in modules if vars(sys.modules[name]).get(cls.__name__) is cls), cls.__module__)

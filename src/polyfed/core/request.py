@@ -15,7 +15,7 @@ Accept = Callable[[int, Any], str]
 """`accept(client, reply)` returns what is wrong with a reply, or an empty text if nothing is wrong."""
 
 Send = Message | Mapping[int, Message]
-"""One message for all clients, or one for each."""
+"""The messages of a request: one message for all clients, or one for each client."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Request:
     Attributes:
         task: the bound method that clients run.
         name: name of the task as seen from the algorithm, such as `update` or `selector.score`.
-        round: the round, from 1; 0 is the set-up.
+        round: the round, from 1. 0 is the set-up.
         rounds: number of rounds of the run.
         number: number of the request in its round, from 0.
         seed: seed of the run.
         turn: requests of one round with the same turn give a client the same random numbers.
-        enough: how many replies close the request; None means that the server waits for all.
+        enough: how many replies close the request. None means that the server waits for all replies.
         got: the type of message that the task receives.
         reply: the type of message that the task declares as its reply.
         scope: how far replies may travel, as the task declares: `server` or `silo`.
@@ -59,11 +59,11 @@ class Request:
 
 
 def names_as_sent(field: str, sent: Mapping[int, Message]) -> Accept:
-    """Make an `Accept` that requires a Tree with the same names as the Tree that the client received.
+    """Return an `Accept` that requires a Tree with the same names as the Tree that the client received.
 
     Args:
         field: name of the field in the message sent and in the reply.
-        sent: the message that each client was sent.
+        sent: the message that the server sent to each client.
     """
 
     def flaw(client: int, reply: Message) -> str:

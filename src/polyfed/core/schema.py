@@ -23,7 +23,8 @@ class Within:
 
     Attributes:
         words: the allowed values in words, which complete the text "must be".
-        holds: whether a finite value is in the range; for a tensor, entry by entry.
+        holds: a function that returns whether a finite value is in the range. For a tensor, it returns a result for
+            each entry.
     """
 
     words: str
@@ -50,7 +51,8 @@ def between(low: int, high: int) -> Within:
 def check_ranges(section: str, spec: object) -> None:
     """Check the options of a dataclass against their types: simple types, allowed words and ranges.
 
-    Use it for objects made in Python. `checked` does the same for recipes. None is inside every range.
+    Use this function for objects made in Python. `checked` does the same for recipes. The value None is inside every
+    range.
 
     Args:
         section: the section of the recipe, for error texts.
@@ -80,7 +82,7 @@ def check_ranges(section: str, spec: object) -> None:
 
 
 def _outside(value: Any, within: Within) -> str:
-    """Describe a value outside of a range and what is allowed; empty if it is in the range or None."""
+    """Describe a value outside of a range and what is allowed, or return "" if the value is in the range or None."""
     if value is None or (math.isfinite(value) and within.holds(value)):
         return ""
     return f"{value}: must be {'finite, ' if math.isinf(value) else ''}{within.words}"
@@ -106,7 +108,7 @@ def simple_types(cls: type) -> dict[str, tuple[type, ...]]:
 
 
 def _is_a(value: Any, kind: type) -> bool:
-    if kind in (int, float):  # NumPy numbers count, bool does not
+    if kind in (int, float):  # NumPy numbers are allowed, bool is not
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     return isinstance(value, (str, PathLike) if kind is str else kind)
 
@@ -184,7 +186,7 @@ def sifted(
 
 
 def _suggestion(where: str, key: str, allowed: Sequence[str]) -> str:
-    """The key of the same meaning and the allowed keys; without such a key, the one that is spelled alike."""
+    """Return the key of the same meaning, or else the key with a similar spelling, and the allowed keys."""
     meant = advice_for(key, where.strip("[]"))
     return did_you_mean(key, allowed) if meant is None else f"{meant} {did_you_mean('', allowed)}"
 
@@ -200,7 +202,7 @@ WANTED = {
     "dict_type": "a table",
     "model_type": "a table",
 }
-"""Pydantic's types of error, in words for people who write TOML."""
+"""Texts for Pydantic's types of errors, in words for people who write TOML."""
 
 SIMPLE = {
     bool: WANTED["bool_type"],
@@ -209,7 +211,7 @@ SIMPLE = {
     str: WANTED["string_type"],
     type(None): "None",
 }
-"""The types that `check_ranges` checks, in the same words."""
+"""Texts for the types that `check_ranges` checks, in the same words."""
 
 
 def _wanted(error: ValidationError) -> str:

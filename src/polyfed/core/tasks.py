@@ -24,8 +24,9 @@ class TaskInfo:
 
     Attributes:
         scope: how far replies may travel: `server` or `silo`.
-        loop_because: why the task cannot run under vmap; empty if it can.
-        once: the block of the local state that the task must not use for two different messages; empty if it may.
+        loop_because: why the task cannot run under vmap. Empty if the task can.
+        once: the block of the local state that the task must not use for two different messages. Empty if there is no
+            such block.
     """
 
     scope: str = "server"
@@ -38,10 +39,10 @@ def task(*, scope: str = "server", loop_because: str = "", once: str = "") -> Ca
 
     Args:
         scope: how far replies may travel: to the `server`, or only to the edge of the client's `silo`.
-        loop_because: why the task cannot run under vmap. The vectorised engine then runs clients one after another,
+        loop_because: why the task cannot run under vmap. The vectorised engine then runs the clients one after another,
             and reports this reason in an event.
-        once: a block of the local state. A device answers two different messages from the same content of this block
-            only once, also if a server goes back to an earlier round.
+        once: a block of the local state. For each content of this block, a device answers only one message, even if a
+            server goes back to an earlier round.
     """
 
     def mark(method: _F) -> _F:
@@ -84,9 +85,9 @@ def info_of(task: Callable[..., Any]) -> TaskInfo:
 def types_of(task: Callable[..., Any]) -> tuple[type[Message], type[Message]]:
     """Return the types of the messages that a bound task receives and replies with.
 
-    They come from the task's annotations. If a task is annotated with plain `Message`, as in a base class, they come
-    from the class attributes `sends` and `replies` of its object. Under secure aggregation, the reply is masked if its
-    type is sum-only (`core/masked.py`).
+    The types come from the task's annotations. If a task is annotated with plain `Message`, as in a base class, they
+    come from the class attributes `sends` and `replies` of its object. Under secure aggregation, the reply is masked if
+    its type is sum-only (`core/masked.py`).
 
     Raises:
         RecipeError: a type is missing or is not a single message type, so polyfed cannot know what the task sends.

@@ -39,9 +39,9 @@ def select(tree: Mapping[str, Tensor], wanted: Iterable[str]) -> Tree:
 
 
 def nested(prefix: str, tree: Mapping[str, Tensor]) -> Tree:
-    """Return the tree with `prefix.` before every name, so that several trees fit into one; `under` reverses this.
+    """Return the tree with `prefix.` before every name, so that one tree can hold several trees. `under` undoes this.
 
-    The prefix becomes the first part of each name, and so the block.
+    The prefix becomes the first part of each name, and is therefore the block.
 
     >>> nested("previous", {"audio.weight": torch.zeros(1)})
     {'previous.audio.weight': tensor([0.])}
@@ -50,7 +50,7 @@ def nested(prefix: str, tree: Mapping[str, Tensor]) -> Tree:
 
 
 def under(prefix: str, tree: Mapping[str, Tensor]) -> Tree:
-    """Return the entries whose names begin with `prefix.`, without this prefix; empty if there are none.
+    """Return the entries whose names begin with `prefix.`, without this prefix. The result may be empty.
 
     >>> under("previous", {"previous.audio.weight": torch.zeros(1), "audio.weight": torch.ones(1)})
     {'audio.weight': tensor([0.])}
@@ -76,17 +76,17 @@ def zip_map(function: Callable[..., Tensor], first: Mapping[str, Tensor], *rest:
 
 
 def subtract(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tree:
-    """a - b, for every name of a."""
+    """Return a - b, for every name of a."""
     return zip_map(torch.sub, a, b)
 
 
 def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float | Tensor = 1.0) -> Tree:
-    """a + scale * b, for every name of a."""
+    """Return a + scale * b, for every name of a."""
     return {name: value + scale * b[name] for name, value in a.items()}
 
 
 def scaled(tree: Mapping[str, Tensor], by: float | Tensor) -> Tree:
-    """Every tensor times `by`."""
+    """Return the tree with every tensor multiplied by `by`."""
     return {name: value * by for name, value in tree.items()}
 
 
@@ -101,10 +101,10 @@ def vector(tree: Mapping[str, Tensor]) -> Tensor:
 
 
 def keep_on_host(record: object, *fields: str) -> None:
-    """Move fields of a frozen dataclass to the CPU; called from its `__post_init__`.
+    """Move fields of a frozen dataclass to the CPU. Its `__post_init__` calls this function.
 
-    Use it for records of the server that are combined with other tensors on the CPU. Reading a checkpoint puts all of
-    its tensors on the run's device, so the dataclass has to move these fields back.
+    Use this function for records of the server that are combined with other tensors on the CPU. Reading a checkpoint
+    puts all of its tensors on the run's device, so the dataclass has to move these fields back.
 
     Args:
         record: an instance of a frozen dataclass.
@@ -117,7 +117,7 @@ def keep_on_host(record: object, *fields: str) -> None:
 
 
 def size_bytes(tree: Mapping[str, Tensor]) -> int:
-    """Bytes of all tensors together."""
+    """Return the number of bytes of all tensors together."""
     return sum(value.numel() * value.element_size() for value in tree.values())
 
 

@@ -1,6 +1,6 @@
 """Words of other frameworks for keys of a recipe: Flower, PyTorch, FedJAX, pfl-research, NVFlare, FedML and papers.
 
-An error text about an unknown key looks here for a key that means the same, however it is spelled.
+For an unknown key of a recipe, the error text suggests the key that has the same meaning.
 """
 
 import re
@@ -57,10 +57,10 @@ MEANINGS: dict[str, str] = {
     "network.bandwidth_hz": "bandwidth",
     "network.latency_s": "latency delay",
 }
-"""Key of a recipe -> the words that people write for it, in lower case and with underscores."""
+"""A map from each key of a recipe to the words that people write instead, in lower case and with underscores."""
 
 PLACES = {word: place for place, words in MEANINGS.items() for word in words.split()}
-"""Foreign word -> key of a recipe."""
+"""A map from each word of another framework to the key of a recipe."""
 
 
 def place_of(word: str) -> str | None:
@@ -78,7 +78,7 @@ def advice_for(word: str, section: str = "") -> str | None:
 
     Args:
         word: the unknown key.
-        section: the section that the key stands in, such as `train`; empty above the first section.
+        section: the section that contains the key, such as `train`. Empty above the first section.
 
     >>> advice_for("learning_rate", "train"), advice_for("learning_rate", "algorithm")
     ("did you mean 'lr'?", 'did you mean train.lr?')

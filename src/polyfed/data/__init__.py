@@ -6,7 +6,7 @@ clients, and sets test and validation rows aside. The result is a `Population`.
 - `columns`: the table: `Columns`, with one `Column` for each modality.
 - `sources/`: the data sources, one file for each, and their registry `SOURCES`.
 - `clients`: `ClientsSpec`, the schema of `[clients]`.
-- `partitions/`: the rules that assign training rows to clients; one file for each family, and the registry
+- `partitions/`: the rules that assign training rows to clients, with one file for each family, and the registry
 `PARTITIONS`.
 - `modality_assignment`: the rules that assign modalities to clients.
 - `population`: `populate` and its result, `Population`.

@@ -42,17 +42,44 @@ def grouped(columns: Iterable[str], lists: Iterable[str] = ()) -> dict[str, list
     if rest := [column for column in columns if column not in placed]:
         groups.setdefault(REST, []).extend(rest)
     groups = {name: sorted(group, key=columns.index) for name, group in groups.items()}
-    return {identifier(name): group for name, group in (groups | {name: [name] for name in lists}).items()}
+    return _named(groups | {name: [name] for name in lists})
+
+
+def _named(groups: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Return the groups under valid names of modalities.
+
+    Raises:
+        DataError: a name has no letter or digit that is allowed, or two names become equal.
+    """
+    problems = Problems()
+    found: dict[str, list[str]] = {}
+    origin: dict[str, str] = {}
+    for name, group in groups.items():
+        short = identifier(name)
+        cure = f"name the modality yourself, as in modalities={{'my_name': ['{group[0]}', ...]}}"
+        if not short:
+            problems.add(
+                DataError(
+                    f"the column '{group[0]}' gives no valid name of a modality, which has letters a to z, digits and "
+                    f"_ only: {cure}"
+                )
+            )
+        elif short in found:
+            problems.add(DataError(f"the columns '{origin[short]}' and '{name}' both give the name '{short}': {cure}"))
+        else:
+            found[short], origin[short] = group, name
+    problems.raise_all()
+    return found
 
 
 def identifier(name: str) -> str:
-    """Return a valid name for a modality: letters, digits and `_`, without a digit at the start.
+    """Return a valid name for a modality: letters, digits and `_`, without a digit at the start; empty if none is left.
 
     >>> identifier("left eye"), identifier("3d")
     ('left_eye', 'm_3d')
     """
-    word = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or REST
-    return word if word.isidentifier() and word not in ("shared", "labels") else f"m_{word}"
+    word = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
+    return word if not word or (word.isidentifier() and word not in ("shared", "labels")) else f"m_{word}"
 
 
 def chosen(modalities: Mapping[str, str | Sequence[str]], columns: Sequence[str], where: str) -> dict[str, list[str]]:

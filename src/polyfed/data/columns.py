@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from polyfed.core.counts import counted
 from polyfed.core.errors import DataError, did_you_mean
 from polyfed.core.problems import Problems
 from polyfed.data.labels import check_labels
@@ -104,6 +105,10 @@ class Columns:
         present: By modality, whether each row has it, bool (N,); only for modalities that some rows lack.
         client: int64 (N,), the natural client (speaker, subject, video) of each row.
         split_personal: int8 (N,): 0 training row of its natural client, 1 test row of that client, 2 guard row.
+        words_sorted: Whether the labels were words that polyfed numbered in sorted order. The order of the classes then
+            has no meaning.
+        labelled: Whether `label` holds answers to learn. If not, only partitions by class read `label`; it is 0
+            everywhere if there are no labels.
         numbered: Whether `ids` are row numbers because the source has no ids. They mean nothing outside of this table.
         notes: Sentences about what was guessed, converted or left out during reading; `polyfed check` prints them.
 
@@ -121,6 +126,8 @@ class Columns:
     present: Mapping[str, Tensor] = field(default_factory=dict)
     client: Tensor | None = None
     split_personal: Tensor | None = None
+    words_sorted: bool = False
+    labelled: bool = True
     numbered: bool = False
     notes: tuple[str, ...] = ()
 
@@ -227,8 +234,9 @@ def check_finite(columns: Columns) -> None:
         if name in columns.present:
             bad &= columns.present[name]
         if bad.any():
+            count = counted(int(bad.sum()), "row", "rows")
             text = (
-                f"data '{columns.name}': modality '{name}' has {int(bad.sum())} rows with NaN or infinite "
+                f"data '{columns.name}': modality '{name}' has {count} with NaN or infinite "
                 f"values, first row {int(bad.nonzero()[0, 0])}. Clean the array, or mark rows that lack the "
                 f"modality in a boolean array '{name}_present'"
             )

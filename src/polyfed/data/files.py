@@ -1,4 +1,4 @@
-"""Reads arrays from untrusted files, without pickle and without allocating more than the file's size justifies.
+"""Reads arrays from untrusted files, without pickle, and without allocating too much memory for the file's size.
 
 `Arrays` reads `.npz` files and folders of `.npy` files, `read_npy` reads a single `.npy` file, and `read_idx` reads
 MNIST's format. Before it allocates memory, each of them compares the header with the bytes in the file. Every fault is
@@ -45,7 +45,7 @@ _HEADER_BYTES = 16_384  # numpy writes headers of at most 10,000 characters
 _LARGE, _HIGHEST_RATIO = 1 << 28, 100
 """A compressed member of more than 256 MiB that expands more than a hundredfold counts as a zip bomb."""
 
-_MOST_AXES = 8  # of an idx file; MNIST's images have three
+_MOST_AXES = 8  # the largest number of axes of an idx file; MNIST's images have three
 
 
 def existing(path: str | Path, what: str) -> Path:

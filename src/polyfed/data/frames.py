@@ -1,13 +1,16 @@
 """Reads a pandas data frame: decides which columns are modalities, labels, natural clients and splits."""
 
+import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.core.errors import DataError, did_you_mean
+from polyfed.core.counts import counted
+from polyfed.core.errors import DataError, PolyfedWarning, did_you_mean
 from polyfed.core.problems import Problems
 from polyfed.data.cell_values import array_of, is_list, is_missing
 from polyfed.data.column_grouping import chosen, grouped
@@ -16,6 +19,10 @@ from polyfed.data.table_draft import Draft
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_WRITTEN = re.compile(r"\s*[-+]?(\d+([.,]\d*)?|[.,]\d+)([eE][-+]?\d+)?\s*")
+"""A number in words, with a decimal point or a decimal comma. A column in which at least half of the words are numbers,
+but not all, mixes words and numbers (ours)."""
 
 Partial = Literal["refuse", "absent"]
 Modalities = Mapping[str, str | Sequence[str]]
@@ -27,24 +34,33 @@ class Roles:
 
     Attributes:
         modalities: modality -> its column, a pattern with `*`, or a list of these; None guesses with `grouped`.
-        label: column of the labels, or a list of columns of targets.
+        label: column of the labels, or a list of columns of targets; empty if there are no labels.
         client: column of the natural clients; empty if there is none.
         split: column of the splits; empty if there is none.
+        ids: column of the row ids; empty if there is none. "rows" declares the row numbers as ids.
         partial: what to do with a row that has only some cells of a modality.
-        optional: columns of `client` and `split` that may be missing, because the user did not name them.
+        optional: the roles `label`, `client`, `split` and `ids` whose column may be missing, because the user did not
+            name it. The role `label` is optional only if the task needs no labels.
     """
 
     modalities: Modalities | None = None
     label: str | Sequence[str] = "label"
     client: str = "client"
     split: str = "split"
+    ids: str = ""
     partial: Partial = "refuse"
     optional: tuple[str, ...] = ("client", "split")
 
     @property
     def labels(self) -> tuple[str, ...]:
         """Return the names of the label columns."""
-        return (self.label,) if isinstance(self.label, str) else tuple(self.label)
+        return ((self.label,) if self.label else ()) if isinstance(self.label, str) else tuple(self.label)
+
+    @property
+    def meaning(self) -> dict[str, str]:
+        """Return the meaning of each column that has one."""
+        facts = {self.ids: "row id", self.split: "split", self.client: "client"}
+        return {column: role for column, role in facts.items() if column} | dict.fromkeys(self.labels, "label")
 
 
 def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems: Problems, **more: Any) -> Draft:
@@ -63,18 +79,12 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems
         text = f"{where} has several columns named {', '.join(map(repr, doubled))}. Rename or remove the copies"
         problems.add(DataError(text))
         frame = frame.loc[:, ~frame.columns.duplicated()]
-    columns = list(frame.columns)
+    if not len(frame):
+        raise DataError(f"{where} has no rows. Check where it comes from")
+    roles = replace(roles, ids=_ids_column(frame, roles))
     facts = {role: _fact(frame, role, getattr(roles, role), roles, where, problems) for role in ("client", "split")}
-    labels = problems.attempt(lambda: _labels(frame, roles, where))
-    special = {roles.client, roles.split, *roles.labels}
-    notes: list[str] = []
-    if roles.modalities is None:
-        groups = guessed(frame, special, notes)
-    else:
-        groups = problems.attempt(lambda: chosen(roles.modalities or {}, columns, where)) or {}
-        _refuse_answers(groups, roles, where, problems)
-    if not groups and not problems.found:
-        problems.add(DataError(f"{where} has no column of numbers beside {', '.join(sorted(special & {*columns}))}"))
+    labels, levels = problems.attempt(lambda: _labels(frame, roles, where)) or (None, None)
+    groups, notes = _groups(frame, roles, where, problems)
     values: dict[str, Any] = {}
     present: dict[str, Any] = {}
     for modality, group in groups.items():
@@ -83,49 +93,106 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems
             if not there.all():
                 present[modality] = there
             notes += [f"modality '{modality}': {note}"] if note else []
-    found: dict[str, Any] = {
-        "labels": labels if labels is not None else np.zeros(len(frame), np.int64),
-        "modalities": values,
-    }
-    names = roles.labels if not isinstance(roles.label, str) and len(roles.labels) > 1 else None
+    found: dict[str, Any] = {"labels": labels, "modalities": values}
+    if labels is None and (roles.labels and "label" not in roles.optional):
+        found["labels"] = np.zeros(len(frame), np.int64)  # the fault is among the problems
+    names = roles.labels if not isinstance(roles.label, str) and len(roles.labels) > 1 else levels
     facts_of: dict[str, Any] = {"clients": facts["client"], "split": facts["split"], "class_names": names}
+    ids = _fact(frame, "id", roles.ids, roles, where, problems)
+    facts_of["ids"] = "rows" if ids is None else ids
     return Draft(name=name, where=where, present=present, notes=tuple(notes), **(found | facts_of | more))
 
 
-def guessed(frame: "pd.DataFrame", special: Iterable[str], notes: list[str]) -> dict[str, list[str]]:
-    """Guess the columns of each modality from names and types, and add a sentence about the guess to `notes`."""
+def _groups(
+    frame: "pd.DataFrame", roles: Roles, where: str, problems: Problems
+) -> tuple[Mapping[str, Sequence[str]], list[str]]:
+    """Return the columns of each modality, named or guessed, and sentences about the guess."""
+    columns, special = list(frame.columns), {*roles.meaning}
+    groups: Mapping[str, Sequence[str]]
+    guess = Guess({}, ())
+    if roles.modalities is None:
+        guess = problems.attempt(lambda: guessed(frame, special)) or guess
+        groups = guess.groups
+    else:
+        groups = problems.attempt(lambda: chosen(roles.modalities or {}, columns, where)) or {}
+        _refuse_answers(groups, roles, where, problems)
+    if not groups and not problems.found:
+        beside = ", ".join(sorted(special & {*columns})) or "texts"
+        problems.add(DataError(f"{where} has no column of numbers beside {beside}"))
+    if guess.texts and not problems.found:
+        warnings.warn(f"{where}: {guess.left_out}", PolyfedWarning, stacklevel=3)
+    return groups, guess.notes
+
+
+@dataclass(frozen=True)
+class Guess:
+    """The guessed columns of each modality.
+
+    Attributes:
+        groups: modality -> its columns.
+        texts: columns that are left out, because they hold texts.
+    """
+
+    groups: dict[str, list[str]]
+    texts: tuple[str, ...]
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about the guess."""
+        notes = []
+        for modality, group in self.groups.items():
+            shown = group[0] if len(group) == 1 else f"{len(group)} columns {group[0]} to {group[-1]}"
+            notes.append(f"modality '{modality}': {shown}")
+        return [*notes, self.left_out] if self.texts else notes
+
+    @property
+    def left_out(self) -> str:
+        """A sentence on the columns that are left out; empty if there are none."""
+        if not self.texts:
+            return ""
+        return (
+            f"left out, because they hold texts: {', '.join(self.texts)}. If one of them names the client of a row, "
+            "name it as client. Texts to train on must be numbers or token ids; the source `hf` reads texts with a "
+            "pretrained model"
+        )
+
+
+def guessed(frame: "pd.DataFrame", special: Iterable[str]) -> Guess:
+    """Guess the columns of each modality from the names and types of the columns that are not in `special`.
+
+    Raises:
+        DataError: no valid name of a modality follows from the names of some columns.
+    """
     found: dict[str, list[str]] = {"number": [], "list": [], "text": []}
     for column in frame.columns:
         if column in special:
             continue
         found[kind_of(frame[column])].append(column)
-    groups, texts = grouped(found["number"], found["list"]), found["text"]
-    for modality, group in groups.items():
-        shown = group[0] if len(group) == 1 else f"{len(group)} columns {group[0]} to {group[-1]}"
-        notes.append(f"modality '{modality}': {shown}")
-    if texts:
-        notes.append(
-            f"left out, because they hold texts: {', '.join(texts)}. If one of them names the client of a row, name it "
-            "as client. Texts to train on must be numbers or token ids; the source `hf` reads texts with a pretrained "
-            "model"
-        )
-    return groups
+    return Guess(grouped(found["number"], found["list"]), tuple(found["text"]))
 
 
 def kind_of(column: "pd.Series[Any]") -> Literal["number", "list", "text"]:
-    """Return what the cells of a column hold: single numbers, several numbers, or words."""
+    """Return what the cells of a column hold: single numbers, several numbers, or words.
+
+    A column that mixes numbers and words counts as a column of numbers. Reading the column then names the wrong cell.
+    """
     if column.dtype.kind in "iufb":
         return "number"
-    held = [cell for cell in column.head(100).tolist() if not is_missing(cell)]
-    if held and all(is_list(cell) for cell in held):
+    held = [cell for cell in column.tolist() if not is_missing(cell)]
+    if held and all(is_list(cell) for cell in held[:100]):
         return "list"
-    numbers = all(isinstance(cell, int | float | np.number) for cell in held)
-    return "number" if held and numbers else "text"
+    single = [cell for cell in held if isinstance(cell, int | float | np.number)]
+    words = [cell for cell in held if isinstance(cell, str)]
+    if single:
+        return "number" if len(single) + len(words) == len(held) else "text"
+    written = sum(bool(_WRITTEN.fullmatch(word)) for word in words)
+    whole = written == len(words) and not any("," in word for word in words)
+    return "number" if written and 2 * written >= len(words) and not whole else "text"
 
 
 def _refuse_answers(groups: Mapping[str, Sequence[str]], roles: Roles, where: str, problems: Problems) -> None:
     """Note columns of labels, clients or splits that are also features, since a model would read the answer there."""
-    meaning = {roles.split: "split", roles.client: "client"} | dict.fromkeys(roles.labels, "label")
+    meaning = roles.meaning
     for modality, group in groups.items():
         for column in group:
             if column in meaning:
@@ -144,19 +211,45 @@ def _fact(frame: "pd.DataFrame", role: str, column: str, roles: Roles, where: st
     return _facts(frame, column)
 
 
-def _labels(frame: "pd.DataFrame", roles: Roles, where: str) -> Any:
-    for column in roles.labels:
-        if column not in frame.columns:
-            hint = did_you_mean(column, list(frame.columns)[:50])
-            raise DataError(f"{where} has no column '{column}' for the labels; name the right one as label. {hint}")
+IDS = ("id", "ids", "row_id")
+"""Names of columns of row ids."""
+
+
+def row_ids(frame: "pd.DataFrame", special: Iterable[str]) -> str:
+    """Return the column of the row ids, by its name in `IDS`; empty if there is none, or none holds numbers."""
+    names = (name for name in IDS if name in frame.columns and name not in special)
+    return next((name for name in names if kind_of(frame[name]) == "number"), "")
+
+
+def _ids_column(frame: "pd.DataFrame", roles: Roles) -> str:
+    """Return the column of the row ids; empty if there is none, or if it is optional and is a feature or text."""
+    if "ids" not in roles.optional:
+        return "" if roles.ids == "rows" and "rows" not in frame.columns else roles.ids
+    groups = (roles.modalities or {}).values()
+    features = {name for group in groups for name in ([group] if isinstance(group, str) else group)}
+    return row_ids(frame, {*replace(roles, ids="").meaning, *features})
+
+
+def _labels(frame: "pd.DataFrame", roles: Roles, where: str) -> tuple[Any, tuple[str, ...] | None] | None:
+    """Return the labels, and their levels if the column is an ordered pandas Categorical; None without labels."""
+    if lacking := [column for column in roles.labels if column not in frame.columns]:
+        if "label" in roles.optional:
+            return None
+        hint = did_you_mean(lacking[0], list(frame.columns)[:50])
+        raise DataError(f"{where} has no column '{lacking[0]}' for the labels; name the right one as label. {hint}")
     if not isinstance(roles.label, str):
-        return frame[list(roles.labels)].to_numpy(np.float32)
-    found = _facts(frame, roles.label)
+        return frame[list(roles.labels)].to_numpy(np.float32), None
+    if not roles.label:
+        return None
+    found, kind = _facts(frame, roles.label), frame[roles.label].dtype
+    if getattr(kind, "ordered", False):
+        levels = tuple(map(str, kind.categories))  # only a Categorical is ordered
+        return np.array([None if cell is None else str(cell) for cell in found.tolist()], dtype=object), levels
     if found.dtype.kind == "f" and len(found):
         gone = np.isnan(found)
         if gone.any() and (found[~gone] == np.round(found[~gone])).all():  # whole numbers, except for empty cells
             raise missing(gone, f"{where}: column '{roles.label}'")
-    return found
+    return found, None
 
 
 def _facts(frame: "pd.DataFrame", column: str) -> NDArray[Any]:
@@ -185,13 +278,16 @@ def _values(
     partly = np.asarray(empty.any(1)) & there
     note = ""
     if partly.any():
-        text = f"{int(partly.sum())} rows have some of its cells and lack others, first row {int(partly.argmax())}"
+        text = (
+            f"{counted(int(partly.sum()), 'row has', 'rows have')} only some of its cells, first row "
+            f"{int(partly.argmax())}"
+        )
         if partial == "refuse":
             raise DataError(
                 f"{where}: {text}. Fill the empty cells in, or set partial = 'absent' to treat these rows as rows "
                 "without this modality"
             )
-        there, note = there & ~partly, f"{text}; they count as rows without it"
+        there, note = there & ~partly, f"{text}; such rows count as rows without it"
     return np.where(there[:, None], values, np.float32(0.0)), there, note
 
 
@@ -204,8 +300,11 @@ def _numbers(frame: "pd.DataFrame", column: str, where: str) -> NDArray[np.float
     gone = np.array([is_missing(cell) for cell in frame[column].tolist()])
     if (wrong := np.isnan(values) & ~gone).any():
         row = int(wrong.argmax())
+        cell = frame[column].iloc[row]
+        comma = isinstance(cell, str) and "," in cell and _WRITTEN.fullmatch(cell)
+        cure = "Write decimal points instead of decimal commas" if comma else "Give numbers only"
         raise DataError(
-            f"{where}: column '{column}' holds {frame[column].iloc[row]!r} at row {row} among its numbers. Give "
-            "numbers only, or leave the column out"
+            f"{where}: column '{column}' holds {cell!r} at row {row} among its numbers. {cure}, or leave the column "
+            "out: `modalities` names the columns to use"
         )
     return values

@@ -42,9 +42,9 @@ def laid_out(values: Tensor, layout: str | None, where: str) -> Column:
 
     Args:
         values: (N, ...).
-        layout: axes of a sample; None guesses. One axis is a vector (F). Two axes are an image (H, W) if uint8,
-            otherwise a sequence (T, F). Three axes are (H, W, C) if the last has 1, 3 or 4 entries, otherwise
-            (C, H, W).
+        layout: axes of a sample. If None, the function guesses the layout. One axis is a vector (F). Two axes are an
+            image (H, W) for the type uint8, and otherwise a sequence (T, F). Three axes are (H, W, C) if the last axis
+            has 1, 3 or 4 entries, and otherwise (C, H, W).
         where: the name of the array in messages.
 
     Raises:

@@ -82,6 +82,8 @@ def _missing(spec: ClientsSpec, modalities: Sequence[str], num: int, key: int) -
         _place(name, modalities, "clients.missing")
     for place, name in enumerate(modalities):
         count = round(spec.missing.get(name, 0.0) * num)
+        if not count:
+            continue
         order = torch.from_numpy(keys.generator(keys.key(key, name)).permutation(num))
         # a client keeps the modality if it has no other
         able = order[holds[order].sum(1) > 1]

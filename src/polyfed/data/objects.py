@@ -14,6 +14,7 @@ from polyfed.data.cell_values import array_of
 from polyfed.data.columns import Columns
 from polyfed.data.frames import Modalities, Partial, Roles, drafted
 from polyfed.data.row_facts import SPLITS, plain
+from polyfed.data.split_objects import is_frame, is_hugging_face, join_arrays, refuse_other_columns, same_order
 from polyfed.data.table_draft import Draft, columns_of
 
 ALLOWED = (
@@ -37,6 +38,7 @@ class Given:
         ids: sample ids of the rows, distinct integers (N,); or `rows`, if row i of every array is the same sample.
         layout: modality -> axes of a sample, for modalities where the guess is wrong; see `laid_out`.
         partial: what to do with rows of a data frame that have only some cells of a modality.
+        needs_labels: whether the task needs labels.
     """
 
     labels: Any = None
@@ -48,6 +50,7 @@ class Given:
     ids: Any = None
     layout: Mapping[str, str] | None = None
     partial: Partial = "refuse"
+    needs_labels: bool = True
 
 
 def table_of(
@@ -68,7 +71,9 @@ def table_of(
         RecipeError: `data` has another type, or an argument does not apply to this type.
     """
     if isinstance(data, Columns):
-        given_too = [name for name, value in vars(given).items() if value is not None and name != "partial"]
+        given_too = [
+            name for name, value in vars(given).items() if value is not None and name not in ("partial", "needs_labels")
+        ]
         if given_too:
             raise RecipeError(f"{given_too[0]} is given, but `Columns` hold labels, clients and splits already")
         return data
@@ -88,18 +93,18 @@ def table_of(
 
 
 def _draft(data: Any, given: Given, problems: Problems) -> Draft:
-    if _is_frame(data):
+    if is_frame(data):
         return _of_frame(data, given, problems)
-    if _is_hugging_face(data):
+    if is_hugging_face(data):
         return _of_frame(
             data.to_pandas(), replace(given, class_names=given.class_names or _names(data, given)), problems
         )
     if isinstance(data, Dataset):
         return _of_dataset(data, given)
-    if isinstance(data, Mapping) and data:
-        parts = [
-            part for part in data.values() if _is_frame(part) or _is_hugging_face(part) or isinstance(part, Dataset)
-        ]
+    if isinstance(data, Mapping):
+        if not data:
+            raise RecipeError("data is an empty dictionary: give at least one modality, as in data={'image': x}")
+        parts = [part for part in data.values() if is_frame(part) or is_hugging_face(part) or isinstance(part, Dataset)]
         if len(parts) == len(data):
             return _of_splits(data, given, problems)
         return _of_arrays(data, given)
@@ -109,7 +114,7 @@ def _draft(data: Any, given: Given, problems: Problems) -> Draft:
 
 
 def _of_arrays(data: Mapping[str, Any], given: Given) -> Draft:
-    if given.labels is None or isinstance(given.labels, str):
+    if isinstance(given.labels, str) or (given.labels is None and given.needs_labels):
         raise RecipeError("labels is missing: give one label for each row, as in labels=y")
     if given.modalities is not None:
         raise RecipeError("modalities is for data frames and datasets; a dictionary names its modalities by its keys")
@@ -131,12 +136,13 @@ def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
         raise RecipeError("modalities of a data frame is a dictionary, as in modalities={'audio': 'audio_*'}")
     arrays: dict[str, Any] = {}
     words: dict[str, Any] = {}
-    optional = []
+    optional = ["ids"]
     for role, column in (("labels", "label"), ("clients", "client"), ("split", "split")):
         value = getattr(given, role)
         if value is None:
             words[column] = column
-            optional.append(column)
+            if role != "labels" or not given.needs_labels:
+                optional.append(column)
         elif isinstance(value, str) or (role == "labels" and isinstance(value, list) and _are_columns(value, frame)):
             words[column] = value
         else:
@@ -166,7 +172,7 @@ def _of_dataset(data: Any, given: Given) -> Draft:
         raise DataError("data has no rows. Check where it comes from")
     samples = [data[row] for row in range(len(data))]
     key = given.labels if isinstance(given.labels, str) else "label"
-    labelled = given.labels is None or isinstance(given.labels, str)
+    labelled = isinstance(given.labels, str) or (given.labels is None and _has_labels(samples[0], given))
     rows = [_parts(sample, key, labelled, given, row) for row, sample in enumerate(samples)]
     names = list(dict.fromkeys(name for parts, _ in rows for name in parts))
     found: dict[str, Any] = {}
@@ -191,6 +197,15 @@ def _of_dataset(data: Any, given: Given) -> Draft:
         present=present,
         notes=tuple(notes),
     )
+
+
+def _has_labels(sample: Any, given: Given) -> bool:
+    """Whether the samples of a dataset have a label. It may be missing only if the task needs no labels."""
+    if given.needs_labels:
+        return True
+    if isinstance(sample, Mapping):
+        return "label" in sample
+    return given.modalities is None or len(sample) != len(given.modalities)
 
 
 def _parts(sample: Any, key: str, labelled: bool, given: Given, row: int) -> tuple[dict[str, Any], Any]:
@@ -227,13 +242,15 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
         raise RecipeError(f"data has a part '{strange[0]}', which is no split. Allowed: {', '.join(SPLITS)}")
     if any(isinstance(value, Tensor | np.ndarray | list) for value in (given.labels, given.clients, given.split)):
         raise RecipeError("data is given by split: name the columns or keys of labels and clients, not arrays")
-    drafts = {name: _draft(part, given, problems) for name, part in data.items()}
+    refuse_other_columns(data, given.modalities, (given.labels, given.clients))
+    drafts = {name: _draft(part, given, problems) for name, part in same_order(data).items()}
     names = list(dict.fromkeys(name for draft in drafts.values() for name in draft.modalities))
     for name, draft in drafts.items():
         if lacking := [modality for modality in names if modality not in draft.modalities]:
             problems.add(DataError(f"data: split '{name}' has no modality '{lacking[0]}', which other splits have"))
     kinds: dict[str, str] = {}
-    for name, draft in drafts.items():
+    labelled = {name: draft for name, draft in drafts.items() if draft.labels is not None}
+    for name, draft in labelled.items():
         with problems.noting():
             kinds[name] = plain(draft.labels, f"data: the label column of '{name}'").dtype.kind
     words = [name for name, kind in kinds.items() if kind == "U"]
@@ -246,11 +263,15 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
             )
         )
     problems.raise_all()
-    sizes = {name: len(draft.labels) for name, draft in drafts.items()}
+    sizes = {name: len(next(iter(draft.modalities.values()))) for name, draft in drafts.items()}
+    found = [np.asarray(draft.labels) for draft in labelled.values()]
+    labels = np.concatenate(found) if len(labelled) == len(drafts) else None
     first = next(iter(drafts.values()))
-    joined = {name: _joined([draft.modalities[name] for draft in drafts.values()], name, problems) for name in names}
+    joined = {
+        name: join_arrays([draft.modalities[name] for draft in drafts.values()], name, problems) for name in names
+    }
     present = {
-        name: np.concatenate([np.asarray(d.present.get(name, np.ones(len(d.labels), bool))) for d in drafts.values()])
+        name: np.concatenate([np.asarray(d.present.get(name, np.ones(sizes[n], bool))) for n, d in drafts.items()])
         for name in names
         if any(name in draft.present for draft in drafts.values())
     }
@@ -259,29 +280,12 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
     return replace(
         first,
         modalities=joined,
-        labels=np.concatenate([np.asarray(draft.labels) for draft in drafts.values()]),
+        labels=labels,
+        ids="rows",  # splits often number their rows separately
         clients=None if any(c is None for c in clients) else np.concatenate([np.asarray(c) for c in clients]),
         split=np.concatenate([np.full(size, SPLITS[str(name).lower()]) for name, size in sizes.items()]),
         present=present,
     )
-
-
-def _joined(arrays: Sequence[Any], name: str, problems: Problems) -> Any:
-    """Return the arrays of all splits, joined one after another."""
-    shapes = {np.shape(array)[1:] for array in arrays}
-    if len(shapes) > 1:
-        found = " and ".join(map(str, sorted(shapes)))
-        problems.add(DataError(f"data: modality '{name}' has samples of shape {found} in different splits"))
-        return arrays[0]
-    return np.concatenate([np.asarray(array) for array in arrays])
-
-
-def _is_frame(data: Any) -> bool:
-    return type(data).__name__ == "DataFrame" and hasattr(data, "iloc")
-
-
-def _is_hugging_face(data: Any) -> bool:
-    return hasattr(data, "to_pandas") and hasattr(data, "features") and hasattr(data, "column_names")
 
 
 def _names(data: Any, given: Given) -> Sequence[str] | None:

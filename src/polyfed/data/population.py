@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
+from polyfed.core.counts import counted
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.data.clients import ClientsSpec
 from polyfed.data.columns import GUARD, OWN_TEST, TEST, TRAIN, VALIDATION, Columns, check_finite
@@ -111,7 +112,9 @@ def _split(
     if isinstance(partition, ByClient):
         natural = Shards.of(natural_clients(columns, rows))
         validation = natural.where(trainable[natural.rows]).held_out(clients.validation, val_key)[1].rows
-        rows = np.setdiff1d(rows, validation.numpy())
+        left = np.ones(len(columns), dtype=np.bool_)
+        left[validation.numpy()] = False
+        rows = rows[left[rows]]
     shards = Shards.of(partition.split(columns, rows, part_key))
     _check_partition(partition, shards, rows, len(columns))
     train, marked = shards.where(trainable[shards.rows]), shards.where(own_test[shards.rows])
@@ -264,10 +267,38 @@ def _check(population: Population, clients: ClientsSpec) -> None:
     count = clients.participation
     if isinstance(count, int) and count > population.num_clients:
         raise RecipeError(f"clients.participation = {count}, but there are {population.num_clients} clients")
+    if population.columns.labelled:
+        _warn_of_labels(population)
+
+
+def _warn_of_labels(population: Population) -> None:
+    """Warn if all training rows have one label, or if a class occurs in test rows only."""
     label, rows = population.columns.label.cpu(), population.train.rows
     only = label[rows[0]]
     # piece by piece: the first piece nearly always decides, and a copy of all labels would be the peak of memory
     if all(bool((label[piece] == only).all()) for piece in torch.split(rows, 65_536)):
         warnings.warn(
-            f"all training rows have label {only.tolist()}: nothing can be learnt", PolyfedWarning, stacklevel=3
+            f"all training rows have label {only.tolist()}: nothing can be learnt", PolyfedWarning, stacklevel=4
         )
+    if label.is_floating_point():
+        return
+    trained = _classes(label, rows, population.columns.num_classes)
+    tested = _classes(label, population.test_rows, population.columns.num_classes)
+    if unseen := (tested & ~trained).nonzero()[:, 0].tolist():
+        names = population.columns.class_names
+        listed = ", ".join(str(number) if names is None else f"'{names[number]}'" for number in unseen[:5])
+        listed += ", ..." if len(unseen) > 5 else ""
+        warnings.warn(
+            f"data '{population.columns.name}': {counted(len(unseen), 'class has', 'classes have')} test rows and no "
+            f"training row ({listed}), so no model can predict them. Check the splits",
+            PolyfedWarning,
+            stacklevel=4,
+        )
+
+
+def _classes(label: Tensor, rows: Tensor, num_classes: int) -> Tensor:
+    """Return which classes occur in these rows, bool (C,)."""
+    found = torch.zeros(num_classes, dtype=torch.bool)
+    for piece in torch.split(rows, 65_536):
+        found[label[piece]] = True
+    return found

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyfed.core.counts import counted
 from polyfed.core.errors import DataError, PolyfedWarning
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 
@@ -37,12 +38,14 @@ class Labels:
         values: int64 (N,) for classes; float32 (N,) or (N, T), unchanged, for other targets.
         names: names of the classes, if the labels were words or names are given.
         num_classes: number of classes, or of targets T.
+        words_sorted: whether the labels were words that polyfed numbered in sorted order.
         note: a sentence about labels that were words; otherwise empty.
     """
 
     values: Tensor
     names: tuple[str, ...] | None
     num_classes: int
+    words_sorted: bool = False
     note: str = ""
 
 
@@ -77,6 +80,11 @@ def labels_of(values: Any, where: str, names: Sequence[str] | None = None) -> La
     return Labels(label, None if names is None else tuple(names), count)
 
 
+def unlabelled(num_rows: int) -> Labels:
+    """Return the labels of a table without labels: the class 0 for each row."""
+    return Labels(torch.zeros(num_rows, dtype=torch.int64), None, 1)
+
+
 def clients_of(values: Any, where: str) -> Tensor:
     """Return the natural client of each row, int64 (N,). Words or whole numbers are numbered in sorted order.
 
@@ -87,6 +95,25 @@ def clients_of(values: Any, where: str) -> Tensor:
     if array.dtype.kind not in "iuU" or array.ndim != 1:
         raise DataError(f"{where} must hold integers or strings, one a row; it is {array.dtype} {array.shape}")
     return torch.from_numpy(np.unique(array, return_inverse=True)[1].astype(np.int64))
+
+
+def ids_of(values: Any, where: str) -> Tensor:
+    """Return the id of each row, int64 (N,).
+
+    Raises:
+        DataError: The values are no whole numbers, some are missing, or two rows have the same id.
+    """
+    array = plain(values, where)
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise DataError(f"{where} must hold one whole number for each row; it is {array.dtype} {array.shape}")
+    distinct, counts = np.unique(array, return_counts=True)
+    if len(distinct) < len(array):
+        again = distinct[counts > 1][0]
+        raise DataError(
+            f"{where} repeats some ids, such as {again}; every row needs its own. If it names the client of a row, "
+            "name it as client. If it is a feature, name it among the columns of a modality. Otherwise, rename it"
+        )
+    return torch.from_numpy(array.astype(np.int64))
 
 
 def splits_of(values: Any, where: str) -> Tensor:
@@ -104,20 +131,6 @@ def splits_of(values: Any, where: str) -> Tensor:
     if array.dtype.kind not in "iub" or array.ndim != 1:
         raise DataError(f"{where} must hold 0 train, 1 test, 2 validation or 3 left out, or words such as 'train'")
     return torch.from_numpy(array.astype(np.int64)).clamp(-1, 127).to(torch.int8)
-
-
-def ids_of(values: Any, where: str) -> Tensor:
-    """Return the sample ids of the rows, int64 (N,).
-
-    Raises:
-        DataError: The values are not whole numbers, or an id occurs twice.
-    """
-    array = plain(values, where)
-    if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise DataError(f"{where} must hold whole numbers, one a row; it is {array.dtype} {array.shape}")
-    if len(np.unique(array)) != len(array):
-        raise DataError(f"{where} repeats some ids; every row needs its own")
-    return torch.from_numpy(array.astype(np.int64))
 
 
 def plain(values: Any, where: str) -> NDArray[Any]:
@@ -163,7 +176,7 @@ def _words(array: NDArray[Any], where: str, names: Sequence[str] | None) -> Labe
     values = torch.tensor([number[word] for word in array.tolist()], dtype=torch.int64)
     listed = ", ".join([*list(number)[:5], *(["..."] if len(number) > 5 else [])])
     note = f"the labels are words: {len(number)} classes, {listed}" if names is None else ""
-    return Labels(values, tuple(number), len(number), note)
+    return Labels(values, tuple(number), len(number), names is None, note)
 
 
 def missing(gone: NDArray[np.bool_], where: str) -> DataError:
@@ -191,8 +204,9 @@ def check_numbering(label: Tensor, where: str) -> None:
     if len(seen) < num_classes:
         absent = sorted(set(range(num_classes)) - set(seen.tolist()))
         listed = ", ".join(map(str, absent[:5])) + (", ..." if len(absent) > 5 else "")
+        count = counted(len(absent), "class has", "classes have")
         warnings.warn(
-            f"{where}: classes run from 0 to {num_classes - 1}, and {len(absent)} of them ({listed}) have no row. "
+            f"{where}: classes run from 0 to {num_classes - 1}, and {count} no row ({listed}). "
             "Number the classes from 0 without gaps, or name them all in an array 'label_name' of an .npz. If the "
             'numbers are quantities, write [task] name = "regression"',
             PolyfedWarning,

@@ -3,8 +3,8 @@
     [data]
     stack = { image = ["rgb", "gray"] }
 
-concatenates rgb (3, H, W) and gray (1, H, W) to one modality `image` (4, H, W). HFM's controls Local and HFL train on
-it (docs/algorithms/hfl.md). A row that lacks one of the parts lacks the new modality.
+concatenates rgb (3, H, W) and gray (1, H, W) to one modality `image` (4, H, W). The baselines Local and HFL of HFM
+train on this modality (docs/algorithms/hfl.md). A row that lacks one of the parts lacks the new modality.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ def stacked(columns: Columns, stack: Mapping[str, Sequence[str]]) -> Columns:
 
     Args:
         columns: The table.
-        stack: New modality -> its parts, in order. The parts are then no longer separate modalities.
+        stack: New modality -> its parts, in order. The result no longer has the parts as separate modalities.
 
     Raises:
         RecipeError: A part is named twice, there are fewer than two parts, or the new name is taken.

@@ -10,11 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyfed.core.counts import counted
 from polyfed.core.errors import DataError
 from polyfed.core.problems import Problems
 from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.layout import laid_out, tensor_of
-from polyfed.data.row_facts import Labels, clients_of, ids_of, labels_of, splits_of
+from polyfed.data.leaked_labels import refuse_leaked_labels
+from polyfed.data.row_facts import Labels, clients_of, ids_of, labels_of, splits_of, unlabelled
 from polyfed.data.splits import drawn
 
 
@@ -27,7 +29,7 @@ class Draft:
         where: The name of the data in messages, such as `'my.csv'`.
         modalities: Modality -> array or tensor (N, ...), or (N,), which becomes (N, 1). A row whose entries are all NaN
             lacks the modality.
-        labels: (N,) or (N, T); see `labels_of`.
+        labels: (N,) or (N, T); see `labels_of`. None if there are no labels.
         clients: Natural client of each row (N,), or None.
         split: Split of each row (N,), or None.
         present: Modality -> bool (N,), for modalities that some rows lack.
@@ -72,7 +74,7 @@ def columns_of(
         DataError: The draft has faults; the message lists all of them.
     """
     problems = problems or Problems()
-    labels = problems.attempt(lambda: labels_of(draft.labels, f"{draft.where}: the label column", draft.class_names))
+    labels = problems.attempt(lambda: _labels(draft))
     found: dict[str, tuple[Column, Tensor | None]] = {}
     for name, values in draft.modalities.items():
         made = problems.attempt(partial(_modality, draft, name, values))
@@ -93,6 +95,7 @@ def columns_of(
     problems.raise_all()
     assert labels is not None
     columns = _table(draft, labels, found, facts, test_share, seed)
+    refuse_leaked_labels(columns)
     return standardised(columns, standardise)
 
 
@@ -117,11 +120,20 @@ def _table(
         split=split,
         ids=torch.arange(len(labels.values)) if ids is None else ids,
         numbered=draft.ids is None,
+        labelled=draft.labels is not None,
         class_names=labels.names,
+        words_sorted=labels.words_sorted,
         present={name: there for name, (_, there) in found.items() if there is not None},
         client=facts["client"],
         notes=tuple(notes),
     )
+
+
+def _labels(draft: Draft) -> Labels:
+    """Return the labels of a draft; zeros if it has none."""
+    if draft.labels is not None:
+        return labels_of(draft.labels, f"{draft.where}: the label column", draft.class_names)
+    return unlabelled(len(next(iter(draft.modalities.values()), ())))
 
 
 def _modality(draft: Draft, name: str, values: Any) -> tuple[Column, Tensor | None]:
@@ -138,8 +150,9 @@ def _modality(draft: Draft, name: str, values: Any) -> tuple[Column, Tensor | No
         empty = tensor.isnan().flatten(1)
         there = there & ~empty.all(1)
         if bool((partly := empty.any(1) & there).any()):
+            count = counted(int(partly.sum()), "row has", "rows have")
             raise DataError(
-                f"{where}: {int(partly.sum())} rows have some values and lack others (NaN), first row "
+                f"{where}: {count} only some values (others are NaN), first row "
                 f"{int(partly.nonzero()[0, 0])}. Fill these in, or make the whole sample NaN where it is missing"
             )
         tensor = tensor if bool(there.all()) else torch.where(there.view(-1, *[1] * (tensor.dim() - 1)), tensor, 0.0)
@@ -192,8 +205,8 @@ def _check_rows(
     for name, length in unequal.items():
         problems.add(
             DataError(
-                f"{draft.where}: '{name}' has {length} rows, the labels have {num}. Every array needs one row per "
-                "sample, in the same order"
+                f"{draft.where}: '{name}' has {counted(length, 'row', 'rows')}, the labels have {num}. Every array "
+                "needs one row per sample, in the same order"
             )
         )
     if num == 0:
@@ -203,7 +216,7 @@ def _check_rows(
         if bool(bare.any()):
             problems.add(
                 DataError(
-                    f"{draft.where}: {int(bare.sum())} rows lack every modality, first row "
+                    f"{draft.where}: {counted(int(bare.sum()), 'row lacks', 'rows lack')} every modality, first row "
                     f"{int(bare.nonzero()[0, 0])}. Leave these rows out"
                 )
             )

@@ -83,7 +83,7 @@ def _refuse_another(folder: Path, name: str) -> None:
 
 
 def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
-    """Find errors before the app is written that would end the run on the server.
+    """Find errors that would end the run on the server, before the app is written.
 
     Examples are an encoder that cannot be imported, a model that cannot be built, and a reply that is too large.
     """

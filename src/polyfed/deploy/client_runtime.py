@@ -139,8 +139,8 @@ class ClientRuntime:
 
     def _keep(self, store: Store, request_id: RequestId, before: Tree | None, kept: int) -> None:
         """Write the client's local state if the task has replaced it."""
-        left = self.engine.locals.get(request_id.client)
-        if left is not None and left is not before:
+        left = self.engine.locals.get(request_id.client, {})
+        if left is not before:
             store.keep(request_id, left, self.engine.registry[request_id.client].modalities, kept)
 
     def _book(self, store: Store, request_id: RequestId, sent: bool) -> str:

@@ -1,8 +1,8 @@
 """Certificates for a server, and keys of devices for trials.
 
-The certificate authority signs one certificate, and its private key is not stored. So nobody can sign another
-certificate in its name. The device keys from this module are for trials on one machine. In a real federation, each
-device makes its own key, and the private key never leaves the device.
+The certificate authority signs one certificate, and its private key is not stored. Nobody can therefore sign another
+certificate in the authority's name. The device keys from this module are for trials on one machine. In a real
+federation, each device makes its own key, and the private key never leaves the device.
 """
 
 import ipaddress
@@ -81,8 +81,9 @@ def _write_server(folder: Path, hosts: Sequence[str]) -> None:
 
 
 def check_server(folder: Path, there: Sequence[str], hosts: Sequence[str] = ()) -> None:
-    """Refuse an invalid server certificate. The authority's key is not stored, so a new certificate needs a new
-    authority.
+    """Refuse an invalid server certificate.
+
+    The authority's key is not stored, so a new certificate needs a new authority.
 
     Args:
         folder: folder of the credentials.

@@ -1,7 +1,8 @@
 """Health and metrics of a device, on a port of loopback.
 
-One process handles tasks and this port in turn, without threads. The reason is that it forks a process for each task,
-and a fork of a process with threads may hang. So a request must arrive in one piece. Other requests are dropped.
+One process handles tasks and this port in turn, without threads. It has no threads because it forks a process for each
+task, and a fork of a process with threads may hang. A request must therefore arrive in one piece. Other requests are
+dropped.
 """
 
 import json

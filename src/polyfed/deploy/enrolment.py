@@ -1,9 +1,9 @@
 """Admission: decide which clients take part in a deployment, and check the facts that they report in their enrolments.
 
-The server cannot see the clients' data, so it cannot verify an enrolment. So no single client decides anything. Shapes
-and the number of classes come from the recipe, the server's own rows or more than half of the clients. A client's
-number of rows counts only up to a multiple of the median. The server leaves out a client that contradicts these values,
-and reports the reason. The run continues with the other clients.
+The server cannot see the clients' data, so it cannot verify an enrolment. No single client may therefore determine a
+setting of the run. Shapes and the number of classes come from the recipe, the server's own rows or more than half of
+the clients. A client's number of rows counts only up to a multiple of the median. The server leaves out a client that
+contradicts these values, and reports the reason. The run continues with the other clients.
 """
 
 import statistics
@@ -299,6 +299,6 @@ def majority(votes: Iterable[_V]) -> _V | None:
 
 
 def _elsewhere(sizes: torch.Tensor) -> Shards:
-    """Return placeholders for rows on other machines, of which the server knows only the count for each client."""
+    """Return placeholders for rows on other machines. The server knows only their number for each client."""
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     return Shards(offsets, torch.tensor([-1]).expand(int(offsets[-1])))

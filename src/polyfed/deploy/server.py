@@ -162,7 +162,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
 
 @contextmanager
 def told_in(out: Path, status: RunStatus | None = None) -> Iterator[None]:
-    """Write an error that ends the block to `error.json` in this folder, and to the last line of the app's log.
+    """Write an error from the `with` block to `error.json` in this folder, and to the last line of the app's log.
 
     Args:
         out: folder of the run.

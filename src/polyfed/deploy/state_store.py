@@ -152,7 +152,7 @@ class Store:
             shutil.rmtree(self._path(place))
 
     def forget(self, request_id: RequestId) -> None:
-        """Remove the state that a task returned, because its reply does not leave."""
+        """Remove the state that a task returned, because its reply was not sent."""
         shutil.rmtree(self._path(request_id.place), ignore_errors=True)
 
     def _note(self, journal: Journal) -> None:

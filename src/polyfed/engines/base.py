@@ -2,7 +2,7 @@
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
@@ -20,7 +20,7 @@ from polyfed.engines.allocator import keep_freed_memory
 from polyfed.engines.masking import masked, secrets_apart
 from polyfed.engines.task_results import describe_failure, reply_and_local
 from polyfed.engines.work_count import MeteredClientData
-from polyfed.federation.client_registry import TEST, VALIDATION, ClientRegistry
+from polyfed.federation.client_registry import TEST, VALIDATION, ClientNumbers, ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.network import Clock
 from polyfed.federation.replies import Answer
@@ -120,7 +120,6 @@ class Engine(ABC):
         # the server will not repeat this round or earlier ones: clients in other processes may delete older states
         self.kept = 0
         self._contexts: dict[tuple[str, ...], ClientContext] = {}
-        self._context_of: dict[int, ClientContext] = {}
 
     @property
     def evaluation_clients(self) -> tuple[int, ...]:
@@ -148,11 +147,6 @@ class Engine(ABC):
 
     def context(self, client: int) -> ClientContext:
         """Return the client's context. Clients with the same modalities share a context."""
-        if client not in self._context_of:
-            self._context_of[client] = self._make_context(client)
-        return self._context_of[client]
-
-    def _make_context(self, client: int) -> ClientContext:
         owned = self.registry.modalities if client < 0 else self.registry.owned(client)
         kind = (*owned, "examiner") if client < 0 else owned
         if kind not in self._contexts:
@@ -171,10 +165,15 @@ class Engine(ABC):
 
     def local(self, request: Request, client: int) -> Tree:
         """Return the client's local state. The first call makes this state."""
-        if client not in self.locals:
-            context = self.context(client)
-            self.locals[client] = first_local(self.algorithm, context, request.seed, client, self.device)
-        return self.locals[client]
+        if client in self.locals:
+            return self.locals[client]
+        made = first_local(self.algorithm, self.context(client), request.seed, client, self.device)
+        self.keep({client: made})
+        return made
+
+    def keep(self, locals: Mapping[int, Tree]) -> None:
+        """Store local states of clients. Clients that have never had one take no memory and no place in checkpoints."""
+        self.locals |= {client: local for client, local in locals.items() if local or client in self.locals}
 
     def rows(self, client: int) -> Tensor:
         """Return the indices of the rows on which this client trains or, for an evaluation client, evaluates."""
@@ -257,7 +256,7 @@ class Engine(ABC):
             self.emit("client-failed", client=client, task=request.name, reason=missing[client], trace=trace)
             return None
         if local is not self.locals.get(client):
-            self.locals[client] = clone(local)
+            self.keep({client: clone(local)})
         return released
 
     def per_sample(self, request: Request, client: int) -> PerSample | None:
@@ -279,7 +278,7 @@ class Engine(ABC):
 def registry_of(population: Population) -> ClientRegistry:
     """Make the client registry of a population."""
     own = population.test
-    tested = () if own is None else tuple((own.sizes > 0).nonzero().flatten().tolist())
+    tested = () if own is None else ClientNumbers(own.sizes > 0)
     return ClientRegistry(
         modalities=tuple(population.columns.modalities),
         num_rows=population.train.sizes,

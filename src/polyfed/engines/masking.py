@@ -1,4 +1,4 @@
-"""What an engine does with a reply under secure aggregation: it masks the reply before the egress gate sees it."""
+"""Masks the replies of clients under secure aggregation, before the egress gate checks them."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,8 @@ from polyfed.federation.secure_aggregation.state import SECRETS
 def secrets_apart(request: Request, local: Tree) -> tuple[Tree, Tree]:
     """Return the local state that a task sees, and the secrets that mask its reply.
 
-    The tasks of secure aggregation see their secrets. A task whose reply is masked does not.
+    The tasks of the secure aggregation protocol receive the secrets. A task whose reply is masked does not receive
+    them.
     """
     if request.reply.masks is None:
         return local, {}
@@ -22,9 +23,10 @@ def secrets_apart(request: Request, local: Tree) -> tuple[Tree, Tree]:
 
 
 def masked(request: Request, reply: Message, local: Tree, secrets: Tree) -> tuple[Message, Tree]:
-    """Return what leaves the client, and its new local state: under secure aggregation, the masked reply.
+    """Return the message that leaves the client, and its new local state. Secure aggregation masks the reply.
 
-    A reply of another type than the task declares stays as it is, and the egress gate refuses it.
+    If the reply has another type than the task declares, this function does not change it. The egress gate then refuses
+    it.
 
     Raises:
         Refusal: the reply cannot be masked. The client then sends nothing.
@@ -40,7 +42,7 @@ def masked(request: Request, reply: Message, local: Tree, secrets: Tree) -> tupl
 
 
 def masked_stack(request: Request, made: Message, after: Tree, secrets: Sequence[Tree]) -> tuple[Message, list[Tree]]:
-    """Return what leaves the clients of a stack, stacked again, and the local state of each of them.
+    """Return the messages that leave the clients of a stack, as a stack, and the local state of each client.
 
     Args:
         request: the request.

@@ -223,7 +223,7 @@ class Remote(Engine):
             raise BadReply(f"answered with {str(verdict)[:40]!r}, which is no verdict")
         reply: Message = decode(answer, request.reply, limit=self.terms.limit)
         announcement = self.announcement(self.registry.owned(client))
-        for part in crossings(reply):  # before booking, so that the ledger holds only declared names
+        for part in crossings(reply):  # before the ledger records them, so that it holds only declared names
             if announcement.strange(request.name, part):
                 raise BadReply(f"sent names in {part.field} that {type(reply).__name__} does not declare")
         return reply

@@ -18,7 +18,7 @@ from torch.func import vmap
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.messages import OF_THE_MODEL, Message, cut, tensors
 from polyfed.core.request import Request, Send
-from polyfed.core.tree import Tree, size_bytes
+from polyfed.core.tree import SHARED, Tree, size_bytes
 from polyfed.engines.base import client_key, noise_key, only_the_gate_refuses
 from polyfed.engines.in_process import InProcess
 from polyfed.engines.masking import masked_stack, secrets_apart
@@ -40,9 +40,14 @@ LEAST_STACK, MOST_STACKS = 8, 16
 """Bounds on the division of similar clients among worker processes: the least clients in a stack, and the most stacks.
 A step costs about 1 ms of dispatch for each stack (docs/performance.md)."""
 
-CONVOLVES = "2-d convolutions fill a CPU as they are, stacked they take up to twice the time; [engine] stack insists"
+CONVOLVES = (
+    "large 2-d convolutions fill a CPU as they are, stacked they take up to twice the time; [engine] stack insists"
+)
 """The reason in the event `looped` for image models on a CPU (measured in docs/performance.md)."""
 
+STEP_FLOPS = 7e7
+"""Floating-point operations of the forward pass of one step, for models with 2-d convolutions. Up to this number, a
+stack of clients is faster than a loop on a CPU: 1.2 to 1.5 times. From 1.2e8 on, it is not (docs/performance.md)."""
 
 RECOMPUTES = "gradient checkpointing computes layers again in the backward pass, which vmap cannot"
 """The reason in the event `looped` for models with gradient checkpointing."""
@@ -52,7 +57,7 @@ class Vectorised(InProcess):
     """Runs stacks of similar clients. It also takes the arguments of `Engine`.
 
     Args:
-        stack: most clients in a stack. With 0, the memory budget `STACK_BYTES` decides, and models with 2-d
+        stack: most clients in a stack. With 0, the memory budget `STACK_BYTES` decides, and models with large 2-d
             convolutions run one client at a time on a CPU.
         replay: whether training steps may be traced once and replayed.
     """
@@ -67,7 +72,7 @@ class Vectorised(InProcess):
     def units(self, request: Request, clients: Sequence[int], send: Send) -> Iterator[Unit]:
         """Yield stacks of similar clients, and single clients if stacking is impossible or does not save time."""
         loop_because = request.loop_because or (RECOMPUTES if self.model.recomputes else "")
-        if not loop_because and not self.stack and self.device.type == "cpu" and self.model.convolves:
+        if not loop_because and not self.stack and self.convolutions_fill_a_core():
             loop_because = CONVOLVES
         if loop_because:
             self._note(request, loop_because)
@@ -86,6 +91,13 @@ class Vectorised(InProcess):
             group = [client for _, client in by_length]
             size = self.stack or min(self._fitting(group), self._share(group))
             yield from (group[start : start + size] for start in range(0, len(group), size))
+
+    def convolutions_fill_a_core(self) -> bool:
+        """Return whether a step of one client has so much work in 2-d convolutions that a stack would take longer."""
+        if self.device.type != "cpu" or not self.model.convolves:
+            return False
+        rows = self.algorithm.train.batch_size or int(self.registry.num_rows.max())
+        return rows * sum(self.model.flops(block) for block in (*self.model.modalities, SHARED)) > STEP_FLOPS
 
     def _fitting(self, group: list[int]) -> int:
         """Return how many of these clients fit the memory budget.
@@ -162,7 +174,7 @@ class Vectorised(InProcess):
         _refuse_padding(request, made, rows.counts)
         _refuse_kept_padding(request, after, locals_, rows.counts)
         reply = node.release(request, leaving, stacked=True)
-        self.locals |= dict(zip(group, left, strict=True))
+        self.keep(dict(zip(group, left, strict=True)))
         # in ascending order, so that the order of sums over clients does not depend on their numbers of rows
         return ReplyStack(tuple(group), reply).ascending()
 

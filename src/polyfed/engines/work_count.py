@@ -47,7 +47,7 @@ class MeteredClientData(ClientData):
         owned = self._modalities if job.model is None else model.modalities
         trained = {block_of(name) for name in job.trained(model)} & {*owned, SHARED}
         passes = TRAINING_PASSES * sum(model.flops(block) for block in trained)
-        if job.only is None:  # a wholly frozen block costs only the forward pass
+        if job.only is None:  # a block that is wholly frozen needs only the forward pass
             frozen = {*owned}.intersection(model.modalities) - {block_of(name) for name in model.template}
             passes += sum(model.flops(block) for block in frozen)
         self._count(passes, rows)

@@ -2,7 +2,7 @@
 
 import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -53,6 +53,10 @@ class Served(Protocol):
 
     def local(self, request: Request, client: int) -> Tree:
         """Return the client's local state."""
+        ...
+
+    def keep(self, locals: Mapping[int, Tree]) -> None:
+        """Store local states of clients."""
         ...
 
 

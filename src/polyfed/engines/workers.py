@@ -155,7 +155,7 @@ class Workers:
             answer.parts.append(ReplyStack(clients, message_of(request.reply, entries, worker.up, copy=True)))
         for client, tree in done.locals.items():
             values = worker.up.read(place for _, place in tree)
-            self.engine.locals[client] = {name: v.clone() for (name, _), v in zip(tree, values, strict=True)}
+            self.engine.keep({client: {name: v.clone() for (name, _), v in zip(tree, values, strict=True)}})
 
     def _replace(self, dead: "_Worker", units: list[Unit]) -> str:
         """Replace a dead worker with a new one, and return a text on how the dead worker ended."""

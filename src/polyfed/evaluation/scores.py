@@ -14,10 +14,11 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import HISTOGRAM, READ, Message, carries, cut, message
 from polyfed.core.request import Accept, Send
-from polyfed.core.schema import EVERY, NOT_NEGATIVE, check_ranges
+from polyfed.core.schema import AT_LEAST_ONE, EVERY, NOT_NEGATIVE, check_ranges
 from polyfed.core.tree import SHARED, Tree, blocks
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -85,6 +86,8 @@ class Evaluation:
     Attributes:
         every: rounds between two evaluations. The last round is always evaluated. 0 evaluates only the last round.
         personal: whether to evaluate clients on their own test rows, if they have any.
+        clients: how many of these clients each evaluation asks. They are drawn anew each time, uniformly and without
+            replacement. None asks all of them, which takes long if there are hundreds of thousands.
         unimodal: how to predict from a single modality. `head` uses the modality's slice of a linear head (as in
             OGM-GE). `zero` sets the features of all other modalities to zero. `prototype` predicts the class with the
             nearest mean of the modality's features over the training rows. Every client sends these class means before
@@ -94,6 +97,7 @@ class Evaluation:
 
     every: Annotated[int, EVERY] = 1
     personal: bool = True
+    clients: Annotated[int | None, AT_LEAST_ONE] = None
     unimodal: Literal["auto", "head", "zero", "prototype"] = "auto"
 
     def __post_init__(self) -> None:
@@ -107,6 +111,14 @@ class Evaluation:
     def due(self, round: int, rounds: int) -> bool:
         """Return whether to evaluate round number `round` of `rounds`."""
         return round == rounds or (self.every > 0 and round % self.every == 0)
+
+    def asked(self, fed: Federation) -> Sequence[int]:
+        """Return the clients that this round's evaluation asks to use their own test rows, in ascending order."""
+        tested = fed.clients.tested
+        if self.clients is None or self.clients >= len(tested):
+            return tested
+        places = keys.choice(keys.key(fed.seed, "evaluated", fed.round), len(tested), self.clients)
+        return [tested[place] for place in places]
 
 
 @dataclass(frozen=True)

@@ -45,12 +45,13 @@ class Assembly:
         population: the data and its division into clients.
         model: the model, as functions of a Tree.
         policy: the egress policy.
-        initial: the model's initial parameters, drawn from the run's seed.
-        ledger: records everything that crosses.
-        engine: runs tasks on the clients.
-        fed: the federation as the server's code sees it.
-        was_guessed: whether the labels decided on the task, because the recipe names none.
-        guesses: sentences on what was guessed while the data was read, and on encoders that the recipe does not name.
+        initial: the model's initial parameters, which are drawn from the run's seed.
+        ledger: the ledger, which records every message.
+        engine: the engine, which runs tasks on the clients.
+        fed: the federation, which the algorithm uses.
+        was_guessed: whether polyfed chose the task by the labels, because the recipe names no task.
+        guesses: sentences about guesses that polyfed made while it read the data, and about encoders that the recipe
+            does not name.
         guarantee: the guarantee of differential privacy, or None without the section [privacy].
     """
 
@@ -90,8 +91,9 @@ def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes:
     Args:
         recipe: the recipe.
         shapes: modality -> shape of a sample.
-        num_classes: the number of classes, or of targets where the task has no classes.
-        policy: some algorithms leave out modalities that it does not allow to cross.
+        num_classes: the number of classes, or the number of targets if the task has no classes.
+        policy: the egress policy. Some algorithms leave out modalities that the policy does not allow to leave the
+            clients.
     """
     spec, read = recipe.algorithm.model_spec(recipe.model, tuple(shapes), policy)
     return build_model(spec, shapes, task_of(recipe).num_outputs(num_classes), read, _init_key(recipe))
@@ -104,7 +106,7 @@ def initial_of(recipe: Recipe, model: Model) -> Tree:
 
 
 def _init_key(recipe: Recipe) -> int:
-    """The key of both initial and frozen parameters: a frozen layer may be drawn together with a trained one."""
+    """Return the key of initial and frozen parameters. Both have one key, because one call may draw them together."""
     return keys.key(recipe.seed, "init")
 
 
@@ -116,14 +118,14 @@ def assemble(
     population: Population | None = None,
     engine: Callable[..., Engine] | None = None,
 ) -> Assembly:
-    """Build everything a run needs.
+    """Build all parts of a run.
 
     Args:
         recipe: the recipe.
         run: the run's name in the ledger.
         emit: called with every event.
-        population: the clients, if they are not those of the recipe's data.
-        engine: the engine's constructor, if it is not the recipe's.
+        population: the clients. By default, they come from the recipe's data.
+        engine: the engine's constructor. By default, the recipe names the engine.
 
     Raises:
         PolyfedError: recipe, data or model are wrong, or do not fit each other.
@@ -172,7 +174,7 @@ def assemble(
 
 
 def _protected(recipe: Recipe, fed: Federation, engine: Engine) -> tuple[Recipe, Guarantee | None]:
-    """Apply [privacy] to engine and federation. The recipe returned ends with the round that spends the budget."""
+    """Apply [privacy] to engine and federation. The returned recipe ends with the round that spends the budget."""
     guarantee = guarantee_of(recipe, fed, engine)
     if guarantee is None:
         return recipe, None
@@ -182,7 +184,7 @@ def _protected(recipe: Recipe, fed: Federation, engine: Engine) -> tuple[Recipe,
 
 
 def _completed(recipe: Recipe, population: Population) -> tuple[Recipe, Policy, tuple[str, ...]]:
-    """The recipe with its task and all encoders, its policy, and what was guessed; faults are told all at once."""
+    """Return the recipe with its task and all encoders, its policy, and the guesses. All faults are raised together."""
     columns, problems = population.columns, Problems()
     policy = problems.attempt(lambda: Policy.parse(recipe.egress, columns.modalities))
     filled = problems.attempt(lambda: with_encoders(recipe, columns))
@@ -208,7 +210,7 @@ def engine_of(recipe: Recipe) -> Callable[..., Engine]:
     """The constructor of the recipe's engine, with the engine's own options bound to it.
 
     Raises:
-        RecipeError: the recipe asks for worker processes where they cannot work.
+        RecipeError: the recipe asks for worker processes, but they cannot work here.
     """
     spec = recipe.engine
     if spec.name == "flower":  # this engine only checks a recipe
@@ -223,7 +225,7 @@ def workers_of(recipe: Recipe) -> int:
     """The number of worker processes, with 0 resolved.
 
     Raises:
-        RecipeError: the recipe asks for several where they cannot work.
+        RecipeError: the recipe asks for several worker processes, but they cannot work here.
     """
     spec = recipe.engine
     reason = ""
@@ -241,10 +243,10 @@ def workers_of(recipe: Recipe) -> int:
 
 
 def device_of(recipe: Recipe) -> torch.device:
-    """The device that the recipe names, `auto` resolved.
+    """Return the device that the recipe names, with `auto` resolved.
 
     Raises:
-        RecipeError: the recipe asks for CUDA and PyTorch sees no CUDA device.
+        RecipeError: the recipe asks for CUDA, but PyTorch finds no CUDA device.
     """
     wanted = recipe.engine.device
     if wanted == "auto":
@@ -257,7 +259,7 @@ def device_of(recipe: Recipe) -> torch.device:
 def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
     """The facts of run.json: data, clients (at most `limit`), bytes of each block, the resolved policy.
 
-    With the partitions `classes-per-client` and `main-class` also the classes of each of these clients
+    With the partitions `classes-per-client` and `main-class`, the facts include the classes of each of these clients
     (docs/partitions.md).
     """
     registry, modalities = assembly.fed.clients, assembly.fed.clients.modalities
@@ -294,7 +296,7 @@ def block_sizes(assembly: Assembly) -> dict[str, int]:
 
 
 def private_sizes(assembly: Assembly) -> dict[str, int]:
-    """The size in bytes of the part of each block that every client keeps; without blocks that are sent whole."""
+    """Return the size in bytes of the private part of each block, without blocks that are sent whole."""
     kept = assembly.algorithm.private_names(assembly.model)
     private = {name: value for name, value in assembly.initial.items() if name in kept}
     return {block: size_bytes(select(private, [block])) for block in blocks(private)}

@@ -1,4 +1,4 @@
-"""Calibration: whether a model that is sure is also right.
+"""Calibration: whether the confidence of a model matches its accuracy.
 
 Guo et al., "On Calibration of Modern Neural Networks", ICML 2017: rows are sorted into bins of equal width by the
 confidence of the model, which is its largest probability. The expected calibration error is the mean over rows of the
@@ -23,7 +23,7 @@ ROWS_AT_ONCE = 4096
 
 
 def bins_of(logits_BC: Tensor, y_B: Tensor) -> Tensor:
-    """Counts by confidence, float64 (BINS, 3): rows, their summed confidence, and how many of them are right.
+    """Return counts by confidence, float64 (BINS, 3): rows, summed confidence, and correct predictions.
 
     Args:
         logits_BC: logits of each row.
@@ -36,7 +36,7 @@ def bins_of(logits_BC: Tensor, y_B: Tensor) -> Tensor:
 
 
 def expected_error(bins: Tensor) -> float:
-    """The expected calibration error, from 0 to 1; 0 without rows.
+    """Return the expected calibration error, from 0 to 1. It is 0 if there are no rows.
 
     Args:
         bins: as `bins_of` returns them, or a sum of such tensors.
@@ -52,8 +52,8 @@ def calibration_of(models: Models, population: Population) -> dict[str, Any] | N
         population: the data of the run.
 
     Returns:
-        `ece` and, for each bin, `rows`, `confidence` and `right`; None without a global model, without test rows, if
-        the task has no classes, or if a prediction is not finite.
+        `ece` and, for each bin, `rows`, `confidence` and `right`. The result is None if there is no global model or no
+        test row, if the task has no classes, or if a prediction is not finite.
     """
     columns, rows = population.columns, population.test_rows.cpu()
     if models.shared is None or not len(rows) or not isinstance(models.task, Classification):

@@ -1,8 +1,8 @@
-"""Checkpoints: tensors as safetensors, everything else as JSON, no pickle; written atomically, verified when read.
+"""Checkpoints: tensors as safetensors and all other values as JSON. They are written atomically and verified when read.
 
 A checkpoint is a folder `round-000012` with `state.safetensors` and `state.json`. The file `latest.json` names the
-newest checkpoint and holds the SHA-256 of both files; it is replaced last, in one step. A run that is killed at any
-moment therefore finds either the old or the new checkpoint complete.
+newest checkpoint and holds the SHA-256 of both files. polyfed replaces `latest.json` last, in one step. After a run is
+killed at any moment, either the old or the new checkpoint is therefore complete.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from polyfed.core.tasks import parts
 LATEST, TENSORS, SKELETON = "latest.json", "state.safetensors", "state.json"
 
 RESTORE = "Restore it from a copy, or start again in another --out folder"
-"""What to do about a damaged file of a run."""
+"""The advice in errors about a damaged file of a run."""
 
 
 def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) -> None:
@@ -43,8 +43,8 @@ def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) 
         modules: dataclasses of these modules and of polyfed may occur in `content`; see `modules_of`.
 
     Raises:
-        CheckpointError: the disk is full or not writable, or `content` holds something that could not be read again.
-            The previous checkpoint is untouched.
+        CheckpointError: the disk is full or not writable, or `content` holds a value that could not be read again. The
+            previous checkpoint does not change.
     """
     name = f"round-{round:06d}"
     draft = folder / f".{name}.draft"
@@ -81,7 +81,7 @@ def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) 
 
 
 def newest(folder: Path) -> int:
-    """The round of the newest checkpoint according to `latest.json`; 0 if there is none, or none that can be read."""
+    """Return the round of the newest checkpoint according to `latest.json`, or 0 if there is no readable checkpoint."""
     try:
         return _verified(folder / LATEST)[0]
     except (OSError, ValueError):
@@ -94,13 +94,13 @@ def load(folder: Path, modules: Collection[str] = (), device: torch.device | str
     Args:
         folder: the run's `checkpoint` folder.
         modules: dataclasses of these modules and of polyfed may occur; see `modules_of`.
-        device: where the tensors go.
+        device: the device for the tensors.
 
     Returns:
         (round, content), or None if there is no checkpoint.
 
     Raises:
-        CheckpointError: it is damaged, or holds a dataclass of another module.
+        CheckpointError: the checkpoint is damaged, or holds a dataclass of another module.
     """
     latest = folder / LATEST
     if not latest.exists():
@@ -112,7 +112,6 @@ def load(folder: Path, modules: Collection[str] = (), device: torch.device | str
                 raise CheckpointError(
                     f"checkpoint {place / name} is damaged (its SHA-256 differs from {latest}). {RESTORE}"
                 )
-        # cloned: the file's tensors may start at any address, and sums over unaligned memory can round differently
         found = load_file(place / TENSORS, device=str(device))
         tensors = {name: value.clone() for name, value in found.items()}
         return round, unpack(parse_json((place / SKELETON).read_text()), tensors, modules)
@@ -121,10 +120,11 @@ def load(folder: Path, modules: Collection[str] = (), device: torch.device | str
 
 
 def _verified(latest: Path) -> tuple[int, Path, dict[str, str]]:
-    """The round, the folder and the SHA-256 of every file of the newest checkpoint, as `latest.json` says.
+    """Return the round, the folder and the SHA-256 of every file of the newest checkpoint, as listed in `latest.json`.
 
     Raises:
-        ValueError: one of them is missing; without a checksum for each file the checkpoint could not be verified.
+        ValueError: one of these entries is missing. Without a checksum for each file, polyfed could not verify the
+            checkpoint.
     """
     facts = parse_json(latest.read_text())
     if not isinstance(facts, dict):
@@ -149,11 +149,11 @@ def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None
 
     Args:
         value: the nested values.
-        tensors: the tensors are added to it, under the names that the skeleton uses.
+        tensors: the dictionary to which the function adds the tensors, under the names that the skeleton uses.
         modules: dataclasses of these modules and of polyfed may occur; None allows all.
 
     Raises:
-        CheckpointError: a value that a checkpoint cannot hold, or a dataclass of another module.
+        CheckpointError: a checkpoint cannot hold one of the values, or the value is a dataclass of another module.
     """
     if isinstance(value, Tensor):
         name = str(len(tensors))
@@ -187,7 +187,7 @@ def pack(value: Any, tensors: dict[str, Tensor], modules: Collection[str] | None
 
 
 def unpack(skeleton: Any, tensors: dict[str, Tensor], modules: Collection[str]) -> Any:
-    """The nested values of a skeleton; the inverse of `pack`.
+    """Return the nested values of a skeleton. This function is the inverse of `pack`.
 
     Raises:
         ValueError: the skeleton is not one that `pack` writes. Some faults raise a KeyError, TypeError, IndexError or
@@ -206,15 +206,15 @@ def unpack(skeleton: Any, tensors: dict[str, Tensor], modules: Collection[str]) 
         cls = _class(content, modules)
         try:
             return cls(**init)
-        except Exception as error:  # the class may check its values, and a file from elsewhere may hold any
+        except Exception as error:  # the class may check its values and raise any exception
             raise ValueError(f"it holds values that {content} does not take: {error}") from error
     return content
 
 
 def digest(content: Any) -> str:
-    """The SHA-256 of nested values: of their structure, the plain values and the bytes of every tensor.
+    """Return the SHA-256 of nested values. It covers their structure, the plain values and the bytes of every tensor.
 
-    The names of classes and of their fields are left out, so that renaming code does not change a digest.
+    It does not cover the names of classes and of their fields, so that renaming code does not change a digest.
     """
     tensors: dict[str, Tensor] = {}
     sha = hashlib.sha256(json.dumps(_nameless(pack(content, tensors))).encode())
@@ -225,7 +225,7 @@ def digest(content: Any) -> str:
 
 
 def num_numbers(content: Any) -> int:
-    """How many numbers the tensors of nested values hold; a tensor that occurs twice counts once."""
+    """Return how many numbers the tensors of nested values hold. A tensor that occurs twice counts once."""
     tensors: dict[str, Tensor] = {}
     pack(content, tensors)
     return sum(value.numel() for value in tensors.values())
@@ -244,15 +244,15 @@ def _nameless(skeleton: Any) -> Any:
 
 
 def _class(path: str, modules: Collection[str]) -> Any:
-    """The dataclass that a checkpoint names, which must be of polyfed or of one of these modules; nothing is imported.
+    """Return the dataclass that a checkpoint names, from polyfed or one of these modules, without importing anything.
 
     Raises:
-        ValueError: it is of another module, has not been imported, or is not a dataclass.
+        ValueError: the class is in another module, has not been imported, or is not a dataclass.
     """
     module, _, name = path.partition(":")
     if not _known(module, modules):
         raise ValueError(f"it holds a {path}, which is in no module of this recipe's algorithm")
-    found: Any = sys.modules.get(module)  # the recipe of the run has imported it already
+    found: Any = sys.modules.get(module)  # the recipe of the run has already imported the module
     for part in name.split("."):
         found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
     # a path may lead to a class that the module has only imported from another one

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ShownRecipe(ABC):
-    """What a notebook and a terminal show of a recipe: one line, and in a notebook also a table that can be opened."""
+    """How a recipe is shown: as one line, and in a notebook also as a table that can be opened."""
 
     @abstractmethod
     def table(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def metrics_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
     Args:
         rounds: rows of rounds.jsonl.
     """
-    import pandas as pd  # here: it takes half a second, and a client may start a process per request
+    import pandas as pd  # imported here, because it takes half a second, and a client may start a process per request
 
     rows = [
         (row["round"], group, metric, value)
@@ -82,8 +82,8 @@ def metrics_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
 def clients_frame(rounds: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
     """One row for each client that was asked or evaluated, by its number.
 
-    The columns are `asked` and `missing`, counts of rounds, and `personal_score`, the last one that was measured: the
-    accuracy, or the score of the task.
+    The columns `asked` and `missing` count rounds. The column `personal_score` is the last measured score of the
+    client's model: the accuracy, or the score of the task.
 
     Args:
         rounds: rows of rounds.jsonl.

@@ -1,9 +1,9 @@
-"""The dry run: find how large replies will be by running a round of the algorithm on a few rows of a few clients.
+"""The dry run: runs a round of the algorithm on a few rows of a few clients, to measure how large replies will be.
 
-A message declares kinds, not shapes, so its declaration does not say how many numbers a statistic holds; running the
-tasks does. Clients of the same modalities and LoRA rank are of one kind, and a few of each kind run the tasks. The
-others count as missing, which every algorithm must handle anyway. Devices of silos all run. Two passes with different
-numbers of rows show which sizes grow with the rows. Nothing is sent.
+A message declares kinds but no shapes. Its declaration therefore does not state how many numbers a statistic holds, so
+the dry run executes the tasks. Clients with the same modalities and LoRA rank form a group, and a few clients of each
+group run the tasks. All other clients count as missing, which every algorithm must handle anyway. All devices of silos
+run. Two passes with different numbers of rows show which sizes grow with the number of rows. The dry run sends nothing.
 """
 
 import itertools
@@ -27,27 +27,30 @@ from polyfed.federation.replies import Answer, stacked
 from polyfed.privacy.gate import EgressGate
 
 PASSES = (10, 20)
-"""Rows of each client in the two passes: few, and divisible by ten, so that shares of tenths stay whole."""
+"""The numbers of rows of each client in the two passes. They are small, and divisible by ten so that a tenth of the
+rows is a whole number."""
 
 STANDS_FOR = "another client stands for it"
 """The reason why a client is missing from a dry run."""
 
 FEW = 6
-"""Clients of a kind that run; several, because a reply may have an entry for every other client."""
+"""The number of clients of each group that run. It is above 1, because a reply may have an entry for every other
+client."""
 
 LARGE = 2_000_000
-"""Models with this many parameters or more run on one client of a kind only, because each client takes seconds."""
+"""The number of parameters from which a model runs on only one client of each group, because each client takes
+seconds."""
 
 Place = tuple[str, str, str]
-"""(task, field, block)"""
+"""A part of a reply: (task, field, block)."""
 
 Kind = tuple[str, ...]
-"""What clients of the same kind have in common."""
+"""The properties that the clients of a group have in common."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of one part of a reply in bytes: `fixed + per_row * rows`, for the rows that the reply covers."""
+    """The size in bytes of one part of a reply that covers `rows` rows: `fixed + per_row * rows`."""
 
     fixed: int
     per_row: float = 0.0
@@ -58,9 +61,10 @@ class ObservedPart:
     """The size of a part of one reply.
 
     Attributes:
-        bytes: its size.
-        counted: the number of rows that the message says it covers; None if it does not say.
-        owned: the number of rows the client had in this pass.
+        bytes: the size of the part.
+        counted: the number of rows that the message covers according to its own fields. None if the message has no such
+            field.
+        owned: the number of rows that the client had in this pass.
     """
 
     bytes: int
@@ -70,7 +74,7 @@ class ObservedPart:
 
 @dataclass(frozen=True)
 class RecordingGate(EgressGate):
-    """A gate that records what would leave, including what the policy forbids, but nothing that is not announced."""
+    """A gate that records announced parts of replies, even if the policy forbids them, and refuses all other parts."""
 
     seen: dict[tuple[Place, int], list[ObservedPart]] = field(default_factory=dict)
     owned: int = 0
@@ -95,10 +99,10 @@ class RecordingGate(EgressGate):
 
 
 class DryRunEngine(Sequential):
-    """An engine on which only a few clients of each kind run a request: those with the most rows.
+    """An engine on which only a few clients of each group run a request: the clients with the most rows.
 
-    A client may be asked for a second task although another client ran the first one in its place; it then takes over
-    the local state of its kind. `ranks` are the LoRA ranks of `[clients]`.
+    A client may run a second task although another client of its group ran the first task. The client then uses the
+    local state of its group. `ranks` are the LoRA ranks of `[clients]`.
     """
 
     def __init__(self, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any) -> None:
@@ -109,11 +113,11 @@ class DryRunEngine(Sequential):
         frozen = sum(value.numel() for value in self.model.frozen.values())
         self.few = FEW if self.model.num_parameters() + frozen < LARGE else 1
         secure = self.algorithm.secure_aggregation
-        if secure is not None:  # fewer clients of a kind could not form a sum
+        if secure is not None:  # fewer clients of a group could not form a sum
             self.few = max(self.few, secure.min_clients)
 
     def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
-        """The gate of these clients, which records what leaves."""
+        """Return the gate of these clients, which records what leaves."""
         announcement = self.announcement(context.modalities)
         owned = self._num_rows(clients[0])
         blocks, on_server = context.blocks, context.evaluation_client
@@ -122,7 +126,7 @@ class DryRunEngine(Sequential):
     def answer(
         self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
     ) -> Answer:
-        """Run the task on the few clients that stand for the others of their kind."""
+        """Run the task on the few clients that represent their group."""
         assert units is None, "a dry run has no worker processes"
         missing: dict[int, str] = {}
         chosen: dict[int, Kind] = {}
@@ -147,7 +151,7 @@ class DryRunEngine(Sequential):
         return 0 if client < 0 else int(self.registry.num_rows[client])
 
     def _kind(self, client: int) -> Kind:
-        """The client's modalities and rank; a device of a silo and an evaluation client are each their own kind."""
+        """Return the group of a client: its modalities and rank. A device or an evaluation client has its own group."""
         alone = client < 0 or self.registry.silo is not None
         rank = (str(self.ranks[client % len(self.ranks)]),) if self.ranks else ()
         return (str(client),) if alone else (*self.registry.owned(client), *rank)
@@ -158,11 +162,10 @@ def run_dry(recipe: Recipe, population: Population, listener: Listener) -> dict[
 
     Args:
         recipe: the recipe.
-        population: its clients.
+        population: the clients of the run.
         listener: called with the events of both passes, such as `client-failed`.
     """
     train = recipe.algorithm.train
-    # no size depends on how long clients train, and 20,000 steps would take minutes
     short = replace(train, epochs=min(train.epochs, 1), steps=None if train.steps is None else min(train.steps, 2))
     brief = replace(recipe.algorithm, train=short)
     alone = replace(recipe, algorithm=brief, network=None, engine=replace(recipe.engine, min_replies=0))
@@ -183,19 +186,19 @@ def run_dry(recipe: Recipe, population: Population, listener: Listener) -> dict[
 
 
 def _run_round(parts: Assembly) -> None:
-    """Run the start, the first round and an evaluation."""
+    """Run the initialisation, the first round and an evaluation."""
     fed, algorithm = parts.fed, parts.algorithm
     fed.begin(0)
     state = algorithm.init(fed, parts.initial)
     fed.template = getattr(state, "params", parts.initial)
     fed.begin(1)
     state = algorithm.round(state, fed)
-    fed.rounds = 1  # so that requests which are sent after the last round only are sent here as well
+    fed.rounds = 1  # so that requests after the last round are sent here as well
     algorithm.evaluate(state, fed)
 
 
 def _shortened(population: Population, most: int) -> Population:
-    """The same clients with their first `most` rows."""
+    """Return the same clients with at most their first `most` rows."""
     return replace(
         population,
         train=population.train.first(most),
@@ -206,7 +209,7 @@ def _shortened(population: Population, most: int) -> Population:
 
 
 def _size(observed: Sequence[ObservedPart]) -> Size:
-    """The size of one client's part of a reply, from all replies in which it was seen."""
+    """Return the size of one client's part of a reply, from all replies that contain this part."""
     counted = [s for s in observed if s.counted]
     if counted:
         return Size(0, max(s.bytes / s.counted for s in counted if s.counted))

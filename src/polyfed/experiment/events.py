@@ -1,4 +1,4 @@
-"""The events of a run: the progress display, the trackers, the records and the tests listen to the same stream."""
+"""The events of a run. The progress display, the trackers, the records and the tests receive the same events."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -24,12 +24,12 @@ class Emitter:
 
 
 class EventLines:
-    """A listener that writes each event as a JSON object on a line of its own, for other programs to follow.
+    """A listener that writes each event as a JSON object on its own line, so that other programs can read the events.
 
     The object has `event`, `time` (UTC, ISO 8601) and the facts of the event. Tensors become lists.
 
     Args:
-        file: an open text file; each line is flushed.
+        file: an open text file. The listener flushes each line.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -44,5 +44,5 @@ class EventLines:
 
 
 def _plain(value: Any) -> Any:
-    """A tensor as lists, and any other object that JSON does not know as text."""
+    """Convert a tensor to lists, and any other object that JSON cannot hold to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,41 +1,20 @@
 """Writes a first recipe for a file of your own: what its arrays or columns are is guessed, and said in comments."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.json_and_toml import parse_toml
-from polyfed.core.problems import Problems
 from polyfed.data import Columns
-from polyfed.data.columns import moments
-from polyfed.data.files import Arrays, existing
-from polyfed.data.frames import guessed
 from polyfed.data.sources.npz import Npz
-from polyfed.data.sources.table import SUFFIXES, Table, read
-from polyfed.experiment.defaults import encoder_for, encoder_text, kind_of, vocabulary_of
-from polyfed.experiment.parts import build
+from polyfed.experiment.defaults import encoder_for, encoder_text, kind_of
+from polyfed.experiment.file_reading import read_file
 from polyfed.experiment.recipe import parse_recipe
-
-LABELS = ("label", "labels", "class", "target", "y", "category", "diagnosis", "emotion")
-CLIENTS = (
-    "client",
-    "client_id",
-    "user",
-    "user_id",
-    "subject",
-    "subject_id",
-    "speaker",
-    "patient",
-    "patient_id",
-    "site",
-)
-SPLITS = ("split", "subset", "partition")
-"""Names under which labels, natural clients and splits are looked for, in this order."""
+from polyfed.experiment.task_choice import needs_labels
 
 FEW = 20
 """Training rows that a client should have: fewer clients are suggested if the rows do not suffice."""
@@ -54,24 +33,22 @@ class Starter:
     notes: tuple[str, ...]
 
 
-def starter(path: Path, options: Mapping[str, Any]) -> Starter:
+def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> Starter:
     """Write a recipe for a file.
 
     Args:
         path: an .npz, .csv, .tsv, .parquet or .jsonl file, or a folder of .npy files.
         options: keys of [data] that are known, such as `label`.
+        task: name of the task; None leaves the task to the labels.
 
     Raises:
-        PolyfedError: the file cannot be read, or no labels or modalities are found in it.
+        PolyfedError: the file cannot be read, there is no such task, or no labels or modalities are found in it.
     """
-    source, columns, table = source_of(path, options, lenient=True)
+    reading = read_file(path, options, needs_labels=needs_labels(task))
+    source, columns, table = reading.source, reading.columns, dict(reading.table)
     notes = list(columns.notes)
     if "split" not in table:
         table["test_share"] = source.test_share
-    if uneven := _uneven(columns):
-        table["standardise"] = uneven
-        notes.append(f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled (standardise)")
-        columns = build("[data]", type(source), table).load()
     name = "npz" if isinstance(source, Npz) else "table"
     clients, words = _clients(columns, table)
     notes.append(words)
@@ -98,6 +75,7 @@ def starter(path: Path, options: Mapping[str, Any]) -> Starter:
         "[model.encoders]",
         *(f"{m} = {encoder_text(spec)}  # {kind_of(columns.column(m))}" for m, spec in encoders.items()),
         "",
+        *(["[task]", f"name = {json.dumps(task)}", ""] if task else []),
         "[train]",
         "epochs = 2  # passes over a client's rows in each round",
         "batch_size = 32",
@@ -116,113 +94,6 @@ def starter(path: Path, options: Mapping[str, Any]) -> Starter:
     return Starter(text, tuple(notes))
 
 
-def source_of(
-    path: Path, options: Mapping[str, Any], *, lenient: bool = False
-) -> tuple[Npz | Table, Columns, dict[str, Any]]:
-    """The source of a file, with everything guessed that the options do not say.
-
-    Args:
-        path: the file.
-        options: keys of [data] that are known; None stands for unknown.
-        lenient: whether rows that lack some cells of a modality count as rows without it, if there are any.
-
-    Returns:
-        The source; its table; and the keys of [data] that give the source.
-
-    Raises:
-        PolyfedError: the file cannot be read, or no labels or modalities are found in it.
-    """
-    found = existing(path, "data")
-    is_arrays = found.is_dir() or found.suffix == ".npz"
-    if not is_arrays and found.suffix not in SUFFIXES:
-        allowed = f".npz, {', '.join(SUFFIXES)}, or a folder of .npy files"
-        raise DataError(f"'{path}' is no file that polyfed reads. Allowed: {allowed}")
-    table: dict[str, Any] = {"path": str(path)}
-    notes: list[str] = []
-    table |= _of_arrays(found, options) if is_arrays else _of_table(found, options, notes, lenient)
-    source: Npz | Table = build("[data]", Npz if is_arrays else Table, table)
-    columns = source.load()
-    return source, replace(columns, notes=(*notes, *columns.notes)), table
-
-
-def _of_arrays(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    arrays = Arrays(path)
-    table = _roles(arrays.names, options, str(path))
-    if not isinstance(table["label"], str):
-        raise DataError(
-            f"'{path}': labels = {', '.join(table['label'])} are several arrays. Save the targets of a row as one "
-            "array (N, T) of floats, and name this array"
-        )
-    if "modalities" not in table:
-        special = (
-            {*table.values()} if not table.get("standardise") else {v for v in table.values() if isinstance(v, str)}
-        )
-        special |= {"id", "label_name", "split_personal"}
-        kept = [
-            name
-            for name in arrays.names
-            if name not in special and arrays[name].ndim > 1 and arrays[name].dtype.kind in "fiub"
-        ]
-        if not kept:
-            raise DataError(
-                f"'{path}' has no array (N, ...) of numbers beside the labels. Save each modality as an array of at "
-                "least two axes"
-            )
-        table["modalities"] = kept
-    return table
-
-
-def _of_table(path: Path, options: Mapping[str, Any], notes: list[str], lenient: bool) -> dict[str, Any]:
-    problems = Problems()
-    frame = read(path, problems)
-    problems.raise_all()
-    frame = frame.rename(columns=str)
-    table = _roles(tuple(frame.columns), options, str(path))
-    if "modalities" not in table:
-        label = table["label"]
-        special = {*([label] if isinstance(label, str) else label), table.get("client"), table.get("split")}
-        groups = guessed(frame, special, notes)
-        table["modalities"] = {name: _pattern(group, list(frame.columns)) for name, group in groups.items()}
-    if lenient and "partial" not in table:
-        words = {name: [group] if isinstance(group, str) else group for name, group in table["modalities"].items()}
-        scalars = [[c for c in frame.columns if _fits(c, group)] for group in words.values()]
-        empty = [frame[group].isna().to_numpy() for group in scalars if len(group) > 1]
-        if any((gone.any(1) & ~gone.all(1)).any() for gone in empty):
-            table["partial"] = "absent"
-    return table
-
-
-def _roles(names: Sequence[str], options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The names of the labels, natural clients and splits, given or found."""
-    table = {key: value for key, value in options.items() if value is not None}
-    for role, candidates in (("label", LABELS), ("client", CLIENTS), ("split", SPLITS)):
-        if role not in table:
-            lower = {name.lower(): name for name in reversed(names)}
-            found = next((lower[word] for word in candidates if word in lower), None)
-            if found is not None:
-                table[role] = found
-    if "label" not in table:
-        raise RecipeError(
-            f"'{where}' has no labels under the names {', '.join(LABELS)}. Say which are the labels: "
-            f"polyfed init {where} --label NAME, or labels='NAME' in Python. It has: {', '.join(names[:30])}"
-        )
-    return table
-
-
-def _uneven(columns: Columns) -> list[str]:
-    """Modalities of float vectors whose features are far from mean 0 and deviation 1."""
-    found = []
-    rows = columns.rows(0)
-    for name, column in columns.modalities.items():
-        vectors = len(column.shape) == 1 and column.values.is_floating_point() and column.shift is None
-        if vectors and vocabulary_of(column) is None and len(rows):
-            use = rows[columns.present[name][rows]] if name in columns.present else rows
-            mean, deviation = moments(column, use)
-            if float(mean.abs().max()) > 3 or float(deviation.max()) > 3 or float(deviation.max()) < 1 / 3:
-                found.append(name)
-    return found
-
-
 def _clients(columns: Columns, table: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The section [clients], and a sentence on it."""
     train = columns.rows(0)
@@ -239,23 +110,6 @@ def _clients(columns: Columns, table: Mapping[str, Any]) -> tuple[dict[str, Any]
             f"'{table.get('client', 'client')}' has hardly any value twice, so {count} clients share the rows evenly"
         )
     return {"partition": "iid", "num": count}, words
-
-
-def _pattern(group: Sequence[str], columns: Sequence[str]) -> str | list[str]:
-    """The shortest way to write a group of columns: one name, a pattern, or a list."""
-    if len(group) == 1:
-        return group[0]
-    prefix = group[0]
-    while not all(name.startswith(prefix) for name in group):
-        prefix = prefix[:-1]
-    prefix = prefix.rstrip("0123456789") or prefix
-    fits = [column for column in columns if column.startswith(prefix)]
-    special = set("*?[")
-    return f"{prefix}*" if prefix and sorted(fits) == sorted(group) and not special & set(prefix) else list(group)
-
-
-def _fits(column: str, words: Sequence[str]) -> bool:
-    return any(column == word or (word.endswith("*") and column.startswith(word[:-1])) for word in words)
 
 
 def _toml(value: Any) -> str:

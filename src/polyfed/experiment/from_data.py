@@ -4,20 +4,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
+from warnings import warn
 
 from torch import Tensor
 
 from polyfed.algorithms.base import Algorithm
-from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
 from polyfed.core.schema import checked
 from polyfed.data import Source
 from polyfed.data.columns import Columns
 from polyfed.data.objects import Given, table_of
 from polyfed.data.sources.memory import Memory
-from polyfed.experiment.first_recipe import source_of
+from polyfed.experiment.file_reading import read_file
 from polyfed.experiment.overrides import SECTIONS, homes
 from polyfed.experiment.recipe import Recipe, parse_recipe
 from polyfed.model import ModelSpec
+from polyfed.objective import Objective
+from polyfed.objective.targets import float_classes
 
 
 class DataOptions(TypedDict, total=False):
@@ -110,8 +113,10 @@ def make_recipe(data: Any, **options: Unpack[DataOptions]) -> Recipe:
     if natural is not None:
         section.setdefault("partition", "by-client")
     made = parse_recipe(table, name="memory")  # faults of the options come before those of the data
-    source, has_clients = _source(data, read, natural)
-    if has_clients and "partition" not in section and "num" not in section:
+    source, columns = _source(data, read, natural, made.task)
+    if made.task is None and (remark := float_classes(columns)):
+        warn(remark, PolyfedWarning, stacklevel=3)
+    if columns.client is not None and "partition" not in section and "num" not in section:
         section["partition"] = "by-client"
         made = parse_recipe(table, name="memory")
     changes: dict[str, Any] = {"data": source} | ({} if model is None else {"model": model})
@@ -134,7 +139,7 @@ def with_data(recipe: Recipe, data: Any, options: Mapping[str, Any]) -> Recipe:
             "load_recipe(path, ['rounds=5']), or leave the recipe out"
         )
     read = {name: value for name, value in options.items() if name != "clients"}
-    return replace(recipe, data=_source(data, read, options.get("clients"))[0])
+    return replace(recipe, data=_source(data, read, options.get("clients"), recipe.task)[0])
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
@@ -188,8 +193,9 @@ def _algorithm(algorithm: Any, table: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": algorithm} if isinstance(algorithm, str) else dict(algorithm)
 
 
-def _source(data: Any, read: Mapping[str, Any], natural: Any) -> tuple[Any, bool]:
-    """The source of the data, and whether it has natural clients."""
+def _source(data: Any, read: Mapping[str, Any], natural: Any, task: Objective | None) -> tuple[Any, Columns]:
+    """The source of the data, and its table."""
+    needs_labels = task is None or task.LABELLED
     if isinstance(data, str | Path):
         given = read if natural is None else {**read, "clients": natural}
         if arrays := [name for name, value in given.items() if isinstance(value, Tensor) or hasattr(value, "dtype")]:
@@ -197,14 +203,17 @@ def _source(data: Any, read: Mapping[str, Any], natural: Any) -> tuple[Any, bool
         options = {"label": read["labels"]} if "labels" in read else {}
         options |= {"client": natural} if natural is not None else {}
         options |= {name: value for name, value in read.items() if name != "labels"}
-        source, columns, _ = source_of(Path(data), options)
-        return source, columns.client is not None
+        reading = read_file(Path(data), options, needs_labels=needs_labels)
+        for remark in reading.remarks:
+            warn(remark, PolyfedWarning, stacklevel=5)
+        return reading.source, reading.columns
     if hasattr(data, "load") and not isinstance(data, Columns):
         if read or natural is not None:
             raise RecipeError(f"{next(iter(read), 'clients')} is given, but a source reads its own")
         source_data: Source = data
-        return source_data, source_data.load().client is not None
+        return source_data, source_data.load()
     share, standardise = read.get("test_share", 0.2), read.get("standardise", False)
     described = {name: value for name, value in read.items() if name not in ("test_share", "standardise")}
-    columns = table_of(data, Given(clients=natural, **described), test_share=share, standardise=standardise)
-    return Memory.of(columns), columns.client is not None
+    held = Given(clients=natural, needs_labels=needs_labels, **described)
+    columns = table_of(data, held, test_share=share, standardise=standardise)
+    return Memory.of(columns), columns

@@ -1,4 +1,4 @@
-"""The JSON that a run writes: strict, so numbers that are not finite become null."""
+"""The strict JSON that a run writes. Numbers that are not finite become null."""
 
 import json
 import math
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def json_ready(value: Any) -> Any:
-    """Nested lists and dictionaries as JSON can hold them: numbers that are not finite become None."""
+    """Convert nested lists and dictionaries for JSON. Numbers that are not finite become None."""
     if isinstance(value, dict):
         return {key: json_ready(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""How many training rows of each class a client holds, for run.json."""
+"""The number of training rows of each class that a client holds, for run.json."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ import torch
 from polyfed.data import Population
 
 MOST_COUNTS = 100_000
-"""run.json holds at most this many counts of classes, about 300 kB."""
+"""The largest number of counts of classes in run.json, which take about 300 kB."""
 
 
 def label_counts(population: Population, client: int) -> dict[str, Any]:
-    """The number of training rows of each class, for the first clients of a simulation.
+    """Return the number of training rows of each class, for the first clients of a simulation.
 
-    A client of a deployment keeps its labels, so the server has nothing to count.
+    A client of a deployment keeps its labels, so the server cannot count them.
     """
     label = population.columns.label.cpu()
     classes = population.columns.num_classes
@@ -30,9 +30,8 @@ def dealt_classes(population: Population, partition: Any, client: int) -> dict[s
     if partition not in ("classes-per-client", "main-class"):
         return {}
     rows = torch.cat([shards[client] for shards in (population.train, population.test) if shards is not None])
-    if bool((rows < 0).any()):  # rows of devices elsewhere, whose labels the server does not know
+    if bool((rows < 0).any()):  # rows of real devices, whose labels the server does not know
         return {}
     if partition == "main-class":
         return {"main_class": client % population.columns.num_classes}
-    # the client's test rows count as well: they may hold all of its rows of a rare class
     return {"classes": sorted(set(population.columns.label.cpu()[rows].tolist()))}

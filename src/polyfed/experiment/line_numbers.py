@@ -1,4 +1,4 @@
-"""Where in a recipe's file is a fault? Line numbers for the places that error texts speak of."""
+"""Finds the line numbers of faults in a recipe's file, for error texts."""
 
 import math
 import re
@@ -19,17 +19,17 @@ _ENTRY = re.compile(
 
 
 def in_file(errors: Sequence[PolyfedError], path: Path, text: str, overrides: Sequence[str]) -> PolyfedError:
-    """One exception for all faults of a recipe's file.
+    """Return one exception for all faults of a recipe's file.
 
     Args:
-        errors: the faults; their `key` says where they are.
+        errors: the faults. The attribute `key` of each fault is its place in the recipe.
         path: the file.
-        text: its content.
-        overrides: `section.key=value` from the command line, which take the place of lines of the file.
+        text: the content of the file.
+        overrides: `section.key=value` from the command line. They replace lines of the file.
 
     Returns:
-        An exception whose text names the file. If there are several faults, each has a line of its own, with the number
-        of the line in the file or the override that is wrong.
+        An exception whose text names the file. If there are several faults, the text has one line for each. This line
+        names the wrong line of the file or the wrong override.
     """
     lines: dict[Key, int] = {}
     for key, number in _places(text):
@@ -37,14 +37,14 @@ def in_file(errors: Sequence[PolyfedError], path: Path, text: str, overrides: Se
     placed = [(_place(error.key, lines, overrides), error) for error in errors]
     placed.sort(key=lambda pair: (_line(pair[1].key, lines) or math.inf) if pair[0].startswith("line") else math.inf)
     places, numbered = [place for place, _ in placed], [error for _, error in placed]
-    if len(errors) == 1:  # the name of the recipe has the overrides in it already
+    if len(errors) == 1:  # the name of the recipe already contains the overrides
         places = ["" if place.startswith("--set") else place for place in places]
     found = joined(numbered, places)
     return copied(found, f"{called(path, overrides)}: {found}")
 
 
 def _place(key: Key, lines: dict[Key, int], overrides: Sequence[str]) -> str:
-    """The place of a fault as words before its text; empty if it is not known."""
+    """Return the place of a fault as the beginning of its text, or "" if the place is not known."""
     for override in overrides:
         name = _names(override.partition("=")[0])
         if key and name and name[: len(key)] == key[: len(name)]:
@@ -63,7 +63,7 @@ def _places(text: str) -> Iterator[tuple[Key, int]]:
     section: Key = ()
     value = ""
     for number, line in enumerate(text.splitlines(), 1):
-        if value:  # a value that goes on over several lines
+        if value:  # a value that spans several lines
             value += f"\n{line}"
             value = "" if _whole(value) else value
         elif header := _HEADER.match(line):

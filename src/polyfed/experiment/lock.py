@@ -1,4 +1,4 @@
-"""A lock that lets one process at a time work in a folder."""
+"""A lock that allows only one process at a time to work in a folder."""
 
 import os
 import time
@@ -10,16 +10,16 @@ from polyfed.core.errors import RecipeError
 
 try:
     import fcntl
-except ImportError:  # Windows has no such lock, so no process is kept out there
+except ImportError:  # Windows has no such lock, so it allows all processes
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".polyfed.lock"
-"""The lock file; it holds the id of the process that has the lock."""
+"""The name of the lock file, which holds the id of the process that has the lock."""
 
 
 @contextmanager
 def alone_in(folder: Path, what: str, fix: str, seconds: float = 0.0) -> Iterator[None]:
-    """Lock a folder for the block.
+    """Lock a folder while the `with` block runs.
 
     Args:
         folder: an existing folder.

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ class _Loop:
         self.missing: dict[str, str] = {}
         self.confusion: torch.Tensor | None = None
         self.updates = ClientUpdates()
+        self.kept_facts = cache(partial(kept_facts, assembly.fed, assembly.population.columns.class_names))
         emit.listeners.append(self._note)
         self._started = 0.0
         self.totals = dict.fromkeys(TOTALS, 0) | {"seconds": 0.0, "simulated_seconds": 0.0}
@@ -265,7 +267,7 @@ class _Loop:
                 "round": round,
                 "state": state,
                 "locals": self.assembly.engine.locals,
-                "federation": kept_facts(self.fed, self.assembly.population.columns.class_names),
+                "federation": self.kept_facts(self.records.checkpoints),
                 "totals": self.totals,
                 "places": self.records.places(),
             }

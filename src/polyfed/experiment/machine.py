@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where Linux tells a container its limits."""
+"""The files in which Linux lists the limits of a container."""
 
 
 CORES = "POLYFED_CORES"
@@ -28,7 +28,7 @@ def cores() -> int:
 
 
 def free_memory() -> int:
-    """Return the memory, in bytes, that this machine or container can still give."""
+    """Return the free memory, in bytes, of this machine or container."""
     free = int(psutil.virtual_memory().available)
     limit, used = _text(CGROUP / "memory.max"), _text(CGROUP / "memory.current")
     if limit.isdigit() and used.isdigit():
@@ -45,7 +45,7 @@ def memory_of(process: int) -> int:
 
 
 def _reclaimable() -> int:
-    """Return the bytes of cached files, which count as used and are given up when memory is short."""
+    """Return the bytes of cached files. They count as used, but the system frees them when memory is short."""
     lines = (line.split() for line in _text(CGROUP / "memory.stat").splitlines())
     return sum(int(words[1]) for words in lines if len(words) == 2 and words[0] == "inactive_file")
 

@@ -1,4 +1,4 @@
-"""Facts about the trained models of a run that need predictions: their calibration, and the success of a backdoor."""
+"""Facts about the trained models of a run that need predictions: the calibration, and the success of a backdoor."""
 
 import statistics
 from typing import Any
@@ -14,7 +14,7 @@ from polyfed.federation.backdoor import Trigger
 
 
 def facts_of_models(models: Models, recipe: Recipe, population: Population) -> dict[str, Any]:
-    """The groups of result.json about the trained models and the attack on them, without those that are unknown.
+    """Return the groups of result.json about the trained models and the attack on them, without unknown groups.
 
     Args:
         models: the trained models.
@@ -31,10 +31,10 @@ def facts_of_models(models: Models, recipe: Recipe, population: Population) -> d
 
 
 def backdoor_of(models: Models, attack: Attack, population: Population, seed: int) -> dict[str, Any] | None:
-    """The group `backdoor` of result.json: how often the trigger makes a model answer the target class.
+    """Return the group `backdoor` of result.json: how often the trigger makes a model predict the target class.
 
-    Only test rows of other classes count. If the method trains a global model, that model is measured. Otherwise the
-    result is the mean over the honest clients whose models read the modality of the trigger.
+    Only test rows of other classes count. If the method trains a global model, the function measures this model.
+    Otherwise, the result is the mean over the honest clients whose models read the modality of the trigger.
 
     Args:
         models: the trained models.
@@ -44,7 +44,8 @@ def backdoor_of(models: Models, attack: Attack, population: Population, seed: in
 
     Returns:
         The target, the modality, the number of rows, and the share of rows that the model assigns to the target with
-        the trigger (`success`) and without it (`without_trigger`). None if there is no such row or no such model.
+        the trigger (`success`) and without it (`without_trigger`). None if there is no test row of another class, or no
+        model to measure.
     """
     columns, trigger = population.columns, attack.trigger(population)
     rows = population.test_rows.cpu()

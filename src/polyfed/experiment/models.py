@@ -11,6 +11,7 @@ from polyfed.core.errors import RecipeError, UnknownClient
 from polyfed.core.tree import Tree
 from polyfed.evaluation.predictions import predict
 from polyfed.evaluation.scores import Predictor
+from polyfed.federation.client_registry import ClientRegistry
 from polyfed.model import Model, ModelSpec
 from polyfed.model.plain_module import PlainModule
 from polyfed.objective import Objective
@@ -135,6 +136,36 @@ class Models:
         """Raise a RecipeError if the clients have own models and these are not here."""
         if self.own and self.elsewhere:
             raise RecipeError(self.elsewhere)
+
+
+class ClientModalities(Mapping[int, tuple[str, ...]]):
+    """Client number -> the modalities that the client's model reads, without the clients that have no modality.
+
+    Each value is computed on access, because a dictionary of a million clients would take 150 MB.
+
+    Args:
+        registry: the facts about all clients.
+        reads: returns the modalities that the model of a client reads.
+    """
+
+    def __init__(self, registry: ClientRegistry, reads: Callable[[int], tuple[str, ...]]) -> None:
+        self._registry, self._reads = registry, reads
+
+    def __getitem__(self, client: int) -> tuple[str, ...]:
+        if client not in self:
+            raise KeyError(client)
+        return self._reads(int(client))
+
+    def __contains__(self, client: object) -> bool:
+        if not isinstance(client, Integral) or not 0 <= int(client) < len(self._registry):
+            return False
+        return bool(self._registry.owned(int(client)))
+
+    def __iter__(self) -> Iterator[int]:
+        return (client for client in self._registry if self._registry.owned(client))
+
+    def __len__(self) -> int:
+        return int(self._registry.holds.any(1).sum())
 
 
 class Personal(Mapping[int, Tree]):

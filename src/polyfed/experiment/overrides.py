@@ -41,8 +41,8 @@ SECTIONS: Mapping[str, type | tuple[str, ...]] = {
     "tracking": ("name",),
     "task": ("name",),
 }
-"""Section -> the dataclass whose fields are its keys, or the keys that it has for every class. `seed` and `rounds` come
-before the sections."""
+"""A map from each section to the dataclass whose fields are its keys, or to the keys that it has for every class.
+`seed` and `rounds` come before the sections."""
 
 
 def set_options(overrides: Sequence[str]) -> list[str]:
@@ -51,7 +51,7 @@ def set_options(overrides: Sequence[str]) -> list[str]:
 
 
 def called(path: Path, overrides: Sequence[str]) -> str:
-    """The name of a recipe in errors: its path and its overrides, since either may be wrong."""
+    """Return the name of a recipe in errors: its path and its overrides, because both may be wrong."""
     return shlex.join(["recipe", str(path), *set_options(overrides)])
 
 
@@ -59,7 +59,8 @@ def refuse_unknown(key: str) -> None:
     """Refuse a top-level key that is not a section.
 
     Raises:
-        RecipeError: with the sections that have an option of this name, or else the nearest section.
+        RecipeError: the key is not a section. The text lists the sections that have an option of this name, or else the
+            nearest section.
     """
     if key in SECTIONS:
         return
@@ -84,15 +85,14 @@ def apply(table: dict[str, Any], override: str) -> None:
     """Write `section.key=value` into a recipe's table.
 
     Args:
-        table: the recipe; it is changed in place.
-        override: the value is TOML, or a word without quotes.
+        table: the recipe, which is changed in place.
+        override: the override. Its value is TOML, or a word without quotes.
 
     Raises:
         RecipeError: the override names no key, assigns a value to a section, or its value is not valid TOML.
     """
     path, _, text = override.partition("=")
     names, value = _path(path, override), _value(text, override)
-    # a table with a name selects another data set or algorithm, whose keys differ; other sections keep unnamed keys
     if names[0] in SECTIONS and len(names) == 1 and not (isinstance(value, dict) and "name" in value):
         raise RecipeError(
             f"--set {override}: '{names[0]}' is a section; set its keys one by one, as in --set {names[0]}.key=value"
@@ -105,7 +105,7 @@ def apply(table: dict[str, Any], override: str) -> None:
 
 
 def _path(text: str, override: str) -> list[str]:
-    """The parts of a dotted key; parts may be quoted."""
+    """Return the parts of a dotted key. A part may be quoted."""
     found: Any
     try:
         found = tomllib.loads(f"{text.strip()} = 0") if "=" in override else {}
@@ -121,7 +121,7 @@ def _path(text: str, override: str) -> list[str]:
 
 
 def _value(text: str, override: str) -> Any:
-    """The value of an override: TOML, else a number such as `.5`, which TOML does not allow, else a word."""
+    """Return the value of an override: TOML, else a number such as `.5` that TOML refuses, else a word."""
     text = text.strip()
     try:
         found = tomllib.loads(f"value = {text}")

@@ -27,7 +27,7 @@ PARTS = {
     "server": "server",
     "secure_aggregation": "secure_aggregation",
 }
-"""Field of an algorithm -> the section of the recipe that it is written in."""
+"""A map from each field of an algorithm to the section of the recipe that contains it."""
 
 OPTIONAL = ("secure_aggregation",)
 """Parts that an algorithm has only if the recipe has their section."""
@@ -36,13 +36,14 @@ OPTIONAL = ("secure_aggregation",)
 def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
     """Build a section's dataclass, and warn about options without effect.
 
-    A dataclass may have an attribute `idle`, option -> reason, for the options that have no effect beside others. A
-    warning names those that the section sets to something else than the default.
+    A dataclass may have an attribute `idle`, a map from option to reason, for options that have no effect in
+    combination with others. If the section sets such an option to a value other than the default, a warning names the
+    option.
 
     Args:
-        where: the section, for errors, as `[train]`.
-        cls: its dataclass.
-        table: its keys and values.
+        where: the section, for errors, such as `[train]`.
+        cls: the dataclass of the section.
+        table: the keys and values of the section.
         given: fields that are written in another section.
 
     Raises:
@@ -52,9 +53,9 @@ def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
     if problems.found:
         try:
             cls(**values, **given)
-        except TypeError:  # a required option, which is missing or wrong
+        except TypeError:  # a required option is missing or wrong
             problems.found += _missing(where, cls, {**table, **given})
-        except RecipeError as error:  # faults of the other values; what an option lacks may be what was left out here
+        except RecipeError as error:  # perhaps only due to the values left out
             problems.found += [fault for fault in error.several or (error,) if fault.key and fault.key[-1] in values]
         problems.raise_all()
     problems.found += _missing(where, cls, {**values, **given})
@@ -62,7 +63,7 @@ def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
     built = cls(**values, **given)
     defaults = {f.name: f.default for f in fields(cls)}
     for key, because in getattr(built, "idle", {}).items():
-        if key in table and getattr(built, key) != defaults[key]:  # a resolved recipe writes all defaults out
+        if key in table and getattr(built, key) != defaults[key]:  # a resolved recipe contains all defaults
             warnings.warn(f"{where} {key} has no effect beside {because}", PolyfedWarning, stacklevel=2)
     return built
 
@@ -80,7 +81,7 @@ def _missing(where: str, cls: type, given: Mapping[str, Any]) -> list[RecipeErro
 
 
 def algorithm_of(sections: Mapping[str, Any], clients: ClientsSpec, problems: Problems) -> Algorithm | None:
-    """Build the algorithm with the parts that are written in sections of their own; None if there is a problem."""
+    """Build the algorithm with the parts that have their own sections. Return None if there is a problem."""
     cls: Any = None
     table: dict[str, Any] = {}
     with problems.noting():
@@ -107,7 +108,7 @@ def algorithm_of(sections: Mapping[str, Any], clients: ClientsSpec, problems: Pr
         )
     if cls is None:
         return None
-    if None in given.values():  # the algorithm cannot be built, but its own keys can be checked
+    if None in given.values():  # the algorithm cannot be built, but its keys can be checked
         problems.attempt(lambda: checked("[algorithm]", cls, table, frozenset(given)))
         return None
     made: Algorithm | None = problems.attempt(lambda: build("[algorithm]", cls, table, **given))
@@ -115,7 +116,7 @@ def algorithm_of(sections: Mapping[str, Any], clients: ClientsSpec, problems: Pr
 
 
 def _part(part: str, entry: Mapping[str, Any], given: Mapping[str, Any], clients: ClientsSpec) -> Any:
-    """Build a part of the algorithm from its section; `given` are the parts before it."""
+    """Build a part of the algorithm from its section. `given` holds the parts that were built before."""
     where = f"[{PARTS[part]}]"
     if part != "selector":
         return build(where, _KINDS[part], entry)
@@ -132,7 +133,7 @@ _KINDS: Mapping[str, type] = {
     "server": ServerOptimiser,
     "secure_aggregation": SecureAggregation,
 }
-"""The classes of the parts with one class each."""
+"""The classes of the parts that have only one class."""
 
 
 def class_of(
@@ -150,7 +151,7 @@ def class_of(
 
 
 def egress_of(rows: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
-    """The table of the policy; `Policy.parse`, which knows the modalities, checks its words."""
+    """Return the table of the policy. `Policy.parse`, which knows the modalities, checks the words in it."""
     problems = Problems()
     for block, row in rows.items():
         if not isinstance(row, Mapping):

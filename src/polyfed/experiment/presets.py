@@ -8,7 +8,7 @@ from polyfed.core.errors import RecipeError
 
 
 def with_preset(cls: type[Algorithm], table: Mapping[str, Any]) -> dict[str, Any]:
-    """The section [algorithm], with the options of its preset where it does not set them itself.
+    """Return the section [algorithm] with the options of its preset. Options that the section sets have precedence.
 
     Raises:
         RecipeError: the algorithm has no such preset.

@@ -1,4 +1,4 @@
-"""Which methods can honour [privacy] and [secure_aggregation], read from what they declare."""
+"""Determines which methods can honour [privacy] and [secure_aggregation], from the declarations of the methods."""
 
 import itertools
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ from polyfed.core.tree import SHARED
 from polyfed.privacy.policy import Policy
 
 ANY = "any"
-"""Stands for a modality, because there is no data that names one."""
+"""The name of an example modality, which is needed because there is no data that names modalities."""
 
 
 def methods_that_honour(unit: str) -> str:
-    """List the methods that can honour a unit of [privacy]; last those that also send unprotected kinds."""
+    """List the methods that can honour a unit of [privacy]. Methods that also send unprotected kinds come last."""
     able = {name: unprotected(cls(), unit) for name, cls in sorted(ALGORITHMS.items()) if cls.honours(unit)}
     found = [name for name, kinds in able.items() if not kinds]
     found += [f"{name} with unprotected = {_listed(kinds)}" for name, kinds in able.items() if kinds]
@@ -47,14 +47,14 @@ def sent(method: Algorithm, *, tested: bool = False) -> Iterator[tuple[str, Task
 
 
 def can_send(method: Algorithm, task: str, field: str) -> bool:
-    """Return whether a field can hold anything of a modality or of the shared block, under any policy."""
+    """Return whether a field can hold any data of a modality or of the shared block, under any policy."""
     rules = {(ANY, destination): frozenset(KINDS) for destination in DESTINATIONS}
     cases = itertools.product((ANY, SHARED), (Policy(), Policy(rules)))
     return any(method.will_send(task, field, block, policy) for block, policy in cases)
 
 
 def privacy_in_words(cls: type[Algorithm], unit: str) -> str:
-    """Return whether a method, with its default options, can honour a unit of [privacy], and otherwise why not."""
+    """Describe whether a method, with its default options, can honour a unit of [privacy], and if not, why."""
     if not cls.honours(unit):
         return f"no: {cls.dishonour(unit)}"
     method, wanted = cls(), []
@@ -66,7 +66,7 @@ def privacy_in_words(cls: type[Algorithm], unit: str) -> str:
 
 
 def secure_in_words(cls: type[Algorithm]) -> str:
-    """Return whether a method, with its default options, can use [secure_aggregation], and otherwise why not."""
+    """Describe whether a method, with its default options, can use [secure_aggregation], and if not, why."""
     method = cls()
     if method.single_replies:
         return f"no: {method.single_replies}"
@@ -75,7 +75,7 @@ def secure_in_words(cls: type[Algorithm]) -> str:
 
 
 def read_singly(method: Algorithm, *, tested: bool) -> tuple[str, str] | None:
-    """Return a task and the field of its reply that the server reads of every single client; None without such a task.
+    """Return a task and the field of its reply that the server reads for every single client, or None.
 
     Args:
         method: the method with its options.

@@ -199,10 +199,11 @@ def _denominators(recipe: Recipe, fed: Federation) -> dict[str, float]:
     The number follows from the client registry alone, never from the replies.
     """
     selector: Any = getattr(recipe.algorithm, "selector", None)
-    eligible = list(fed.clients.eligible)
-    share = selector.needed(fed) / len(eligible) if isinstance(selector, Selector) and eligible else 1.0
-    holders = {m: sum(m in fed.clients.owned(client) for client in eligible) for m in fed.clients.modalities}
-    return {block: max(share * count, 1.0) for block, count in (holders | {SHARED: len(eligible)}).items() if count}
+    clients, num = fed.clients, len(fed.clients.eligible)
+    share = selector.needed(fed) / num if isinstance(selector, Selector) and num else 1.0
+    counts = clients.holds[clients.num_rows > 0].sum(0).tolist()
+    holders = dict(zip(clients.modalities, counts, strict=True)) | {SHARED: num}
+    return {block: max(share * count, 1.0) for block, count in holders.items() if count}
 
 
 def _refuse_delta(spec: Privacy, fed: Federation) -> None:

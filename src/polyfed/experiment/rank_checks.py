@@ -1,4 +1,4 @@
-"""Do the LoRA ranks of the clients, and the aggregation of adapters, fit the rest of the recipe?"""
+"""Checks that the LoRA ranks of the clients and the aggregation of adapters fit the rest of the recipe."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from polyfed.selection import Uniform
 from polyfed.training.optimisers import ServerOptimiser
 
 _TEMPLATE = ("model_spec", "round", "update", "local", "outgoing", "direction", "reply", "merge", "own_params")
-"""Hooks of `Averaging` that compute with whole parameters in a method that overrides them."""
+"""Hooks of `Averaging`. A method that overrides one of them computes with whole parameters."""
 
 _COMBINING = ("round", "merge")
 """Hooks of `Averaging` that combine the replies by the rule of `[server] aggregate`."""
@@ -48,7 +48,7 @@ def client_ranks(recipe: Recipe, model: Model, num_clients: int) -> ClientRanks:
 
 
 def _unfit_way(recipe: Recipe, server: ServerOptimiser, has_adapters: bool) -> str:
-    """Return why the server cannot combine adapters by the rule of its own that `[server] aggregate` names, or ""."""
+    """Return why the server cannot use the rule for adapters that `[server] aggregate` names, or ""."""
     method = recipe.algorithm
     if not has_adapters:
         return _NEEDS_ADAPTERS
@@ -78,7 +78,7 @@ def _unfit_values(ranks: list[int], model_ranks: list[int], num_clients: int) ->
 
 
 def _unfit(recipe: Recipe, model: Model, way: str) -> str:
-    """Return why clients cannot have ranks of their own beside the other sections, or ""."""
+    """Return why the other sections do not allow clients to have their own ranks, or ""."""
     method = recipe.algorithm
     kind = type(method)
     name = name_of(method, ALGORITHMS)

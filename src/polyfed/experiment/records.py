@@ -1,4 +1,4 @@
-"""The files of a run's folder: when each is written, and how a resumed run continues them."""
+"""The files of a run's folder: when polyfed writes them, and how a resumed run continues them."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -22,27 +22,27 @@ from polyfed.report.run_schema import ROUND_ROW, RUN_FACTS, RUN_RESULT, parse_as
 from polyfed.training.optimisers import WHOLE_RUN_SCHEDULES
 
 FLOWER = "flower"
-"""The name of the engine whose clients keep their state outside this process."""
+"""The name of the engine whose clients keep their state outside of this process."""
 
 CLASSES = {"name": "classification", "class_weights": [], "ranking": False}
 """The section [task] of runs whose folder has none."""
 
 MAY_CHANGE = ("rounds", "engine", "checkpoint", "tracking")
-"""Parts of a recipe that may change when a run is resumed; none of them changes the results of its rounds."""
+"""The parts of a recipe that may change when a run is resumed. They do not change the results of its rounds."""
 
 
 _T = TypeVar("_T")
 
 
 class Log(Protocol):
-    """What a run writes into its audit log; see `polyfed.privacy.audit_log.AuditLog`."""
+    """The interface through which a run writes its audit log; see `polyfed.privacy.audit_log.AuditLog`."""
 
     def append(self, entries: Sequence[Entry], run: str) -> str:
         """Write rows, all or none of them."""
         ...
 
     def resumed(self, round: int) -> None:
-        """Note that the run goes on after this round; -1 if it starts again."""
+        """Note that the run continues after this round. -1 means that the run starts again."""
         ...
 
 
@@ -50,9 +50,9 @@ class Records:
     """The folder of a run.
 
     Args:
-        folder: the folder; created if it does not exist.
-        resume: continue the run that the folder holds.
-        audit: the audit log of the run; None in a simulation.
+        folder: the folder. It is created if it does not exist.
+        resume: whether to continue the run that the folder holds.
+        audit: the audit log of the run. None in a simulation.
 
     Raises:
         RecipeError: the folder cannot be created, holds a run although `resume` is off, or holds other files.
@@ -68,7 +68,6 @@ class Records:
             ) from None
         if not resume and self.begun:
             raise RecipeError(f"--out {folder} holds another run. Resume it with --resume, or choose another folder")
-        # run.json without recipe.toml is allowed: a run was killed between writing the two
         foreign = [
             entry.name for entry in folder.iterdir() if not entry.name.startswith(".") and not _is_facts_file(entry)
         ]
@@ -84,7 +83,7 @@ class Records:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Lock the folder, and afterwards remove it if this run created it and wrote nothing.
+        """Lock the folder. Afterwards, remove the folder if this run created it and wrote nothing.
 
         Raises:
             RecipeError: another process is writing this run.
@@ -92,7 +91,7 @@ class Records:
         with alone_in(self.folder, "another process is writing this run", "Wait for it, or choose another folder"):
             try:
                 yield
-            finally:  # only while it has the lock: a process that was refused must change nothing
+            finally:  # only if this process has the lock; a process that was refused must change nothing
                 if self._made and [entry.name for entry in self.folder.iterdir()] == [LOCK]:
                     (self.folder / LOCK).unlink()
                     self.folder.rmdir()
@@ -103,10 +102,10 @@ class Records:
         return self.folder / "checkpoint"
 
     def check(self, recipe: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-        """Check that the folder holds a run of this recipe and data. Nothing is changed.
+        """Check that the folder holds a run of this recipe and data. The folder does not change.
 
         Returns:
-            The facts, with the name and the start of the run in the folder.
+            The facts, with the name and the start time of the run in the folder.
 
         Raises:
             RecipeError: the recipe differs in more than `MAY_CHANGE`.
@@ -128,34 +127,35 @@ class Records:
     def refuse_lost_checkpoint(self) -> None:
         """Refuse to start again in a folder whose rounds had checkpoints that are now gone.
 
-        The recipe in the folder says which rounds had one.
+        The recipe in the folder determines which rounds had a checkpoint.
 
         Raises:
-            CheckpointError: with the number of these rounds.
+            CheckpointError: the checkpoints are gone. The text contains the number of these rounds.
         """
         if not self.begun:
             return
         before = _read(self.folder / RECIPE, _recipe_table)
         kept = CheckpointSpec(every=before.get("checkpoint", {}).get("every", 1))
         due = [row["round"] for row in self.rounds() if kept.due(row["round"], before.get("rounds", 0))]
-        if len(due) > 1:  # a single one may be missing: the run was killed while it wrote its first checkpoint
+        if len(due) > 1:  # one may be missing, if the run was killed while it wrote its first checkpoint
             raise CheckpointError(
                 f"{self.folder} holds {len(due)} rounds that had a checkpoint, and no checkpoint ({self.checkpoints}). "
                 f"{RESTORE}"
             )
 
     def rewind(self, places: dict[str, int], round: int = 0) -> list[dict[str, Any]]:
-        """Cut `rounds.jsonl` and `egress.jsonl` back to their sizes at a checkpoint; the audit log takes a note of it.
+        """Cut `rounds.jsonl` and `egress.jsonl` back to their sizes at a checkpoint, and note this in the audit log.
 
         Args:
-            places: file name -> size in bytes; a file that is not named is emptied.
-            round: the round of the checkpoint; 0 for a run that starts.
+            places: file name -> size in bytes. A file without entry is emptied.
+            round: the round of the checkpoint, or 0 for a run that starts.
 
         Returns:
-            The rows of the rounds that are left.
+            The rows of the remaining rounds.
 
         Raises:
-            CheckpointError: the files do not hold the rounds up to the checkpoint. Nothing has been changed.
+            CheckpointError: the files do not hold the rounds up to the checkpoint. In this case, the files do not
+                change.
         """
         paths = {name: self.folder / name for name in (ROUNDS, EGRESS)}
         for name, path in paths.items():
@@ -170,12 +170,12 @@ class Records:
             with path.open("ab") as file:
                 file.truncate(places.get(name, 0))
         if self.audit is not None:
-            self.audit.resumed(round or -1)  # set-up, which is round 0, is done again too
+            self.audit.resumed(round or -1)  # the set-up, which is round 0, is also repeated
         return left
 
     def append(self, row: dict[str, Any]) -> None:
         """Append the row of a round."""
-        (self.folder / RESULT).unlink(missing_ok=True)  # it is the result of fewer rounds
+        (self.folder / RESULT).unlink(missing_ok=True)  # an old result covers fewer rounds
         with (self.folder / ROUNDS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(json_ready(row), separators=(",", ":")) + "\n")
 
@@ -194,7 +194,7 @@ class Records:
     def places(self) -> dict[str, int]:
         """The sizes of `rounds.jsonl` and `egress.jsonl` in bytes, after flushing both to the disk.
 
-        A checkpoint that holds these sizes must not survive a power cut that their lines do not.
+        Both files are flushed, because after a power failure no checkpoint may hold sizes whose lines were lost.
         """
         there = {name: path for name in (ROUNDS, EGRESS) if (path := self.folder / name).exists()}
         for path in there.values():
@@ -202,7 +202,7 @@ class Records:
         return {name: path.stat().st_size for name, path in there.items()}
 
     def rounds(self, size: int | None = None) -> list[dict[str, Any]]:
-        """The rows of all rounds, or of those in the first `size` bytes; a last line that was cut short is left out."""
+        """Return the rows of all rounds, or of the first `size` bytes, without a last line that was cut short."""
         path = self.folder / ROUNDS
         return _read(path, lambda text: _rounds(text.encode()[:size])) if path.exists() else []
 
@@ -211,11 +211,11 @@ class Records:
         replace_text(self.folder / RESULT, to_json(result))
 
     def result(self) -> dict[str, Any]:
-        """The result of the finished run."""
+        """Return the result of the finished run."""
         return _read(self.folder / RESULT, partial(parse_as, RUN_RESULT))
 
     def _check_rounds(self, before: dict[str, Any], now: dict[str, Any]) -> None:
-        """Refuse fewer rounds than were run, and more rounds if the learning rate depends on their number."""
+        """Refuse fewer rounds than have already run, and more rounds if the learning rate depends on their number."""
         done = newest(self.checkpoints)
         if done > now["rounds"]:
             raise RecipeError(
@@ -232,9 +232,7 @@ class Records:
 
     def _check_same(self, recipe: dict[str, Any]) -> None:
         """Refuse a recipe that differs from the one in the folder in more than `MAY_CHANGE`."""
-        # a version without [task] trained classes only
         before = {"task": CLASSES} | _read(self.folder / RECIPE, _recipe_table)
-        # through TOML, so that both sides have gone through the same conversion
         now = parse_toml(tomli_w.dumps(recipe))
         for path, old, new in _differences(before, now):
             if path.split(".")[0] not in (*MAY_CHANGE, "versions"):
@@ -256,7 +254,7 @@ class Records:
                 raise DataError(f"--resume: {what.format(self.folder)}. Restore it, or start in another --out folder")
 
     def _check_engine(self, before: str | None, now: str) -> None:
-        """Refuse to change from or to engine flower, because it keeps the clients' local state in another place."""
+        """Refuse a change from or to the engine `flower`, which stores the clients' local state in another place."""
         if before != now and FLOWER in (before, now) and self.checkpoints.exists():
             raise RecipeError(
                 f"--resume: {self.folder} holds a run on engine '{before}', now it is '{now}'. The clients' "
@@ -274,7 +272,7 @@ def _read(path: Path, parse: Callable[[str], _T]) -> _T:
     """Read and parse a file of the run.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: the file is missing or damaged.
     """
     try:
         return parse(path.read_text(encoding="utf-8"))
@@ -283,7 +281,7 @@ def _read(path: Path, parse: Callable[[str], _T]) -> _T:
 
 
 def _rounds(text: bytes) -> list[dict[str, Any]]:
-    """The rows of `rounds.jsonl`; a last line without its end was cut short and is left out."""
+    """Return the rows of `rounds.jsonl`, without a last line that was cut short."""
     rows = []
     for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
         try:
@@ -294,7 +292,7 @@ def _rounds(text: bytes) -> list[dict[str, Any]]:
 
 
 def _recipe_table(text: str) -> dict[str, Any]:
-    """The resolved recipe of a run; each entry is a section, but for `seed` and `rounds`."""
+    """Return the resolved recipe of a run. Each entry is a section, except for `seed` and `rounds`."""
     table = parse_toml(text)
     for name, entry in table.items():
         if (type(entry) is not int) if name in ("seed", "rounds") else (not isinstance(entry, dict)):

@@ -1,4 +1,4 @@
-"""Rounds that a deployed run does again after it was resumed, and that [privacy] has to count."""
+"""Rounds that a deployed run repeats after it was resumed, and that [privacy] has to count."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ from polyfed.experiment.assembly import Assembly
 from polyfed.experiment.records import Records
 
 REPEATED = "repeated-rounds.json"
-"""File in the folder of a deployed run with the number of rounds that were done again."""
+"""The file in the folder of a deployed run that holds the number of repeated rounds."""
 
 
 def rewound(
@@ -22,11 +22,11 @@ def rewound(
     Args:
         records: the records of the run.
         places: file name -> size in bytes at the checkpoint.
-        round: the round of the checkpoint; 0 without one.
+        round: the round of the checkpoint, or 0 without a checkpoint.
         assembly: the parts of the run.
 
     Returns:
-        The rows of the rounds that are left, and the number of rounds that epsilon has to count besides them.
+        The rows of the remaining rounds, and the number of additional rounds that epsilon has to count.
 
     Raises:
         CheckpointError: the files do not hold the rounds up to the checkpoint, or a file is damaged.

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from warnings import warn
@@ -20,7 +20,7 @@ from polyfed.core.tree import SHARED, Tree, select
 from polyfed.engines.base import first_local
 from polyfed.experiment.assembly import model_of
 from polyfed.experiment.display import clients_frame, metrics_frame, run_html
-from polyfed.experiment.models import Models, Personal
+from polyfed.experiment.models import ClientModalities, Models, Personal
 from polyfed.experiment.recipe import Recipe, load_recipe
 from polyfed.experiment.records import Records
 from polyfed.experiment.run_state import load_content
@@ -223,7 +223,7 @@ def models_of(
         task=context.objective,
         predictor=algorithm.predictor,
         shared=algorithm.global_params(state),
-        clients={client: algorithm.client_modalities(client, facts) for client in registry if registry.owned(client)},
+        clients=ClientModalities(registry, partial(algorithm.client_modalities, fed=facts)),
         tree_of=tree_of,
         own=owner != "none",
         model_for=algorithm.model_for,

@@ -3,34 +3,82 @@
 `polyfed.experiment.checkpoint` reads and writes any nest of values; this file knows which values a run keeps.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import CheckpointError
+from polyfed.core.files import sync
 from polyfed.engines.base import Engine
 from polyfed.experiment import checkpoint
-from polyfed.experiment.checkpoint import RESTORE, num_numbers
+from polyfed.experiment.checkpoint import RESTORE, num_numbers, sha256_of
 from polyfed.federation.federation import Federation
+
+OF_CLIENTS = ("num_rows", "holds", "silo")
+"""The facts about clients: fields of `ClientRegistry`."""
+
+CLIENTS = "clients-{}.safetensors"
+"""The name of the file with these facts, which contains the first 16 digits of the file's SHA-256."""
 
 TOTALS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
 """Sums over all rounds that a resumed run continues."""
 
 
-def kept_facts(fed: Federation, class_names: tuple[str, ...] | None) -> dict[str, Any]:
-    """The facts about clients and model that let `load_run` do without the data."""
+def kept_facts(fed: Federation, class_names: tuple[str, ...] | None, folder: Path) -> dict[str, Any]:
+    """The facts about clients and model that let `load_run` do without the data.
+
+    The facts about clients are written to a file in the folder of the checkpoints. They never change during a run, so
+    every checkpoint only names this file. A million clients have 10 MB of such facts.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
     registry, model = fed.clients, fed.context.model
+    facts = {name: getattr(registry, name) for name in OF_CLIENTS}
     return {
         "shapes": {name: list(shape) for name, shape in model.shapes.items()},
         "classes": fed.context.num_classes,
         "class_names": class_names,
-        "num_rows": registry.num_rows,
-        "holds": registry.holds,
-        "silo": registry.silo,
+        "clients": _write_clients(folder, {name: value for name, value in facts.items() if value is not None}),
     }
+
+
+def _write_clients(folder: Path, facts: dict[str, Tensor]) -> dict[str, str]:
+    """Write the facts about clients, and return the name and the SHA-256 of the file."""
+    draft = folder / ".clients.draft"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: value.cpu().contiguous() for name, value in facts.items()}, draft)
+        sync(draft)
+        sha = sha256_of(draft)
+        os.replace(draft, folder / CLIENTS.format(sha[:16]))
+        sync(folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the facts about clients could not be written to {folder}: {error}. Make room and run again with --resume"
+        ) from error
+    return {"file": CLIENTS.format(sha[:16]), "sha256": sha}
+
+
+def _read_clients(folder: Path, place: dict[str, Any]) -> dict[str, Tensor | None]:
+    """Read the facts about clients.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    name, sha = str(place.get("file")), str(place.get("sha256"))
+    try:
+        if name != CLIENTS.format(sha[:16]) or sha256_of(folder / name) != sha:
+            raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is not the noted one. {RESTORE}")
+        return dict.fromkeys(OF_CLIENTS) | load_file(folder / name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / name} cannot be read: {error}. {RESTORE}") from error
 
 
 def load_content(
@@ -50,6 +98,9 @@ def load_content(
     if found is None:
         return None
     round, content = found
+    facts = content.get("federation") if isinstance(content, dict) else None
+    if isinstance(facts, dict) and isinstance(facts.get("clients"), dict):
+        content["federation"] = facts | _read_clients(folder, facts["clients"])
     if wrong := _wrong_key(content):
         raise CheckpointError(f"the checkpoint in {folder} has no usable entry '{wrong}'. {RESTORE}")
     return round, content

@@ -1,8 +1,8 @@
 """Saved models: write the trained models of a run to a folder, and load them without the run.
 
 A saved model is a folder with `model.json`, `global.safetensors` if there is a global model, and one file for each
-client that has a model of its own. `save` writes to a draft folder and renames it; `load_model` verifies each file when
-it reads it.
+client that has its own model. `save` writes to a temporary folder and then renames this folder. `load_model` verifies
+each file when it reads the file.
 """
 
 import json
@@ -36,13 +36,13 @@ from polyfed.model.plain_module import write_onnx
 from polyfed.objective import OBJECTIVES, Classification, Objective
 
 FORMAT = 1
-"""The version of the folder's layout; other versions are not read."""
+"""The version of the folder's layout. polyfed does not read other versions."""
 
 DESCRIPTION, GLOBAL = "model.json", "global.safetensors"
 
 
 def save(models: Models, folder: str | Path, *, onnx: bool = False) -> Path:
-    """Write models to a folder that is new or empty; a reader finds all of them or none.
+    """Write models to a new or empty folder. A reader finds either all models or none.
 
     Args:
         models: the models.
@@ -53,7 +53,8 @@ def save(models: Models, folder: str | Path, *, onnx: bool = False) -> Path:
         The folder's absolute path.
 
     Raises:
-        RecipeError: the folder is not empty, the models are not here, or an encoder has options that JSON cannot hold.
+        RecipeError: the folder is not empty, the models are not on this machine, or an encoder has options that JSON
+            cannot hold.
         ModelError: a model cannot be written as ONNX.
         DataError: the folder cannot be written.
     """
@@ -89,7 +90,6 @@ def save(models: Models, folder: str | Path, *, onnx: bool = False) -> Path:
 
 def _write_tree(tree: Tree, path: Path) -> str:
     """Write a Tree and return the SHA-256 of its file."""
-    # cloned: tensors may share memory, which the safetensors format refuses
     save_file({name: value.detach().cpu().contiguous().clone() for name, value in tree.items()}, path)
     sync(path)
     return sha256_of(path)
@@ -146,22 +146,23 @@ def load_model(
     imports: Sequence[str] = (),
     backbones: Sequence[str] = (),
 ) -> Models:
-    """Load the models that `Run.export` wrote; a client's own model is read when it is looked up.
+    """Load the models that `Run.export` wrote. A client's own model is read only when it is accessed.
 
-    The folder may come from somebody else, so `model.json` decides nothing alone: no module is imported and no other
-    model is read unless the caller names it.
+    The folder may come from somebody else. The function therefore imports no module and reads no other model that
+    `model.json` names, unless the caller allows it.
 
     Args:
         folder: the folder of the models.
-        device: where the tensors go.
-        imports: classes of your own that `model.json` may name, `package.module:Class`, or `package.*` for all classes
-            of a package. Importing a module runs its code.
-        backbones: pretrained models that an encoder of `model.json` may read: its `path`, word for word.
+        device: the device for the tensors.
+        imports: user-defined classes that `model.json` may name, as `package.module:Class`, or `package.*` for all
+            classes of a package. Importing a module runs its code.
+        backbones: pretrained models that an encoder of `model.json` may read. Each entry is exactly the `path` of an
+            encoder.
 
     Raises:
         DataError: the folder holds no saved model, or a damaged one.
         NotAllowed: `model.json` names a class that is not in `imports`, or a pretrained model not in `backbones`.
-        RecipeError: a class that it names cannot be imported.
+        RecipeError: a class that `model.json` names cannot be imported.
     """
     folder = Path(folder).expanduser()
     said = _read_description(folder)
@@ -175,10 +176,10 @@ def load_model(
 
 
 def _check_allowed(folder: Path, said: Mapping[str, Any], allowance: Allowance) -> None:
-    """Refuse code and pretrained models that the caller has not named, in the words of `load_model`'s arguments.
+    """Refuse code and pretrained models that the caller of `load_model` has not allowed.
 
     Raises:
-        NotAllowed: with the argument that would allow it.
+        NotAllowed: the caller has not allowed them. The text contains the argument that would.
     """
     encoders = list(said["model"]["encoders"].values())
     classes = [str(encoder["kind"]) for encoder in encoders]
@@ -211,7 +212,6 @@ def _models(folder: Path, said: Mapping[str, Any], device: torch.device | str) -
             f"{folder / DESCRIPTION}: the frozen parameters are others than those of the run. Restore the pretrained "
             "model that the run read, or the code of your own module"
         )
-    # a version without other tasks wrote no task
     task = dict(said.get("task", {"name": Classification.NAME}))
     how, names, sums, own = dict(said["predictor"]), said["class_names"], dict(said["sha256"]), said["own_models"]
     clients = {k: tuple(group["modalities"]) for group in said["clients"] for k in group["clients"]}
@@ -261,7 +261,6 @@ def _read_tree(path: Path, wanted: str, model: Model, modalities: Sequence[str],
     try:
         if sha256_of(path) != wanted:
             raise ValueError(f"its SHA-256 differs from the one in {DESCRIPTION}")
-        # cloned: the file's tensors may start at any address, and sums over unaligned memory can round differently
         tree = {name: value.clone() for name, value in load_file(path, device=str(device)).items()}
     except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"{path} is damaged: {error}. Restore it from a copy") from error

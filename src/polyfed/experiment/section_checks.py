@@ -1,4 +1,4 @@
-"""Checks of a recipe's sections that look at more than one value."""
+"""Checks of a recipe's sections that involve more than one value."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from polyfed.training.optimisers import Train
 
 
 def refuse_no_training(top: Mapping[str, Any], train: Mapping[str, Any]) -> None:
-    """Refuse a file that trains nothing. Python objects may, to look at an initial state; in a file it is a mistake."""
+    """Refuse a file that trains nothing. Only a recipe made in Python may do so, to inspect an initial state."""
     for where, key, table in (("", "rounds", top), ("[train] ", "epochs", train), ("[train] ", "steps", train)):
         if table.get(key) == 0 and not (key == "epochs" and "steps" in train):
             raise RecipeError(
@@ -21,17 +21,17 @@ def refuse_no_training(top: Mapping[str, Any], train: Mapping[str, Any]) -> None
 
 
 def refuse_breaches(limits: Limits, train: Train, rounds: int, rows: int | None = None, whose: str = "") -> None:
-    """Refuse a recipe that breaks the limits that it states.
+    """Refuse a recipe that exceeds the limits in its own section [limits].
 
     Args:
         limits: the section [limits].
         train: the section [train].
-        rounds: of the recipe.
-        rows: training rows of a client; None before they are known.
-        whose: which client the rows are of.
+        rounds: the rounds of the recipe.
+        rows: training rows of a client. None if they are not known yet.
+        whose: the client that has the rows.
 
     Raises:
-        RecipeError: the text names the limit and the value.
+        RecipeError: a limit is exceeded. The text names the limit and the value.
     """
     for why in NO_LIMITS.stricter(limits).foreseen(train, rounds, rows):
         raise RecipeError(f"{whose}{why}")
@@ -41,7 +41,7 @@ def check_model(method: Algorithm, model: Model) -> None:
     """Refuse a model that the method cannot use, or whose logits `unimodal = "head"` cannot split by modality.
 
     Raises:
-        RecipeError: with what is allowed.
+        RecipeError: the model does not fit. The text lists what is allowed.
     """
     method.check_model(model)
     if method.evaluation.unimodal == "head" and not model.linear_head:

@@ -20,7 +20,7 @@ class EngineSpec:
             PyTorch's default in this process, and uses 1 for requests that worker processes could share: a thread for
             each operation spends more time waiting than it saves, above all on a busy machine.
         stack: the largest number of clients in one stack of the vectorised engine; 0 chooses it by a memory budget,
-            and on a CPU does not stack models with 2-d convolutions, which run slower when stacked.
+            and on a CPU does not stack models with large 2-d convolutions, which run slower when stacked.
         replay: whether the vectorised engine may record a training step and replay it, which is faster and gives the
             same bits. Switch it off for a loss of your own that is not a function of its batch alone.
         min_replies: if fewer clients reply in a round, the run ends with exit code 4; if fewer clients are asked, all

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from polyfed.algorithms import ALGORITHMS
-from polyfed.core.errors import RecipeError
-from polyfed.core.registry import name_of
+from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.registry import find, name_of
 from polyfed.data import Columns, Population
 from polyfed.experiment.recipe import Recipe, as_table
 from polyfed.objective import CLASSES, OBJECTIVES, Classification, Objective, guessed
@@ -14,6 +14,18 @@ from polyfed.objective import CLASSES, OBJECTIVES, Classification, Objective, gu
 def with_task(recipe: Recipe, columns: Columns) -> Recipe:
     """The recipe with its task; without a section [task], the labels decide."""
     return recipe if recipe.task is not None else replace(recipe, task=guessed(columns))
+
+
+def needs_labels(task: str | None) -> bool:
+    """Return whether a task learns from labels.
+
+    Args:
+        task: the name of the task; None means that the labels decide, so they are needed.
+
+    Raises:
+        RecipeError: there is no such task.
+    """
+    return task is None or find(task, OBJECTIVES, Objective).LABELLED
 
 
 def task_of(recipe: Recipe) -> Objective:
@@ -29,6 +41,12 @@ def prepared(recipe: Recipe, columns: Columns) -> Columns:
     """
     objective = with_task(recipe, columns).task
     assert objective is not None
+    if objective.LABELLED and not columns.labelled:
+        free = ", ".join(f"'{name}'" for name, kind in OBJECTIVES.items() if not kind.LABELLED)
+        raise DataError(
+            f"data '{columns.name}' has no labels, and [task] name = '{name_of(objective, OBJECTIVES)}' learns from "
+            f"them. Name the labels, as [data] label or as labels= in Python. Tasks without labels: {free}"
+        )
     return objective.prepared(columns)
 
 
@@ -52,8 +70,8 @@ def refuse_unfit(recipe: Recipe, population: Population) -> None:
             "[evaluate] unimodal = 'prototype' compares features with the means of classes, which this task does not "
             "have. Allowed here: 'auto', 'head', 'zero'"
         )
-    lonely = (population.holds.sum(1) == 1).nonzero().flatten().tolist()
-    if objective.BY_MODALITY and lonely:
+    lonely = (population.holds.sum(1) == 1).nonzero().flatten()
+    if objective.BY_MODALITY and len(lonely):
         raise RecipeError(
             f"[task] name = '{name_of(objective, OBJECTIVES)}' learns from pairs of modalities, and client {lonely[0]} "
             f"has one modality ({len(lonely)} such clients). Give every client two: see [clients] holdings, missing"

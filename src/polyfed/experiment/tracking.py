@@ -1,8 +1,8 @@
-"""Trackers: pass the numbers of a run, as they come, to a tool that shows many runs together.
+"""Trackers: pass the numbers of a run, while it runs, to a tool that shows many runs together.
 
-A tracker listens to the same events as the progress display. It runs on the server and is given only what the server
-knows. The built-in trackers write files on this machine; MLflow and Weights & Biases send the numbers to a server only
-if the recipe names one.
+A tracker listens to the same events as the progress display. It runs on the server and receives only data that the
+server has. The built-in trackers write files on this machine; MLflow and Weights & Biases send the numbers to a server
+only if the recipe asks for this.
 """
 
 from abc import ABC, abstractmethod
@@ -26,15 +26,15 @@ DATABASE = "mlflow.db"
 """The file of MLflow's numbers inside the folder of the run."""
 
 FOLLOWED = ("train_loss", "bytes_up", "bytes_down", "simulated_seconds", "seconds", "metrics", "logged", "norms")
-"""Keys of a row of rounds.jsonl that hold one number per round, not one per client."""
+"""The keys of a row of rounds.jsonl that hold one number per round instead of one number per client."""
 
 LONGEST_VALUE = 6000
-"""MLflow refuses a parameter whose text is longer than this."""
+"""The largest length of a parameter's text that MLflow accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracker(ABC):
-    """The section [tracking]. A tracker of your own is a subclass; its dataclass fields are the section's keys."""
+    """The section [tracking]. Your own tracker extends this class, and its dataclass fields are the section's keys."""
 
     @abstractmethod
     def follow(self, recipe: Mapping[str, Any], folder: Path | None) -> Listener:
@@ -42,7 +42,7 @@ class Tracker(ABC):
 
         Args:
             recipe: the resolved recipe, as in recipe.toml.
-            folder: the folder of the run's files; None if the run writes none.
+            folder: the folder of the run's files. None if the run writes no files.
 
         Raises:
             RecipeError: the tool is not installed or not configured.
@@ -54,7 +54,7 @@ class TensorBoard(Tracker):
     """Curves in TensorBoard: `tensorboard --logdir runs`. Needs the extra `polyfed[tracking]`.
 
     Attributes:
-        folder: the folder of the event files; empty means `tensorboard` in the folder of the run.
+        folder: the folder of the event files. If empty, `tensorboard` in the folder of the run.
     """
 
     folder: str = ""
@@ -71,8 +71,8 @@ class MLflow(Tracker):
     """A run in MLflow: parameters, metrics by round, the recipe as tags. Needs the extra `polyfed[mlflow]`.
 
     Attributes:
-        uri: where MLflow keeps its runs: a database such as `sqlite:///runs/mlflow.db`, or the address of a server,
-            which then receives the numbers. Empty means the file `mlflow.db` in the folder of the run.
+        uri: where MLflow stores its runs: a database such as `sqlite:///runs/mlflow.db`, or the address of a server,
+            which then receives the numbers. If empty, the file `mlflow.db` in the folder of the run.
         experiment: the name of the experiment that the run belongs to.
     """
 
@@ -92,10 +92,10 @@ class WandB(Tracker):
     """A run in Weights & Biases. Needs the extra `polyfed[wandb]`.
 
     Attributes:
-        mode: `offline` writes files, which `wandb sync` uploads later; `online` sends the numbers to the server that
-            `wandb login` named.
+        mode: `offline` writes files, which `wandb sync` uploads later. `online` sends the numbers to the server that
+            was set by `wandb login`.
         project: the project that the run belongs to.
-        folder: the files go to `wandb` in this folder; empty means the folder of the run.
+        folder: the folder that will contain the subfolder `wandb` with the files. If empty, the folder of the run.
     """
 
     mode: Literal["offline", "online"] = "offline"
@@ -135,7 +135,7 @@ class _Curves:
 
 
 class _Logged:
-    """Logs a run to MLflow. A resumed run continues the run of its name; a round is logged once."""
+    """Logs a run to MLflow. A resumed run continues MLflow's run of the same name, and each round is logged once."""
 
     def __init__(self, recipe: Mapping[str, Any], connect: Any, experiment: str) -> None:
         self.recipe, self.connect, self.experiment = recipe, connect, experiment
@@ -194,7 +194,6 @@ class _Uploaded:
                 name=f"{facts['algorithm']} {facts['run']}",
                 resume="allow",
                 config=dict(self.recipe),
-                # not its own display, machine statistics or list of packages: only the numbers of the run
                 settings=self.wandb.Settings(
                     silent=True, console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True
                 ),
@@ -213,7 +212,7 @@ class _Uploaded:
 
 @contextmanager
 def _needing(name: str, extra: str) -> Iterator[None]:
-    """Turn a failed import into a sentence that says what to install."""
+    """Turn a failed import into an error that names the extra to install."""
     try:
         yield
     except ImportError as error:
@@ -223,10 +222,10 @@ def _needing(name: str, extra: str) -> Iterator[None]:
 
 
 def _place(given: str, key: str, folder: Path | None, name: str) -> Path:
-    """The place of a tracker's files: the given one, or `name` in the folder of the run.
+    """Return the place of a tracker's files: the given place, or `name` in the folder of the run.
 
     Raises:
-        RecipeError: neither is given.
+        RecipeError: neither a place nor a folder is given.
     """
     if not given and folder is None:
         raise RecipeError(f"[tracking] {key} = '': this run writes no files of its own. Name a {key}")
@@ -234,8 +233,10 @@ def _place(given: str, key: str, folder: Path | None, name: str) -> Path:
 
 
 def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a row of rounds.jsonl that there is one of per round, as (name, value); names are paths such as
-    `metrics/global/accuracy`."""
+    """Yield the numbers of a row of rounds.jsonl that are not per client, as (name, value).
+
+    Names are paths such as `metrics/global/accuracy`.
+    """
     for name, value in _leaves({key: row[key] for key in FOLLOWED if row.get(key) is not None}):
         if isinstance(value, int | float):
             yield name, float(value)

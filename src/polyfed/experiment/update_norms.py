@@ -1,6 +1,6 @@
 """How far models move in a round, by block: the global model, and the models that clients send back.
 
-The server computes these numbers from what it has anyway; clients send nothing for them.
+The server computes these numbers from data that it already has, so clients send nothing more.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from polyfed.federation.replies import Replies
 
 
 def block_norms(new: Tree | None, old: Tree | None) -> dict[str, float]:
-    """The 2-norm of `new - old` in each block, over the floating-point tensors that both have; empty without a model.
+    """Return the 2-norm of `new - old` in each block, over the floating-point tensors in both; empty without a model.
 
     Args:
         new: the global model after a round.
@@ -33,7 +33,8 @@ def block_norms(new: Tree | None, old: Tree | None) -> dict[str, float]:
 
 
 MOST_CLIENTS = 8
-"""The clients of a request whose updates are measured, spread evenly: measuring all would cost more than their mean."""
+"""The largest number of clients of a request whose updates are measured. Measuring all would take more time than
+computing their mean."""
 
 
 class ClientUpdates:
@@ -46,7 +47,7 @@ class ClientUpdates:
         """Add the replies to a request in which every client received the same model.
 
         Args:
-            send: what the clients received.
+            send: the message that the clients received.
             replies: their usable replies.
         """
         sent = getattr(send, "params", None)
@@ -69,7 +70,7 @@ class ClientUpdates:
             before = sent.get(name)
             if before is None or stack.dim() != before.dim() + 1 or not stack.is_floating_point():
                 continue
-            received = before.detach()[tuple(map(slice, stack.shape[1:]))]  # the ranks that the clients have
+            received = before.detach()[tuple(map(slice, stack.shape[1:]))]  # cut to the ranks of the clients
             moved = (stack.detach()[places] - received.to(stack.device)).flatten(1)
             norms.setdefault(block_of(name), []).append(torch.linalg.vector_norm(moved, dim=1, dtype=torch.float32))
         for block, parts in norms.items():

@@ -9,7 +9,8 @@ messages and facts about clients. It imports neither engines nor algorithms.
 - `replies`: stacked replies and their weighted means.
 - `reply_validation`: the checks that a reply must pass before the server uses it.
 - `aggregation`: robust alternatives to the mean of the replies.
-- `attack`: simulated attacks by clients that send false replies; `backdoor`: training rows with a trigger.
+- `attack`: simulated attacks by clients that send false replies.
+  - `backdoor`: the attack with training rows that contain a trigger.
 - `wire_format`: conversion of messages to bytes and back.
 - `network`: simulated time of a round over given links.
 """

@@ -20,7 +20,8 @@ from polyfed.core.tree import Tree
 from polyfed.federation.replies import Replies, ReplyStack
 
 Sent = dict[str, tuple[int, ...]]
-"""For each parameter of which some client has only a part: the shape of the largest part that a client sent."""
+"""Map from the names of parameters to the shape of the largest part that a client sent. It contains only parameters of
+which some client has only a part."""
 
 
 def padded(
@@ -68,8 +69,9 @@ def padded(
 def with_unsent(combined: Tree, sent: Sent, centre: Mapping[str, Tensor]) -> Tree:
     """Return the combined parameters. The server keeps its values where no client sent any.
 
-    Without this, a round of clients with small ranks would set the other ranks of A and B to zero. Their gradients are
-    then zero as well, so these ranks could never be trained again. The papers do not say what happens here.
+    If the server did not keep its values, a round of clients with small ranks would set the remaining rows of A and
+    columns of B to zero. Their gradients would then be zero as well, so they could never be trained again. The papers
+    do not describe this case.
     """
     found = dict(combined)
     for key, shape in sent.items():
@@ -83,7 +85,8 @@ def with_unsent(combined: Tree, sent: Sent, centre: Mapping[str, Tensor]) -> Tre
 def hetlora(a: Tensor, b: Tensor, weights: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     """Return the means of A and of B, with the weights ||B_k A_k|| / sum_j ||B_j A_j|| (Frobenius norms).
 
-    Source: Cho et al., 2024, "sparsity-weighted aggregation". If all products are zero, `weights` decide.
+    Source: Cho et al., 2024, "sparsity-weighted aggregation". If all products are zero, the function uses `weights`
+    instead.
 
     Args:
         a: the padded matrices A of the clients, (K, R, I, ...).
@@ -103,8 +106,9 @@ def flexlora(a: Tensor, b: Tensor, weights: Tensor, before: Tensor) -> tuple[Ten
     """Return the factors of the R largest singular values of the mean of the products B_k A_k: B = U S and A = V^T.
 
     The first r rows of A and columns of B are the best approximation of rank r, which a client of rank r receives.
-    Source: Bai et al., 2024; their released code puts S into B as well. If the mean has a lower rank than R,
-    the other rows of A stay as they were, and the other columns of B are zero. The released code draws them at random.
+    Source: Bai et al., 2024. Their released code multiplies B by S as well. If the mean has a lower rank than R, the
+    remaining rows of A keep their values, and the remaining columns of B become zero. The released code draws these
+    rows and columns at random.
 
     Args:
         a: the padded matrices A of the clients, (K, R, I, ...).
@@ -115,10 +119,8 @@ def flexlora(a: Tensor, b: Tensor, weights: Tensor, before: Tensor) -> tuple[Ten
     left, right = b.flatten(2).double(), a.flatten(2).double()
     mean = torch.einsum("k,kor,kri->oi", weights, left, right)
     u, s, v = torch.linalg.svd(mean, full_matrices=False)
-    # as in torch.linalg.matrix_rank, in single precision: smaller values are rounding
     rank = min(int((s > s.amax() * max(mean.shape) * torch.finfo(torch.float32).eps).sum()), len(before))
     u, s, v = u[:, :rank], s[:rank], v[:rank]
-    # a singular vector has no sign of its own, and LAPACK may choose another one for almost equal numbers
     sign = v.gather(1, v.abs().argmax(1, keepdim=True)).sign()
     new_a, new_b = before.flatten(1).double().clone(), torch.zeros_like(left[0])
     new_a[:rank], new_b[:, :rank] = v * sign, u * s * sign.T
@@ -129,4 +131,4 @@ RULES: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Ten
     "hetlora": hetlora,
     "flexlora": flexlora,
 }
-"""The rules for adapters that `[server] aggregate` can name. Each returns the server's new A and B of a layer."""
+"""The rules for adapters that `[server] aggregate` can name. Each rule returns the server's new A and B of a layer."""

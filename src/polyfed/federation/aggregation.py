@@ -22,11 +22,11 @@ from polyfed.training.optimisers import ServerOptimiser
 
 WEISZFELD_STEPS, WEISZFELD_TOLERANCE = 100, 1e-6
 """The largest number of steps of Weiszfeld's algorithm, and the relative change of the objective at which the
-algorithm stops. Pillutla et al. stop after 4 steps at 1e-6. More steps cost little here, because the replies are
-already stacked."""
+algorithm stops. Pillutla et al. take at most 4 steps and stop at a relative change of 1e-6. Additional steps cost
+little in polyfed, because the replies are already stacked."""
 
 SMOOTHING = 1e-6
-"""Lower bound of the distance by which a weight is divided (Pillutla et al., 2022, Algorithm 2: nu)."""
+"""The smallest distance by which a weight is divided. Pillutla et al., 2022, call it nu (Algorithm 2)."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,12 @@ def aggregate(
             `krum` give all other clients the same influence.
         centre: the tree that the clients started from. `norm-clip` limits the distance of a reply from this tree.
         server: the options.
-        private: the private mean, which replaces rule and weights under [privacy]; None without it.
+        private: the private mean, which replaces the rule and the weights under [privacy]. None if the recipe has no
+            [privacy].
 
     Returns:
-        The combined tree, without names that no client sent. For integers, such as counters, the result is the median,
-        or the maximum under `mean`.
+        The combined tree, without names that no client sent. For integers, such as counters, the value is the median of
+        the replies. Under `mean`, it is their maximum.
 
     Raises:
         TooFewReplies: too few clients sent a block for this rule.
@@ -148,7 +149,9 @@ def trimmed_mean(group: Group, server: ServerOptimiser) -> Tensor:
 
 
 def krum(group: Group, server: ServerOptimiser) -> Tensor:
-    """Return the reply with the smallest sum of squared distances to its K - f - 2 nearest replies; f = `lying` x K.
+    """Return the reply with the smallest sum of squared distances to its K - f - 2 nearest replies.
+
+    f is the number of false replies, `lying` x K.
 
     Source: Blanchard, El Mhamdi, Guerraoui, Stainer, "Machine Learning with Adversaries", NIPS 2017, Section 4.
     """
@@ -208,7 +211,7 @@ RULES: Mapping[str, Callable[[Group, ServerOptimiser], Tensor]] = {
     "geometric-median": geometric_median,
     "norm-clip": norm_clip,
 }
-"""The rules that `[server] aggregate` can name besides `mean`. Each returns the combined entries (P,)."""
+"""The rules that `[server] aggregate` can name besides `mean`. Each rule returns the combined entries (P,)."""
 
 
 def _liars(group: Group, server: ServerOptimiser) -> int:
@@ -232,7 +235,6 @@ def _liars(group: Group, server: ServerOptimiser) -> int:
 def _krum_scores(group: Group, server: ServerOptimiser) -> Tensor:
     """Return, for each reply, the sum of squared distances to its K - f - 2 nearest other replies, (K,)."""
     near = len(group.values) - _liars(group, server) - 2
-    # all pairwise differences would take K x K x P numbers, but products of centred rows take only K x K
     rows = (group.values - group.values.mean(0)).double()
     squares = rows.square().sum(1)
     apart = (squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * rows @ rows.T).clamp(min=0.0)

@@ -95,9 +95,10 @@ class Attack:
         if self.name == "backdoor":
             attackers = self.attackers(population.num_clients, seed)
             return poisoned(population, self.trigger(population), attackers, self.target, self.poisoned, seed)
-        rows = [population.train[client] for client in sorted(self.attackers(population.num_clients, seed))]
-        label = columns.label.clone()
-        flipped = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+        lies = torch.zeros(population.num_clients, dtype=torch.bool)
+        lies[list(self.attackers(population.num_clients, seed))] = True
+        label, train = columns.label.clone(), population.train
+        flipped = train.rows[lies[train.owner]]
         label[flipped] = columns.num_classes - 1 - label[flipped]
         return replace(population, columns=replace(columns, label=label))
 

@@ -1,7 +1,7 @@
-"""The backdoor attack: training rows with a trigger and a false label teach the model to answer the trigger.
+"""The backdoor attack: training rows with a trigger and a false label teach the model to react to the trigger.
 
 Bagdasaryan, Veit, Hua, Estrin, Shmatikov, "How To Backdoor Federated Learning", AISTATS 2020. The trigger is a pattern
-of extreme values in one modality, as the bright pixels of Gu, Dolan-Gavitt, Garg, "BadNets", 2017.
+of extreme values in one modality. It corresponds to the bright pixels in Gu, Dolan-Gavitt, Garg, "BadNets", 2017.
 """
 
 import math
@@ -16,7 +16,8 @@ from polyfed.core.errors import RecipeError
 from polyfed.data import Column, Population
 
 MOST_ROWS = 4096
-"""Training rows whose largest value becomes the value of the trigger. More rows would hardly change this value."""
+"""The number of training rows that polyfed reads to find their largest value, which becomes the value of the trigger.
+More rows would hardly change this value."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Trigger:
             values = column.values.clone()
             values[rows] = stamped
             return replace(column, values=values)
-        index = column.index.clone()  # other rows may share the entries of these rows, so the changed ones are added
+        index = column.index.clone()  # other rows may share these entries, so the changed entries are appended
         index[rows] = torch.arange(len(rows)) + len(column.values)
         return replace(column, values=torch.cat([column.values, stamped]), index=index)
 
@@ -107,9 +108,9 @@ def poisoned(
         population: the honest population.
         trigger: the trigger.
         attackers: the numbers of the attackers.
-        target: the class that the model shall answer.
+        target: the class that the model should predict for rows with the trigger.
         share: the share of an attacker's rows that are changed; at least one row is changed.
-        seed: the seed of the run, which decides on the rows.
+        seed: the seed of the run. It determines which rows are changed.
 
     Raises:
         RecipeError: the data has no classes, or no class with the number `target`.

@@ -1,7 +1,7 @@
 """The LoRA ranks of the clients: which part of an adapter a client receives, trains and sends.
 
 A client of rank r has the first r rows of each matrix A and the first r columns of each matrix B. The messages to and
-from this client hold only these numbers. The model runs on them as it runs on whole matrices.
+from this client hold only these rows and columns. The model computes with them in the same way as with whole matrices.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,12 +35,12 @@ class ClientRanks:
         return self.ranks[client % len(self.ranks)] if self.ranks and client >= 0 else None
 
     def shapes(self, client: int) -> Mapping[str, Shape]:
-        """Return the shapes of the client's parameters that are smaller than the model's, by name."""
+        """Return, by name, the shapes of the parameters that are smaller for this client than in the model."""
         rank = self.of(client)
         return {} if rank is None else self.shapes_at(rank)
 
     def shapes_at(self, rank: int) -> Mapping[str, Shape]:
-        """Return the shapes of the parameters that are smaller than the model's for a client of this rank, by name."""
+        """Return, by name, the shapes of the parameters that are smaller at this rank than in the model."""
         if rank not in self._shapes:
             found = self._shapes.setdefault(rank, {})
             for a, b in pairs(self.template):

@@ -1,7 +1,8 @@
-"""The client registry: what the server knows about the clients, stored in arrays to scale to 100,000 clients."""
+"""The client registry: what the server knows about the clients, stored in arrays to scale to a million clients."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 import numpy as np
 import torch
@@ -36,6 +37,37 @@ class Client:
         return frozenset((*self.modalities, SHARED))
 
 
+class ClientNumbers(Sequence[int]):
+    """Ascending numbers of clients, which are stored in an array. A tuple would take five times the memory.
+
+    Args:
+        mask: which clients belong to the sequence, bool (K,).
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        self._numbers = mask.cpu().numpy().nonzero()[0]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        found: int | list[int] = self._numbers[at].tolist()
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers.tolist())
+
+    def __contains__(self, client: object) -> bool:
+        if not isinstance(client, int):
+            return False
+        place = int(np.searchsorted(self._numbers, client))
+        return place < len(self) and int(self._numbers[place]) == client
+
+
 @dataclass(frozen=True)
 class ClientRegistry:
     """The facts about all clients. Clients have numbers from 0. In shapes: `K` clients, `M` modalities.
@@ -53,12 +85,12 @@ class ClientRegistry:
     num_rows: Tensor
     holds: Tensor
     silo: Tensor | None = None
-    tested: tuple[int, ...] = ()
+    tested: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         """Compute `eligible` once instead of in every round."""
         empty = self.num_rows == 0
-        eligible = (~empty).nonzero().flatten().tolist() if bool(empty.any()) else range(len(self))
+        eligible = ClientNumbers(~empty) if bool(empty.any()) else range(len(self))
         object.__setattr__(self, "eligible", eligible)
         object.__setattr__(self, "_rows_of_holds", self.holds.cpu().numpy())
 

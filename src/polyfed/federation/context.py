@@ -20,12 +20,12 @@ class ClientContext:
         model: the model, as pure functions of a tree of parameters.
         modalities: the modalities of this client, in the federation's order.
         num_classes: number of classes of the label, or number of targets if the objective has no classes.
-        initial: this client's blocks of the model's initial parameters, drawn from the run's seed.
+        initial: this client's blocks of the model's initial parameters, which are drawn from the run's seed.
         evaluation_client: whether this is an evaluation client, which holds the server's own test or validation rows.
-        policy: the egress policy: the kinds of data that may leave this client.
-        objective: what the model learns to predict, and the loss: the [task] section.
-        on_device: whether the client is a device of a deployment. Secrets of a device come from the system's secure
-            generator, and those of a simulated client from the run's seed.
+        policy: the egress policy. It names the kinds of data that may leave this client.
+        objective: the objective from the [task] section: what the model learns to predict, and with which loss.
+        on_device: whether the client is a device of a deployment. A device draws its secrets from the system's secure
+            generator. A simulated client draws its secrets from the run's seed.
     """
 
     model: Model

@@ -1,6 +1,6 @@
 """Simulated time: how long a round would take over given links and on given devices. The run itself does not wait.
 
-There are two channels. `wireless` simulates the cell of the PFMML paper (docs/algorithms/pfmml.md). It places devices
+There are two channels. `wireless` simulates the cell of the FMML paper (docs/algorithms/pfmml.md). It places devices
 uniformly in a disc around the base station. It computes path loss by distance, draws Rayleigh fading for each device
 and round, and applies Shannon's formula for the rate. `fixed` gives every client the same rates. Simulated time works
 with every algorithm: the ledger gives the bytes of each message, and the client datasets count the work of local
@@ -32,7 +32,7 @@ rows."""
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The [network] section. The defaults are calibrated on the PFMML paper (docs/algorithms/pfmml.md, decision W9).
+    """The [network] section. The defaults are calibrated on the FMML paper (docs/algorithms/pfmml.md, decision W9).
 
     Attributes:
         channel: `wireless` computes rates from distance, fading and power; `fixed` uses `rate_up_bps` and
@@ -96,7 +96,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of all clients in a round, in bits per second, each of shape (K,)."""
+    """The rates of some clients in a round, in bits per second, each of shape (K,)."""
 
     up_bps: Tensor
     down_bps: Tensor
@@ -118,21 +118,30 @@ class Links:
     distance_m: Tensor
     compute_flops_per_s: Tensor
 
-    def gains(self, round: int) -> Tensor:
-        """Return the amplitude gains of a round, (K,): Rayleigh distributed with mean 10^(-path loss / 20)."""
-        mean = 10 ** (-self.network.path_loss_db(self.distance_m) / 20)
+    def gains(self, round: int, clients: Tensor | None = None) -> Tensor:
+        """Return the amplitude gains of a round: Rayleigh distributed with mean 10^(-path loss / 20).
+
+        Args:
+            round: the round, from 1.
+            clients: the numbers of the clients, int64 (K,). None stands for all clients, in order.
+        """
+        places = torch.arange(len(self.distance_m)) if clients is None else clients
+        mean = 10 ** (-self.network.path_loss_db(self.distance_m[places]) / 20)
         if not self.network.fading:
             return mean
-        u = keys.uniform(keys.key(self.seed, "channel", round), len(mean)).double()
+        u = keys.uniform_at(keys.key(self.seed, "channel", round), places).double()
         return mean / math.sqrt(math.pi / 2) * torch.sqrt(-2 * torch.log1p(-u))
 
-    def rates(self, round: int) -> Rates:
-        """Return the rates of a round (1-based). Rates are at least one bit per second, so that times stay finite."""
+    def rates(self, round: int, clients: Tensor | None = None) -> Rates:
+        """Return the rates of a round. Rates are at least one bit per second, so that times stay finite.
+
+        The arguments are those of `gains`.
+        """
         net = self.network
         if net.channel == "fixed":
-            ones = torch.ones_like(self.distance_m)
+            ones = torch.ones(len(self.distance_m) if clients is None else len(clients), dtype=torch.float64)
             return Rates(net.rate_up_bps * ones, net.rate_down_bps * ones)
-        gain = self.gains(round)
+        gain = self.gains(round, clients)
         up, down = (net.rate_bps(gain, power) for power in (net.power_up_w, net.power_down_w))
         return Rates(up.clamp(min=1.0), down.clamp(min=1.0))
 
@@ -219,12 +228,18 @@ class Clock:
 
     def times(self) -> Timetable:
         """Return the times of the round so far, from the entries that the ledger still holds."""
-        rates, speed = self.links.rates(self.round), self.links.compute_flops_per_s.tolist()
-        up, down = rates.up_bps.tolist(), rates.down_bps.tolist()
+        entries = [entry for entry in self.ledger.entries if entry.round == self.round]
+        # only of the clients of the round: lists of a million numbers would take longer than the round
+        asked = {client for entry in entries for client in entry.clients}
+        known = sorted(asked.union(*self.spent_flops.values()))
+        places = torch.tensor(known, dtype=torch.int64)
+        rates = self.links.rates(self.round, places)
+        up, down, speed = (
+            dict(zip(known, numbers.tolist(), strict=True))
+            for numbers in (rates.up_bps, rates.down_bps, self.links.compute_flops_per_s[places])
+        )
         seconds: dict[int, dict[int, float]] = {}
-        for entry in self.ledger.entries:
-            if entry.round != self.round:
-                continue
+        for entry in entries:
             size_bits = 8 * entry.bytes_each
             rate = down if entry.destination == TO_CLIENT else up
             of = seconds.setdefault(entry.request, {})

@@ -15,11 +15,12 @@ SMALL = 2**18
 the reply alone (docs/performance.md)."""
 
 MOST = 64
-"""Largest number of small replies in one stack. With this number, a stack takes at most 16 MiB; more would hardly
-save time."""
+"""Largest number of small replies in one stack. With this number, a stack takes at most 16 MiB. Larger stacks would
+hardly save time."""
 
 Piece = tuple[tuple[int, ...], Tensor]
-"""A pair: K clients, and the tensor (K, ...) that stacks what they sent under one name of a tree."""
+"""A pair of K clients and a tensor (K, ...). The tensor stacks the values that these clients sent under one name of a
+tree."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Replies(Mapping[int, Any]):
 
     Attributes:
         parts: the stacks of replies.
-        missing: clients that were asked and gave no usable reply, each with the reason.
+        missing: clients that received the request but returned no usable reply, each with the reason.
     """
 
     parts: list[ReplyStack]
@@ -136,7 +137,7 @@ class Replies(Mapping[int, Any]):
         """Return the weighted mean of a tree, name by name, over the clients that sent the name.
 
         The weights are renormalised over those clients. The result lacks names that no client sent, and names whose
-        senders all have weight 0. Integers, such as counters, take the maximum instead of the mean
+        senders all have weight 0. For integers, such as counters, the result is the maximum instead of the mean
         (docs/algorithms/conventions.md). For a tensor of at most `SMALL` bytes, the result does not depend on how the
         replies are stacked. For a larger tensor, the stacking changes the rounding.
 

@@ -32,10 +32,10 @@ Shape = tuple[int, ...]
 _NO_SHAPES: Mapping[str, Shape] = {}
 
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-"""Tensor types that a field with a number of rows may have."""
+"""The tensor types that are allowed for a field that holds a number of rows."""
 
 OF_A_MODALITY = frozenset({"features", "encoded", "sample"})
-"""Words in a declared shape that stand for sizes that depend on the modality."""
+"""Words in a declared shape. Each stands for a size that depends on the modality."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class ReplyValidator:
         Args:
             msg: the message.
             expected: the class that it must have.
-            shapes: shapes of parameters that the clients have other than the model's, by name.
+            shapes: by name, the shapes of those parameters whose shape on the clients differs from the shape in the
+                model.
 
         Raises:
             BadReply: the message differs from its declaration. The text names the field and the fault.
@@ -115,7 +116,6 @@ class ReplyValidator:
         floats = [
             (name, key, self._known(part, name, value)) for name, key, value in found if value.is_floating_point()
         ]
-        # cheap check first: if the sum is finite, all terms are. Otherwise check every tensor, since sums can overflow
         sums = [value.sum(dtype=torch.float32) for _, _, value in floats]
         if floats and not math.isfinite(torch.stack(sums).sum().item()):
             for name, key, value in floats:
@@ -222,7 +222,7 @@ class ReplyValidator:
         return ""
 
     def _group(self, name: str) -> tuple[str, bool]:
-        """Return a name's group: its block, and whether it is a buffer. A client sends all names of a group or none."""
+        """Return the block of a name, and whether it is a buffer. A client sends all names of such a group or none."""
         return block_of(name), self.model.is_buffer(name)
 
 

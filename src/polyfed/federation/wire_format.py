@@ -43,7 +43,7 @@ WIRE_FORMAT = 2
 """Version of the format of headers and bodies. Increase it with every change that an older version would misread."""
 
 MAX_TENSORS, MAX_AXES = 40_000, 16
-"""Limits on the work that a forged header can cause. Today's models are far below these limits."""
+"""Limits on the work that a forged header can cause. The models that polyfed builds are far below these limits."""
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
 """Pattern of the names of parameters and modalities."""

@@ -15,7 +15,7 @@ from polyfed.model.spec import ModelSpec
 from polyfed.model.user_classes import called, described, fusion_class
 from polyfed.model.whole_module import build_whole
 
-_RESERVED = (SHARED, "labels")  # the block of no single modality, and a row of the policy
+_RESERVED = (SHARED, "labels")  # the shared block, and a row of the policy
 
 
 def build_model(
@@ -31,8 +31,8 @@ def build_model(
         key: random key of the initial values of frozen parameters; see `Model`.
 
     Raises:
-        ModelError: a modality has no encoder, or an encoder has no modality. Or an encoder cannot read the samples,
-            returns the wrong shape, or has a layer that is not supported.
+        ModelError: a modality has no encoder, or an encoder has no modality. The error also occurs if an encoder cannot
+            read the samples, returns the wrong shape, or has a layer that is not supported.
     """
     if spec.module is not None:
         _check_identifiers(inputs)

@@ -8,13 +8,14 @@ from polyfed.model.image_encoders import ResNet18
 from polyfed.model.sequence_encoders import ConvGru, TokenTransformer
 
 HIDDEN = (64,)
-"""Hidden layers of the perceptron for vectors, as wide as the default embedding."""
+"""The hidden layers of the perceptron for vectors. They are as wide as the default embedding."""
 
 WIDTHS = (16, 32, 64, 64)
 """Channels of the ResNet for images, the same as in HFM's small ResNet (docs/algorithms/hfm.md)."""
 
 LARGE = 64
-"""Images with at least this number of pixels per side get the `imagenet` stem, which quarters both sides first."""
+"""The smallest number of pixels per side for which an image gets the `imagenet` stem. This stem first divides both
+sides by four."""
 
 
 def default_encoder(shape: Shape, vocabulary: int | None = None, embedding: int = 64) -> EncoderSpec:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 Parts = Mapping[str, nn.Module | None]
-"""The part of the fusion for each modality, or None if the fusion has no such parts."""
+"""For each modality, its part of the fusion, or None if the fusion has no such parts."""
 
 Features = Mapping[str, Tensor]
-"""A tensor for each modality: embeddings (B, E) or (B, T, E); or, for `present`, bool (B,), True if the row has it."""
+"""A tensor for each modality: embeddings (B, E) or (B, T, E). For `present`, the tensor is bool (B,), True if the row
+has the modality."""
 
 
 class Fusion(nn.Module):
@@ -32,9 +33,9 @@ class Fusion(nn.Module):
     Attributes:
         linear: whether the logits are linear in the embeddings, so that they are a sum of one term per modality.
         sequential: whether the encoders must return sequences (B, T, E).
-        joint_size: J, the width of the joint representation that the head receives; 0 if the joint representation is
-            the logits.
-        head: layers from the joint representation to the logits; empty if these are the same.
+        joint_size: J, the width of the joint representation that the head receives. 0 if the joint representation
+            equals the logits.
+        head: layers from the joint representation to the logits. Empty if the joint representation equals the logits.
     """
 
     head: nn.Sequential
@@ -76,8 +77,8 @@ class Fusion(nn.Module):
 class Concat(Fusion):
     """A linear layer on the concatenated embeddings, stored as one linear map per modality and a shared bias.
 
-    With a head, ReLU and the remaining layers follow. The embedding of an absent modality is zero, so its map adds
-    nothing. The bias is always added (docs/algorithms/conventions.md, Blocks).
+    With a head, ReLU and the remaining layers follow. The embedding of an absent modality is zero, so the map of this
+    modality adds nothing. The bias is always added (docs/algorithms/conventions.md, Blocks).
     """
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float) -> None:
@@ -134,8 +135,8 @@ class Gated(Fusion):
     """Gated fusion: head(sigmoid(W1 z1) * W2 z2).
 
     Source: Kiela et al., "Efficient Large-Scale Multi-Modal Classification", AAAI 2018; PMR and OGM-GE compare with it.
-    The first modality of the model is the gate. With more than two modalities, it gates the sum of the others. In rows
-    where the gate or all other modalities are absent, the linear maps of the present modalities are not gated.
+    The first modality of the model is the gate. With more than two modalities, the first modality gates the sum of the
+    others. If a row lacks the gate or all other modalities, the linear maps of its modalities are not gated.
     """
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float, gate: str) -> None:

@@ -75,7 +75,7 @@ class HuggingFace(EncoderSpec):
             raise
         except Exception as error:  # backbones raise any exception for inputs that they cannot read
             raise ModelError(
-                f"{type(backbone).__name__} cannot read {kind.reads} of shape {shape}: {error}."
+                f"{type(backbone).__name__} cannot read {kind.reads} of shape {shape}: {str(error).rstrip('.')}."
             ) from error
         if self.frozen:
             backbone.requires_grad_(False)

@@ -10,7 +10,7 @@ from polyfed.core.errors import ModelError
 from polyfed.model.checks import one_of, sizes
 from polyfed.model.encoder_spec import EncoderSpec, Shape
 
-_FEW = 4  # RGB + alpha; an axis with more entries is not taken for channels
+_FEW = 4  # RGB + alpha; an axis with more entries cannot be the channels
 
 
 def channels_of(shape: Shape) -> int:
@@ -124,9 +124,9 @@ class ResNet18(EncoderSpec):
     averaged. A linear map follows if the last width differs from the embedding.
 
     Attributes:
-        stem: first layers. `imagenet` is a 7 x 7 convolution with stride 2 and a max-pool; `cifar` is a 3 x 3
+        stem: first layers. `imagenet` is a 7 x 7 convolution with stride 2 and a max-pool. `cifar` is a 3 x 3
             convolution with stride 1 (docs/algorithms/hfm.md).
-        widths: channels of the four stages; HFM uses [16, 32, 64, 64].
+        widths: channels of the four stages. HFM uses [16, 32, 64, 64].
         norm: `batch`, or `group` with two groups, which divides every even width.
     """
 

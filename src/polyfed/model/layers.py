@@ -1,4 +1,4 @@
-"""Replacements for layers of PyTorch: BatchNorm and dropout follow the batch; GRU, LSTM and attention run in `vmap`.
+"""Replacements for PyTorch layers: BatchNorm and dropout depend on the batch. GRU, LSTM and attention support `vmap`.
 
 In PyTorch, the mode (training or evaluation) belongs to the module, padding counts as data, and dropout draws from a
 global generator. Here, the batch decides all three. Every BatchNorm and dropout layer of a model holds the same `Rows`
@@ -21,7 +21,7 @@ class Rows:
     """The current batch, as BatchNorm and dropout layers see it.
 
     Attributes:
-        key: dropout key; None in evaluation mode.
+        key: dropout key. None in evaluation mode.
         ok: False for rows that must not enter batch statistics, bool (B,); None if all rows count.
         draws: how many masks each dropout layer has drawn in this call, by stream.
         bound: whether the parameters of the call are only bound to the modules until it ends.
@@ -34,7 +34,7 @@ class Rows:
         self.bound = True
 
     def see(self, batch: Batch, present: Tensor | None = None) -> None:
-        """Set the current batch. Rows that lack the modality (`present`, bool (B,)) do not count either."""
+        """Set the current batch. Rows that lack the modality according to `present`, bool (B,), do not count either."""
         both = batch.ok is not None and present is not None
         self.key = batch.key
         self.ok = batch.ok & present if both else (batch.ok if present is None else present)  # type: ignore[operator]
@@ -139,9 +139,9 @@ class Dropout(nn.Module):
 class GRU(nn.Module):
     """Gated recurrent unit (Cho et al. 2014) over (B, T, F): one layer, one direction, initial state zero.
 
-    It has the same parameters, names and results as `torch.nn.GRU(batch_first=True)`. It is written out because the
-    cuDNN kernel cannot use different weights for each client of a stack. One matrix product handles the inputs of all
-    time steps.
+    It has the same parameters, names and results as `torch.nn.GRU(batch_first=True)`. The layer is implemented here
+    because the cuDNN kernel cannot use different weights for each client of a stack. One matrix product handles the
+    inputs of all time steps.
     """
 
     weight_ih_l0: Tensor
@@ -174,7 +174,7 @@ class LSTM(nn.Module):
     """Long short-term memory (Hochreiter and Schmidhuber 1997) over (B, T, F), with an initial state of zero.
 
     It has the same parameters, names and results as `torch.nn.LSTM(batch_first=True)`, with any number of layers, in
-    one or both directions. It is written out for the same reason as `GRU`.
+    one or both directions. The layer is implemented here for the same reason as `GRU`.
     """
 
     def __init__(self, like: nn.LSTM) -> None:

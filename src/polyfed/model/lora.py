@@ -1,4 +1,4 @@
-"""LoRA for pre-trained backbones, with the `peft` library: trained low-rank matrices beside frozen layers.
+"""LoRA for pre-trained backbones, with the `peft` library: trained low-rank matrices that are added to frozen layers.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022. A frozen weight W becomes W + (alpha
 / r) B A. Only A (r, inputs) and B (outputs, r) are trained. Frozen parameters are in no Tree, so only A and B are sent.
@@ -29,8 +29,8 @@ class Lora:
     Attributes:
         target_modules: names of the layers to adapt, such as `query`. Each entry is the last part of a layer's name,
             and selects all layers whose name ends with it.
-        r: rank of the matrices; 8 is the default of `peft`.
-        alpha: the product of the matrices is multiplied by alpha / r; 8 is the default of `peft`.
+        r: rank of the matrices. The default of `peft` is 8.
+        alpha: the product of the matrices is multiplied by alpha / r. The default of `peft` is 8.
         dropout: dropout probability for the input of A.
     """
 
@@ -63,7 +63,8 @@ def read(table: Mapping[str, Any]) -> Lora:
 def pairs(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
     """Return the names of the matrices A and B of every adapter in a Tree.
 
-    A is (r, inputs) and B is (outputs, r). The matrices of a convolution have two more axes, and A's are the kernel's.
+    A is (r, inputs) and B is (outputs, r). The matrices of a convolution have two more axes. Those of A have the size
+    of the kernel.
     """
     known = dict.fromkeys(names)
     named = ((name, _MATRIX_A.sub(r"\1B.", name)) for name in known)
@@ -71,7 +72,7 @@ def pairs(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
 
 
 def adapt(backbone: nn.Module, lora: Lora) -> None:
-    """Freeze a backbone and add trained matrices beside its layers.
+    """Freeze a backbone and add trained matrices to its layers.
 
     Raises:
         ModelError: the backbone lacks a layer, or `peft` is not installed.

@@ -1,8 +1,9 @@
 """Gradient checkpointing: layers compute their activations again in the backward pass instead of keeping them.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. Dropout layers draw the same
-masks in both passes, because the batch's key is restored for the second pass. Only a client that trains alone saves
-memory. `vmap` cannot recompute, so the vectorised engine runs such models one client after another.
+masks in both passes, because the batch's key is restored for the second pass. `vmap` does not support gradient
+checkpointing, so only clients that train one at a time save memory. The vectorised engine therefore trains such models
+for one client after another.
 """
 
 from collections.abc import Callable, Iterator

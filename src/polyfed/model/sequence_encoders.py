@@ -13,7 +13,7 @@ from polyfed.model.encoder_spec import EncoderSpec, Shape
 
 @dataclass(frozen=True, kw_only=True)
 class ConvGru(EncoderSpec):
-    """Convolutions over time, then a GRU as wide as the embedding.
+    """Convolutions over time, followed by a GRU as wide as the embedding.
 
     Source: Feng et al., "FedMultimodal: A Benchmark For Multimodal Federated Learning", KDD 2023. Each stage is
     Conv1d-ReLU-MaxPool(2)-Dropout. The states of the GRU are averaged over time, except under attention fusion. A time
@@ -21,7 +21,7 @@ class ConvGru(EncoderSpec):
 
     Attributes:
         channels: output channels of each stage.
-        kernel: kernel size; odd, so that each stage halves the number of steps exactly.
+        kernel: kernel size. It must be odd, so that each stage halves the number of steps exactly.
         dropout: dropout probability after each stage.
     """
 
@@ -62,7 +62,6 @@ class _ConvGru(nn.Module):
         if self.sequence:
             return states  # type: ignore[no-any-return]
         real = nn.functional.max_pool1d((x != 0).any(-1).to(x.dtype), self.halved)
-        # a sample without any real step keeps all of them, because a mean over no steps is undefined
         real = torch.where(real.sum(1, keepdim=True) > 0, real, 1.0).unsqueeze(-1)
         return (states * real).sum(1) / real.sum(1)  # type: ignore[no-any-return]
 
@@ -126,8 +125,8 @@ class TokenTransformer(EncoderSpec):
     follow Devlin et al., "BERT" (NAACL 2019), Section 3. Both embeddings start from N(0, 0.02²) as in BERT.
 
     Attributes:
-        vocabulary: number of different ids; every id must be smaller than this number.
-        padding: the id that fills up short texts; -1 if there is no such id.
+        vocabulary: number of different ids. Every id must be smaller than this number.
+        padding: the id that fills up short texts. -1 if there is no such id.
         layers: number of layers.
         heads: number of attention heads; the embedding must be divisible by it.
         feedforward: width of the feed-forward layers.

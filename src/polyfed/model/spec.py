@@ -31,8 +31,8 @@ class ModelSpec:
     """The model to build: one encoder for each modality, and a fusion that turns their embeddings into logits.
 
     Attributes:
-        fusion: `concat`, `sum`, `gated` or `attention`; see `polyfed.model.fusion`. Or your own class that extends
-            `polyfed.model.Fusion`, as `package.module:Class`; in Python also the class itself.
+        fusion: `concat`, `sum`, `gated` or `attention`; see `polyfed.model.fusion`. You can also give your own class
+            that extends `polyfed.model.Fusion`, as `package.module:Class`. In Python, you can give the class itself.
         embedding: width of every encoder's output.
         head: sizes of the hidden layers between the fusion and the logits, each followed by ReLU.
         dropout: dropout probability after each hidden layer of the head (0.1 in FedMultimodal).
@@ -40,8 +40,8 @@ class ModelSpec:
         attention_heads: number of weighted sums of `attention` (6 in FedMultimodal).
         encoders: for each modality, a table with `kind` and its options, or an `EncoderSpec`.
         fusion_options: more arguments for the constructor of your own fusion.
-        module: a whole `torch.nn.Module` that replaces encoders and fusion, as `package.module:Class`; in Python also
-            the class itself, or an existing module. See docs/models.md.
+        module: a whole `torch.nn.Module` that replaces encoders and fusion, as `package.module:Class`. In Python, you
+            can give the class itself or an existing module. See docs/models.md.
         module_options: more arguments for the constructor of `module`.
         blocks: for each modality, prefixes of parameter names in `module`. These parameters serve only this modality.
     """
@@ -130,7 +130,7 @@ class ModelSpec:
 
     @property
     def idle(self) -> dict[str, str]:
-        """Return the options without effect, each with the setting that disables it."""
+        """Return the options that have no effect, each with the setting that is the reason."""
         if self.module is None:
             return {}
         return dict.fromkeys(

@@ -39,7 +39,7 @@ _PATH = f"{SHARED}.module."
 
 
 class WholeFusion(Fusion):
-    """Puts the user's module in the place of a fusion, with the samples themselves as its embeddings.
+    """Uses the user's module as a fusion whose embeddings are the samples themselves.
 
     Args:
         module: the module.
@@ -149,8 +149,8 @@ def require_embeddings(model: Model, method: str) -> None:
     """Refuse a model without embeddings for a method that needs them.
 
     Raises:
-        ModelError: the model has no embeddings. The text says how a whole module gets them, and which methods need
-            none.
+        ModelError: the model has no embeddings. The text explains how to add embeddings to a whole module, and which
+            methods need none.
     """
     if not model.has_embeddings:
         raise ModelError(

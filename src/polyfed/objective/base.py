@@ -38,6 +38,8 @@ class Objective(ABC):
     """Whether a larger `SCORE` is better. `BEST` has the same direction."""
     OF_CLASSES: ClassVar[bool] = False
     """Whether labels are class numbers, so that a client may lack the last classes."""
+    LABELLED: ClassVar[bool] = True
+    """Whether the loss reads labels."""
     BY_MODALITY: ClassVar[bool] = False
     """Whether `outputs` returns embeddings of single modalities instead of an output of the whole model."""
     WHOLE: ClassVar[bool] = False

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyfed.core.batch import Batch
+from polyfed.core.counts import counted
 from polyfed.core.errors import RecipeError
 from polyfed.data.columns import Columns
 from polyfed.objective import class_metrics as matrices
@@ -138,4 +139,6 @@ def check_length(option: str, weights: tuple[float, ...], size: int, what: str) 
         RecipeError: the numbers differ.
     """
     if weights and len(weights) != size:
-        raise RecipeError(f"[task] {option} has {len(weights)} entries, and the labels have {size} {what}")
+        raise RecipeError(
+            f"[task] {option} has {counted(len(weights), 'entry', 'entries')}, and the labels have {size} {what}"
+        )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.data.columns import Columns
 from polyfed.objective import class_metrics as matrices
 from polyfed.objective.base import OfClasses, not_counts, summed
@@ -42,6 +42,14 @@ class Ordinal(OfClasses):
 
     def prepared(self, columns: Columns) -> Columns:
         """Return the table with its labels in the form that this objective uses; see `Objective.prepared`."""
+        if columns.words_sorted:
+            names = ", ".join(map(repr, (columns.class_names or ())[:5]))
+            raise DataError(
+                f"data '{columns.name}': [task] name = 'ordinal' needs the order of the levels, and the labels are "
+                f"words: {names}. Give all words from the lowest level to the highest: class_names=[...] in Python and "
+                "in [data] of a table, or an array 'label_name' in an .npz. Or use an ordered pandas Categorical, or "
+                "numbers from 0"
+            )
         return as_classes(columns, self.NAME, "For such labels set [task] name = 'regression'")
 
     def num_outputs(self, size: int) -> int:

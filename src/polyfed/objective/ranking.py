@@ -82,8 +82,8 @@ def precision_of(positive: Tensor, negative: Tensor) -> float | None:
 def auroc_of(positive: Tensor, negative: Tensor) -> tuple[float, float] | None:
     """Return the AUROC from the positive and negative rows of each bin, and its largest error, or None if undefined.
 
-    Pairs in the same bin count half. The exact value of such a pair may be 0 or 1, so the error is at most half of
-    their share.
+    Pairs in the same bin count half. The exact value of such a pair may be 0 or 1, so the error is at most half of the
+    share of these pairs.
     """
     pairs = float(positive.sum() * negative.sum())
     if not pairs:

@@ -61,6 +61,12 @@ class Regression(Objective):
 
     def prepared(self, columns: Columns) -> Columns:
         """Return the table with its labels in the form that this objective uses; see `Objective.prepared`."""
+        if not columns.label.is_floating_point() and columns.class_names is not None:
+            names = ", ".join(map(repr, columns.class_names[:5]))
+            raise DataError(
+                f"data '{columns.name}': [task] name = 'regression' needs numbers, and the labels are classes with the "
+                f"names {names}. Set [task] name = 'classification', or 'ordinal' for ordered levels, or give numbers"
+            )
         targets = as_matrix(columns.label)
         if self.report == "sentiment":
             known = targets[~targets.isnan()]

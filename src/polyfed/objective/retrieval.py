@@ -44,6 +44,7 @@ class Retrieval(Objective):
     NAME: ClassVar[str] = "retrieval"
     SCORE: ClassVar[str] = "recall1"
     BEST: ClassVar[str] = "recall1"
+    LABELLED: ClassVar[bool] = False
     BY_MODALITY: ClassVar[bool] = True
     WHOLE: ClassVar[bool] = True
 
@@ -58,8 +59,9 @@ class Retrieval(Objective):
                 "'retrieval' finds samples of one modality by another one. Name two in data.modalities"
             )
         if not columns.label.is_floating_point():
-            return columns
-        return replace(columns, label=torch.zeros(len(columns), dtype=torch.int64), num_classes=1, class_names=None)
+            return replace(columns, labelled=False)  # partitions by class may still use the class numbers
+        label = torch.zeros(len(columns), dtype=torch.int64)
+        return replace(columns, label=label, num_classes=1, class_names=None, labelled=False)
 
     def label_shape(self, size: int) -> tuple[int, ...]:
         """Return the shape of a row's label; see `Objective.label_shape`."""

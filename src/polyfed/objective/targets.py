@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from polyfed.core.counts import counted
 from polyfed.core.errors import DataError
 from polyfed.data.columns import Columns
 
@@ -23,6 +24,24 @@ def looks_like(label: Tensor) -> str:
         return "classification"
     known = label[~label.isnan()]
     return "multi-label" if bool(((known == 0) | (known == 1)).all()) else "regression"
+
+
+def float_classes(columns: Columns) -> str:
+    """Return a remark on one label a row that is a whole number of a float type, or an empty text for other labels.
+
+    Such labels may be class numbers that were stored as floats. `looks_like` takes them for targets.
+    """
+    label = columns.label
+    if not label.is_floating_point() or (label.dim() == 2 and label.shape[1] > 1):
+        return ""
+    known = label[~label.isnan()]
+    if not len(known) or bool((known != known.round()).any()):
+        return ""
+    return (
+        f"data '{columns.name}': the labels are whole numbers that are stored as floats, so the task is "
+        f"'{looks_like(label)}'. If they are classes, store them as integers. Otherwise, name the task, as in [task] "
+        f"name = '{looks_like(label)}'"
+    )
 
 
 def in_words(label: Tensor) -> str:
@@ -69,7 +88,8 @@ def as_classes(columns: Columns, task: str, cure: str) -> Columns:
     flat = label.reshape(-1)
     if missing := int(flat.isnan().sum()):
         raise DataError(
-            f"{where} {in_words(label)} and {missing} of them are NaN. Mark rows without a label as left out (split 3)"
+            f"{where} {in_words(label)} and {counted(missing, 'label is', 'labels are')} NaN. Mark rows without "
+            "a label as left out (split 3)"
         )
     if not bool(((flat == flat.round()) & (flat >= 0)).all()):
         odd = float(flat[(flat != flat.round()) | (flat < 0)][0])

@@ -1,25 +1,27 @@
-"""What did a run reach, at what cost? This room reads the folders of runs, draws pages and compares runs.
+"""Reports: reads the folders of runs, draws pages about them, and compares runs.
 
 Reading a folder:
 
-- `run_folder`: the files of a run, read line by line; `run_schema`: the types of their content.
-- `history`: the rounds as columns of numbers; `participation`: which clients took part when.
-- `egress`: sums over the ledger; `bytes_by_client`: what each client sent.
-- `leakage`: what `polyfed audit` found out from the messages.
-- `reconciliation`: whether the audit logs of server and devices say the same.
+- `run_folder`: the files of a run, read line by line. `run_schema`: the types of their content.
+- `history`: the rounds as columns of numbers. `participation`: which clients took part in which rounds.
+- `egress`: sums over the ledger. `bytes_by_client`: the bytes that each client sent.
+- `leakage`: the findings of `polyfed audit`.
+- `reconciliation`: whether the audit logs of server and devices agree.
 
 Several runs:
 
 - `compare`: groups of runs that differ only in seed and fold, with mean and spread.
-- `study_folder`: the runs of a study, with their names; `labels`: names for other groups, by what differs.
-- `significance`: paired tests, Holm's correction, ranks; `paired_differences`: these tests on a comparison.
-- `comparison_tables`: a comparison as Markdown, LaTeX, CSV and JSON; `figures`: as SVG and PDF.
+- `study_folder`: the runs of a study, with their names. `labels`: names for other groups, from the options in which
+  they differ.
+- `significance`: paired tests, Holm's correction, ranks. `paired_differences`: these tests on a comparison.
+- `comparison_tables`: a comparison as Markdown, LaTeX, CSV and JSON. `figures`: a comparison as SVG and PDF.
 - `score_against_cost`: scores over rounds, bytes and simulated seconds.
-- `folds`: scores over several folds, and the rounds to an accuracy; `curves`: the curves of groups.
+- `folds`: scores over several folds, and the number of rounds until an accuracy is reached. `curves`: the curves of
+  groups.
 
 The page:
 
-- `page`: the HTML pages, from `templates/` and `assets/`; `charts`: the curves of one run.
+- `page`: the HTML pages, from `templates/` and `assets/`. `charts`: the curves of one run.
 - `formatting`: how numbers are written.
 """
 

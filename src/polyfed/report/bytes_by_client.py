@@ -1,4 +1,4 @@
-"""What each client sent: one row per client, ordered by bytes sent."""
+"""The table of the bytes that each client sent: one row per client, ordered by the bytes."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from polyfed.report.formatting import bytes_of
 from polyfed.report.run_folder import Folder
 
 MOST_CLIENTS = 1000
-"""At most this many clients are shown, so that the page stays small."""
+"""The largest number of clients in the table, so that the page stays small."""
 
 DOWN = "client"
-"""The destination, in the ledger, of what clients receive."""
+"""The destination in the ledger for messages to clients."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Sender:
     """What one client sent and received, in bytes.
 
     Attributes:
-        client: its number.
-        modalities: its modalities; None if run.json does not list the client.
+        client: the number of the client.
+        modalities: the modalities of the client. None if run.json does not list the client.
         sent: bytes sent in total.
         share: `sent` in percent of the largest `sent` of all clients.
-        parts: for each column of the table, one per kind: bytes, and the blocks they belong to, in words.
+        parts: for each kind, which is a column of the table: the bytes, and a text that lists their blocks.
         received: bytes received in total.
     """
 

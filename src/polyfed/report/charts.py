@@ -1,4 +1,4 @@
-"""The charts of a run's report, as data; the script of the page draws them."""
+"""The charts of a run's report, as data. The script of the page draws the charts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,7 +10,7 @@ from polyfed.report.history import History
 from polyfed.report.scores import TITLES, title_of, unit_of
 
 MOST_POINTS = 1500
-"""A chart shows at most this many points; more rounds are averaged in bins, since no screen could show them."""
+"""The largest number of points of a chart. More rounds are averaged in bins, because no screen could show them."""
 
 Unit = Literal["share", "bytes", "seconds", "number"]
 Values = Sequence[float | None]
@@ -21,9 +21,9 @@ class Series:
     """A curve.
 
     Attributes:
-        label: its name in the legend.
-        values: one per point; None where there is no value.
-        colour: number in the page's palette; a modality has the same colour in every chart.
+        label: the name in the legend.
+        values: one value per point. None if a point has no value.
+        colour: number in the page's palette. A modality has the same colour in every chart.
         dashed: whether the curve is dashed, for values that are not measured on the test set.
         low: lower edge of a band around the curve, with `high`.
         high: upper edge.
@@ -42,10 +42,10 @@ class Chart:
     """A chart: curves over the same x axis.
 
     Attributes:
-        name: its id on the page.
-        title: its heading.
-        caption: what it shows, in a sentence.
-        unit: how values are written.
+        name: the id of the chart on the page.
+        title: the heading.
+        caption: a sentence that describes the chart.
+        unit: the unit in which values are written.
         x: the positions on the x axis, ascending.
         series: the curves.
         x_label: the label of the x axis.
@@ -204,8 +204,11 @@ def timing(history: History) -> Chart:
 
 
 def prices(history: History) -> list[Chart]:
-    """The score against cost: bytes, simulated time if the recipe has a section [network], and, for an algorithm that
-    logs them, local rounds and exchanges; these also against the test loss."""
+    """Return the charts of the score against the cost.
+
+    The costs are bytes, simulated time if the recipe has a section [network], and local rounds and exchanges if the
+    algorithm logs them. For local rounds and exchanges, there are also charts of the test loss.
+    """
     head = history.headline
     scores = [("all modalities", f"global.{head.score}", 0, False), ("clients' own", "personal.mean", 1, False)]
     loss = [("test", "global.loss", 1, False)]
@@ -235,7 +238,7 @@ def prices(history: History) -> list[Chart]:
 
 
 def logged(history: History, modalities: Sequence[str]) -> list[Chart]:
-    """The numbers that the algorithm logs: one chart for each name; `name.part` is a curve in the chart of `name`."""
+    """Return a chart for each name that the algorithm logs. `name.part` is a curve in the chart of `name`."""
     families: dict[str, dict[str, Values]] = {}
     for name, values in history.group("logged.").items():
         family, _, part = name.replace("/", ".").partition(".")
@@ -254,7 +257,7 @@ def logged(history: History, modalities: Sequence[str]) -> list[Chart]:
 
 
 def colour_of(modality: str, modalities: Sequence[str]) -> int:
-    """A modality's colour in the palette; colour 0 stands for all modalities together."""
+    """Return a modality's colour in the palette. Colour 0 is for all modalities together."""
     return 1 + (list(modalities).index(modality) if modality in modalities else len(modalities))
 
 

@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from polyfed.core.errors import RecipeError
 from polyfed.report import history
-from polyfed.report.charts import Chart, Series, colour_of
+from polyfed.report.charts import MOST_POINTS, Chart, Series, colour_of
 from polyfed.report.history import History
 from polyfed.report.run_folder import Folder
 
@@ -101,15 +103,29 @@ def picks(past: History, modalities: Sequence[str], num_clients: int) -> list[Ch
         charts.append(
             Chart("picked", "Clients picked so far", caption, "share", past.rounds, [Series("clients", shares, 1)])
         )
-        every = [0.0] * (num_clients - len(times)) + [float(count) for count in times]
-        share = [100.0 * (rank + 0.5) / len(every) for rank in range(len(every))]
-        caption = "In how many rounds each client was asked, in ascending order."
-        charts.append(
-            Chart(
-                "times", "Picks of each client", caption, "number", share, [Series("rounds", every, 1)], "% of clients"
-            )
-        )
+        charts.append(_times(times, num_clients))
     return charts
+
+
+def _times(times: Sequence[int], num_clients: int) -> Chart:
+    """In how many rounds each client was asked.
+
+    Args:
+        times: the counts of the clients that were asked, in ascending order.
+        num_clients: the number of all clients. If there are more than a chart can show, neighbours share a point.
+    """
+    num = max(num_clients, len(times))  # a damaged run.json may say less
+    every = np.zeros(num)
+    every[num - len(times) :] = times
+    step = -(-num // MOST_POINTS)
+    starts = np.arange(0, num, step)
+    ends = np.minimum(starts + step, num)
+    means = np.add.reduceat(every, starts) / (ends - starts)
+    share = 100.0 * (starts + ends) / 2 / num
+    caption = "In how many rounds each client was asked, in ascending order."
+    caption += f" Each point is the mean of {step:,} clients." if step > 1 else ""
+    series = [Series("rounds", means.tolist(), 1)]
+    return Chart("times", "Picks of each client", caption, "number", share.tolist(), series, "% of clients")
 
 
 def coefficients(past: History) -> list[Chart]:

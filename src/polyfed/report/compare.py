@@ -1,4 +1,4 @@
-"""Compare runs: those that differ only in seed and fold form a group, with mean and spread over its runs."""
+"""Compares runs. Runs that differ only in seed and fold form a group, with mean and spread over its runs."""
 
 import math
 import warnings
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 AT_BEST = ("accuracy", "macro_f1", "mae", "recall1")
-"""Scores of the global model that are shown for the round with the best validation."""
+"""The scores of the global model to show for the round with the best validation score."""
 
 POOLED, REACHED = "pooled.uar", "rounds_to_accuracy"
-"""Cells that `polyfed.report.folds` computes, from several runs of a group or from the rounds of each."""
+"""The cells that `polyfed.report.folds` computes, from several runs of a group or from the rounds of each run."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Cell:
 
     Attributes:
         mean: arithmetic mean.
-        spread: sample standard deviation; 0 for a single run.
-        n: the number of runs that have this number; of seeds, if folds are pooled.
+        spread: sample standard deviation, which is 0 for a single run.
+        n: the number of runs that have this number. If folds are pooled, the number of seeds.
         of: the number of runs, or seeds, in the group.
     """
 
@@ -43,7 +43,7 @@ class Cell:
     of: int
 
     def text(self, unit: str) -> str:
-        """Mean and spread in words, without the spread for a single run; shares are in percent, without the sign."""
+        """Return mean and spread as text, for a single run only the mean. Shares are in percent, without the sign."""
         if not math.isfinite(self.mean):
             return MISSING
         values = [self.mean] if self.n == 1 or self.spread == 0 else [self.mean, self.spread]
@@ -55,7 +55,7 @@ class Column:
     """A column of the comparison.
 
     Attributes:
-        name: the key of the cells: a dotted path in result.json.
+        name: the key of the cells, which is a dotted path in result.json.
         title: what the column shows.
         unit: `share` (written in percent), `bytes`, `seconds` or `number`.
     """
@@ -66,12 +66,12 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """The title, with the unit if the cells leave it out."""
+        """Return the title, with the unit if the cells have no unit."""
         return f"{self.title} %" if self.unit == "share" else self.title
 
     @property
     def is_quality(self) -> bool:
-        """Whether the column shows the quality of a model, not its cost."""
+        """Return whether the column shows the quality of a model rather than its cost."""
         return self.unit == "share"
 
 
@@ -83,12 +83,12 @@ class Group:
         label: the algorithm, and the options in which the group differs from others.
         folders: the folder of each run.
         seeds: the seed of each run.
-        folds: the fold of each run, as `fold_of` writes it; an empty string if the data has no folds.
+        folds: the fold of each run, as `fold_of` writes it. An empty string if the data has no folds.
         cells: column name -> cell.
         method: the label without the data and the clients.
-        scenario: the data and the clients, in the words of the study or by what differs; empty if all groups have the
-            same.
-        metrics: the metrics that the study reports in this scenario; empty without a study.
+        scenario: the data and the clients: the name from the study, or the options that differ. Empty if all groups
+            have the same scenario.
+        metrics: the metrics that the study reports in this scenario. Empty without a study.
     """
 
     label: str
@@ -107,7 +107,7 @@ class Group:
 
     @property
     def other_data(self) -> list[str]:
-        """Folders whose data differs from that of the group's first run of the same fold; a file has changed."""
+        """Return the folders whose data differs from the data of the group's first run of the same fold."""
         first: dict[str, Any] = {}
         prints = [folder.facts.get("data", {}).get("sha256") for folder in self.folders]
         for fold, seen in zip(self.folds, prints, strict=True):
@@ -124,7 +124,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Groups, in the order of their first runs, and the columns that at least one of them has."""
+    """The groups, in the order of their first runs, and the columns that at least one group has."""
 
     groups: tuple[Group, ...]
     columns: tuple[Column, ...]
@@ -132,7 +132,7 @@ class Comparison:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Why a spread may mislead: the runs of a group have different data, or one seed and fold several times."""
+        """Return why a spread may mislead: a group's runs have different data, or repeat a seed and fold."""
         found = []
         for group in self.groups:
             if names := group.other_data:
@@ -147,14 +147,16 @@ class Comparison:
         return tuple(found)
 
     def cell(self, group: Group, column: Column) -> str:
-        """A cell in words; it names n if not all runs of the group have the number."""
+        """Return a cell as text, which contains n if some runs of the group lack the number."""
         cell = group.cells.get(column.name)
         fewer = f" (n={cell.n})" if cell is not None and cell.n < cell.of else ""
         return (MISSING if cell is None else cell.text(column.unit)) + fewer
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row per group: label, n, seeds, folds if there are several, and `<column>` and `<column>.spread` for
-        every number; `rounds_to_accuracy.n` is the number of runs that reached the accuracy.
+        """Return one flat row per group.
+
+        A row has label, n, seeds, folds if there are several, and `<column>` and `<column>.spread` for every number.
+        `rounds_to_accuracy.n` is the number of runs that reached the accuracy.
         """
         return [
             {"label": group.label, "n": len(group.folders), "seeds": list(group.seeds)}
@@ -167,7 +169,7 @@ class Comparison:
 
     def frame(self) -> "pd.DataFrame":
         """The rows as a data frame, with the columns `method` and `scenario`."""
-        import pandas as pd  # here: it takes half a second
+        import pandas as pd  # imported here, because it takes half a second
 
         names = ({"method": group.method, "scenario": group.scenario} for group in self.groups)
         return pd.DataFrame([name | row for name, row in zip(names, self.rows(), strict=True)])
@@ -177,9 +179,11 @@ def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Compariso
     """Group finished runs, with mean and spread of their numbers.
 
     Args:
-        dirs: folders of runs, or of studies, which stand for their reported runs; one that is named twice counts once.
-            Folders without a finished run are left out with a warning, unless all are.
-        reach: also find the first round in which each run's accuracy is at least this share, above 0 and at most 1.
+        dirs: folders of runs, or of studies. A study counts as its reported runs. A folder that occurs twice counts
+            once. Folders without a finished run are left out with a warning. If no folder has a finished run, this is
+            an error.
+        reach: an accuracy above 0 and at most 1. If given, also find the first round in which each run has at least
+            this accuracy.
 
     Raises:
         RecipeError: no folder was given, or `reach` is not such a share.
@@ -206,7 +210,7 @@ def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Compariso
 
 
 def _names(folders: Sequence[Folder], named: Mapping[Path, NamedRun | None]) -> list[tuple[str, NamedRun]]:
-    """The label of each group, and its method and scenario: in the words of a study, or by what differs."""
+    """Return the label, method and scenario of each group, from a study or from the options that differ."""
     plain = [folder for folder in folders if named[folder.path] is None]
     words = dict(
         zip((folder.path for folder in plain), zip(labels_of(plain), parts_of(plain), strict=True), strict=True)
@@ -224,7 +228,7 @@ def _names(folders: Sequence[Folder], named: Mapping[Path, NamedRun | None]) -> 
 
 
 def _finished(paths: Iterable[Path]) -> list[Folder]:
-    """The folders that hold finished runs; a pattern such as `runs/*` matches others as well."""
+    """Return the folders that hold finished runs. A pattern such as `runs/*` also matches other folders."""
     found, others = [], []
     for path in paths:
         try:
@@ -282,5 +286,4 @@ def _columns(groups: Sequence[Group], modalities: Sequence[str], reach: float | 
         Column("rounds", "rounds", "number"),
     ]
     shown = tuple(c for c in wanted if any(c.name in group.cells for group in groups))
-    # shown even if no run reached it, which is a result as well
     return shown if reach is None else (*shown, Column(REACHED, f"rounds to {100 * reach:g} %", "number"))

@@ -1,4 +1,4 @@
-"""A comparison as tables of text: for the terminal, Markdown and LaTeX; and its numbers as CSV and JSON."""
+"""A comparison as text tables for the terminal, Markdown and LaTeX, and as numbers in CSV and JSON."""
 
 import re
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Sheet:
 
     Attributes:
         name: a short name, for LaTeX's label.
-        title: what the table shows; its caption.
+        title: the caption, which describes the table.
         headings: the heading of each column; the first column holds names.
         rows: the cells of each row.
         best: (row, column) of the cells that hold the best value of their column.
@@ -44,12 +44,12 @@ def sheets_of(comparison: Comparison, proof: Evidence) -> list[Sheet]:
 
 
 def tests_of(proof: Evidence) -> list[Sheet]:
-    """The tables of the tests: differences and ranks, those that exist."""
+    """Return the tables of the tests that exist: differences and ranks."""
     return [sheet for sheet in (differences_sheet(proof), ranks_sheet(proof)) if sheet is not None]
 
 
 def scenarios_sheet(comparison: Comparison, proof: Evidence) -> Sheet | None:
-    """Methods by scenarios, with the tested metric and the mean rank; None for a single scenario."""
+    """Return a table of methods by scenarios, with the tested metric and the mean rank, or None for one scenario."""
     scenarios = list(dict.fromkeys(group.scenario for group in comparison.groups))
     if len(scenarios) < 2:
         return None
@@ -76,7 +76,7 @@ def scenarios_sheet(comparison: Comparison, proof: Evidence) -> Sheet | None:
 
 
 def columns_sheet(comparison: Comparison, name: str, title: str, columns: Sequence[Column]) -> Sheet:
-    """Groups by columns, as the terminal and the page show them."""
+    """Return a table of groups by columns, as the terminal and the page show it."""
     rows = [
         [group.name, str(len(group.folders)), *(comparison.cell(group, column) for column in columns)]
         for group in comparison.groups
@@ -92,7 +92,7 @@ def columns_sheet(comparison: Comparison, name: str, title: str, columns: Sequen
 
 
 def differences_sheet(proof: Evidence) -> Sheet | None:
-    """Paired differences to the baseline; None if no two runs share seed and fold."""
+    """Return the paired differences to the baseline, or None if no two runs share seed and fold."""
     if not proof.differences:
         return None
     test = "Student's t" if proof.test == "t" else "Wilcoxon's signed-rank test"
@@ -107,7 +107,7 @@ def differences_sheet(proof: Evidence) -> Sheet | None:
 
 
 def ranks_sheet(proof: Evidence) -> Sheet | None:
-    """Mean ranks; None if they are not defined."""
+    """Return the mean ranks, or None if they are not defined."""
     if proof.ranks is None:
         return None
     ranks = proof.ranks
@@ -125,7 +125,7 @@ def ranks_sheet(proof: Evidence) -> Sheet | None:
 
 
 def markdown(sheets: Sequence[Sheet]) -> str:
-    """The tables in Markdown; the best cells are bold."""
+    """Return the tables in Markdown, with the best cells in bold."""
     parts = []
     for sheet in sheets:
         lines = [f"{sheet.title}.", "", _row(sheet.headings), "|---|" + "---:|" * (len(sheet.headings) - 1)]
@@ -137,7 +137,7 @@ def markdown(sheets: Sequence[Sheet]) -> str:
 
 
 def latex(sheets: Sequence[Sheet]) -> str:
-    """The tables in LaTeX with the package booktabs; the best cells are bold."""
+    """Return the tables in LaTeX with the package booktabs, with the best cells in bold."""
     parts = ["% needs \\usepackage{booktabs}"]
     for sheet in sheets:
         head = " & ".join(_escaped(heading) for heading in sheet.headings)
@@ -161,7 +161,7 @@ def latex(sheets: Sequence[Sheet]) -> str:
 
 def csv(comparison: Comparison, proof: Evidence) -> str:
     """One line for each group, with all numbers at full precision and the tests of the group."""
-    import pandas as pd  # here: it takes half a second
+    import pandas as pd  # imported here, because it takes half a second
 
     tests = {(d.scenario, d.method): d for d in proof.differences}
     rows = []
@@ -175,7 +175,7 @@ def csv(comparison: Comparison, proof: Evidence) -> str:
 
 
 def content(comparison: Comparison, proof: Evidence) -> dict[str, Any]:
-    """Everything as JSON can hold it: groups, tests, warnings."""
+    """Return groups, tests and warnings in a form that JSON can hold."""
     groups = [
         row | {"method": group.method, "scenario": group.scenario}
         for row, group in zip(comparison.rows(), comparison.groups, strict=True)
@@ -228,7 +228,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text with the characters that LaTeX would read as commands written out."""
+    """Return the text with LaTeX's special characters escaped."""
     special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
     special |= {character: f"\\{character}" for character in "&%$#_{}"}
     special |= {"±": r"$\pm$", "–": "--", "<": "$<$", ">": "$>$", "|": r"$\vert$", "×": r"$\times$"}

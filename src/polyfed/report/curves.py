@@ -1,4 +1,4 @@
-"""The curves of a comparison: for each group the mean over its runs, in a band from the lowest to the highest."""
+"""The curves of a comparison: for each group, the mean over its runs, and a band from the lowest to the highest run."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from polyfed.report.compare import Comparison, Group
 from polyfed.report.scores import Headline, title_of, unit_of
 
 CURVES = ("macro_f1", "auroc", "pearson")
-"""Metrics that are followed beside the score of the runs."""
+"""The metrics that get curves besides the score of the runs."""
 
 
 def curves_of(comparison: Comparison) -> list[Chart]:

@@ -1,4 +1,4 @@
-"""Sums over the ledger of a run, in one pass; memory grows with the number of different rows, not of all rows."""
+"""Sums over the ledger of a run, computed in one pass. Memory grows only with the number of different rows."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,11 +11,11 @@ from polyfed.report.run_folder import Folder, damaged
 from polyfed.report.run_schema import LIMIT
 
 MOST_SHAPES = 100_000
-"""The largest number of different pairs of client and row ending that are counted before they are summed up; it bounds
-the memory if every row has another shape."""
+"""The largest number of different pairs of client and row ending that are counted before they are summed up. It limits
+the memory if every row has a different shape."""
 
 CLIENT, ROUND, ASK = '"client":', '"round":', '"ask":'
-"""The text before the numbers of the client, the round and the request in a row."""
+"""The texts that stand before the numbers of the client, the round and the request in a row."""
 
 Place = tuple[str, str, str]
 """(block, kind, destination)"""
@@ -26,13 +26,15 @@ class Egress:
     """Sums over a ledger.
 
     Attributes:
-        bytes: bytes that crossed, by (block, kind, destination); destination "client" means from the server to clients.
+        bytes: bytes that were sent, by (block, kind, destination). The destination "client" means from the server to
+            clients.
         crossings: the number of rows, by (block, kind, destination).
-        refused: the number of rows that the policy refused, by (block, kind, destination); their bytes do not count.
+        refused: the number of rows that the policy refused, by (block, kind, destination). The bytes of these rows do
+            not count.
         messages: bytes by (message, field, kind, destination).
         clients: bytes by (client, block, kind, destination).
-        evaluation: the same sums over the rows that belong to evaluations; None for rows of which this is not known,
-            which count as training.
+        evaluation: the same sums over the rows that belong to evaluations. None if this is not known. All rows then
+            count as training.
     """
 
     bytes: Counter[Place]
@@ -44,12 +46,12 @@ class Egress:
 
     @classmethod
     def empty(cls, evaluation: "Egress | None" = None) -> "Egress":
-        """Sums over no rows."""
+        """Return sums over no rows."""
         return cls(Counter(), Counter(), Counter(), Counter(), Counter(), evaluation)
 
     @property
     def places(self) -> list[Place]:
-        """Everything that crossed or was refused."""
+        """Return the places of all data that was sent or refused."""
         return sorted({*self.crossings, *self.refused})
 
 
@@ -61,7 +63,8 @@ def aggregate(folder: Folder, requests: Mapping[int, int] | None = None) -> Egre
 
     Args:
         folder: the run.
-        requests: round -> the number of its requests that trained; the others evaluated. None if it is not known.
+        requests: round -> the number of its training requests. All later requests evaluated. None if the numbers are
+            not known.
 
     Raises:
         DataError: a row is damaged.

@@ -1,4 +1,4 @@
-"""Figures for a paper, as SVG and PDF: scores against their cost, paired differences, mean ranks. Needs Matplotlib."""
+"""Figures for a paper, as SVG and PDF: scores against cost, paired differences, mean ranks. They need Matplotlib."""
 
 import re
 from collections.abc import Sequence
@@ -17,13 +17,14 @@ DARK = ("#f0f3f6", "#58a6ff", "#ff8c42", "#3fcf8e", "#d68bd9", "#e3b341", "#8fd3
 """The colours of the pages (assets/report.css)."""
 
 DASHES = ("-", "--", ":", "-.")
-"""Groups beyond the number of colours differ by their dashes."""
+"""The line styles. If there are more groups than colours, groups with the same colour have different dashes."""
 
 MOST_BANDS = 4
-"""With more groups, bands would hide each other, and bars at the last point show the range over runs instead."""
+"""The largest number of groups with bands. More bands would hide each other, so bars at the last point show the range
+over runs instead."""
 
 WIDTH = 5.5
-"""The width of a figure in inches: that of the text of NeurIPS and ICML in one column."""
+"""The width of a figure in inches, which is the width of one text column of NeurIPS and ICML."""
 
 
 def write_figures(
@@ -33,10 +34,10 @@ def write_figures(
 
     Args:
         comparison: the comparison.
-        proof: its tests.
-        folder: where the files go; it is created.
-        metric: the metric of the curves; None: as in `evidence`.
-        dark: draw for a dark background.
+        proof: the tests of the comparison.
+        folder: the folder for the files, which is created.
+        metric: the metric of the curves. None chooses it as in `evidence`.
+        dark: whether to draw for a dark background.
 
     Returns:
         The paths of the files.
@@ -72,7 +73,7 @@ def _saved(figures: dict[str, Any], folder: Path) -> list[Path]:
         for name, figure in figures.items():
             for kind in FORMATS:
                 path = folder / f"{re.sub(r'[^0-9A-Za-z_.-]+', '-', name)}.{kind}"
-                date = {"Date": None} if kind == "svg" else {"CreationDate": None}  # equal numbers, equal files
+                date = {"Date": None} if kind == "svg" else {"CreationDate": None}  # equal numbers give equal files
                 figure.savefig(path, metadata=date)
                 paths.append(path)
     except OSError as error:
@@ -98,7 +99,7 @@ def _style(dark: bool) -> dict[str, Any]:
         "font.size": 9,
         "legend.frameon": False,
         "pdf.fonttype": 42,  # fonts that journals accept and that a reader can select
-        "svg.fonttype": "none",  # words stay words
+        "svg.fonttype": "none",  # text stays text
         "svg.hashsalt": "polyfed",
     }
 
@@ -106,7 +107,7 @@ def _style(dark: bool) -> dict[str, Any]:
 def _curves(
     figure_of: Any, groups: Sequence[Progression], x_label: str, proof: Evidence, scenario: str, dark: bool
 ) -> Any:
-    """A score against its cost: the mean over runs, and the range over runs."""
+    """Draw a score against its cost, with the mean and the range over runs."""
     figure = figure_of(figsize=(WIDTH, 3.2))
     axes = figure.subplots()
     factor = 100.0 if proof.share else 1.0
@@ -131,7 +132,7 @@ def _curves(
 
 
 def _differences(figure_of: Any, proof: Evidence, scenario: str) -> Any:
-    """Paired differences to the baseline with their intervals; a filled point is significant after Holm."""
+    """Draw paired differences to the baseline with intervals. A filled point is significant after Holm's correction."""
     rows = [row for row in proof.differences if row.scenario == scenario][::-1]
     figure = figure_of(figsize=(WIDTH, 0.7 + 0.28 * len(rows)))
     axes = figure.subplots()
@@ -154,7 +155,7 @@ def _differences(figure_of: Any, proof: Evidence, scenario: str) -> Any:
 
 
 def _ranks(figure_of: Any, proof: Evidence) -> Any:
-    """Mean ranks on a line; a bar joins methods that do not differ by the critical difference (Demšar, Fig. 1)."""
+    """Draw mean ranks on a line. A bar joins methods whose ranks do not differ significantly (Demšar, Fig. 1)."""
     ranks = proof.ranks
     assert ranks is not None
     order = sorted(range(len(proof.methods)), key=lambda method: ranks.ranks[method])

@@ -1,9 +1,8 @@
-"""Scores that need several runs or all rounds: the UAR over folds, and the number of rounds to an accuracy.
+"""Scores that need several runs or all rounds: the UAR over folds, and the rounds until an accuracy is reached.
 
-A fold is a run that differs from others of its group only in which part of the data is the test set.
-There are two scores over folds: the mean of the folds' UAR, which weighs folds equally, and the UAR of their summed
-confusion matrices, which weighs rows equally. The second needs the matrices, which the last line of rounds.jsonl holds.
-See docs/evaluation.md.
+A fold is one part of the data that serves as the test set. The runs of a group may differ in their fold. There are two
+scores over folds. The mean of the folds' UAR weights folds equally. The UAR of their summed confusion matrices weights
+rows equally. This second score needs the matrices, which are in the last line of rounds.jsonl. See docs/evaluation.md.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ FOLD_KEYS = ("data.test_session", "data.fold")
 
 
 def fold_of(folder: Folder) -> str:
-    """The fold of a run in words, as `test_session=5`; empty if its data has no such option."""
+    """Return the fold of a run as text, such as `test_session=5`, or "" if its data has no such option."""
     data = folder.recipe.get("data", {})
     names = [key.removeprefix("data.") for key in FOLD_KEYS]
     return " ".join(f"{name}={data[name]}" for name in names if name in data)
@@ -67,10 +66,11 @@ def pooled_uars(folders: Sequence[Folder]) -> list[float]:
 
 
 def rounds_to(folder: Folder, reach: float) -> int | None:
-    """The first evaluated round whose accuracy on the global test set is at least `reach`; None if none was.
+    """Return the first evaluated round whose accuracy on the global test set is at least `reach`, or None.
 
     For an algorithm without a global model, the mean accuracy over clients' own test rows counts. If the run evaluates
-    every n rounds, the result can be up to n - 1 rounds late. None if the run's score is not the accuracy.
+    every n rounds, the result can be up to n - 1 rounds late. The result is also None if the run's score is not the
+    accuracy.
     """
     if folder.headline.score != "accuracy":
         return None
@@ -81,7 +81,6 @@ def rounds_to(folder: Folder, reach: float) -> int | None:
             value = row.get("metrics", {}).get(group, {}).get(key)
             if value is not None:
                 found.append((int(row["round"]), float(value)))
-    # take the curve with more points: Local evaluates on the global test set after the last round only
     curve = max(seen.values(), key=len)
     return next((number for number, value in curve if value >= reach), None)
 

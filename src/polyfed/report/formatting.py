@@ -6,13 +6,13 @@ from datetime import UTC, datetime
 from polyfed.privacy.guarantee import number as epsilon_of
 
 MISSING = "–"
-"""The text in place of a number that is missing."""
+"""The text that replaces a missing number."""
 
 PREFIXES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def number_of(value: float | None, unit: str) -> str:
-    """A value with its unit: shares in percent, bytes with a decimal prefix, an epsilon rounded up.
+    """Return a value with its unit: shares in percent, bytes with a decimal prefix, and an epsilon rounded up.
 
     >>> number_of(0.5, "share"), number_of(30_497_400, "bytes"), number_of(0.0475, "seconds")
     ('50.0 %', '30.5 MB', '47.5 ms')
@@ -31,7 +31,7 @@ def number_of(value: float | None, unit: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, which takes an `s` unless the number is 1.
+    """Return a number with its noun. The noun gets an `s` unless the number is 1.
 
     >>> counted(1, "round"), counted(30, "round")
     ('1 round', '30 rounds')

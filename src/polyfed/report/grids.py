@@ -1,5 +1,7 @@
-"""Grids of a run's report, as data: the confusion matrix, and the labels that clients hold. The page's script draws
-them."""
+"""Grids of a run's report, as data: the confusion matrix, and the labels that clients hold.
+
+The page's script draws the grids.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,13 +14,13 @@ from polyfed.report.history import History
 from polyfed.report.run_folder import Folder
 
 MOST_SIDE = 100
-"""The longest side of a grid on the page; neighbouring rows or columns of a larger one are summed up."""
+"""The longest side of a grid on the page. Neighbouring rows or columns of a larger grid are summed up."""
 
 MOST_CLASSES = 200
-"""The table of classes has at most this many rows."""
+"""The largest number of rows in the table of classes."""
 
 LONGEST_NAME = 40
-"""A class name on the page has at most this many characters."""
+"""The largest number of characters of a class name on the page."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,14 @@ class Grid:
     """A grid of counts.
 
     Attributes:
-        name: its id on the page.
-        title: its heading.
-        caption: what it shows, in sentences.
+        name: the id of the grid on the page.
+        title: the heading.
+        caption: sentences that describe the grid.
         rows: the name of each row.
         columns: the name of each column.
-        counts: for each row the counts of its columns. The page shades a cell by its share of the row.
-        row_word: what a row is, before its name: `true class`.
-        column_word: what a column is: `predicted`.
+        counts: for each row, the counts of its columns. The page shades a cell by its share of the row.
+        row_word: the word before the name of a row, such as `true class`.
+        column_word: the word before the name of a column, such as `predicted`.
     """
 
     name: str
@@ -55,11 +57,12 @@ class ClassScore:
     """How well one class is recognised.
 
     Attributes:
-        name: its name.
+        name: the name of the class.
         rows: the rows of this class in the test set.
-        recall: the share of these rows that the model recognised; None without rows.
-        precision: the share of this class among the rows that the model took for it; None if there are none.
-        mistaken: the class that its rows are most often taken for, and how often; None without a mistake.
+        recall: the share of these rows that the model recognised. None if there are no rows.
+        precision: the share of this class among the rows that the model assigned to it. None if there are no such rows.
+        mistaken: the class to which the model most often wrongly assigns rows of this class, and how often. None
+            without a mistake.
     """
 
     name: str
@@ -70,7 +73,7 @@ class ClassScore:
 
 
 def class_names(folder: Folder, count: int) -> list[str]:
-    """The name of each class: those of the data, or else the class numbers."""
+    """Return the name of each class from the data, or else the class numbers."""
     known = folder.facts.get("data", {}).get("class_names") or []
     if not isinstance(known, list) or len(known) != count:
         return [str(number) for number in range(count)]
@@ -121,7 +124,7 @@ def class_scores(past: History, folder: Folder) -> list[ClassScore]:
 
 
 def labels(folder: Folder) -> Grid | None:
-    """How many training rows of each class each client holds; None if run.json does not say."""
+    """Return how many training rows of each class each client holds, or None if run.json lacks these numbers."""
     clients = [client for client in folder.facts.get("clients", []) if "labels" in client]
     if not clients or len({len(client["labels"]) for client in clients}) > 1:
         return None

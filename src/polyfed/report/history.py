@@ -1,4 +1,4 @@
-"""The rounds of a run as columns of numbers, read in one pass; values per client are summarised."""
+"""The rounds of a run as columns of numbers, read in one pass. Values per client are summarised."""
 
 import math
 from collections import Counter
@@ -13,14 +13,14 @@ from polyfed.report.run_folder import Folder, damaged
 from polyfed.report.scores import Headline
 
 QUANTILES = {"worst": 0.0, "lower": 0.25, "median": 0.5, "upper": 0.75, "best": 1.0}
-"""Columns `personal_accuracy.<name>` and the quantile over clients that each holds."""
+"""The columns `personal_accuracy.<name>`, each with the quantile over clients that it holds."""
 
 MOST_CELLS = 64
-"""The longest side of a logged matrix on the page; larger ones are averaged down to it."""
+"""The longest side of a logged matrix on the page. Larger matrices are averaged down to this size."""
 
 
 MOST_FRAMES = 16
-"""A logged matrix is shown for at most this many rounds, including the last."""
+"""The largest number of rounds for which a logged matrix is shown, including the last round."""
 
 
 @dataclass
@@ -28,9 +28,9 @@ class Frames:
     """A logged matrix over rounds. Rounds are thinned out evenly while they are added.
 
     Attributes:
-        rounds: the rounds that are kept, ascending.
+        rounds: the rounds whose matrices are kept, ascending.
         tables: the matrix in each of these rounds.
-        stride: every `stride`-th matrix is kept, and always the last.
+        stride: n, if every n-th matrix is kept. The last matrix is always kept.
     """
 
     rounds: list[int] = field(default_factory=list)
@@ -64,13 +64,13 @@ class History:
         participation: which clients took part in which rounds.
         headline: the metrics by which the run is judged.
         rounds: the numbers of the rounds.
-        columns: dotted name -> one value per round; None if the round has no value, or one that is not finite.
+        columns: dotted name -> one value per round. None if the round has no finite value.
         personal: client -> its last measured score on its own test rows.
         tables: name -> the matrices of this name that the algorithm logged.
-        reasons: why clients gave no usable reply -> how often.
+        reasons: each reason why clients gave no usable reply -> how often it occurred.
         confusion: the confusion matrix of the last round, if the run has one.
-        picked: client -> the number of rounds in which it was asked.
-        requests: round -> the number of requests that trained; later requests of the round evaluated.
+        picked: client -> the number of rounds in which the server asked the client.
+        requests: round -> the number of training requests. Later requests of the round evaluated.
     """
 
     participation: Participation
@@ -177,10 +177,10 @@ def entries_of(table: list[list[float]]) -> dict[str, float | None]:
 
 
 def square(matrix: list[list[float]] | None) -> list[list[float]] | None:
-    """The matrix itself, if there is one.
+    """Return the matrix unchanged, or None if there is no matrix.
 
     Raises:
-        ValueError: its rows do not have as many entries as there are rows.
+        ValueError: the matrix is not square.
     """
     if matrix is not None and any(len(row) != len(matrix) for row in matrix):
         raise ValueError("the confusion matrix is not square")
@@ -194,7 +194,7 @@ def finite(value: Any) -> float | None:
 
 
 def shrunk(table: list[list[float]]) -> list[list[float | None]]:
-    """The matrix with neighbouring entries averaged so that no side is longer than MOST_CELLS."""
+    """Average neighbouring entries of a matrix so that no side is longer than MOST_CELLS."""
     matrix = np.atleast_2d(np.asarray(table, dtype=np.float64))
     for axis in (0, 1):
         step = -(-matrix.shape[axis] // MOST_CELLS)

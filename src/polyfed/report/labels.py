@@ -10,10 +10,11 @@ IGNORED = ("seed", "versions", "checkpoint", "tracking")
 """Parts of a resolved recipe in which runs of one group may differ, because they do not change the method."""
 
 SCENARIO = ("data.", "clients.", "rounds")
-"""The keys of a recipe that are the same for all methods of one scenario begin with these words."""
+"""The first words of the recipe's keys that describe the scenario. They are the same for all methods of one
+scenario."""
 
 MOST_DIFFERENCES = 4
-"""A label names at most this many differing options."""
+"""The largest number of differing options in a label."""
 
 
 def method_of(folder: Folder) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def method_of(folder: Folder) -> dict[str, Any]:
 
 
 def parts_of(folders: Sequence[Folder]) -> list[tuple[str, str]]:
-    """The method and the scenario of each group; the scenario is empty if all groups have the same."""
+    """Return the method and the scenario of each group. The scenario is empty if all groups have the same one."""
     tables = [method_of(folder) for folder in folders]
     scenarios = [{k: v for k, v in table.items() if k.startswith(SCENARIO)} for table in tables]
     methods = [{k: v for k, v in table.items() if not k.startswith(SCENARIO)} for table in tables]
@@ -55,7 +56,7 @@ def flat(table: dict[str, Any], head: str = "") -> dict[str, Any]:
 def labels_of(folders: Sequence[Folder]) -> list[str]:
     """A name for each group: its algorithm, and the options in which it differs from the others.
 
-    Options that only one algorithm has do not distinguish it from others and are left out.
+    Options that only one algorithm has are left out, because the name of the algorithm already distinguishes it.
     """
     labels = _labels([method_of(folder) for folder in folders], "algorithm.name") if folders else []
     return [
@@ -80,7 +81,7 @@ def _labels(methods: Sequence[Mapping[str, Any]], head: str) -> list[str]:
 
 
 def _short(key: str, method: Mapping[str, Any]) -> str:
-    """The last part of an option's name, with its section where the method has several options of that name."""
+    """Return the last part of an option's name, with its section if the method has several options of this name."""
     name = key.rpartition(".")[2]
     alike = [other for other in method if other.rpartition(".")[2] == name]
     return key if name in ("name", "kind", "seed") or len(alike) > 1 else name

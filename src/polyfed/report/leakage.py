@@ -1,4 +1,4 @@
-"""What `polyfed audit` found out from the messages of a run, for the page and the terminal."""
+"""The findings of `polyfed audit` about a run, for the page and the terminal."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ LEVEL = "95 % interval"
 """The heading of the intervals."""
 
 MARKED = "the whole interval of the advantage lies above 0"
-"""What the star at an advantage means."""
+"""The explanation of the star at an advantage."""
 
 
 @dataclass(frozen=True)

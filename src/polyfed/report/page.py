@@ -1,8 +1,8 @@
-"""The pages of a report: one HTML file with its data, style and script, which loads nothing from elsewhere.
+"""The pages of a report. Each is one HTML file with its data, style and script, which loads no other files.
 
-Recipes, reasons of clients and logged names are untrusted text: jinja escapes them, the data passes through `tojson`
-(which leaves no `<`), the script writes text nodes only, and the content security policy allows only the scripts whose
-hashes it lists.
+Recipes, reasons from clients and logged names are untrusted text. Jinja therefore escapes this text, and `tojson`
+converts the data so that it contains no `<`. The script writes only text nodes. The content security policy allows only
+the scripts whose hashes it lists.
 """
 
 import base64
@@ -37,10 +37,10 @@ from polyfed.report.scores import title_of, unit_of
 REPORT = "report.html"
 
 SHOWN = ("macro_f1", "auroc", "pearson", "concordance", "acc7", "acc2", "f1", "recall5", "recall10", "weighted_kappa")
-"""Metrics at the top of the page beside the score, where a run has them."""
+"""The metrics at the top of the page besides the score, if a run has them."""
 
 WAYS = {"server": "To the server", "silo": "To the silo's edge", "client": "Down to clients"}
-"""Destination in the ledger -> heading on the page."""
+"""A map from each destination in the ledger to the heading on the page."""
 
 
 def write_report(dir: str | Path, baseline: str | Path | None = None, device_logs: Sequence[Path] = ()) -> Path:
@@ -48,8 +48,8 @@ def write_report(dir: str | Path, baseline: str | Path | None = None, device_log
 
     Args:
         dir: the folder of the run.
-        baseline: the folder of another run on the same data, such as one of FedAvg or Local: the page shows the gain
-            of each client over it.
+        baseline: the folder of another run on the same data, such as a run of FedAvg or Local. The page shows the gain
+            of each client over this run.
         device_logs: state folders of devices, whose audit logs are compared with the server's.
 
     Returns:
@@ -98,7 +98,7 @@ def write_report(dir: str | Path, baseline: str | Path | None = None, device_log
 def sections_of(
     folder: Folder, past: history.History, modalities: Sequence[str], baseline: Folder | None
 ) -> dict[str, list[charts.Chart]]:
-    """The charts of each section of the page, without those that have no value at all."""
+    """Return the charts of each section of the page, without charts that have no values."""
     found = {
         "curves": charts.charts_of(past, modalities),
         "quality": client_charts.calibration(folder),
@@ -118,13 +118,13 @@ def numbered(sections: Mapping[str, Sequence[charts.Chart]]) -> dict[str, list[t
 
 
 def sides_of(crossed: egress.Egress) -> list[egress.Egress]:
-    """The sums over training, and those over evaluation if they are known and not empty."""
+    """Return the sums over training, and the sums over evaluation if they are known and not empty."""
     evaluation = crossed.evaluation
     return [crossed] if evaluation is None or not evaluation.places else [crossed, evaluation]
 
 
 GENERATOR = b'<meta name="generator" content="polyfed">'
-"""The tag in the head of every page that polyfed writes; only pages that have it are overwritten."""
+"""The tag in the head of every page that polyfed writes. polyfed overwrites only pages that have this tag."""
 
 
 def write_comparison(comparison: Comparison, path: str | Path, proof: Evidence | None = None) -> Path:
@@ -133,7 +133,7 @@ def write_comparison(comparison: Comparison, path: str | Path, proof: Evidence |
     Args:
         comparison: the comparison.
         path: the file to write.
-        proof: the tests; None: those of `evidence` without further choices.
+        proof: the tests. None uses the defaults of `evidence`.
 
     Returns:
         The path of the page.
@@ -189,7 +189,7 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
 
 
 def _kept(folder: Folder) -> str:
-    """What the method keeps besides the model, in words; empty if it keeps nothing else."""
+    """Describe the data that the method keeps besides the model, or return ""."""
     size, kept = folder.result.get("num_parameters", 0), folder.result.get("num_kept", {})
     server, client = (kept.get(place, 0) for place in ("server", "client"))
     parts = [f"server keeps {server:,}"] if server != size and server else []
@@ -210,7 +210,7 @@ def holdings(folder: Folder) -> list[dict[str, Any]]:
 
 
 def _reconciled(folder: Folder, device_logs: Sequence[Path]) -> Reconciliation | None:
-    """What the audit logs say; None for a run that keeps none."""
+    """Return the result of comparing the audit logs, or None for a run without an audit log."""
     if not (device_logs or folder.facts.get("audited")):
         return None
     try:
@@ -220,7 +220,7 @@ def _reconciled(folder: Folder, device_logs: Sequence[Path]) -> Reconciliation |
 
 
 def matrices(sums: egress.Egress, folder: Folder, modalities: Sequence[str]) -> list[dict[str, Any]]:
-    """For each destination a table of blocks and kinds: bytes, refusals, and whether the policy allows it."""
+    """Return, for each destination, a table of blocks and kinds: bytes, refusals, and the policy's verdict."""
     policy: dict[str, dict[str, list[str]]] = folder.facts.get("egress", {})
     found = []
     for way, title in WAYS.items():
@@ -252,7 +252,7 @@ def _cell(sums: egress.Egress, place: egress.Place, allowed: bool, most: int) ->
 
 
 def render(template: str, **context: Any) -> str:
-    """The text of a page, from a template of this room and its names; `drawn` is the data of its charts."""
+    """Return the text of a page, from a template and the names in it. `drawn` is the data of its charts."""
     own = "\n".join(asset(name) for name in ("report.js", "export.js", "start.js"))
     scripts = [asset("uPlot.iife.min.js"), own]
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
@@ -281,7 +281,7 @@ def environment() -> Environment:
     )
     made.policies["json.dumps_kwargs"] = {
         "sort_keys": False
-    }  # modalities keep their order, which decides their colours
+    }  # keeps the order of the modalities, which determines their colours
     made.filters |= {"number": words.number_of, "moment": words.moment_of, "title_of": title_of, "unit_of": unit_of}
     return made
 
@@ -303,7 +303,7 @@ def write_page(path: Path, text: str) -> Path:
         The path of the page.
 
     Raises:
-        RecipeError: the file is no page of polyfed's, or it cannot be written.
+        RecipeError: the file exists and is not a page of polyfed, or it cannot be written.
     """
     try:
         if path.is_file() and not _is_report(path):

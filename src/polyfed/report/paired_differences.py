@@ -1,4 +1,4 @@
-"""What a comparison proves: paired differences to a baseline, and mean ranks over scenarios or seeds."""
+"""The tests of a comparison: paired differences to a baseline, and mean ranks over scenarios or seeds."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,13 @@ from polyfed.report.scores import is_error, is_share
 from polyfed.report.significance import MeanRanks, Test, holm, mean_ranks, paired
 
 DEFAULTS = ("global.accuracy", "personal.mean")
-"""The metric that is tested unless the user or a study names one: the first that every run has."""
+"""The default metrics. If neither the user nor a study names a metric, the first of these that every run has is
+tested."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A method minus the baseline in one scenario, over the runs of the same seed and fold.
+    """The difference of a method and the baseline in one scenario, over the runs of the same seed and fold.
 
     Attributes:
         scenario: the scenario.
@@ -26,9 +27,9 @@ class Difference:
         n: the number of pairs.
         mean: the mean difference.
         low: lower end of the 95 % interval of the mean.
-        high: its upper end.
+        high: upper end of the interval.
         p: two-sided p-value.
-        p_holm: the same after Holm's correction over all differences of the comparison.
+        p_holm: the p-value after Holm's correction over all differences of the comparison.
     """
 
     scenario: str
@@ -47,12 +48,12 @@ class Evidence:
     """The tests of a comparison.
 
     Attributes:
-        metric: what was tested; of several words, the first that a scenario's runs have.
+        metric: the metric that was tested. If there are several, the first that a scenario's runs have.
         test: "t" or "wilcoxon".
         differences: one for each scenario and each method other than the baseline.
-        methods: the methods that are ranked.
-        ranks: their mean ranks; None if there are fewer than three methods or two blocks.
-        blocks: what the ranks are averaged over, "scenarios" or "seeds".
+        methods: the ranked methods.
+        ranks: the mean ranks. None if there are fewer than three methods or fewer than two blocks.
+        blocks: the blocks over which the ranks are averaged, "scenarios" or "seeds".
         scores: (scenario, method) -> (seed, fold) -> score.
     """
 
@@ -66,7 +67,7 @@ class Evidence:
 
     @property
     def lowest(self) -> bool:
-        """Whether small values of the metric are good."""
+        """Whether a smaller value of the metric is better."""
         return is_error(self.metric)
 
     @property
@@ -75,7 +76,7 @@ class Evidence:
         return is_share(self.metric)
 
     def table(self) -> dict[str, Any]:
-        """The tests as JSON can hold them."""
+        """Return the tests in a form that JSON can hold."""
         ranks = None
         if self.ranks is not None:
             ranks = asdict(self.ranks) | {
@@ -94,9 +95,9 @@ def evidence(
 
     Args:
         comparison: the comparison.
-        metric: a metric of result.json, as `global.uar`; None: that of the study, otherwise the first of `DEFAULTS`
-            that all runs have.
-        baseline: the method that the others are compared with; None: the first.
+        metric: a metric of result.json, such as `global.uar`. None uses the metric of the study, or else the first of
+            `DEFAULTS` that all runs have.
+        baseline: the method with which the others are compared. None uses the first method.
         test: the paired test, "t" or "wilcoxon".
 
     Raises:
@@ -131,7 +132,7 @@ def evidence(
 
 
 def scores_of(group: Group, metrics: Sequence[str]) -> dict[tuple[int, str], float]:
-    """(seed, fold) -> the first of these metrics that the run has; the mean if a seed occurs several times."""
+    """Return (seed, fold) -> the first of these metrics that the run has. Repeated seeds are averaged."""
     found: dict[tuple[int, str], list[float]] = {}
     for folder, seed, fold in zip(group.folders, group.seeds, group.folds, strict=True):
         numbers = flat(folder.result.get("metrics", {}))
@@ -142,7 +143,7 @@ def scores_of(group: Group, metrics: Sequence[str]) -> dict[tuple[int, str], flo
 
 
 def metrics_of(comparison: Comparison, metric: str | None = None) -> list[tuple[str, ...]]:
-    """For each group, the metrics of which the first counts that a run has.
+    """Return the metrics of each group. The first metric that a run has is used.
 
     Raises:
         RecipeError: no run has the metric.
@@ -158,7 +159,7 @@ def metrics_of(comparison: Comparison, metric: str | None = None) -> list[tuple[
 
 
 def _differences(own: dict[tuple[int, str], float] | None, other: dict[tuple[int, str], float] | None) -> list[float]:
-    """The differences of the runs that both methods have."""
+    """Return the differences for the seeds and folds that both methods have."""
     return [] if own is None or other is None else [own[run] - other[run] for run in own if run in other]
 
 
@@ -171,8 +172,8 @@ def _ranks(
 ) -> tuple[tuple[str, ...], MeanRanks | None, str]:
     """Mean ranks of the methods that have a score in every block.
 
-    Several scenarios are the blocks, with the mean over seeds as score, because seeds of one scenario are no
-    independent data sets. In a single scenario the seeds are the blocks.
+    If there are several scenarios, they are the blocks, and the score is the mean over seeds, because the seeds of one
+    scenario are not independent data sets. In a single scenario, the seeds are the blocks.
     """
     if len(scenarios) > 1:
         blocks = "scenarios"

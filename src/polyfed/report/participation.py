@@ -1,4 +1,4 @@
-"""Which clients took part with which modality: counts on a grid of clients and rounds, in bins if there are many."""
+"""Which clients took part with which modality, as counts on a grid of clients and rounds. Large grids use bins."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from polyfed.core.tree import SHARED
 
 MOST_ROWS, MOST_COLUMNS = 60, 120
-"""The largest grid that is legible on a screen and small in the file."""
+"""The size of the largest grid that is legible on a screen and small in the file."""
 
 
 @dataclass
@@ -18,12 +18,12 @@ class Participation:
     """Counts of pairs of client and round, per cell of the grid.
 
     Args:
-        num_clients: size of the population.
+        num_clients: number of clients.
         num_rounds: number of rounds that the grid covers.
 
     Attributes:
         asked: (rows, columns), pairs in which the client was asked.
-        missing: (rows, columns), pairs in which it was asked and gave no usable reply.
+        missing: (rows, columns), pairs in which the client was asked but gave no usable reply.
         trained: block -> (rows, columns), pairs in which the client sent parameters of this block.
     """
 

@@ -1,4 +1,4 @@
-"""Differential privacy on the page of a run: epsilon over rounds, and what was spent on each block and kind."""
+"""Differential privacy on the page of a run: epsilon over rounds, and epsilon of each block and kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from polyfed.report.run_folder import Folder
 
 @dataclass(frozen=True)
 class Spent:
-    """What a run has spent so far.
+    """The privacy budget that a run has spent so far.
 
     Attributes:
-        epsilon: the total; None if the number is missing or not finite.
-        rows: (block, kind, epsilon); None for a kind that crosses without protection.
-        facts: the entry `privacy` of result.json; empty if the run is not finished.
+        epsilon: the total epsilon. None if the number is missing or not finite.
+        rows: (block, kind, epsilon). epsilon is None for a kind that is sent without protection.
+        facts: the entry `privacy` of result.json. Empty if the run is not finished.
     """
 
     epsilon: float | None
@@ -25,7 +25,7 @@ class Spent:
 
 
 def spent(folder: Folder) -> Spent | None:
-    """Return what a run has spent after its last round; None for a run without [privacy]."""
+    """Return the budget spent after the last round, or None for a run without [privacy]."""
     last: dict[str, Any] | None = None
     for row in folder.rounds():
         last = row.get("privacy", last)

@@ -1,4 +1,4 @@
-"""The progress display of a run: a live panel on a terminal or in a notebook, a few lines anywhere else."""
+"""The progress display of a run: a live panel on a terminal or in a notebook, and a few lines in other places."""
 
 import io
 import time
@@ -16,17 +16,17 @@ from polyfed.report.formatting import bytes_of, number_of, seconds_of
 from polyfed.report.scores import Headline
 
 MOST_LINES = 20
-"""Without a terminal, about this many lines report on the rounds."""
+"""The approximate number of lines about the rounds if there is no terminal."""
 
 ACCURACY = Headline()
-"""The headline of a run of classes."""
+"""The headline of a run whose task is classification."""
 
 SMOOTHING = 0.2
 """The weight of the latest round in the running mean of the time per round."""
 
 
 NOTEBOOK_SECONDS = 0.25
-"""A notebook's panel is drawn anew at most this often, because every drawing is a message to the browser."""
+"""The shortest time between two updates of a notebook's panel, because every update is a message to the browser."""
 
 NOTEBOOK_WIDTH = 100
 """The width of a notebook's panel, in characters."""
@@ -35,7 +35,7 @@ NOTEBOOK_WIDTH = 100
 class NotebookPanel:
     """A panel below the cell of a notebook, with the methods of `rich.live.Live` that `Progress` uses.
 
-    Rich's own needs the package ipywidgets; without it, it shows the panel only at the end.
+    Rich's own panel needs the package ipywidgets. Without this package, rich shows the panel only at the end.
 
     Args:
         clock: returns the time in seconds.
@@ -48,20 +48,20 @@ class NotebookPanel:
         self.drawn = float("-inf")
 
     def start(self) -> None:
-        """Make the place of the panel."""
+        """Create the output cell of the panel."""
         from IPython.display import display
 
         self.handle = display(self, display_id=True)  # type: ignore[no-untyped-call]
 
     def update(self, panel: RenderableType) -> None:
-        """Show the panel, unless it was drawn a moment ago."""
+        """Show the panel, unless the last update was a moment ago."""
         self.panel = panel
         if self.clock() - self.drawn >= NOTEBOOK_SECONDS:
             self.drawn = self.clock()
             self.handle.update(self)
 
     def stop(self) -> None:
-        """Show the last panel, which stays."""
+        """Show the final panel, which remains visible."""
         self.handle.update(self)
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, str]:
@@ -73,10 +73,10 @@ class NotebookPanel:
 
 
 class Progress:
-    """A listener for the events of a run. As a context manager it removes the panel even if an error ends the run.
+    """A listener for the events of a run. As a context manager, it removes the panel even after an error.
 
     Args:
-        console: where to write; None selects standard error, because results go to standard output.
+        console: the console to write to. None selects standard error, because results go to standard output.
         clock: returns the time in seconds.
     """
 

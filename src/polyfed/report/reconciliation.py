@@ -1,12 +1,12 @@
-"""Do the audit logs of a run's server and of its devices say the same? Every difference is a finding.
+"""Compares the audit logs of a run's server and of its devices. Unexpected differences become findings.
 
-The logs may differ in ways that nothing is wrong with, and these are counted, not found fault with:
+Some differences are expected. They are counted, but are not findings:
 
-- A request that was sent again stands twice in a log, with the same content.
-- A request whose reply never came may stand in the server's log only.
-- A reply that came too late, or that the server dropped, stands in the device's log only; the server's `rounds.jsonl`
-  names the client as missing in this round.
-- What a device refused stands in its own log only, since nothing of it left.
+- A request that was sent again occurs twice in a log, with the same content.
+- A request without a reply may occur only in the server's log.
+- A reply that came too late, or that the server dropped, occurs only in the device's log. The server's `rounds.jsonl`
+  lists the client as missing in this round.
+- Data that a device refused to send occurs only in the device's log.
 """
 
 import hashlib
@@ -22,7 +22,8 @@ from polyfed.core.json_and_toml import parse_json
 from polyfed.report.run_folder import Folder
 
 WHAT = ("message", "field", "kind", "block", "destination", "dtype", "shape", "bytes", "sha256")
-"""Keys of a row that say what crossed; the other keys say when and between whom."""
+"""The keys of a row that describe the data that was sent. The other keys describe the time, the sender and the
+receiver."""
 
 Place = tuple[int, int]
 """(round, number of the request in the round)"""
@@ -33,11 +34,11 @@ Row = tuple[Place, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """What a comparison of logs found.
+    """The result of a comparison of logs.
 
     Attributes:
-        remarks: what was read and compared, and differences that nothing is wrong with; sentences.
-        findings: what must not be: a broken chain, a missing row, a row too many; sentences.
+        remarks: sentences about the logs that were read and compared, and about expected differences.
+        findings: sentences about faults: a broken chain, a missing row, an additional row.
     """
 
     remarks: tuple[str, ...]
@@ -49,8 +50,8 @@ class _Client:
     """The rows of one client in one log.
 
     Attributes:
-        up: how often each row that left the client stands there.
-        down: how often each row that the client received stands there.
+        up: how often the log has each row that left the client.
+        down: how often the log has each row that the client received.
     """
 
     up: Counter[Row] = field(default_factory=Counter)
@@ -109,7 +110,7 @@ def reconcile(run: str | Path, devices: Sequence[Path] = ()) -> Reconciliation:
 
 
 def _verified(place: Path, remarks: list[str], findings: list[str]) -> bool:
-    """Check the chain of a log; whether there is a log to compare."""
+    """Check the chain of a log, and return whether there is a log to compare."""
     from polyfed.privacy.audit_log_verification import verify  # needs the extra polyfed[flower]
 
     try:
@@ -121,7 +122,7 @@ def _verified(place: Path, remarks: list[str], findings: list[str]) -> bool:
 
 
 def _rows(place: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """The lines of a log that can be read, with their hashes; `_verified` reports the others."""
+    """Yield the readable lines of a log with their hashes. `_verified` reports the other lines."""
     with (place / AUDIT).open("rb") as file:
         for line in file:
             text = line.removesuffix(b"\n")
@@ -134,7 +135,7 @@ def _rows(place: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _by_client(rows: Sequence[Mapping[str, Any]], run: str) -> dict[int, _Client]:
-    """What crossed in a run, by client; lines that say something else are left out."""
+    """Return the rows about data that was sent or received in a run, by client, without other lines."""
     found: dict[int, _Client] = defaultdict(_Client)
     for row in rows:
         if row.get("verdict") != "allowed" or row.get("run") != run:
@@ -149,7 +150,7 @@ def _by_client(rows: Sequence[Mapping[str, Any]], run: str) -> dict[int, _Client
 
 
 def _seals(rows: Sequence[Mapping[str, Any]]) -> dict[int, list[str]]:
-    """The seals that replies carried, by client."""
+    """Return the seals of the replies, by client."""
     found: dict[int, dict[str, None]] = defaultdict(dict)
     for row in rows:
         if isinstance(row.get("device_seal"), str) and type(row.get("client")) is int:
@@ -197,7 +198,7 @@ def _shown(rows: Sequence[Row]) -> str:
 
 
 def _ledger_differences(folder: Folder, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Compare the run's ledger with those rows of its audit log that count."""
+    """Compare the run's ledger with the rows of its audit log that are not superseded."""
     kept: list[Mapping[str, Any]] = []
     for row in rows:
         if type(back := row.get("resumed_after")) is int:
@@ -214,6 +215,6 @@ def _ledger_differences(folder: Folder, rows: Sequence[Mapping[str, Any]]) -> It
 
 
 def _plain(row: Mapping[str, Any]) -> str:
-    """A row as the ledger has it."""
+    """Return a row in the form of the ledger."""
     extra = ("time", "sha256", "device_seal", "previous")
     return repr(sorted((key, value) for key, value in row.items() if key not in extra))

@@ -1,4 +1,4 @@
-"""Read the folder of a run, line by line, because its files may be larger than memory."""
+"""Reads the folder of a run line by line, because its files may be larger than memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,13 +17,14 @@ from polyfed.report.scores import Headline
 
 @dataclass(frozen=True)
 class Folder:
-    """The files of one run, finished or not.
+    """The files of one run, which may be unfinished.
 
     Attributes:
         path: the folder.
 
     Raises:
-        DataError: the folder holds no run. Every property and method raises it if the file that it reads is damaged.
+        DataError: the folder holds no run. Every property and method raises this error if the file that it reads is
+            damaged.
     """
 
     path: Path
@@ -124,7 +125,7 @@ class Folder:
 
 
 def numbers_of(result: dict[str, Any]) -> dict[str, float | None]:
-    """The numbers of a result.json under dotted names, as `metrics.global.accuracy`, without texts."""
+    """Return the numbers of a result.json under dotted names such as `metrics.global.accuracy`, without texts."""
     found: dict[str, float | None] = {}
     for key, value in result.items():
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""The types of what a run's files hold: `run.json`, `result.json`, and a line of `rounds.jsonl`.
+"""The types of the content of a run's files: `run.json`, `result.json`, and a line of `rounds.jsonl`.
 
-The files may come from somebody else, so their content is checked before it is used. Unknown keys are allowed, and so
-are missing ones, because a run may have been written by another version.
+The files may come from somebody else, so their content is checked before it is used. Unknown and missing keys are
+allowed, because another version of polyfed may have written the run.
 """
 
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ LIMIT = 2**53
 Count = Annotated[int, Field(ge=0, lt=LIMIT)]
 ClientNumber = Annotated[int, Field(gt=-LIMIT, lt=LIMIT)]
 Number = float | None
-"""None stands for a number that is not finite."""
+"""None replaces a number that is not finite."""
 
 Scores = dict[str, dict[str, Number]]
 
@@ -26,7 +26,7 @@ ANY_KEYS = ConfigDict(extra="allow", strict=True)
 
 @with_config(ANY_KEYS)
 class SpentPrivacy(TypedDict):
-    """What some rounds have spent: epsilon in total, and by block and kind. None: this kind is not protected."""
+    """The budget that some rounds have spent: epsilon in total, and by block and kind. None means not protected."""
 
     epsilon: Number
     blocks: dict[str, dict[str, Number]]
@@ -34,7 +34,7 @@ class SpentPrivacy(TypedDict):
 
 @with_config(ANY_KEYS)
 class UnprotectedPart(TypedDict):
-    """A field that crosses without protection."""
+    """A field that is sent without protection."""
 
     message: str
     field: str
@@ -248,7 +248,7 @@ def parse_as(schema: TypeAdapter[Any], text: str | bytes) -> dict[str, Any]:
         text: the JSON.
 
     Raises:
-        ValueError: `text` is not JSON, or holds something else than the schema says; names the first wrong key.
+        ValueError: `text` is not JSON, or does not match the schema. The text of the error names the first wrong key.
     """
     content: dict[str, Any] = parse_json(text)
     try:

@@ -1,4 +1,4 @@
-"""How a score rises against rounds, bytes and simulated seconds: for each group of a comparison, over its runs."""
+"""A score as a function of rounds, bytes and simulated seconds, for each group of a comparison."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ COSTS = {
     "bytes": ("MB, both ways", 1e-6),
     "simulated seconds": ("simulated seconds", 1.0),
 }
-"""What a score is drawn against -> the label of the axis, and the factor from the unit of the files."""
+"""A map from each cost to the label of its axis, and to the factor from the unit of the files."""
 
 
 @dataclass(frozen=True)
 class Progression:
-    """The score of one group, at each round in which at least one of its runs was evaluated.
+    """The score of one group at each round in which at least one of its runs was evaluated.
 
     Attributes:
         label: the name of the group.
-        scenario: its scenario.
-        runs: the number of its runs.
+        scenario: the scenario of the group.
+        runs: the number of runs of the group.
         x: the cost so far, the mean over runs.
         mean: the mean score over runs.
         low: the lowest score of a run.
@@ -42,11 +42,11 @@ class Progression:
 
 
 def progressions(comparison: Comparison, metric: str | None = None) -> dict[str, list[Progression]]:
-    """What a score is drawn against -> the groups that have it. Simulated seconds need a section [network].
+    """Return, for each cost, the groups that have it. Simulated seconds need a section [network].
 
     Args:
         comparison: the comparison.
-        metric: a metric of the rounds, as `global.uar`; None: as in `evidence`.
+        metric: a metric of the rounds, such as `global.uar`. None chooses it as in `evidence`.
     """
     found: dict[str, list[Progression]] = {cost: [] for cost in COSTS}
     for group, metrics in zip(comparison.groups, metrics_of(comparison, metric), strict=True):

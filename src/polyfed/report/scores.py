@@ -1,4 +1,4 @@
-"""How metrics are called and written, and which of them stands for the others in a run."""
+"""The names and units of metrics, and the main metric of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +29,8 @@ TITLES = {
     "recall10": "recall at 10",
     "mrr": "reciprocal rank",
 }
-"""Metric of the server's rows -> its heading, in the order of tables; docs/evaluation.md defines them."""
+"""A map from each metric of the server's rows to its heading, in the order of the tables. docs/evaluation.md defines
+the metrics."""
 
 NUMBERS = {
     "auroc",
@@ -43,20 +44,20 @@ NUMBERS = {
     "weighted_kappa",
     "mrr",
 }
-"""Metrics that are written as numbers; the others are shares, written in percent."""
+"""The metrics that are written as numbers. All other metrics are shares, which are written in percent."""
 
 
 ERRORS = {"loss", "mae", "rmse"}
-"""Metrics of which small values are good."""
+"""The metrics of which a smaller value is better."""
 
 
 def is_error(metric: str) -> bool:
-    """Whether small values of a metric are good, as of `global.loss`."""
+    """Return whether a smaller value of a metric is better, as with `global.loss`."""
     return metric.rpartition(".")[2] in ERRORS
 
 
 def is_share(metric: str) -> bool:
-    """Whether a metric is written in percent, as `personal.mean` and `global.accuracy` are."""
+    """Return whether a metric is written in percent, as with `personal.mean` and `global.accuracy`."""
     return not is_error(metric) and metric.rpartition(".")[2] not in NUMBERS
 
 
@@ -75,7 +76,7 @@ class Headline:
     """The metrics by which a run is judged.
 
     Attributes:
-        score: the metric that stands for the others.
+        score: the main metric.
         best: the validation metric that chooses the best round.
         rising: whether larger values are better.
     """
@@ -86,7 +87,7 @@ class Headline:
 
     @classmethod
     def of(cls, task: Mapping[str, Any] | None) -> "Headline":
-        """Read the entry `task` of run.json or result.json; runs without one trained classes."""
+        """Read the entry `task` of run.json or result.json. A run without this entry is a classification."""
         return cls(**{name: task[name] for name in ("score", "best", "rising") if name in task}) if task else cls()
 
     @property

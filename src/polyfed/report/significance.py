@@ -26,9 +26,9 @@ class Paired:
     Attributes:
         n: the number of pairs.
         mean: the mean difference.
-        low: lower end of the 95 % interval of the mean by Student's t; None for a single pair.
-        high: its upper end.
-        p: two-sided p-value; None for a single pair, or if all differences are equal and not 0.
+        low: lower end of the 95 % interval of the mean by Student's t. None for a single pair.
+        high: upper end of the interval.
+        p: two-sided p-value. None for a single pair, or if all differences are equal and not 0.
     """
 
     n: int
@@ -70,11 +70,11 @@ def paired(differences: Sequence[float], test: Test = "t") -> Paired:
     """Test whether the mean of paired differences is 0.
 
     Args:
-        differences: one for each pair, at least one.
+        differences: the differences, one for each pair. There must be at least one.
         test: "t", Student's paired test, or "wilcoxon", the signed-rank test, which assumes no normal distribution and
             cannot give a p-value below 0.06 for five pairs.
     """
-    from scipy import stats  # here: a fifth of a second, which other verbs need not wait for
+    from scipy import stats  # imported here, because it takes a fifth of a second
 
     sample = np.asarray(differences, dtype=np.float64)
     n, mean = len(sample), float(sample.mean())
@@ -87,13 +87,13 @@ def paired(differences: Sequence[float], test: Test = "t") -> Paired:
     if spread == 0:
         return Paired(n, mean, mean, mean, None)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # SciPy warns of small samples and ties, which the caller shows as n
+        warnings.simplefilter("ignore")  # SciPy warns of small samples and ties, but the caller shows n
         p = stats.wilcoxon(sample).pvalue if test == "wilcoxon" else stats.ttest_1samp(sample, 0.0).pvalue
     return Paired(n, mean, mean - half, mean + half, float(p))
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's adjusted p-values, in the same order; None stays None and counts as no test.
+    """Return Holm's adjusted p-values in the same order. None stays None and does not count as a test.
 
     >>> holm([0.01, 0.04, None, 0.03])
     [0.03, 0.06, None, 0.06]
@@ -120,7 +120,7 @@ def mean_ranks(scores: Sequence[Sequence[float]], *, lowest: bool = False) -> Me
     blocks, methods = table.shape
     ranks = stats.rankdata(table if lowest else -table, axis=1).mean(axis=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # all methods equal in all blocks: the p-value is NaN
+        warnings.simplefilter("ignore")  # if all methods are equal in all blocks, the p-value is NaN
         p = float(stats.friedmanchisquare(*table.T).pvalue)
     return MeanRanks(
         tuple(float(rank) for rank in ranks), blocks, 1.0 if math.isnan(p) else p, critical_difference(methods, blocks)

@@ -1,4 +1,4 @@
-"""The runs of a comparison: folders of runs, and folders of studies, which name their runs themselves."""
+"""The runs of a comparison, from folders of runs and folders of studies. A study names its runs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class NamedRun:
 
 
 def runs_of(dirs: Iterable[str | Path]) -> dict[Path, NamedRun | None]:
-    """The folders of runs that are named, each once; None for a run that no study names.
+    """Return the given folders of runs, each once, with the study's names or None if no study names the run.
 
     Raises:
         DataError: the folder of a study is damaged, or none of its runs is finished.

@@ -1,8 +1,8 @@
 """`Selector`: the base class of the rules that choose the cohort of a round, and `Uniform`, the default rule.
 
-A method calls a selector's hooks in this order: `start` once; then in every round `choose`, `learn` after the cohort
-has answered, and `weigh` when replies are averaged. A selector is frozen. Everything that it must remember from round
-to round is its memory, which the method keeps in the server state.
+A method calls a selector's hooks in this order: `start` once at the beginning; in every round `choose`, then `learn`
+after the cohort has answered, and `weigh` when replies are averaged. A selector is frozen. The facts that it needs from
+earlier rounds are its memory. The method keeps this memory in the server state.
 """
 
 import math
@@ -25,7 +25,8 @@ class Selector(ABC):
 
     Attributes:
         participation: size of the cohort: a fraction of all clients (0 < float <= 1), or a count (int >= 1).
-        overselect: how many clients are chosen in addition, as a share of the cohort; None chooses no more.
+        overselect: how many additional clients are chosen, as a share of the cohort. None chooses no additional
+            clients.
     """
 
     participation: float | int = 1.0
@@ -46,7 +47,7 @@ class Selector(ABC):
             )
 
     def size(self, fed: Federation) -> int:
-        """Cohort size with `overselect`: the number of clients to ask, among those that have training rows.
+        """Return the cohort size with `overselect`: how many of the clients with training rows the server asks.
 
         Raises:
             RecipeError: see `needed`.
@@ -54,11 +55,11 @@ class Selector(ABC):
         return min(math.ceil(self.needed(fed) * (1 + (self.overselect or 0.0)) - 1e-9), len(fed.clients.eligible))
 
     def enough(self, fed: Federation) -> int | None:
-        """How many replies close a request to the cohort; None means that the server waits for all."""
+        """Return how many replies close a request to the cohort. None means that the server waits for all replies."""
         return None if self.overselect is None else self.needed(fed)
 
     def needed(self, fed: Federation) -> int:
-        """Cohort size: `max(1, round(participation * K))` of K clients, but at most as many as have training rows.
+        """Return the cohort size: `max(1, round(participation * K))`, limited to the clients with training rows.
 
         Raises:
             RecipeError: `participation` is a count above the number of clients.
@@ -82,7 +83,7 @@ class Selector(ABC):
         Args:
             memory: the selector's memory.
             params: the global model.
-            fed: the federation; `fed.ask` may send requests to clients first.
+            fed: the federation. The selector may first send requests to clients with `fed.ask`.
 
         Returns:
             The clients in ascending order, and the next memory.
@@ -90,7 +91,7 @@ class Selector(ABC):
 
     @property
     def single_replies(self) -> str:
-        """Why the selector needs the replies of single clients; empty if it reads none. See `Algorithm`."""
+        """Return why the selector needs replies of single clients, or "" if it does not; see `Algorithm`."""
         return ""
 
     def learn(self, memory: Any, params: Tree, replies: Replies, fed: Federation) -> Any:
@@ -105,7 +106,7 @@ class Selector(ABC):
         return memory
 
     def weigh(self, memory: Any, weights: Mapping[int, float]) -> Mapping[int, float]:
-        """Return the weights in the mean of the clients that answered, given the weights that the method would use."""
+        """Return the answering clients' weights in the mean, given the weights that the method would use."""
         return weights
 
 

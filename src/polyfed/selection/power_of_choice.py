@@ -8,6 +8,7 @@ What crosses: the global model to the candidates, one loss from each to the serv
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -75,7 +76,7 @@ class PowD(Selector):
         Raises:
             RecipeError: `d` is out of range, or clients hold different modalities.
         """
-        size, pool = self.size(fed), list(fed.clients.eligible)
+        size, pool = self.size(fed), fed.clients.eligible
         if not size <= self.d <= len(pool):
             raise RecipeError(
                 f"[selection] d = {self.d}: must be at least the cohort's size, {size}, and at most the number of "
@@ -100,10 +101,10 @@ class PowD(Selector):
         """Under `reported`, remember the training losses of the cohort."""
         return memory | replies.numbers("loss") if self.variant == "reported" else memory
 
-    def _draw(self, pool: list[int], fed: Federation) -> list[int]:
+    def _draw(self, pool: Sequence[int], fed: Federation) -> list[int]:
         """Draw d candidates without replacement: those with the largest u^(1/weight) (Efraimidis, Spirakis, 2006)."""
         noise = keys.uniform(keys.key(fed.seed, "candidates", fed.round), len(pool)).to(torch.float64)
-        rows = fed.clients.num_rows[torch.tensor(pool)].to(torch.float64)
+        rows = fed.clients.num_rows[fed.clients.num_rows > 0].to(torch.float64)  # those of the pool, in its order
         score = (noise + 2.0**-25).log() / (rows if self.candidates == "size" else 1.0)
         return sorted(pool[i] for i in score.topk(self.d).indices.tolist())
 

@@ -5,7 +5,7 @@ G(S) = sum over clients v of min over i in S of D[v, i]. The utility is a consta
 submodular, so a greedy choice reaches at least 1 - 1/e of the best utility (Nemhauser, Wolsey, Fisher, 1978). There are
 three greedy algorithms. `greedy` tries every candidate in each pass. `lazy_greedy` makes the same choice with fewer
 evaluations (Minoux, 1978). `stochastic_greedy` tries a random sample in each pass (Mirzasoleiman et al., AAAI 2015).
-DivFL (Balakrishnan et al., ICLR 2022) uses one D, and CMSFed uses two at once.
+DivFL (Balakrishnan et al., ICLR 2022) uses one matrix D, and CMSFed uses two at the same time.
 
 `Similarity` has the vectors and D. `Cover` has the cost of a choice while the choice grows. Page:
 docs/algorithms/selection.md.
@@ -64,7 +64,7 @@ class Similarity:
     def refreshed(self, fresh: Mapping[int, Tensor]) -> "Similarity":
         """Replace the vectors (P,) of some clients and recompute their distances.
 
-        This is DivFL's "no-overheads" update: distances between the other clients do not change, whatever their age.
+        This is DivFL's "no-overheads" update: distances between the other clients stay the same, even if they are old.
         """
         if not fresh:
             return self
@@ -73,7 +73,6 @@ class Similarity:
         vectors, known, distance = self.vectors.clone(), self.known.clone(), self.distance.clone()
         vectors[changed] = sketched(rows, self.sketch, self.key) if self.sketch else rows
         known[changed] = True
-        # by differences, because distances from dot products would not be exactly zero for equal vectors
         fresh_rows = torch.cdist(vectors[changed], vectors, compute_mode="donot_use_mm_for_euclid_dist")
         fresh_rows[:, ~known] = float("inf")
         distance[changed] = fresh_rows
@@ -86,9 +85,10 @@ class BlockSimilarity:
     """The vectors of clients that lack some blocks, kept block by block, and the distances between the clients.
 
     The squared distance of two clients is the sum of their squared distances over the blocks. In a block that one of
-    them lacks, the squared distance is the mean m of that block times s r + 1 - s. Here r is the distance of the two
-    clients in the blocks that they share, relative to the means there. And s is the share of the shared blocks in all
-    means. A missing block therefore makes a client neither nearer to the others nor further away (docs/decisions/0017).
+    them lacks, the squared distance is the mean m of that block times s r + 1 - s. Here, r is the squared distance of
+    the two clients over the blocks that they share, divided by the sum of the means of these blocks. s is this sum
+    divided by the sum of the means of all blocks. A missing block therefore makes a client neither nearer to the others
+    nor further away (docs/decisions/0017).
 
     Attributes:
         blocks: the similarity of each block; a client is unknown in the blocks that it lacks.
@@ -103,8 +103,8 @@ class BlockSimilarity:
         Args:
             num: number of clients.
             sizes: entries of each block.
-            sketch: number of entries of all projected blocks together, each in proportion to its size; 0 keeps the
-                exact vectors.
+            sketch: number of entries of all projected blocks together. Each block gets entries in proportion to its
+                size. 0 keeps the exact vectors.
             key: the key of the random projections.
         """
         total = max(sum(sizes.values()), 1)
@@ -124,7 +124,7 @@ class BlockSimilarity:
 
     @property
     def distance(self) -> Tensor:
-        """Distances (N, N) float32, symmetric, zero diagonal; +inf to and from clients of which nothing is known."""
+        """Distances (N, N) float32, symmetric, zero diagonal; +inf to and from clients that sent no vector."""
         size = len(self.known)
         squared, expected = torch.zeros(size, size), torch.zeros(size, size)
         total = torch.zeros(())
@@ -145,13 +145,14 @@ class BlockSimilarity:
 
 
 AnySimilarity = Similarity | BlockSimilarity
-"""Clients with distances between them. In `BlockSimilarity`, some clients lack a block."""
+"""The types that hold distances between clients. `BlockSimilarity` is for clients that lack some blocks."""
 
 
 def sketched(vectors_NP: Tensor, size: int, key: int) -> Tensor:
     """Count sketch (N, size): adds every entry, with a random sign, to one random bucket (Charikar et al., 2002).
 
-    Inner products, and so squared distances, are preserved in expectation; their relative error falls as 1/sqrt(size).
+    The sketch preserves inner products in expectation, and therefore also squared distances. The relative error falls
+    as 1/sqrt(size).
     """
     bucket, sign = _places(vectors_NP.shape[1], size, key)
     return torch.zeros(len(vectors_NP), size).index_add_(1, bucket, vectors_NP * sign)
@@ -179,8 +180,6 @@ class Cover:
     def costs(self, candidates: Sequence[int]) -> Tensor:
         """The cost of the choice with each candidate added, float64 (S,); +inf for unknown candidates."""
         index = torch.tensor(candidates, dtype=torch.int64)
-        # in double precision, so that ties between candidates do not depend on the order of summation. 64 candidates at
-        # a time, so that their rows stay in the processor's cache
         parts = [
             torch.minimum(self.nearest, self.distance[i]).sum(1, dtype=torch.float64) for i in torch.split(index, 64)
         ]
@@ -230,17 +229,17 @@ def sample_size(size: int, num: int) -> int:
 
 
 def greedy(similarity: Similarity, size: int, pool: Sequence[int]) -> list[int]:
-    """Choose `size` members of the pool, in each pass the best of all candidates. Returns them in order of choice."""
+    """Choose `size` members of the pool: in each pass the best of all candidates. Return them in order of choice."""
     return _passes(similarity, size, pool, lambda rest, _: rest)
 
 
 def stochastic_greedy(similarity: Similarity, size: int, pool: Sequence[int], *, of: int, key: int) -> list[int]:
-    """Choose `size` members of the pool, in each pass the best of `of` random candidates, in order of choice."""
+    """Choose `size` members of the pool: in each pass the best of `of` random candidates."""
     return _passes(similarity, size, pool, lambda rest, step: sample(rest, of, keys.key(key, step)))
 
 
 def lazy_greedy(similarity: Similarity, size: int, pool: Sequence[int]) -> list[int]:
-    """Make the choice of `greedy` with fewer evaluations. Gains only fall, so an old gain is an upper bound."""
+    """Make the choice of `greedy` with fewer evaluations. An old gain is an upper bound, because gains only fall."""
     cover = Cover(similarity.distance, similarity.known)
     able = [client for client in sorted(pool) if bool(similarity.known[client])]
     chosen = [_take(cover, cover.best(able))] if able and size else []

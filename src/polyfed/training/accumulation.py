@@ -16,7 +16,8 @@ from polyfed.training.optimisers import Train
 def parts_of(batch: Batch, train: Train) -> Iterator[tuple[Batch, Tensor]]:
     """Split a batch into consecutive parts of at most ceil(batch_size / accumulate) rows.
 
-    All engines cut at the same rows. Each part has its own dropout key, because masks are drawn by position.
+    All engines split a batch at the same rows. Each part has its own dropout key, because a dropout mask depends on the
+    position of a row in its part.
 
     Yields:
         A part, and its share of the real rows of the batch, a 0-dim tensor.
@@ -38,7 +39,7 @@ def parts_of(batch: Batch, train: Train) -> Iterator[tuple[Batch, Tensor]]:
 
 
 def refuse_aux(aux: Any) -> None:
-    """Refuse a loss that passes a fact about the whole batch to `direction`.
+    """Refuse a loss that passes auxiliary output about the whole batch to `direction`.
 
     Raises:
         RecipeError: `aux` is not empty.

@@ -1,4 +1,4 @@
-"""`KeptTraining`: a training that a client stores after a task and continues in a later task."""
+"""`KeptTraining`: a training run that a client stores after a task and continues in a later task."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ MOMENT, STEPS = "moment", "steps"
 
 @dataclass(frozen=True)
 class KeptTraining:
-    """The parameters of a training, the moments of its optimiser and the number of its steps.
+    """The parameters of a training run, the moments of its optimiser and the number of its steps.
 
     Attributes:
         params: the parameters, by name.
@@ -31,12 +31,12 @@ class KeptTraining:
 
     @classmethod
     def fresh(cls, model: Model, params: Tree, train: Train) -> "KeptTraining":
-        """Return a training of these parameters that has not begun."""
+        """Return a training run of these parameters that has not begun."""
         return cls(params, train.moments(model.trainable(params)), torch.zeros((), dtype=torch.int64))
 
     @classmethod
     def of(cls, local: Tree) -> "KeptTraining":
-        """Return the training from a local state that `tree` made."""
+        """Return the training run from a local state that `tree` made."""
         moments: Moments = {}
         for name, value in under(MOMENT, local).items():
             kind, _, of = name.partition("/")
@@ -45,7 +45,7 @@ class KeptTraining:
         return cls(params, moments, local[STEPS])
 
     def tree(self) -> Tree:
-        """Return a client's local state that holds this training."""
+        """Return a client's local state that holds this training run."""
         return self.params | self.state()
 
     def state(self) -> Tree:
@@ -54,16 +54,16 @@ class KeptTraining:
         return nested(MOMENT, flat) | {STEPS: self.steps}
 
     def only(self, names: Collection[str]) -> "KeptTraining":
-        """Return the same training for some of its parameters."""
+        """Return the same training run for some of its parameters."""
         moments = {kind: {n: v for n, v in tree.items() if n in names} for kind, tree in self.moments.items()}
         return KeptTraining({n: v for n, v in self.params.items() if n in names}, moments, self.steps)
 
     def earlier(self) -> TrainingResult:
-        """Return this training in the form that `ClientData.minimise(..., after=)` takes."""
+        """Return this training run in the form that `ClientData.minimise(..., after=)` takes."""
         return TrainingResult({}, torch.zeros((), device=self.steps.device), self.steps, moments=self.moments)
 
     def after(self, fit: TrainingResult) -> "KeptTraining":
-        """Return the training after `fit` has continued it. Parameters and moments that `fit` lacks do not change."""
+        """Return the training run as continued by `fit`. Parameters and moments that `fit` lacks do not change."""
         params = {name: fit.params.get(name, value) for name, value in self.params.items()}
         moments = {
             kind: {name: fit.moments.get(kind, {}).get(name, value) for name, value in tree.items()}

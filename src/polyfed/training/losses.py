@@ -58,8 +58,8 @@ def contrastive(
         temperature: t.
         negatives: `intra`, `inter` or `both`.
         normalise: whether to scale all embeddings to length 1 first.
-        classes_B: class of every row (B,); rows of the same class are then not negatives of each other. None keeps
-            them.
+        classes_B: class of every row (B,). Rows of the same class are then not negatives of each other. If None, all
+            other rows are negatives.
 
     Returns:
         The mean over the rows that count, a 0-dim tensor.

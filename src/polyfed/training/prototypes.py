@@ -1,7 +1,7 @@
-"""Class prototypes: the mean embedding of each class, and losses and ratios computed from distances to them.
+"""Class prototypes (the mean embeddings of the classes), and losses and ratios from distances to prototypes.
 
-CMSFed, PMR and FedProto use them. PMR: Fan, Xu, Wang, Wang, Guo, "PMR: Prototypical Modal Rebalance for Multimodal
-Learning", CVPR 2023. The pages docs/algorithms/cmsfed.md, fedpmr.md and fedproto.md give the equations.
+CMSFed, PMR and FedProto use class prototypes. PMR: Fan, Xu, Wang, Wang, Guo, "PMR: Prototypical Modal Rebalance for
+Multimodal Learning", CVPR 2023. The pages docs/algorithms/cmsfed.md, fedpmr.md and fedproto.md give the equations.
 
 A class is *active* if it has a prototype. Probabilities cover active classes only, and rows whose class is not active
 do not count.
@@ -32,7 +32,7 @@ class Prototypes:
     """The class prototypes of one modality.
 
     Attributes:
-        mean: the prototype of each class, (C, D); meaningless for classes that are not active.
+        mean: the prototype of each class, (C, D). It has no meaning for classes that are not active.
         active: which classes have a prototype, bool (C,).
     """
 
@@ -62,12 +62,11 @@ class Prototypes:
     def log_probabilities(self, z_BD: Tensor) -> Tensor:
         """Log softmax of the negative distances over the active classes, (B, C); -inf for other classes."""
         scores = (-self.distances(z_BD)).masked_fill(~self.active, float("-inf"))
-        # without any active class the softmax would be NaN, which `where` passes on in the backward pass
         scores = torch.where(self.active.any(), scores, torch.zeros_like(scores))
         return torch.log_softmax(scores, -1)
 
     def own(self, z_BD: Tensor, y_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's log probability of its class, (B,), zero if inactive; and whether it is active, (B,)."""
+        """Return each row's log probability of its class, zero if inactive, and whether it is active, (B,) each."""
         there = self.active[y_B]
         log_p = self.log_probabilities(z_BD).gather(-1, y_B.unsqueeze(-1)).squeeze(-1)
         return torch.where(there, log_p, 0.0), there
@@ -81,16 +80,16 @@ def random_like(prototypes: Prototypes, key: int) -> Prototypes:
 
 
 def at_length(z: Mapping[str, Tensor], length: float) -> dict[str, Tensor]:
-    """Scale embeddings (B, D) of all modalities to one length; length 0 does not scale them.
+    """Scale the embeddings (B, D) of all modalities to one length. Length 0 does not scale them.
 
-    Without scaling, the prototypical cross-entropy can be lowered without limit by larger embeddings
+    Without scaling, training can lower the prototypical cross-entropy without limit by making the embeddings larger
     (docs/algorithms/cmsfed.md).
     """
     return {m: length * torch.nn.functional.normalize(value, dim=-1) if length else value for m, value in z.items()}
 
 
 def there(batch: Batch, modality: str) -> Tensor:
-    """Which rows of a batch are real and have the modality, bool (B,)."""
+    """Return the rows of a batch that are real and have the modality, bool (B,)."""
     rows = torch.ones_like(batch.y, dtype=torch.bool) if batch.ok is None else batch.ok
     return rows & batch.present[modality] if modality in batch.present else rows
 
@@ -123,7 +122,7 @@ def class_sums(z_BD: Tensor, batch: Batch, modality: str, num_classes: int) -> t
 def confidence(prototypes: Mapping[str, Prototypes], z: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
     """For each modality, the sum over a batch of the probability of the row's own class; see `imbalance_ratio`.
 
-    Only rows count that have all of these modalities and whose class is active in each of them. The sums are then
+    A row counts only if it has all of these modalities and its class is active in each of them. The sums are therefore
     comparable.
     """
     own = {name: prototypes[name].own(z[name], batch.y) for name in z}
@@ -132,7 +131,7 @@ def confidence(prototypes: Mapping[str, Prototypes], z: Mapping[str, Tensor], ba
 
 
 def imbalance_ratio(first: Tensor, second: Tensor) -> Tensor:
-    """PMR Eq. 8: one modality's `confidence` divided by another's, clamped by `RATIO_LIMIT`; 1 if both are 0."""
+    """PMR Eq. 8: one modality's `confidence` divided by another's, clamped by `RATIO_LIMIT`. It is 1 if both are 0."""
     ratio = (first / second.clamp(min=FLOOR)).clamp(1 / RATIO_LIMIT, RATIO_LIMIT)
     return torch.where((first == 0) & (second == 0), torch.ones_like(ratio), ratio)
 
@@ -143,8 +142,8 @@ def modulation(ratio: Tensor, alpha: float, mode: str) -> Tensor:
     Args:
         ratio: `imbalance_ratio` of the stronger modality to the weaker one.
         alpha: largest weight.
-        mode: `clip` gives alpha * clip(ratio - 1, 0, 1) as in the paper, `hard` gives alpha where ratio > 1 as in the
-            released code.
+        mode: `clip` gives alpha * clip(ratio - 1, 0, 1), as in the paper. `hard` gives alpha where the ratio is above
+            1, and otherwise 0, as in the released code.
     """
     if mode == "hard":
         return alpha * (ratio > 1).to(ratio.dtype)
@@ -161,7 +160,7 @@ def class_means(
 
     Args:
         fold: the client's `ClientData.fold`.
-        features: gives the embeddings (B, D) of a batch, by modality.
+        features: a function that returns the embeddings (B, D) of a batch, by modality.
         sizes: D, by modality.
         num_classes: C.
 
@@ -169,7 +168,7 @@ def class_means(
         The prototypes by modality, and the number of rows of each class, (C,), under `shared`. A modality that some
         rows lack also has its own number of rows, under its name.
     """
-    partial: set[str] = set()  # modalities that some rows of the table lack; the same in every batch
+    partial: set[str] = set()  # modalities that some rows lack; the same in every batch
 
     def step(sums: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         # `start` was made on the CPU, because the device of the rows becomes known only here
@@ -197,7 +196,7 @@ def gathered(
     Args:
         old: the global prototypes so far, by modality.
         reports: for each client, prototypes (C, D) by modality and numbers of rows, as `class_means` returns them.
-        momentum: weight of the old prototype, for a class that had a prototype and was sent again.
+        momentum: weight of the old prototype, for a class that had a prototype and for which clients sent new ones.
         uniform: whether every client that has rows of a class has the same weight. By default, the weight of a client
             is its number of rows of the class.
 

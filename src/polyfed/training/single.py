@@ -39,13 +39,13 @@ class SingleClientData(ClientData):
     Attributes:
         columns: the table.
         index: positions of the client's rows in the table, in the client's own order, int64 (n,).
-        modalities: the modalities that the client owns; its batches hold no others.
+        modalities: the modalities that the client owns. The client's batches hold no other modalities.
         model: the client's model.
         key: random key of (run, round, client).
         round: the round, from 1.
         rounds: number of rounds of the run.
         test_index: positions of the client's own test rows in the table.
-        privacy: how training protects single rows; None for no protection.
+        privacy: how training protects single rows. None means no protection.
     """
 
     columns: Columns
@@ -123,7 +123,7 @@ class SingleClientData(ClientData):
         return *self.privacy.gradient(job.loss, leaves, rest, batch, size), {}
 
     def _mean(self, values: list[Tensor], after: TrainingResult | None) -> Tensor:
-        """Return the mean loss of the steps, including those of the training that this one continues."""
+        """Return the mean loss of all steps, including the steps of the training run that this run continues."""
         mean = torch.stack(values).mean() if values else torch.zeros((), device=self.index.device)
         if after is None:
             return mean
@@ -164,7 +164,6 @@ class SingleClientData(ClientData):
             if done >= limit:
                 return
             order = keys.permutation(keys.fold_in(order_key, first_epoch + epoch), n, device=self.index.device)
-            # splitting a column once per epoch is cheaper than slicing it in every step (docs/performance.md)
             table = self._gather(order[:end])
             x = {m: torch.split(value, size) for m, value in table.x.items()}
             present = {m: torch.split(value, size) for m, value in table.present.items()}
@@ -220,9 +219,9 @@ def _accumulated(job: Job, w: Tree, leaves: Tree, batch: Batch) -> tuple[Tree, T
 def _collected(value: Tensor, leaves: Tree) -> Tree:
     """Return the gradient of `value` for all leaves of its graph; zero for leaves on which it does not depend.
 
-    This function calls `backward`, because `autograd.grad` needs a thirtieth of a small step to visit every leaf in
-    Python. To get the gradients of only some leaves, use `_gradient`, because `backward` computes the gradients of all
-    leaves.
+    This function calls `backward`, which is faster: `autograd.grad` visits every leaf in Python, which takes a
+    thirtieth of the time of a small step. To get the gradients of only some leaves, use `_gradient`, because `backward`
+    computes the gradients of all leaves.
     """
     if value.requires_grad:  # False if the loss is independent of all parameters
         value.backward()  # type: ignore[no-untyped-call]
@@ -235,7 +234,6 @@ def _collected(value: Tensor, leaves: Tree) -> Tree:
 
 def _gradient(value: Tensor, leaves: Tree, retain: bool = False) -> Tree:
     """Return the gradient of `value` for these leaves; zero for leaves on which it does not depend."""
-    # `materialize_grads` would also fill in the zeros, but takes a sixth of a small step
     if not (leaves and value.requires_grad):
         return like(leaves)
     found = torch.autograd.grad(value, tuple(leaves.values()), retain_graph=retain, allow_unused=True)

@@ -27,7 +27,7 @@ def gradient_of(loss: Loss, model: Model, split: bool) -> Callable[..., Any]:
 
 
 def accumulating(gradient: Callable[..., Any], train: Train) -> Callable[..., Any]:
-    """Return the same function, computed part by part of the batch."""
+    """Return a function that computes the same gradient from one part of the batch after another."""
 
     def whole(trained: Tree, rest: Tree, batch: Batch) -> tuple[Tree, tuple[Any, Any, Tree]]:
         grads, total, buffers = None, torch.zeros((), device=batch.y.device), Tree()
@@ -41,7 +41,7 @@ def accumulating(gradient: Callable[..., Any], train: Train) -> Callable[..., An
 
 
 def _split_grad(terms: Callable[..., Any]) -> Callable[..., Any]:
-    """Work like `grad(terms, has_aux=True)`, but for a dict of scalars, each with its own gradient Tree."""
+    """Return a function like `grad(terms, has_aux=True)` for a dict of scalars, with a gradient Tree for each."""
 
     def gradient(trained: Tree, *rest: Any) -> tuple[dict[str, Tree], Any]:
         values, pull, aux = vjp(lambda w: terms(w, *rest), trained, has_aux=True)  # type: ignore[misc]

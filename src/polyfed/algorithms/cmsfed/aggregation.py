@@ -1,4 +1,4 @@
-"""How CMSFed averages: the gamma weights of Eq. 6, and the classifier columns of modalities that some did not train."""
+"""How CMSFed averages: the gamma weights of Eq. 6, and the classifier columns of untrained modalities."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,7 @@ from polyfed.selection.submodular import AnySimilarity
 
 
 def represented(similarity: AnySimilarity, chosen: Sequence[int], rows: Mapping[int, float]) -> dict[int, float]:
-    """Return gamma: for each chosen client, the total rows of the clients whose nearest chosen client it is.
+    """Return gamma, the weight of each chosen client: the total rows of all clients that are nearest to it.
 
     Args:
         similarity: vectors and distances of all clients.
@@ -41,7 +41,7 @@ def mean_by_clusters(
 ) -> Tree:
     """Average the trained blocks with the weights gamma: under D_2 in the weak block, under D_1 in the others.
 
-    A client of S_w counts in the shared block with its gamma under D_2.
+    In the mean of the shared block, the weight of a client of S_w is its gamma under D_2.
     """
     whole = [c for c in replies if c in choice.train_all or not bool(clients.holds[c].all())]
     under_1 = represented(d1, whole, rows)
@@ -56,7 +56,7 @@ def mean_by_clusters(
 def with_whole_classifier(
     mean: Tree, sent: Tree, replies: Replies, weights: Mapping[int, float], fed: Federation
 ) -> Tree:
-    """Average the blocks; for an untrained modality, a client counts with the classifier columns that it received.
+    """Average the blocks. For a modality that a client did not train, its received classifier columns enter the mean.
 
     The average of the classifier omega therefore covers the whole cohort, as in the paper.
     """

@@ -1,8 +1,8 @@
 """The gradients g and h with which CMSFed compares clients (Eq. 11).
 
 A client sums its gradients while it trains (`GradientSums`). The server checks the gradients that arrive
-(`whole_gradients`). As an alternative, the server computes them from the trained parameters, as the released code does
-(`deltas`). It then updates the distances (`refreshed`).
+(`whole_gradients`). Alternatively, the server computes g and h from the trained parameters, as the released code does
+(`deltas`). Then the server updates the distances between the clients (`refreshed`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +66,6 @@ class GradientSums:
             step = summed(grads)
             if self.scope.whole:
                 after |= nested("g", zip_map(torch.add, grads[CE], under("g", carry)))
-            # in S_M, h is the gradient of PCE alone; otherwise that of the whole loss
             h = grads.get(PCE, {}) if self.scope.complete else step
             after |= nested("h", zip_map(torch.add, {n: h[n] for n in helped if n in h}, under("h", carry)))
             return step, after
@@ -133,7 +132,7 @@ def mean_terms(fit: TrainingResult) -> tuple[Tensor, Tensor]:
 
 
 def whole_gradients(params: Tree, fed: Federation) -> Accept:
-    """Return a check of reports: gradients, if any, must cover all of a client's parameters (g) and encoders (h)."""
+    """Return a check of reports: g and h, unless empty, must cover all of a client's parameters and encoders."""
     blocks = {name: block_of(name) for name in fed.context.model.trainable(params)}
     encoders = {m: [*encoder_names(fed.context, params, m)] for m in fed.clients.modalities}
 
@@ -152,18 +151,20 @@ def whole_gradients(params: Tree, fed: Federation) -> Accept:
 def deltas(
     sent: Tree, trained: Tree, owned: Sequence[str], fed: Federation, divisor: float, *, first: bool
 ) -> tuple[Tree, Tree]:
-    """Return g and h as in the released code: how far training moved the encoders.
+    """Return g and h as in the released code, from the distance by which training moved the encoders.
 
-    A client of S_M has g, and other clients have h. A client that lacks a modality and trained all its modalities has
-    both.
+    A client of S_M has g, and other clients have h. A client that lacks a modality has both if it trained all its
+    modalities.
 
     Args:
         sent: the model before training.
         trained: the blocks that the client trained.
         owned: modalities of the client.
         fed: the federation.
-        divisor: -1 for theta_in - theta_out, or minus learning rate times steps; 0 makes the result zero.
-        first: whether this is the first pass. It returns both, because no earlier vectors of the encoders exist.
+        divisor: the number by which theta_out - theta_in is divided: -1, or minus the learning rate times the steps. 0
+            makes the result zero.
+        first: whether this is the first pass. In the first pass, the function returns both g and h, because no earlier
+            vectors of the encoders exist.
     """
     names = [n for m in fed.clients.modalities for n in encoder_names(fed.context, sent, m)]
     moved = subtract({n: trained[n] for n in names if n in trained}, sent)
@@ -183,18 +184,18 @@ def refreshed(
     exact: bool,
     sketch: int,
 ) -> tuple[AnySimilarity, dict[str, Similarity]]:
-    """Return D_1, and D_2 by modality, with new rows and columns for some clients ("no overheads").
+    """Return D_1, and D_2 by modality, after recomputing the distances of the clients in `gradients`.
 
     If every client owns every modality, g is one vector. Otherwise D_1 is stored block by block (decision 17).
 
     Args:
         d1: vectors g and their distances so far; None before the first pass.
-        d2: vectors h and their distances so far, by modality; a modality may be missing.
+        d2: vectors h and their distances so far, by modality. A modality may be missing.
         gradients: g and h by client, each empty if the client has none.
         sent: the model that was trained.
         fed: the federation.
-        exact: whether g covers all parameters; deltas cover encoders only.
-        sketch: number of entries to which vectors are projected; 0 keeps the exact vectors.
+        exact: whether g covers all parameters. Deltas cover only encoders.
+        sketch: number of entries to which vectors are projected. 0 keeps the exact vectors.
     """
     num, key = len(fed.clients), keys.key(fed.seed, "sketch")
     names = {m: encoder_names(fed.context, sent, m) for m in fed.clients.modalities}

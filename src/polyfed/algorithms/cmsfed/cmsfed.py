@@ -3,7 +3,7 @@
 Fan, Xu, Wang, Huo, Chen, Guo, "Overcome Modal Bias in Multi-modal Federated Learning via Balanced Modality Selection",
 ECCV 2024 (first circulated as CMSFed). In every round, the clients of the set S_M train all their modalities. The
 clients of the set S_w train only the modality that is weak in the whole federation. Both sets solve facility-location
-problems: S_M represents the gradients of all clients; S_M and S_w together represent all gradients of the weak encoder.
+problems: S_M represents the gradients of all clients. S_M and S_w together represent all gradients of the weak encoder.
 If the weak modality lags behind in a batch, the loss gets a second term, the prototypical cross-entropy (PCE). This
 term uses the distances to the global class prototypes.
 
@@ -72,11 +72,11 @@ class CmsFed(CmsFedOptions):
     # the round
 
     def init(self, fed: Federation, params: Tree) -> CmsFedState:
-        """Return the first state of `Averaging`. No client is asked here; the first call of `round` runs `explore`."""
+        """Return the first state of `Averaging` without asking clients. The first call of `round` runs `explore`."""
         return CmsFedState(**vars(super().init(fed, params)), ratios=ImbalanceRatios.unknown(fed.clients))
 
     def round(self, state: CmsFedState, fed: Federation) -> CmsFedState:
-        """Run Algorithm 1: select modalities of clients, train them, average per block, refresh the server state."""
+        """Run Algorithm 1: select modalities of clients, train them, average per block, and update the server state."""
         if self.modality_selection and state.gradients is None:
             everyone, accept = list(fed.clients.eligible), whole_gradients(state.params, fed)
             first = fed.ask(self.explore, everyone, Broadcast(state.params), accept=accept)
@@ -118,7 +118,7 @@ class CmsFed(CmsFedOptions):
         return problem.solve(fed.clients, keys.key(fed.seed, "greedy", fed.round)), state.memory
 
     def threshold(self, ratios: ImbalanceRatios, weak: str) -> float:
-        """Return chi or a quantile: with a dominance ratio above it, a client trains only the weak modality."""
+        """Return chi or a quantile. A client with a dominance ratio above this value trains only the weak modality."""
         if self.ratio_rule == "quantile" and weak:
             return ratios.quantile(weak, self.dominance_quantile)
         return self.dominance_threshold
@@ -226,7 +226,7 @@ class CmsFed(CmsFedOptions):
 
     @task()
     def explore(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[Report, Tree]:
-        """Before round 1, report gradients, prototypes and ratio at the initial model; discard the training."""
+        """Report gradients, prototypes and ratio of the initial model before round 1. Discard the trained model."""
         scope = TrainingScope(context, context.modalities, context.modalities, True, self.feature_norm)
         own, _ = scope.own_prototypes(data, got.params)
         fit = self.fit(scope, data, got.params, own, self.first_pass())
@@ -281,7 +281,10 @@ class CmsFed(CmsFedOptions):
         return self.modality_selection and self.gradient_split == "exact"
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Refuse `update`, and `explore` without modality selection. The options decide which fields are sent."""
+        """Return whether a task sends a field: never for `update`, nor for `explore` without modality selection.
+
+        For the other tasks of CMSFed, the options determine which fields are sent.
+        """
         if task == "update" or (task == "explore" and not self.modality_selection):
             return False
         if task not in ("explore", "train_all", "train_alone"):
@@ -293,7 +296,7 @@ class CmsFed(CmsFedOptions):
         return task != "explore" or field != "params" or self.gradient_split != "exact"
 
     def observe(self, state: CmsFedState) -> dict[str, float]:
-        """The global ratio and each modality's share of the picks (Fig. 6), and the sizes of both sets."""
+        """Return the global ratio, each modality's share of the selected pairs (Fig. 6), and the sizes of both sets."""
         return selection.logged(state.choice, state.ratios)
 
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:

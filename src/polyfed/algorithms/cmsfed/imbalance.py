@@ -26,15 +26,15 @@ EMPTY = torch.zeros(0)
 
 @dataclass(frozen=True)
 class ImbalanceRatios:
-    """The last ratios that each client reported: the first modality's confidence divided by that of each other one.
+    """The last ratios of each client: the confidence of the first modality divided by that of each other modality.
 
-    With two modalities this is the paper's rho. The value of the first modality is always 1.
+    With two modalities, the ratio is the paper's rho. The value of the first modality is always 1.
 
     Attributes:
         modalities: all modalities, in the order of the data.
         values: (N, M) float64; NaN where a client has not reported yet.
-        num_rows: rows of the clients, float64 (N,); they are the weights of the mean.
-        complete: clients that own every modality, bool (N,); only these have ratios.
+        num_rows: number of rows of each client, float64 (N,), which is its weight in the mean.
+        complete: clients that own every modality, bool (N,). Only these clients have ratios.
     """
 
     modalities: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class ImbalanceRatios:
         return replace(self, values=values)
 
     def mean(self) -> dict[str, float]:
-        """Return the global ratio rho_glob by modality: the mean weighted by rows, which includes old values.
+        """Return the global ratio rho_glob by modality: the mean of the clients' last values, weighted by rows.
 
         Empty before the first report.
         """
@@ -69,11 +69,11 @@ class ImbalanceRatios:
         return dict(zip(self.modalities, (weight @ self.values[known]).tolist(), strict=True))
 
     def weak(self, before: str = "", hysteresis: float = 0.0) -> str:
-        """Return the weak modality, which has the largest global ratio; empty if all are equal or none is known.
+        """Return the weak modality, which has the largest global ratio, or "" if all ratios are equal or unknown.
 
         Args:
             before: the weak modality of the last round.
-            hysteresis: another modality replaces it only if its ratio is larger by this share.
+            hysteresis: another modality replaces `before` only if its ratio is larger by this share.
         """
         mean = self.mean()
         if not mean or max(mean.values()) == min(mean.values()):
@@ -109,7 +109,7 @@ def client_ratios(scope: TrainingScope, data: ClientData, w: Tree, own: Mapping[
         own: the client's own prototypes under this model.
 
     Returns:
-        A 0-dim tensor for every modality after the first; empty for a client that lacks a modality.
+        A 0-dim tensor for every modality after the first. The tree is empty for a client that lacks a modality.
     """
     if scope.context.modalities != scope.context.model.modalities:
         return {}
@@ -147,7 +147,8 @@ def pce_weights(
         pce_target: which modality is helped; see `CmsFed`.
 
     Returns:
-        Beta by modality; empty if no modality is helped, or if fewer than two modalities can be compared.
+        Beta by modality. The dictionary is empty if no modality is helped, or if fewer than two modalities can be
+        compared.
     """
     helped = [m for m in scope.helped if m in near]
     if scope.full_strength or not helped:
@@ -161,6 +162,5 @@ def pce_weights(
         others = torch.stack([value for name, value in confidence.items() if name != m])
         ratio = prototypes.imbalance_ratio(others.amax(), confidence[m])
         beta = prototypes.modulation(ratio, strength, beta_mode)
-        # with several modalities behind the strongest, only the weakest is helped; with two, there is only one
         weights[m] = beta * (confidence[m] <= others.amin()) if pce_target == "batch_weak" else beta
     return weights

@@ -24,7 +24,8 @@ class TrainingScope:
         modalities: modalities that the client trains.
         helped: modalities whose prototypical cross-entropy (PCE) is added to the loss.
         full_strength: whether PCE has its full weight, because there is no second modality for a comparison.
-        feature_norm: length of the features before distances to prototypes are computed; 0 does not scale the features.
+        feature_norm: length to which features are scaled before distances to prototypes are computed. 0 does not scale
+            the features.
     """
 
     context: ClientContext
@@ -48,12 +49,12 @@ class TrainingScope:
         return [name for m in self.helped for name in encoder_names(self.context, params, m)]
 
     def own_prototypes(self, data: ClientData, w: Tree) -> tuple[dict[str, Prototypes], Tree]:
-        """Compute the client's own class means under the model w, by modality, and its rows per class (C,)."""
+        """Compute the client's class means under the model w, by modality, and its rows of each class (C,)."""
         sizes = {m: self.context.model.feature_size(m) for m in self.context.modalities}
         return prototypes.class_means(data.fold, lambda b: self.features(w, b), sizes, self.context.num_classes)
 
     def features(self, w: Tree, batch: Batch) -> dict[str, Tensor]:
-        """Features (B, D) of a batch by modality, ready for distances to prototypes."""
+        """Return the features (B, D) of a batch by modality, scaled for the distances to prototypes."""
         return self.as_vectors(self.context.model.features(w, batch))
 
     def as_vectors(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Which client trains which modalities in a round of CMSFed: two facility-location problems, solved together.
+"""The choice of clients and modalities in a round of CMSFed, by solving two facility-location problems together.
 
 `cmsfed.py` builds a `SelectionProblem` from the server's knowledge and calls `solve` (Algorithm 1, Eq. 13-14).
 """
@@ -20,8 +20,8 @@ class Choice:
     Attributes:
         weak: the weak modality; empty if there is none.
         train_all: S_M, clients that train all modalities, in the order in which they were chosen.
-        train_alone: clients that train a single modality, and this modality. The clients that train `weak` are S_w; the
-            others do not own `weak`.
+        train_alone: clients that train a single modality, each with this modality. The clients that train `weak` are
+            S_w. The other clients do not own `weak`.
     """
 
     weak: str = ""
@@ -46,18 +46,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class SelectionProblem:
-    """The two problems of a round: G_1 over the gradients g, G_2 over the gradients h of the weak encoder.
+    """The two problems of a round: G_1 over the gradients g, and G_2 over the gradients h of the weak encoder.
 
     Attributes:
         gradients: the clients' vectors g and their distances D_1.
         encoder: the vectors h of the weak modality and their distances D_2; None if no modality is weak.
         ratios: imbalance ratios of the clients.
         weak: the weak modality, or empty.
-        dominance_threshold: chi; a candidate k2 with a dominance ratio above it trains only the weak modality.
-        resolution: how the candidates k1 and k2 join, `paper` or `authors`; see `CmsFed`.
+        dominance_threshold: chi. A candidate k2 with a dominance ratio above chi trains only the weak modality.
+        resolution: the rule by which the candidates k1 and k2 join, `paper` or `authors`; see `CmsFed`.
         size: b, the number of clients to choose.
         sample: s, the number of candidates in a pass.
-        at_random: draw k1 and k2 at random from the candidates, as a control.
+        at_random: whether to draw k1 and k2 at random from the candidates, as a control.
     """
 
     gradients: AnySimilarity
@@ -75,7 +75,7 @@ class SelectionProblem:
 
         Args:
             clients: the client registry.
-            key: random key of the round; pass p draws its candidates from (key, p).
+            key: random key of the round. Pass p draws its candidates from (key, p).
         """
         first = Cover(self.gradients.distance, self.gradients.known)
         second = Cover(self.encoder.distance, self.encoder.known) if self.encoder else None
@@ -120,7 +120,7 @@ class SelectionProblem:
 
     def _absorb(self, client: int, alone: bool, first: Cover, second: Cover | None) -> None:
         """Add a client to the covers. In the released code, each problem knows only its own clients."""
-        if not alone or not self._complete(client):  # a client that lacks a modality has a gradient of all it owns
+        if not alone or not self._complete(client):  # its gradient covers all that it owns
             first.add(client)
         if second is not None and (alone or self.resolution == "paper"):
             second.add(client)
@@ -154,7 +154,7 @@ def logged(choice: Choice, ratios: ImbalanceRatios) -> dict[str, float]:
 
     `imbalance_ratio` is the global ratio of the first modality over the second. With more than two modalities, it is
     the ratio of the strongest over the weakest. `share_<modality>` is each modality's share of the selected pairs.
-    `picked_all` is |S_M|, `picked_weak` is |S_w|, and `picked_alone` is the number of all clients that train one
+    `picked_all` is |S_M|, and `picked_weak` is |S_w|. `picked_alone` is the number of all clients that train one
     modality.
     """
     mean = ratios.mean()

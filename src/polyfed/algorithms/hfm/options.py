@@ -65,6 +65,11 @@ class VerticalOptions(Algorithm):
             RecipeError: for such an option; the message says what to set instead.
         """
         super().__post_init__()
+        if self.evaluation.clients is not None:
+            raise RecipeError(
+                f"[evaluate] clients = {self.evaluation.clients}: this method evaluates whole silos. Remove the option",
+                ("evaluate", "clients"),
+            )
         if self.train.epochs != 1 or self.train.steps is not None:
             raise RecipeError("[train] epochs and steps have no effect here: set [algorithm] local_rounds instead")
         if self.keep_optimiser and self.head_update == "server":

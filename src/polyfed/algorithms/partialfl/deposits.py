@@ -1,4 +1,4 @@
-"""Checks of the rows that clients deposited and of the embeddings that they return, and the numbers to log."""
+"""Checks of the rows that clients deposited and of the embeddings that clients return, and the numbers to log."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +27,7 @@ def usable_rows(given: Deposit, shapes: Mapping[str, tuple[int, ...]]) -> Tree:
 
 
 def usable_embeddings(replies: Replies, deposits: Mapping[int, Tree], size: int) -> dict[int, Tree]:
-    """Return the embeddings z'_T (n, size) by client that belong to deposited rows; ignore those of a wrong shape."""
+    """Return, by client, the embeddings z'_T (n, size) of the deposited rows, without embeddings of a wrong shape."""
     found = {}
     for k in replies:
         student: Tree = replies[k].student

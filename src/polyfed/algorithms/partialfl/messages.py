@@ -9,7 +9,7 @@ from polyfed.core.tree import Tree
 
 @message
 class Call(Message):
-    """Asks a client for the rows that it may share. Has no fields."""
+    """A request for the rows that the client may share. The message has no fields."""
 
 
 @message

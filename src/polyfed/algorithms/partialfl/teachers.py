@@ -1,4 +1,4 @@
-"""Rows of a batch that have a teacher, rows that a device deposited, and teachers without meaning as a control."""
+"""Rows of a batch that have a teacher, rows that a device deposited, and meaningless teachers as a control."""
 
 from collections.abc import Mapping
 
@@ -58,7 +58,7 @@ def without_meaning(z_T: Tree, deposit: Tree, placebo: str, fed: Federation, cli
 def paired(batch: Batch, modality: str, read: Tensor | None = None) -> Tensor | None:
     """Return the rows that count in a contrastive term, bool (B,); None means all rows.
 
-    These rows are not padding, have the modality, and are read by the student's model.
+    A row counts if it is not padding, has the modality, and can be read by the student's model.
     """
     masks = [mask for mask in (batch.ok, batch.present.get(modality), read) if mask is not None]
     return torch.stack(masks).all(0) if masks else None
@@ -73,7 +73,7 @@ def readable(batch: Batch, modalities: tuple[str, ...]) -> Tensor | None:
 
 
 def rows_with(batch: Batch, z_T: Tree) -> Batch:
-    """Return the batch with rows that lack every shareable modality marked as padding."""
+    """Return the batch. Rows that lack every shareable modality are marked as padding."""
     there = readable(batch, tuple(z_T))
     if there is None:
         return batch
@@ -93,9 +93,9 @@ def mean_alignment(near: Mapping[str, Tensor], batch: Batch, read: Tensor | None
 def nearest_mean_accuracy(z_T: Tree, data: ClientData, num_classes: int) -> Tensor:
     """Measure how well a device's teachers separate the classes of its rows; returns an accuracy, a 0-dim tensor.
 
-    The rows with even positions give the class means in every modality. The rows with odd positions are classified by
-    the largest cosine with a class mean. The accuracy counts only rows whose class has a mean. The number is therefore
-    meaningful only if a device has several rows of a class.
+    The function computes the class means of every modality from the rows with even positions. It assigns each row with
+    an odd position to the class mean with the largest cosine. The accuracy counts only rows whose class has a mean. It
+    is therefore meaningful only if a device has several rows of a class.
     """
     first = next(iter(z_T))
     z = F.normalize(z_T[first], dim=-1)

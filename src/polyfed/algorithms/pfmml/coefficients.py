@@ -15,17 +15,18 @@ from polyfed.core import keys
 from polyfed.core.tree import keep_on_host
 
 PIECE = 16384
-"""Columns of a block that are processed together. With 333 rows they take 22 MB, which fits into 32 MiB of cache."""
+"""The number of entries of a block that are processed together. For 333 devices they take 22 MB, which fits into 32 MiB
+of cache."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One aggregation of a block (step 6). It is kept as long as some device's newest copy comes from it.
+    """One aggregation of a block (step 6). The server keeps it as long as some device's newest copy comes from it.
 
     Attributes:
         members: devices that uploaded, ascending, int64 (S,).
         uploads: the blocks that they uploaded, (S, P).
-        mix: coefficients xi, float64 (S, S); row k mixes the copy of member k.
+        mix: coefficients xi, float64 (S, S). Row k holds the coefficients of member k's copy.
         copies: the personalised copies W, (S, P).
     """
 
@@ -49,9 +50,10 @@ class BlockState:
 
     Attributes:
         owners: devices that have this block and rows to train it on, bool (K,).
-        logits: Xi, float64 (K, K); every row always sums to 1.
-        ages: A, rounds since the last upload, int64 (K,).
-        built: the round in which a device's newest copy was built, int64 (K,); 0 if the device has the initial block.
+        logits: Xi, float64 (K, K). Every row always sums to 1.
+        ages: A, the number of rounds since the last upload, int64 (K,).
+        built: the round in which a device's newest copy was built, int64 (K,). It is 0 if the device has the initial
+            block.
         sent: devices whose newest copy was built in the last round and is sent in the next round, bool (K,).
         records: aggregations by round.
     """
@@ -69,7 +71,7 @@ class BlockState:
 
     @classmethod
     def start(cls, owners: Tensor) -> "BlockState":
-        """The state before the first round: all logits are 1/K."""
+        """Return the state before the first round, in which all logits are 1/K."""
         size, zeros = len(owners), torch.zeros_like(owners, dtype=torch.int64)
         logits = torch.full((size, size), 1.0 / size, dtype=torch.float64)
         return cls(owners, logits, zeros, zeros, zeros.bool())
@@ -87,9 +89,9 @@ class Step:
     """Settings of one update of the coefficients.
 
     Attributes:
-        rate: eta-hat, times minus the sign of the gradient's estimate.
-        oldest: the update uses only copies that were built in this round or later.
-        divisors: divisor of each device's drift, (K,); None does not divide the drift.
+        rate: eta-hat, multiplied by minus the sign of the gradient's estimate.
+        oldest: the first round whose copies the update uses.
+        divisors: divisor of each device's drift, (K,). None does not divide the drift.
         normalised: whether inner products are divided by the lengths of drift and differences; see `learned`.
     """
 
@@ -100,7 +102,7 @@ class Step:
 
 
 def aggregate(logits: Tensor, members: Tensor, uploads: Tensor) -> Record:
-    """Step 4: mix a copy for every device that uploaded, with the softmax of its row over these devices (Eq. 5)."""
+    """Run step 4: mix a copy for each device that uploaded, with the softmax of its row over these devices (Eq. 5)."""
     mix = torch.softmax(logits[members][:, members], 1)
     return Record(members, uploads, mix, mix.to(uploads) @ uploads)
 
@@ -113,11 +115,11 @@ def learned(
     num_trainable: int,
     step: Step,
 ) -> Tensor:
-    """Step 5: update Xi from how far the devices have drifted from their copies, and return the new Xi (Eq. 6, 7).
+    """Run step 5: update Xi from the drift of the devices away from their copies, and return the new Xi (Eq. 6, 7).
 
-    The update is Xi_kj += rate * xi_kj * <w_j - W_k, upload_k - W_k>, with w, W and xi of the round in which k's copy
-    was built. The update takes one matrix product for each such round. The number of these rounds is at most the
-    largest age.
+    The update is Xi_kj += rate * xi_kj * <w_j - W_k, upload_k - W_k>. Here w, W and xi come from the round in which the
+    copy of device k was built. The update takes one matrix product for each such round. The number of these rounds is
+    at most the largest age.
 
     If `step.normalised`, the change is rate * (c_kj - mean over j of c_kj). Here c_kj is the inner product divided by
     the length of the drift and by the length of the longest w_j - W_k. The change then does not depend on the size of
@@ -157,7 +159,7 @@ def learned(
 
 
 def _dots(uploads: Tensor, mine: Tensor, record: Record, rows: Tensor, num_trainable: int) -> tuple[Tensor, Tensor]:
-    """Inner products (G, S) of the devices' drifts with the record's uploads, and lengths (G,) of the drifts.
+    """Return the inner products (G, S) of the devices' drifts and the record's uploads, and the drifts' lengths (G,).
 
     Both are summed piece by piece. Writing the drifts of a thousand devices to memory and reading them again would take
     longer than the products.
@@ -205,7 +207,7 @@ def own_coefficients(logits: Tensor, among: Tensor) -> Tensor:
 
 
 def scheduled(scores: Tensor, able: Tensor, ages: Tensor, count: int, max_age: int) -> Tensor:
-    """Step 2: choose which devices upload, bool (K,).
+    """Run step 2: choose the devices that upload, bool (K,).
 
     Args:
         scores: the score of every device, (K,). Of two equal scores, the device with the lower number comes first.

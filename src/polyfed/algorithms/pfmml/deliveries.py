@@ -25,12 +25,12 @@ class Deliveries:
     undelivered: Mapping[str, Tensor]
 
     def due(self, block: str) -> Tensor:
-        """Return the devices that wait for their newest copy, bool (K,): it is new, or an older one was lost."""
+        """Return the devices whose newest copy the server must still send, bool (K,), for new and for lost copies."""
         sent = self.blocks[block].sent
         return sent | self.undelivered.get(block, torch.zeros_like(sent))
 
     def messages(self, laid: Mapping[str, Layout], clients: Collection[int] | None = None) -> dict[int, Broadcast]:
-        """Return the copies to send, by device; only for `clients` if given.
+        """Return the copies to send, by device. If `clients` is given, return only the copies for these devices.
 
         Args:
             laid: the layout of each block.

@@ -2,13 +2,14 @@
 
 Every device trains its own model. A block is a modality's encoder with its columns of the first layer, or the shared
 rest of the model. For each block, the server mixes the uploads of a few devices into a personalised copy for each of
-them. The coefficients of the mixtures are learned in closed form. The devices with the largest benefit per second
-upload.
+them. The coefficients of the mixtures are learned in closed form. The devices that upload are those with the largest
+benefit per second.
 
-The steps are the steps of the paper's Algorithm 1. Letters: Xi the logits of the coefficients, xi the coefficients, W a
-copy at the server, w an upload, A the age of a block, K-hat the uploads per block and round. At the start of a round,
-the devices install the copies of the round before and train (steps 7 and 1). Then the server schedules, collects, mixes
-and learns (steps 2 to 6). Downloads come first, as in the paper's latency. See docs/algorithms/pfmml.md.
+The steps are those of Algorithm 1 in the paper. Xi are the logits of the coefficients, and xi the coefficients. W is a
+copy at the server, w an upload, and A the age of a block. K-hat is the number of uploads per block and round. At the
+start of a round, the devices install the copies of the round before and train (steps 7 and 1). Then the server
+schedules, collects, mixes and learns (steps 2 to 6). A round begins with the downloads, as in the paper's formula for
+the latency of a round. See docs/algorithms/pfmml.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,8 @@ from polyfed.training import ClientData
 from polyfed.training.client_data import rows_trained, steps_trained
 
 MOVED = 0.005
-"""How much the mean coefficient of devices for themselves must change over a third of a run to count as learning."""
+"""The mean coefficient of devices for themselves must change by this amount over a third of a run to count as
+learning."""
 
 TABLE_CLIENTS = 64
 """The largest number of devices for which matrices are logged. Larger heat maps would not be readable."""
@@ -58,10 +60,10 @@ class PfmmlState:
     """The server state.
 
     Attributes:
-        params: the common initial model; there is no global model.
+        params: the common initial model. PFMML has no global model.
         blocks: the server's knowledge about each block, in the order in which uploads are queued.
         undelivered: by block, devices whose newest copy is older than the last round and has not arrived, bool (K,).
-        waited_for: devices that were asked for an upload in the last round.
+        waited_for: the devices from which the server requested an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
     """
 
@@ -83,19 +85,21 @@ class PfmmlState:
 
 @dataclass(frozen=True, kw_only=True)
 class Pfmml(Algorithm):
-    """Personalised aggregation. Without a [network], no time passes and scores are 1 - xi.
+    """Personalised aggregation.
+
+    Without a [network] section, messages take no time, and the score of a device is 1 - xi.
 
     Attributes:
-        uploads: K-hat, devices that upload a block in a round: a share of all devices, or a count.
-        coefficient_lr: eta-hat, learning rate of the coefficients; 0 keeps the mixtures uniform. Under `scale =
+        uploads: K-hat, the number of devices that upload a block in a round: a share of all devices, or a count.
+        coefficient_lr: eta-hat, the learning rate of the coefficients. 0 keeps the mixtures uniform. Under `scale =
             "normalised"`, an update changes a logit by at most twice this rate. The paper uses 0.01 under `raw`.
-        max_age: A_th: a block is uploaded after at most this number of rounds; 10 in the paper. 0 never forces an
-            upload.
-        rule: score of a device: `ratio`, benefit per second, or `linear`, benefit - `price_per_second` * seconds (Table
-            III).
-        price_per_second: alpha, the price of a second under `linear`; the paper tries 1e-4, 1e-3, 1e-2.
+        max_age: A_th: a device uploads a block after at most this number of rounds. The paper uses 10. 0 never forces
+            an upload.
+        rule: how the score of a device is computed. `ratio` is the benefit per second. `linear` is the benefit minus
+            `price_per_second` * seconds (Table III).
+        price_per_second: alpha, the price of a second under `linear`. The paper tries 1e-4, 1e-3 and 1e-2.
         grad_sign: sign of a device's drift as an estimate of its gradient. -1 is correct, because a device moves
-            against its gradient; 1 is the paper's literal text.
+            against its gradient. 1 is the sign that the paper's text states.
         scale: how inner products are scaled. `normalised` divides them by the lengths of their vectors, so one rate
             works for all blocks and data sets. `raw` (the paper) uses the unscaled drift. `per-step` divides the drift
             by learning rate and steps. `per-size` treats every block as if it were as large as the largest one. Inner
@@ -103,11 +107,12 @@ class Pfmml(Algorithm):
             (docs/results/pfmml.md).
         record: `last` learns from a device's newest copy, whatever its age. `previous-round` learns only from copies of
             the last round.
-        learn: update the coefficients `after` mixing, as in the paper, or `before`.
-        softmax_over: the score uses coefficients from a softmax over `all` devices or over the block's `owners`.
+        learn: when to update the coefficients: `after` mixing, as in the paper, or `before` mixing.
+        softmax_over: the devices over which the softmax for the score is taken: `all` devices, or the `owners` of the
+            block.
         waits_for: the devices that the server waits for: `scheduled`, or `all`.
         placebo: a control that has the same cost. `uniform` learns coefficients but does not use them. `shuffled` mixes
-            with each device's coefficients for the other devices in random order. `none` is the method.
+            with each device's coefficients for the other devices in random order. `none` is the method of the paper.
     """
 
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
@@ -142,9 +147,9 @@ class Pfmml(Algorithm):
         return dict(context.initial)
 
     def round(self, state: PfmmlState, fed: Federation) -> PfmmlState:
-        """Download, train, schedule, upload, mix, learn."""
+        """Run one round: the devices download, train and upload, and the server schedules, mixes and learns."""
         laid = layouts(fed, state.params)
-        downloads = state.deliveries.messages(laid)  # step 7 of the round before
+        downloads = state.deliveries.messages(laid)  # step 7 of the previous round
         installed = fed.ask(self.install, list(downloads), downloads, quorum=False)
         lost = state.deliveries.lost(downloads, installed)
         trained = fed.ask(self.practise, list(fed.clients.eligible), Start())
@@ -182,7 +187,7 @@ class Pfmml(Algorithm):
         return {**local, **got.params}
 
     def simulated_seconds(self, state: PfmmlState, times: Timetable) -> float:
-        """Return the duration: devices work independently; the server waits for the uploading ones, or for all."""
+        """Return the duration of the round. The server waits for the uploading devices, or for all devices."""
         return times.chains(times.by_client() if self.waits_for == "all" else state.waited_for)
 
     def observe(self, state: PfmmlState) -> dict[str, float]:
@@ -248,10 +253,10 @@ class Pfmml(Algorithm):
         return chosen
 
     def _scores(self, benefit: Tensor, seconds: Tensor) -> Tensor:
-        """The score of every device, (K,)."""
+        """Return the score of every device, (K,)."""
         if self.rule == "linear":
             return benefit - self.price_per_second * seconds
-        return benefit / seconds.clamp(min=1e-12)  # without a network no time passes, so only the benefit decides
+        return benefit / seconds.clamp(min=1e-12)  # without a network, `seconds` is 0, so only the benefit decides
 
     def _seconds_before_upload(self, state: PfmmlState, fed: Federation) -> Tensor:
         """Return T_D + T_C of every device in this round, (K,): the times to download its copies and to train."""
@@ -278,11 +283,10 @@ class Pfmml(Algorithm):
         round: int,
         key: int,
     ) -> BlockState:
-        """Run steps 4 to 6 for one block. Devices in `lost`, bool (K,), did not receive the copy that was sent."""
+        """Run steps 4 to 6 for one block. Devices in `lost`, bool (K,), did not receive their copy."""
         members, uploads = now
 
         def update(logits: Tensor) -> Tensor:
-            # a device that never received its copy has not drifted from it; its upload says nothing about the mixture
             drifted = (~lost[members]).to(members.device)
             known = now if bool(drifted.all()) else (members[drifted], uploads[drifted.to(uploads.device)])
             return learned(logits, entry.built, entry.records, known, layout.num_trainable, step)

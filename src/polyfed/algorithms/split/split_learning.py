@@ -4,10 +4,11 @@ Gupta, Raskar, "Distributed learning of deep neural network over multiple agents
 activations of a batch at the cut and sends them with the labels. The server computes the loss, updates its half, and
 returns the gradients at the cut. The client uses them to update its half. After its local epochs, the client returns
 its half, and the server sends it to the next client. The order of the clients is random and changes every round. The
-server's optimiser continues over clients and rounds; a client's optimiser starts afresh. With `u_shaped`, the head and
-the labels stay on the client (Vepakomma, Gupta, Swedish, Raskar, "Split learning for health", 2018).
+server's optimiser keeps its state over clients and rounds. A client's optimiser starts afresh in every round. With
+`u_shaped`, the head and the labels stay on the client (Vepakomma, Gupta, Swedish, Raskar, "Split learning for health",
+2018).
 
-What crosses: in every step, activations and labels to the server and gradients to the clients; in every round, the
+In every step, the client sends activations and labels, and the server sends gradients. In every round, both send the
 lower half. Page: docs/algorithms/split-learning.md.
 """
 
@@ -33,7 +34,7 @@ class SplitState(State):
 
     Attributes:
         optimiser: moments of the optimiser of the server's half.
-        steps: its training steps so far.
+        steps: the number of training steps of this optimiser so far.
     """
 
     optimiser: Moments = field(default_factory=dict)
@@ -41,7 +42,7 @@ class SplitState(State):
 
 
 def first_state(cut: Cut, selector: Selector, fed: Federation, params: Tree) -> SplitState:
-    """The state before the first round: the whole model, and a fresh optimiser for the server's half.
+    """Return the state before the first round: the whole model, and a fresh optimiser for the server's half.
 
     Raises:
         RecipeError: the model cannot be cut; see `Cut.check`.
@@ -52,7 +53,7 @@ def first_state(cut: Cut, selector: Selector, fed: Federation, params: Tree) -> 
 
 
 def shuffled(cohort: list[int], fed: Federation) -> list[int]:
-    """The cohort in a random order, drawn for this round."""
+    """Return the cohort in a random order, which is drawn for this round."""
     return [cohort[i] for i in keys.permutation(keys.key(fed.seed, "turns", fed.round), len(cohort)).tolist()]
 
 
@@ -61,8 +62,9 @@ class SplitLearning(Algorithm):
     """Clients train in turn.
 
     Attributes:
-        selector: the rule that chooses which clients train in a round, the [selection] section; only `uniform`.
-        u_shaped: keep the head and the labels on the clients. This costs one more exchange per batch.
+        selector: the rule from the [selection] section that chooses which clients train in a round. Only `uniform` is
+            allowed.
+        u_shaped: whether to keep the head and the labels on the clients. This option needs one more exchange per batch.
         cut: the client tasks and the server's step, made from the other options.
     """
 

@@ -1,12 +1,12 @@
 """SplitFed: split learning with all clients of a round in parallel, and federated averaging of the halves.
 
 Thapa, Arachchige, Camtepe, Sun, "SplitFed: When federated learning meets split learning", AAAI 2022. In version 1, the
-server keeps a copy of the upper half for each client during a round. It then averages these copies like the lower
-halves. The result equals FedAvg of the uncut model. In version 2, one upper half serves the clients one after another,
-in a random order that changes every round. Only the lower halves are averaged, and the server's optimiser continues
-over rounds.
+server keeps a copy of the upper half for each client during a round. At the end of the round, the server averages these
+copies and also the lower halves. The result equals FedAvg of the uncut model. In version 2, one upper half serves the
+clients one after another, in a random order that changes every round. Only the lower halves are averaged, and the
+server's optimiser keeps its state over rounds.
 
-What crosses: the same as in split learning. Page: docs/algorithms/splitfed.md.
+The messages are the same as in split learning. Page: docs/algorithms/splitfed.md.
 """
 
 from collections.abc import Mapping
@@ -28,11 +28,12 @@ class SplitFed(Algorithm):
     """Clients train in parallel.
 
     Attributes:
-        version: 1 keeps one upper half for each client in a round and averages them at its end; 2 keeps one for all
-            clients.
+        version: 1 keeps one upper half for each client and averages these halves at the end of a round. 2 keeps one
+            upper half for all clients.
         aggregation: weights of the means: `weighted` by rows, or `uniform` as in the authors' code.
-        selector: which clients take part in a round, the [selection] section; only `uniform`.
-        u_shaped: keep the head and the labels on the clients. This costs one more exchange per batch.
+        selector: the rule from the [selection] section that chooses which clients train in a round. Only `uniform` is
+            allowed.
+        u_shaped: whether to keep the head and the labels on the clients. This option needs one more exchange per batch.
         cut: the client tasks and the server's step, made from the other options.
     """
 
@@ -86,7 +87,7 @@ class SplitFed(Algorithm):
 
 
 def mean(trees: Mapping[int, Tree], weights: Mapping[int, float]) -> Tree:
-    """Return the weighted mean of trees, each tensor over the clients that have it, in ascending order of clients.
+    """Return the weighted mean of trees. Each tensor is averaged over its owners, in ascending order of clients.
 
     Args:
         trees: client -> its tree.

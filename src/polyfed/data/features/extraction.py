@@ -38,7 +38,7 @@ _EPS = 1e-5  # added to a speaker's deviation, as in public code for IEMOCAP (do
 
 @dataclass
 class Extraction:
-    """One pass over a listing: extract the features of every clip, and write them as one array for each modality.
+    """An extraction: it extracts the features of every clip of a listing, and writes one array for each modality.
 
     Attributes:
         listing: The samples of the data set.
@@ -259,5 +259,5 @@ def _standardised(x: Array, mean: Array, deviation: Array) -> Array:
 
 
 def _id(name: str) -> int:
-    """Return a 63-bit number for a name. Among a million samples, two get the same with probability about 5e-8."""
+    """Return a 63-bit number for a name. Of a million samples, two get the same number with probability 5e-8."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1

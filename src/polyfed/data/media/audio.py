@@ -57,7 +57,8 @@ def tiled(wave: Wave, samples: int) -> Wave:
     """Return the sound, repeated until it has `samples` samples, cut to that length, and clipped to [-1, 1].
 
     The releases of CMSFed and FMML repeat a clip three times and cut it. This function repeats a clip more often if the
-    clip is shorter than a third of the length. Their features would have another shape for such a clip (docs/data.md).
+    clip is shorter than a third of the length. In the releases, the features of such a clip have another shape
+    (docs/data.md).
     """
     return np.clip(np.tile(wave, -(-samples // len(wave)))[:samples], -1.0, 1.0)
 

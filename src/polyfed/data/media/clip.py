@@ -25,10 +25,10 @@ class Clip:
 
     Attributes:
         name: The name in messages: the file, or the row of a table.
-        path: The file; None if the content has no file of its own.
+        path: The file. None if the content does not have its own file.
         held: Without `path`: a function that returns the content (the bytes of a file, text or numbers).
         start: Start of the sample in the file: in seconds for media, in lines for a table.
-        end: End of the sample, in the same unit; None is the end of the file.
+        end: End of the sample, in the same unit as `start`. None is the end of the file.
         stamp: A value that changes when content without a file changes, so that a cache notices the change.
     """
 

@@ -28,8 +28,9 @@ class Frames(PlainExtractor):
 
     Attributes:
         count: Frames of a sample.
-        pick: Which candidates are used: "even" uses evenly spaced ones, "first" the first ones. "random" uses distinct
-            ones that are drawn once for each clip and sorted by time; the papers draw again at every step.
+        pick: Which candidates are used. "even" uses evenly spaced candidates, and "first" uses the first candidates.
+            "random" draws distinct candidates once for each clip and sorts them by time. The papers draw again at every
+            step.
         least: Minimum number of candidates.
         size: Height and width; both sides are scaled.
     """

@@ -44,11 +44,13 @@ class Partition(ABC):
 
 
 def refuse_targets(columns: Columns, what: str) -> None:
-    """Refuse something that needs classes, if the labels are targets.
+    """Refuse something that needs classes, if there are no labels or the labels are targets.
 
     Raises:
-        RecipeError: the labels are targets; the text begins with `what`.
+        RecipeError: there are no labels or they are targets; the text begins with `what`.
     """
+    if not columns.labelled and columns.num_classes == 1:
+        raise RecipeError(f"{what}, and data '{columns.name}' has no labels. Use [clients] partition = 'iid'")
     if columns.label.is_floating_point():
         raise RecipeError(
             f"{what}, and the labels of data '{columns.name}' are targets of type float32. Use [clients] partition = "

@@ -42,7 +42,8 @@ class Dirichlet(Partition):
 class DirichletAuthors(Partition):
     """The variant in CMSFed's released code: a client is full at 1.1 N/K rows, and there is no minimum size.
 
-    A draw that leaves a client without any row is repeated, because such a client could not train (our addition).
+    A draw that leaves a client without any row is repeated, because such a client could not train. The released code
+    does not repeat the draw.
 
     Attributes:
         num: Number of clients.

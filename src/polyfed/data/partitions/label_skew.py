@@ -21,7 +21,7 @@ from polyfed.data.partitions.shards import Rows
 class ClassesPerClient(Partition):
     """non-IID-1 of the FMML paper: every client owns random classes, and each class is split evenly among its owners.
 
-    The sets of the clients are all different as long as there are enough different sets. They overlap at random.
+    Each client has a different set of classes, if there are enough different sets. The sets overlap at random.
 
     Attributes:
         num: Number of clients.
@@ -81,7 +81,7 @@ class MainClass(Partition):
     Attributes:
         num: Number of clients.
         main_share: Share of the main class: 0.5 is non-IID-2, 0.3 is non-IID-3.
-        exclude_main: Draw the other rows only from other classes, so that the share is exact.
+        exclude_main: Whether to draw the other rows only from other classes, so that the share is exact.
         on_shortage: What to do if a class is too rare for its clients. "reduce" makes every client smaller until the
             shares are exact. "cap" lets a client take the rest of its class, adds rows of the other classes, and warns.
     """
@@ -155,6 +155,6 @@ def _class_sets(num_classes: int, size: int, num: int, draw: np.random.Generator
         passes = [draw.permutation(total) for _ in range(-(-num // total))]
         return every[np.concatenate(passes)[:num]]
     chosen: dict[tuple[int, ...], None] = {}
-    while len(chosen) < num:  # at most half of all sets are used, so a draw is new at least every other time
+    while len(chosen) < num:  # at most half of all sets are used, so each draw is new with probability 1/2 or more
         chosen[tuple(sorted(draw.choice(num_classes, size, replace=False).tolist()))] = None
     return np.array(list(chosen))

@@ -39,7 +39,7 @@ class AvMnist(Source):
         fsdd: Folder of `<digit>_<speaker>_<take>.wav` files; or an .npz with logmel or audio (int16, 8 kHz),
             label, client and split.
         subset: Share of every digit that is kept in both splits of MNIST, drawn at random.
-        seed: Seed of the pairs and the subset; the run's own seed has no effect.
+        seed: Seed of the pairs and the subset. The run's own seed has no effect.
     """
 
     mnist: str

@@ -26,7 +26,7 @@ class Ave(MediaSet):
 
     Attributes:
         path: Folder AVE_Dataset, or a folder of prepared features.
-        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "audio", "visual".
         frames: Frames of a sample, chosen from one frame per second; 4 in CMSFed.
         frame_pick: Which of the frames (one per second) are used: "even" uses evenly spaced ones, "first" the first

@@ -37,7 +37,7 @@ class CgMnist(Source):
             train_label and test_label of the learning-not-to-learn release, in MNIST's order. The release itself is a
             pickle, which polyfed does not open, so convert it once.
         subset: Share of every class that is kept in both splits, drawn at random.
-        seed: Seed of the colours and the subset; the run's own seed has no effect.
+        seed: Seed of the colours and the subset. The run's own seed has no effect.
     """
 
     path: str

@@ -45,7 +45,7 @@ class Cifar100(Source):
             version of CIFAR is a pickle, which polyfed does not open.
         labels: With the binary version: "fine" (100 classes) or "coarse" (20 superclasses).
         subset: Share of every class that is kept in both splits, drawn at random.
-        seed: Seed of the subset; the run's own seed has no effect.
+        seed: Seed of the subset. The run's own seed has no effect.
     """
 
     path: str

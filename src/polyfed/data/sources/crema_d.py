@@ -35,7 +35,7 @@ class CremaD(MediaSet):
 
     Attributes:
         path: Folder with AudioWAV/ and VideoFlash/, or a folder of prepared features.
-        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "audio", "visual".
         spectrogram: "257x299" of CMSFed, each clip normalised; "257x188" of FMML, not normalised.
         frames: Frames of a sample; 3 in CMSFed, 1 (the middle one) in FMML.

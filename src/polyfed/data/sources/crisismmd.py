@@ -30,16 +30,16 @@ class CrisisMmd(ImageText):
     """`image` (1280,) and `text` (768,) of tweets, without their links; about 18,100 pairs, 8 classes, official split.
 
     There are no natural clients. FedMultimodal makes 100 clients by a Dirichlet partition. Its released partition
-    script gives test images the texts of the development file. Here every image keeps its own text, so test results
-    differ.
+    script gives test images the texts of the development file. In polyfed, every image keeps its own text, so test
+    results differ.
 
     Attributes:
         path: Folder CrisisMMD_v2.0, or a folder of prepared features.
-        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "image", "text".
         label: The annotation that is the label: of the "image" (FedMultimodal), or of the "text".
         image: "embedding" by `image_model`, or "pixels" (3, size, size) for the encoders `resnet18` and `hf`.
-        image_model: Folder, or name in the hub's cache; MobileNetV2 gives 1280 numbers.
+        image_model: Folder of the model, or its name in the hub's cache. MobileNetV2 gives 1280 numbers.
         size: Height and width of the image.
         text: "embedding" by `text_model`, or "tokens" (64,) for the encoder `hf`.
         text_model: Folder, or name in the hub's cache; DistilBERT gives 768 numbers. FedMultimodal uses MobileBERT,

@@ -20,7 +20,7 @@ _VALIDATION = 10  # percent of every class, rounded up
 
 @dataclass(frozen=True, kw_only=True)
 class Food101(ImageText):
-    """`image` (1280,) and `text` (768,) of 101 dishes; images without a text are left out.
+    """`image` (1280,) and `text` (768,) of 101 dishes. Images without a text are left out.
 
     58,545 samples are for training, 6,556 for validation and 21,695 for the test. Validation is a tenth of each
     training class, rounded up and drawn with `seed`, because the draw of PartialFL's paper is not published. There are
@@ -28,16 +28,16 @@ class Food101(ImageText):
 
     Attributes:
         path: Folder with images/ and texts_txt/ or texts/, or a folder of prepared features.
-        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "image", "text".
-        text_source: "page" is the text of the web page, as in the paper. "title" is the csv of titles, which is a task
-            of different difficulty; do not compare its results with the paper's.
-        seed: Seed of the validation draw; the run's own seed has no effect.
+        text_source: "page" is the text of the web page, as in the paper. "title" is the csv of titles. This task has a
+            different difficulty, so do not compare its results with the results of the paper.
+        seed: Seed of the validation draw. The run's own seed has no effect.
         image: "embedding" by `image_model`, or "pixels" (3, size, size) for the encoders `resnet18` and `hf`.
-        image_model: Folder, or name in the hub's cache; MobileNetV2 gives 1280 numbers.
+        image_model: Folder of the model, or its name in the hub's cache. MobileNetV2 gives 1280 numbers.
         size: Height and width of the image.
         text: "embedding" by `text_model`, or "tokens" (64,) for the encoder `hf`.
-        text_model: Folder, or name in the hub's cache; DistilBERT gives 768 numbers.
+        text_model: Folder of the model, or its name in the hub's cache. DistilBERT gives 768 numbers.
     """
 
     NAME: ClassVar[str] = "food101"

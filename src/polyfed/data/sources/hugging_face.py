@@ -29,12 +29,12 @@ class HuggingFace(MediaSet):
     Attributes:
         path: Folder written by `save_to_disk`, or with files `<split>*.parquet`, `.csv` or `.jsonl`; or a folder of
             prepared features.
-        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: Modality -> kind: "image" (3, size, size), "text" embedded by `model`, "tokens" (64,), "audio"
             (600, 80) log-mel, "values" (numbers or lists of one shape).
         columns: Modality -> column of its values, if the names differ.
         label: Column with class numbers or names.
-        client: Column with the natural client; empty: there are none.
+        client: Column with the natural client. Empty if there are no natural clients.
         model: Folder, or name in the hub's cache, of the model for "text" and "tokens".
         size: Height and width of images.
     """

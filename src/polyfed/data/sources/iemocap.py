@@ -35,7 +35,7 @@ class Iemocap(MediaSet):
 
     Attributes:
         path: Folder with Session1..5 (or with IEMOCAP_full_release), or a folder of prepared features.
-        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "audio", "text".
         test_session: The session that is the test set, 1 to 5.
         frames: Length of `audio`, in windows of 10 ms.

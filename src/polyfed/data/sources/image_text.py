@@ -15,13 +15,13 @@ class ImageText(MediaSet):
 
     Attributes:
         path: The data set's folder, or a folder of prepared features.
-        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "image", "text".
         image: "embedding" by `image_model`, or "pixels" (3, size, size) for the encoders `resnet18` and `hf`.
-        image_model: Folder, or name in the hub's cache; MobileNetV2 gives 1280 numbers.
+        image_model: Folder of the model, or its name in the hub's cache. MobileNetV2 gives 1280 numbers.
         size: Height and width of the image.
         text: "embedding" by `text_model`, or "tokens" (64,) for the encoder `hf`.
-        text_model: Folder, or name in the hub's cache; DistilBERT gives 768 numbers.
+        text_model: Folder of the model, or its name in the hub's cache. DistilBERT gives 768 numbers.
     """
 
     modalities: tuple[str, ...] = ("image", "text")

@@ -43,11 +43,11 @@ class KuHar(MediaSet):
 
     Attributes:
         path: The folder that holds Trimmed_interpolated_data, or a folder of prepared features.
-        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "acc", "gyro".
         activities: Number of activities, 8 or 18.
         fold: Which fifth of the subjects, in order of their numbers, is the test set: 1 to 5.
-        min_windows: A training subject with fewer windows is left out; 10 in FedMultimodal.
+        min_windows: A training subject with fewer windows is left out. FedMultimodal uses 10.
         normalise: "window" shifts and scales each window and axis by its own mean and deviation, as FedMultimodal does;
             "none" does not change the numbers.
     """

@@ -34,7 +34,7 @@ class MediaSet(Source):
 
     Attributes:
         path: The data set's folder, or a folder of prepared features.
-        cache: Folder for the features of the data set; empty: `$XDG_CACHE_HOME/polyfed`, by default
+        cache: Folder for the features of the data set. If empty, `$XDG_CACHE_HOME/polyfed`, by default
             `~/.cache/polyfed`.
     """
 
@@ -119,7 +119,7 @@ class MediaSet(Source):
 
 
 def check_modalities(given: tuple[str, ...], allowed: tuple[str, ...]) -> None:
-    """Raise RecipeError unless `given` has at least one name, all distinct and all in `allowed`."""
+    """Raise RecipeError unless `given` has at least one name, and all its names are distinct and in `allowed`."""
     require(bool(given), "data.modalities", given, ", ".join(allowed))
     for name in given:
         require(name in allowed, "data.modalities", name, did_you_mean(name, allowed))
@@ -135,7 +135,7 @@ def fold_of_groups(groups: Tensor, test: int, what: str) -> Tensor:
         what: The name of a group in the message, such as "session".
 
     Raises:
-        DataError: No row is in that group, or all rows are.
+        DataError: No row is in that group, or all rows are in it.
     """
     is_test = groups == test
     if not is_test.any() or is_test.all():

@@ -43,7 +43,7 @@ class Meld(MediaSet):
 
     Attributes:
         path: Folder MELD.Raw, or a folder of prepared features.
-        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "audio", "text".
         classes: Number of classes: 4 (neutral, sadness, joy, anger, as in FedMultimodal) or all 7.
         min_utterances: A speaker with fewer utterances in a split is removed from that split; 11 in FedMultimodal.

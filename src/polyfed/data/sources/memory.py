@@ -9,7 +9,7 @@ from polyfed.data.sources.base import Facts, Source
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Source):
-    """Data in memory. A recipe's file cannot hold this data, so the file describes it.
+    """Data in memory. A recipe's file cannot hold this data, so the file contains only a description.
 
     Attributes:
         about: A description of the data.

@@ -32,7 +32,7 @@ class MspImprov(MediaSet):
 
     Attributes:
         path: Folder with Audio/ and Evalution.txt (sic), or a folder of prepared features.
-        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "audio", "text".
         test_session: The session that is the test set, 1 to 6.
         frames: Length of `audio`, in windows of 10 ms.

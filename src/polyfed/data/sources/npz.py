@@ -16,7 +16,8 @@ from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.files import Arrays, stored_name
 from polyfed.data.labels import num_targets
 from polyfed.data.layout import Layout, laid_out
-from polyfed.data.row_facts import Labels, clients_of, labels_of, splits_of
+from polyfed.data.leaked_labels import refuse_leaked_labels
+from polyfed.data.row_facts import Labels, clients_of, ids_of, labels_of, splits_of, unlabelled
 from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import drawn
 
@@ -37,7 +38,7 @@ class Npz(Source):
         label: Array of the labels. Class numbers 0..C-1 (N,); words (N,), which are numbered in sorted order and kept
             as names; or targets (N,) or (N, T) for objectives other than classification. Targets are floats, with NaN
             for an unknown target, or integers (N, T). A boolean array `<label>_known` of the same shape may mark the
-            known targets.
+            known targets. Empty if there are no labels, for a task that needs none.
         client: Array of the natural client of each row: integers or strings, numbered in sorted order.
         split: Array of split codes: 0 train, 1 test, 2 validation, 3 left out; or the words train, test, validation.
         split_personal: Array of split codes within each natural client: 0 train, 1 test, 2 guard row.
@@ -80,6 +81,17 @@ class Npz(Source):
         for role in ("label", "client", "split"):
             name = getattr(self, role)
             require(name not in self.modalities, f"data.{role}", name, "an array that is not in data.modalities too")
+        require(
+            self.known not in self.modalities,
+            "data.modalities",
+            self.modalities,
+            f"modalities only; '{self.known}' says which labels are known",
+        )
+
+    @property
+    def known(self) -> str:
+        """Name of the array that says which labels are known."""
+        return f"{self.label}_known" if self.label else ""
 
     def load(self) -> Columns:
         """Read and check the arrays."""
@@ -102,20 +114,25 @@ class Npz(Source):
             num_classes=label.num_classes,
             split=drawn(label.values, self.test_share, self.seed) if split is None else split,
             ids=torch.arange(len(label.values)) if ids is None else ids,
+            labelled=bool(self.label),
             numbered=ids is None and self.ids != ROWS,
             class_names=label.names,
+            words_sorted=label.words_sorted,
             present=present or {},
             client=client,
             split_personal=codes["split_personal"],
             notes=(label.note,) if label.note else (),
         )
+        refuse_leaked_labels(columns)
         return standardised(columns, self.standardise)
 
     def _labels(self, arrays: Arrays) -> Labels:
+        if not self.label:
+            return unlabelled(len(arrays[self.modalities[0]]))
         where = f"'{arrays.path}': array '{self.label}'"
         names = self._named(arrays, "class_names")
         found = labels_of(arrays[self.label], where, None if names is None else arrays.strings(names))
-        mask = f"{self.label}_known"
+        mask = self.known
         if mask not in arrays:
             return found
         known, shape = arrays[mask], tuple(found.values.shape)
@@ -130,6 +147,7 @@ class Npz(Source):
     def _check_names(self, arrays: Arrays) -> None:
         if not self.modalities:
             special = {getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), str)}
+            special.add(self.known)
             found = ", ".join(name for name in arrays.names if name not in special)
             raise RecipeError(f"data.modalities is empty; name some of the arrays of '{arrays.path}': {found}")
         for name in self.layout:
@@ -149,10 +167,7 @@ class Npz(Source):
         name = None if self.ids == ROWS and ROWS not in arrays else self._named(arrays, "ids")
         if name is None:
             return None
-        ids = arrays.integers(name)
-        if len(np.unique(ids.numpy())) != len(ids):
-            raise DataError(f"'{arrays.path}': array '{name}' repeats some ids; every row needs its own")
-        return ids
+        return ids_of(arrays.integers(name), f"'{arrays.path}': array '{name}'")
 
     def _codes(self, arrays: Arrays, key: str) -> Tensor | None:
         name = self._named(arrays, key)

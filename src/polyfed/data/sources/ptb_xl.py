@@ -28,16 +28,16 @@ class PtbXl(MediaSet):
 
     The natural clients are the recording sites, and records without a site are left out. Folds 1 to 8 are for training,
     9 for validation and 10 for the test, as the owners propose. Only statements of likelihood 100 count. With one label
-    per record, records whose statements name no superclass or several are left out. With several labels, only records
-    whose statements name no superclass are left out. The labels are then five values of 0 and 1, for the task
-    `multi-label`, as in FedMultimodal.
+    per record, a record is left out if its statements name no superclass or several superclasses. With several labels,
+    a record is left out only if its statements name no superclass. The labels are then five values of 0 and 1, for the
+    task `multi-label`, as in FedMultimodal.
 
     Attributes:
         path: Folder with ptbxl_database.csv, or a folder of prepared features.
-        cache: Folder for extracted features; empty: `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
+        cache: Folder for extracted features. If empty, `$XDG_CACHE_HOME/polyfed`, by default `~/.cache/polyfed`.
         modalities: "limb", "chest".
         labels: "one" superclass for each record, or "several".
-        min_records: A site with fewer training records is left out of training; 10 in FedMultimodal.
+        min_records: A site with fewer training records is left out of training. FedMultimodal uses 10.
         normalise: "window" shifts and scales every lead by its mean and deviation over the record (FedMultimodal);
             "none" leaves millivolts.
     """

@@ -35,9 +35,13 @@ class Table(Source):
     Attributes:
         path: The file: .csv, .tsv (with tabs), .parquet or .jsonl.
         modalities: Modality -> its columns: the name of a column, a pattern with `*`, or a list of these.
-        label: Column of the labels: words, or class numbers from 0. Or a list of columns with targets.
+        label: Column of the labels: words, or class numbers from 0. Or a list of columns with targets. Empty if there
+            are no labels, for a task that needs none.
         client: Column of the natural client of each row: words or whole numbers.
         split: Column of the splits: the words train, test and validation, or their codes 0, 1 and 2.
+        ids: Column of the row ids, distinct whole numbers. Empty: a column of numbers that is named `id`, `ids` or
+            `row_id` and is not part of a modality; without such a column, or with "rows", the row numbers.
+        class_names: The names of the classes in order, if the labels are words whose order matters, or numbers.
         shapes: Modality -> shape of a sample, if its columns are the pixels of an image, such as [1, 8, 8], or the
             steps of a series, such as [20, 3] for 20 steps of 3 features.
         layout: Modality -> axes of a sample in lists or pictures, if the guess of the source `npz` is wrong.
@@ -54,6 +58,8 @@ class Table(Source):
     label: str | list[str] = "label"
     client: str = "client"
     split: str = "split"
+    ids: str = ""
+    class_names: tuple[str, ...] = ()
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     layout: Mapping[str, Layout] = field(default_factory=dict)
     partial: Partial = "refuse"
@@ -73,7 +79,7 @@ class Table(Source):
         problems = Problems()
         frame = read(path, problems)
         if not self.modalities:
-            groups = guessed(frame, {self.client, self.split, *self.roles.labels}, [])
+            groups = guessed(frame, self.roles.meaning).groups
             lines = ", ".join(f"{name} = {_toml(group)}" for name, group in groups.items())
             raise RecipeError(
                 f"data.modalities is empty; from the names of the columns of '{path}' it could be "
@@ -81,7 +87,8 @@ class Table(Source):
                 ("data", "modalities"),
             )
         axes = {name: {1: "F", 2: "TF", 3: "CHW"}.get(len(shape), "") for name, shape in self.shapes.items()}
-        draft = drafted(frame, f"'{path}'", path.stem, self.roles, problems, layout=axes | dict(self.layout))
+        more = {"class_names": self.class_names} if self.class_names else {}
+        draft = drafted(frame, f"'{path}'", path.stem, self.roles, problems, layout=axes | dict(self.layout), **more)
         draft = replace(draft, modalities=self._shaped(draft.modalities, problems))
         return columns_of(
             draft, test_share=self.test_share, seed=self.seed, standardise=self.standardise, problems=problems
@@ -96,8 +103,9 @@ class Table(Source):
             label=self.label,
             client=self.client,
             split=self.split,
+            ids=self.ids,
             partial=self.partial,
-            optional=defaults,
+            optional=(*defaults, *([] if self.ids else ["ids"])),
         )
 
     def _shaped(self, modalities: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
@@ -134,7 +142,7 @@ def read(path: Path, problems: Problems) -> "pd.DataFrame":
         problems: columns that occur twice are added to this object as faults.
 
     Raises:
-        DataError: the file is damaged, empty or of another type, or a library that reads it is not installed.
+        DataError: the file is damaged, has no rows or is of another type, or a library that reads it is not installed.
     """
     import pandas as pd  # imported here, because the import takes half a second
 
@@ -142,15 +150,23 @@ def read(path: Path, problems: Problems) -> "pd.DataFrame":
         raise DataError(f"'{path}' is no table that polyfed reads. Allowed: {', '.join(SUFFIXES)}, or an .npz file")
     try:
         if path.suffix == ".parquet":
-            return _parquet(path)
-        if path.suffix == ".jsonl":
-            return pd.DataFrame.from_records(_lines(path))
-        separator = "\t" if path.suffix == ".tsv" else ","
-        _refuse_copies(path, separator, problems)
-        return pd.read_csv(path, sep=separator)
-    except (OSError, ValueError, UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+            frame = _parquet(path)
+        elif path.suffix == ".jsonl":
+            frame = pd.DataFrame.from_records(_lines(path))
+        else:
+            separator = "\t" if path.suffix == ".tsv" else ","
+            _check_header(path, separator, problems)
+            frame = pd.read_csv(path, sep=separator)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"'{path}' cannot be read as {path.suffix}, because it is not UTF-8 text ({error}). Save it as UTF-8"
+        ) from None
+    except (OSError, ValueError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         words = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"'{path}' cannot be read as {path.suffix} ({words}). Save or copy it again") from None
+    if not len(frame):
+        raise DataError(f"'{path}' has no rows, only the names of columns. Check where it comes from")
+    return frame
 
 
 def _parquet(path: Path) -> "pd.DataFrame":
@@ -184,10 +200,21 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _refuse_copies(path: Path, separator: str, problems: Problems) -> None:
-    """Add a fault for columns that occur twice in the header, because pandas would rename them."""
+def _check_header(path: Path, separator: str, problems: Problems) -> None:
+    """Check the first line of a file, and add a fault for columns that occur twice, because pandas would rename them.
+
+    Raises:
+        DataError: the file has one column, whose name holds another separator.
+    """
     with path.open(encoding="utf-8-sig", newline="") as stream:
         header = next(csv.reader(stream, delimiter=separator), [])
+    found = [mark for mark in ";\t,|" if len(header) == 1 and mark in header[0]]
+    if found:
+        wanted = "tabs" if separator == "\t" else "commas"
+        raise DataError(
+            f"'{path}' has one column, {header[0]!r}: its cells seem to be separated by {found[0]!r}, and polyfed "
+            f"reads {wanted} in {path.suffix} files. Save it with {wanted} (and decimal points)"
+        )
     if doubled := sorted({name for name in header if header.count(name) > 1}):
         names = ", ".join(map(repr, doubled))
         problems.add(DataError(f"'{path}' has several columns named {names}. Rename or remove the copies"))

@@ -27,8 +27,9 @@ class Toy(Source):
         rows: Number of rows, all splits together.
         classes: Number of classes.
         shapes: Sample shape of each modality; `{a = [1, 8, 8], b = [3, 8, 8]}` gives tiny images.
-        snr: Signal-to-noise ratio of each modality; 1 where none is given.
-        natural_clients: Number of natural clients, to which rows are assigned at random; 0: there are none.
+        snr: Signal-to-noise ratio of each modality. A modality without an entry has the ratio 1.
+        natural_clients: Number of natural clients, to which rows are assigned at random. 0 means that there are no
+            natural clients.
         test_share: Share of every class that is the global test set.
         seed: Seed of the draws. The run's own seed has no effect, so all runs share one data set.
     """
@@ -55,7 +56,6 @@ class Toy(Source):
 
     def load(self) -> Columns:
         """Draw the data set."""
-        # labels in turn, then shuffled, so that the classes are as even as possible
         label = torch.arange(self.rows) % self.classes
         label = label[keys.permutation(keys.key(self.seed, "toy", "label"), self.rows)]
         client = None

@@ -1,6 +1,6 @@
 """A limit on the bytes of a message that Flower fetches. The server and the SuperNode of a device use it.
 
-This file imports no other file of polyfed: the SuperNode loads it by its path, without the package, because the package
+This file imports no other file of polyfed. The SuperNode loads this file by its path, without the package. The package
 would load PyTorch into a process that does not need it (`polyfed.engines.flower.supernode_process`).
 """
 

@@ -22,7 +22,7 @@ REFUSALS = 5
 
 
 _tellers: list[Callable[[], None]] = []
-"""What `when_lost` calls."""
+"""The functions that `when_lost` has registered."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The program that a device's SuperNode runs: Flower's `flower-supernode`, with three additions.
 
-It fetches no message of the server above a limit. It says so if the server refuses the device's key, and then exits
-with code 6. Its log lines have polyfed's format.
+The program fetches no message above a size limit from the server. If the server refuses the device's key, the program
+logs this and exits with code 6. Its log lines have polyfed's format.
 
 `polyfed supernode` runs this file by its path. This file does not import the package polyfed, because that would load
 PyTorch into a process that does not need it.

@@ -1,6 +1,6 @@
-"""What do the messages of a run give away? `polyfed audit` attacks them, kind by kind and modality by modality.
+"""The leakage audit: `polyfed audit` measures what the messages of a run reveal, by kind and by modality.
 
-This folder has nothing to do with the audit logs of `polyfed audit-log`, which record what crossed.
+This folder has nothing to do with the audit logs of `polyfed audit-log`, which record the messages that clients sent.
 
 - `audit`: which attacks apply to a run, and the file `leakage.json`.
 - `capture`: the messages of clients, captured in a simulation of the run's first rounds.

@@ -1,4 +1,4 @@
-"""`polyfed audit`: attack what clients sent according to a run's ledger, and write the result into the run's folder."""
+"""`polyfed audit`: attacks the data that clients sent in a run, and writes the result into the run's folder."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
@@ -27,7 +27,7 @@ READS = {
     reconstruction.REBUILT: ("parameters", "gradients", "embeddings", "raw"),
     properties.HELD: (properties.ANY,),
 }
-"""Attack -> the kinds that it reads. Of kind `statistic`, the attacks read class counts only."""
+"""A map from each attack to the kinds that it reads. Of the kind `statistic`, the attacks read only class counts."""
 
 NOTHING = {
     labels.PRESENT: "this block has no output layer",
@@ -37,7 +37,7 @@ NOTHING = {
     reconstruction.REBUILT: "this block has no linear first layer, or its rows are not known",
     properties.HELD: "no client replied",
 }
-"""Attack -> why it reads nothing from a kind that crossed."""
+"""A map from each attack to the reason why it reads nothing from a kind that clients sent."""
 
 NEEDS_CLASSES = (labels.PRESENT, labels.FREQUENT, labels.EACH_ROW)
 """Attacks on labels that are class numbers."""
@@ -54,9 +54,9 @@ class LeakageAudit:
         seed: the seed of the run.
         rounds: the number of rounds that were run again.
         clients: the number of clients whose replies were attacked.
-        shadows: the number of LiRA's shadow models for each client; with 0, membership is inferred from the loss alone.
+        shadows: the number of LiRA's shadow models for each client. With 0, membership is inferred only from the loss.
         defences: the sections of the recipe that change the replies.
-        findings: one for each attack, kind, block, destination and method.
+        findings: the findings: one for each attack, kind, block, destination and method.
         notes: sentences without a full stop that a reader of the findings must know.
     """
 
@@ -72,23 +72,25 @@ class LeakageAudit:
     notes: tuple[str, ...] = ()
 
     def content(self) -> dict[str, Any]:
-        """The content of the file `leakage.json`, which `polyfed audit --json` prints too."""
+        """Return the content of the file `leakage.json`, which `polyfed audit --json` also prints."""
         return asdict(self) | {"folder": str(self.folder)}
 
 
 def audit(folder: str | Path, *, rounds: int = 3, clients: int = 20, shadows: int = 0) -> LeakageAudit:
-    """Attack the messages of a run. The first rounds of its recipe run again in a simulation, with the same seed.
+    """Attack the messages of a run, after repeating the first rounds of its recipe in a simulation with the same seed.
 
-    Classes of your own that the folder's recipe.toml names are imported, which runs their code: audit what you trust.
+    If the folder's recipe.toml names user-defined classes, this function imports them, which runs their code. Audit
+    only runs that you trust.
 
     Args:
-        folder: the folder of the run, finished or not. The data of its recipe must be here.
+        folder: the folder of the run, which may be unfinished. The data of its recipe must be on this machine.
         rounds: the number of rounds to run again.
-        clients: the largest number of clients to attack: the first ones that reply.
-        shadows: the number of LiRA's shadow models for each client; 0 for the loss threshold alone.
+        clients: the largest number of clients to attack. These are the first clients that reply.
+        shadows: the number of LiRA's shadow models for each client. With 0, the only membership attack is the loss
+            threshold.
 
     Raises:
-        DataError: the folder holds no run, or the data is not that of the run.
+        DataError: the folder holds no run, or the data differs from the data of the run.
         RecipeError: `rounds` or `clients` is below 1, or `shadows` is 1 or negative.
     """
     for name, value in (("rounds", rounds), ("clients", clients)):
@@ -118,7 +120,7 @@ def audit(folder: str | Path, *, rounds: int = 3, clients: int = 20, shadows: in
 
 
 def _notes(recipe: Recipe, findings: Collection[Finding]) -> Iterator[str]:
-    """Yield what a reader of the findings must know about the whole run."""
+    """Yield the facts about the whole run that a reader of the findings must know."""
     if any(one.status == "measured" and one.remark == membership.AGAINST_TEST for one in findings):
         yield (
             f"WARNING: membership is measured against test rows, because there are fewer than "
@@ -142,7 +144,7 @@ def write(result: LeakageAudit) -> Path:
 def findings_of(
     found: Capture, crossed: Collection[tuple[str, str, str]], shadows: int, seed: int
 ) -> Iterator[Finding]:
-    """Carry out all attacks, and say for each other pair of attack and kind why there is no number.
+    """Carry out all attacks. For each other pair of attack and kind, give the reason why there is no number.
 
     Args:
         found: the captured replies.
@@ -170,13 +172,13 @@ def findings_of(
 
 
 def _crossed(finding: Finding, crossed: Collection[tuple[str, str, str]]) -> bool:
-    """Whether the ledger of the run has what a finding is about."""
+    """Return whether the ledger of the run lists the block and the kind of a finding."""
     blocks = {at for at, kind, way in crossed if (kind, way) == (finding.kind, finding.seen_by)}
     return finding.kind == properties.ANY or finding.block in blocks or (finding.block == ALL and bool(blocks))
 
 
 def _blocks(found: Capture, attack: str, kind: str) -> tuple[str, ...]:
-    """The blocks of which an attack could read a kind."""
+    """Return the blocks from which an attack could read a kind."""
     modalities = tuple(found.population.columns.modalities)
     if attack == properties.HELD:
         return (ALL,)
@@ -189,7 +191,7 @@ def _blocks(found: Capture, attack: str, kind: str) -> tuple[str, ...]:
 
 
 def _unmeasured(target: Target, ways: Collection[str], there: bool, has_classes: bool) -> Finding:
-    """The finding for a kind of a block on which no attack was carried out, with the reason."""
+    """Return the finding for a kind of a block that was not attacked, with the reason."""
     place = vars(target) | {"seen_by": min(ways, default="server")}
     if not ways:
         return Finding(**place, status="did not cross")

@@ -1,4 +1,4 @@
-"""The messages of a run's clients, captured when the server receives them: the recipe is run again in a simulation."""
+"""Captures the messages of a run's clients as the server receives them, by running the recipe again in a simulation."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -40,9 +40,10 @@ class CapturedReply:
     known: Tree
 
     def tree(self, kind: str) -> Tree:
-        """The tensors of the reply's trees of this kind, by name.
+        """Return the tensors of the reply's trees of this kind, by name.
 
-        A masked reply holds integers in place of floating-point numbers. The attacker reads them as numbers in [-1, 1].
+        A masked reply holds integers instead of floating-point numbers. The attacker reads the integers as numbers in
+        [-1, 1].
         """
         found = tree_of(self.message, kind)
         for name in masked_names(found, self.known):
@@ -50,7 +51,7 @@ class CapturedReply:
         return found
 
     def update(self, kind: str) -> Tree:
-        """What the reply says about the client's gradient: a gradient, or the known parameters minus the new ones.
+        """Return the client's gradient as the reply reveals it: a gradient, or the known parameters minus the new ones.
 
         Args:
             kind: `gradients` or `parameters`.
@@ -62,7 +63,7 @@ class CapturedReply:
         return {name: self.known[name] - value for name, value in both.items()}
 
     def parts(self, kind: str) -> Iterator[tuple[str, str, Tensor]]:
-        """The tensors of a kind that is not of the model, as (field, block, tensor)."""
+        """Yield the tensors of a kind other than parameters and gradients, as (field, block, tensor)."""
         for name, key, value in tensors(self.message):
             if self.message.kinds[name] == kind and kind not in OF_THE_MODEL:
                 yield name, LABELS if kind == "labels" else key or self.message.owners[name] or SHARED, value
@@ -76,7 +77,7 @@ class Capture:
         assembly: the parts of the run.
         limit: the largest number of clients whose replies are kept.
         replies: the replies, in the order in which they arrived.
-        model: the last model that the server sent to every asked client; empty if there was none.
+        model: the last model that the server sent to every asked client. Empty if there was no such model.
         trained: the clients that had received and returned parameters before `model` was sent.
     """
 
@@ -107,7 +108,7 @@ class Capture:
 
     @property
     def owners(self) -> dict[int, int] | None:
-        """Client -> its silo, whose devices share their rows; None without silos."""
+        """Return a map from each client to its silo, or None without silos. The devices of a silo share their rows."""
         silo = self.population.silo
         return None if silo is None else dict(enumerate(silo.tolist()))
 
@@ -130,7 +131,7 @@ class Capture:
             self._known[client] = known | {name: value for name, value in returned.items() if name not in hidden}
 
     def _destination(self) -> str:
-        """The destination of the replies to the last request, which the ledger notes."""
+        """Return the destination of the replies to the last request, according to the ledger."""
         fed = self.assembly.fed
         for entry in reversed(self.assembly.ledger.entries):
             if (entry.round, entry.request) == (fed.round, fed.asked - 1) and entry.destination != TO_CLIENT:
@@ -139,7 +140,7 @@ class Capture:
 
 
 def tree_of(msg: Message, kind: str) -> Tree:
-    """The tensors of a message's trees of this kind, by name; of equal names in several fields, the first one."""
+    """Return the tensors of a message's trees of this kind, by name. If fields share a name, the first field counts."""
     found: Tree = {}
     for name, key, value in tensors(msg):
         if key is not None and msg.kinds[name] == kind:
@@ -164,11 +165,13 @@ def blocks_of(tree: Mapping[str, Tensor]) -> dict[str, Tree]:
 def capture(recipe: Recipe, rounds: int, limit: int, sha256: str | None = None) -> Capture:
     """Run the first rounds of a recipe in a simulation, and keep the replies of its clients.
 
-    The replies are those that the server uses: after clipping and noise at the client, and after simulated attacks.
+    The captured replies are the replies that the server uses, after clipping and noise at the client and after
+    simulated attacks.
 
     Args:
-        recipe: the recipe; a recipe of engine `flower` runs on engine `sequential`, which gives the same replies.
-        rounds: the number of rounds, at most those of the recipe.
+        recipe: the recipe. A recipe with the engine `flower` runs on the engine `sequential`, which gives the same
+            replies.
+        rounds: the number of rounds, at most the rounds of the recipe.
         limit: the largest number of clients whose replies are kept.
         sha256: the fingerprint of the data; None accepts any data.
 

@@ -1,4 +1,4 @@
-"""The result of one attack: how much better the attacker guesses with the messages than without, with an interval."""
+"""The result of an attack: how much the messages improve the attacker's guesses, with a confidence interval."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ LEVEL = 0.95
 """The level of every confidence interval."""
 
 RESAMPLES = 2000
-"""Bootstrap samples of an interval (Efron and Tibshirani, 1993, Section 13.3, advise at least 1000)."""
+"""The number of bootstrap samples for an interval (Efron and Tibshirani, 1993, Section 13.3, advise at least 1000)."""
 
 FEWEST = 3
 """The smallest number of clients over which the bootstrap resamples."""
@@ -30,8 +30,8 @@ class Target:
         attack: the name of the attack.
         kind: the kind of the message's field.
         block: the modality that the field belongs to, or `shared` or `labels`; `all` if the attack reads every block.
-        seen_by: who receives the field: `server`, `silo`, or `client` for messages of the server to clients.
-        field: message and field, such as `Update.params`; empty if the attack reads several fields together.
+        seen_by: the receiver of the field: `server`, `silo`, or `client` for messages of the server to clients.
+        field: message and field, such as `Update.params`. Empty if the attack reads several fields together.
     """
 
     attack: str
@@ -55,7 +55,7 @@ class Tally:
 
     @classmethod
     def of(cls, value: Any, guess: Any) -> "Tally":
-        """Make a tally from anything that NumPy reads; `guess` may be one number for all guesses."""
+        """Make a tally from anything that NumPy can convert. `guess` may be one number for all guesses."""
         own = np.atleast_1d(np.asarray(value, np.float64))
         return cls(own, np.broadcast_to(np.asarray(guess, np.float64), own.shape))
 
@@ -65,7 +65,7 @@ class Finding:
     """The result of one attack on one kind of one block.
 
     Attributes:
-        attack, kind, block, seen_by, field: what the attack reads, see `Target`.
+        attack, kind, block, seen_by, field: the target of the attack, see `Target`.
         status: `measured`, or why there are no numbers.
         method: how the attacker guesses, in a few words.
         value: mean quality of the attacker's guesses, from 0 to 1.
@@ -74,8 +74,8 @@ class Finding:
         low, high: the 95 % interval of the advantage.
         clients: number of clients that were attacked.
         guesses: number of guesses.
-        raw: the same quality if the attacker had the rows themselves; only for attacks on embeddings.
-        remark: what a reader must know about this line.
+        raw: the mean quality if the attacker had the rows themselves. Only attacks on embeddings have this number.
+        remark: a fact that a reader must know about this finding.
     """
 
     attack: str
@@ -111,7 +111,7 @@ def measured(
     empty: str = "the attack found nothing to read",
     owners: Mapping[int, int] | None = None,
 ) -> Finding:
-    """Sum up the tallies of an attack.
+    """Combine the tallies of an attack into a finding.
 
     Args:
         target: what the attack reads.
@@ -120,10 +120,11 @@ def measured(
         raw: see `Finding`.
         remark: see `Finding`.
         empty: the remark if there are no guesses.
-        owners: client -> the group of clients with the same rows, such as its silo; None if every client has its own.
+        owners: client -> the group of clients with the same rows, such as its silo. None if every client has its own
+            rows.
 
     Returns:
-        The finding; its status is `no attack` if there are no guesses.
+        The finding. Its status is `no attack` if there are no guesses.
     """
     place = vars(target)
     kept = {client: tally for client, tally in sorted(tallies.items()) if len(tally.value)}
@@ -159,8 +160,8 @@ def interval(tallies: Sequence[Tally]) -> tuple[float, float]:
 
     With at least three clients, the bootstrap resamples clients (percentiles), because guesses about one client depend
     on each other. Clients with the same rows count as one client. With fewer clients, or if all clients agree exactly,
-    the interval is the exact binomial one (Clopper and Pearson, 1934) if guesses are right or wrong. Otherwise the
-    bootstrap resamples guesses.
+    the method depends on the guesses. If each guess is either right or wrong, the interval is the exact binomial
+    interval (Clopper and Pearson, 1934). Otherwise, the bootstrap resamples guesses.
 
     Args:
         tallies: at least one tally with at least one guess.

@@ -20,13 +20,14 @@ from polyfed.experiment.leakage.rows import as_sent, embedded, samples_of
 PRESENT, FREQUENT, EACH_ROW = "classes present", "most frequent class", "label of each row"
 
 PERMUTATIONS = 20
-"""Random orders of the labels that show how good the best assignment of clusters is by chance."""
+"""The number of random orders of the labels. They show how good the best assignment of clusters is by chance."""
 
 FULL = "every attacked client holds every class, or none"
-"""Why there may be nothing to rank."""
+"""The remark if there is nothing to rank."""
 
 Scores = dict[int, Tensor]
-"""Client -> a score for each class, float64 (C,); a larger one means that the class is more likely present."""
+"""A map from each client to a score for each class, float64 (C,). A larger score means that the class is more likely
+present."""
 
 
 def output_scores(gradient: Mapping[str, Tensor], num_classes: int) -> Tensor | None:
@@ -39,7 +40,7 @@ def output_scores(gradient: Mapping[str, Tensor], num_classes: int) -> Tensor | 
 
     Args:
         gradient: the gradients of one block, or known parameters minus new ones, by name.
-        num_classes: C. A layer with C outputs counts as an output layer; the last one is used.
+        num_classes: C. A layer with C outputs counts as an output layer. The function uses the last such layer.
     """
     layers = [value.double() for value in gradient.values() if value.dim() in (1, 2) and len(value) == num_classes]
     layers = [value for value in layers if bool(value.isfinite().all()) and bool((value != 0).any())]
@@ -65,16 +66,16 @@ def classes_of_clients(found: Capture) -> Iterator[Finding]:
         }[target.kind]
         remark = "pairs of a present and an absent class in the right order"
         yield measured(target, method, presence(scores, truth), remark=remark, empty=FULL, owners=found.owners)
-        if target.kind != "prototypes":  # the length of a prototype says nothing about the number of rows
+        if target.kind != "prototypes":  # the length of a prototype does not depend on the number of rows
             other = Target(FREQUENT, target.kind, target.block, target.seen_by)
             yield measured(other, f"largest entry, {method}", most_frequent(scores, truth), owners=found.owners)
 
 
 def presence(scores: Scores, truth: Mapping[int, Tensor]) -> dict[int, Tally]:
-    """Rank a client's classes: how often does a present class score higher than an absent one? Ties count as half.
+    """Measure how often a class that a client holds scores higher than a class that it lacks. Ties count as half.
 
-    Without scores, the best guess is the better of a coin and a ranking by how many other clients hold the class.
-    Clients that hold all classes or none are left out.
+    Without scores, the best guess is a random ranking, or a ranking by how many other clients hold the class if that is
+    better. Clients that hold all classes or none are left out.
 
     Args:
         scores: client -> scores (C,).
@@ -91,13 +92,13 @@ def presence(scores: Scores, truth: Mapping[int, Tensor]) -> dict[int, Tally]:
 
 
 def _ranked(score: Tensor, held: Tensor) -> float:
-    """The share of pairs of a held class and another class in which the held one scores higher."""
+    """Return the share of pairs of a held and another class in which the held class has the higher score."""
     differences = score[held][:, None] - score[~held][None, :]
     return float(((differences > 0).double() + 0.5 * (differences == 0).double()).mean())
 
 
 def most_frequent(scores: Scores, truth: Mapping[int, Tensor]) -> dict[int, Tally]:
-    """Guess that the class with the largest score has the most rows; classes with equally many rows are all right."""
+    """Guess that the class with the largest score has the most rows. If several classes do, each of them is right."""
     top = {client: counts == counts.max() for client, counts in truth.items()}
     guess = float(torch.stack(list(top.values())).double().mean(0).max())
     return {client: Tally.of(float(top[client][scores[client].argmax()]), guess) for client in scores}
@@ -127,7 +128,7 @@ def _scores_of(reply: CapturedReply, num_classes: int) -> Iterator[tuple[str, st
 
 
 def labels_of_rows(found: Capture, seed: int) -> Iterator[Finding]:
-    """Attack the class of each row: by clusters of embeddings, by predictions, or by the labels as sent."""
+    """Attack the class of each row: by clusters of embeddings, by predictions, or by labels that the client sent."""
     num = found.population.columns.num_classes
     for target, values in embedded(found, "embeddings", EACH_ROW).items():
         truth = _truth(found, values)

@@ -1,4 +1,4 @@
-"""Membership inference: was a row among the training rows of a client?
+"""Membership inference: decides whether a row was among the training rows of a client.
 
 Two attacks: a threshold on the loss (Yeom, Giacomelli, Fredrikson, Jha, "Privacy Risk in Machine Learning", CSF 2018),
 and LiRA with a few shadow models (Carlini, Chien, Nasr, Song, Terzis, Tramer, "Membership Inference Attacks From First
@@ -23,16 +23,17 @@ from polyfed.training import SingleClientData
 MEMBERSHIP = "membership of rows"
 
 ALL = "all"
-"""The block of an attack that reads every block."""
+"""The name of the block for an attack that reads every block."""
 
 FEWEST_PUBLIC = 50
-"""With fewer validation rows, the test rows are the rows that no client trained on."""
+"""The smallest number of validation rows. If there are fewer, the audit uses the test rows as rows that no client
+trained on."""
 
 LEAST_SPREAD = 1e-3
 """Smallest standard deviation of LiRA's normal distributions, so that equal confidences do not divide by zero."""
 
 AGAINST_TEST = "against test rows"
-"""The remark of an attack for which test rows are the rows that no client trained on."""
+"""The remark of an attack that uses the test rows as rows that no client trained on."""
 
 Losses = Callable[[Tree, Tensor], Tensor]
 """`losses(params, rows)` returns the loss of each row, float64 (n,)."""
@@ -48,7 +49,7 @@ def public_rows(found: Capture) -> tuple[Tensor, str]:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Equally many members and other rows. In tasks with classes, both have the same number of rows of each class.
+    """Members and an equal number of other rows. In tasks with classes, both have equally many rows of each class.
 
     Attributes:
         rows: row numbers, int64 (2n,): first the members.
@@ -60,12 +61,12 @@ class Candidates:
 
     @classmethod
     def draw(cls, members: Tensor, others: Tensor, labels: Tensor, key: int) -> "Candidates":
-        """Draw as many rows as both sides have.
+        """Draw the same number of rows from both sides, as many as possible.
 
         Args:
             members: row numbers of the members.
             others: row numbers of the other rows.
-            labels: the labels of the whole table; if they are classes, the sides are matched by class.
+            labels: the labels of the whole table. If they are classes, the sides are matched by class.
             key: the random key.
         """
         groups = [(members, others)]
@@ -94,12 +95,13 @@ def loss_threshold(loss: Tensor, member: Tensor) -> Tally:
 def likelihood_ratio(own: Tensor, shadows: Tensor, inside: Tensor, member: Tensor) -> Tally:
     """Guess by LiRA that the candidates with the larger half of the likelihood ratios are members.
 
-    For each candidate, one normal distribution is fitted to the confidences of the shadow models that trained on it,
-    and one to those of the others. Their deviations are common to all candidates, as the paper advises for few shadows.
+    For each candidate, the attack fits two normal distributions: one to the confidences of the shadow models that
+    trained on the candidate, and one to the confidences of the other shadow models. All candidates share the same two
+    standard deviations, as the paper advises for few shadow models.
 
     Args:
         own: logit of the confidence of the attacked model in the true class, (2n,).
-        shadows: the same for each shadow model, (S, 2n).
+        shadows: the same logit for each shadow model, (S, 2n).
         inside: whether the shadow model trained on the candidate, bool (S, 2n).
         member: whether the candidate is a member, bool (2n,).
     """
@@ -114,7 +116,7 @@ def likelihood_ratio(own: Tensor, shadows: Tensor, inside: Tensor, member: Tenso
 
 
 def _halves(score: Tensor, member: Tensor) -> Tally:
-    """Call the half with the larger scores members. A score that equals the median counts as half a right guess."""
+    """Guess that the half with the larger scores are members. The median score counts as half a right guess."""
     middle = score.double().median() if not len(score) else score.double().quantile(0.5)
     right = torch.where(member, score > middle, score < middle).double()
     return Tally.of(torch.where(score == middle, torch.full_like(right, 0.5), right), 0.5)
@@ -125,7 +127,7 @@ def membership(found: Capture, shadows: int, seed: int) -> Iterator[Finding]:
 
     Args:
         found: the captured replies.
-        shadows: number of LiRA's shadow models for each client; with 0, only the loss decides.
+        shadows: number of LiRA's shadow models for each client. With 0, the attack uses only the loss.
         seed: the seed of the run.
     """
     candidates, remark = candidates_of(found, seed), f"against {public_rows(found)[1]}"
@@ -147,9 +149,10 @@ def membership(found: Capture, shadows: int, seed: int) -> Iterator[Finding]:
 
 
 def candidates_of(found: Capture, seed: int) -> dict[int, Candidates]:
-    """The candidates of each attacked client. No public row is a candidate of two clients that do not share their rows.
+    """Return the candidates of each attacked client. Clients that do not share their rows have different public rows.
 
-    With common public rows, the guesses about all clients would depend on how difficult these few rows are.
+    If all clients had the same public rows, the guesses about all clients would depend on how difficult these few rows
+    are.
 
     Args:
         found: the captured replies.
@@ -178,7 +181,7 @@ def candidates_of(found: Capture, seed: int) -> dict[int, Candidates]:
 
 
 def _groups(labels: Tensor) -> list[int]:
-    """The class of each row; 0 for all rows in a task without classes."""
+    """Return the class of each row, or 0 for all rows in a task without classes."""
     return [0] * len(labels) if labels.is_floating_point() else labels.tolist()
 
 
@@ -219,7 +222,7 @@ def losses_of(found: Capture, context: ClientContext, read: Sequence[str], param
     Args:
         found: the captured replies.
         context: the context of the client.
-        read: the modalities that the model reads; it treats the others as absent.
+        read: the modalities that the model reads. The model treats other modalities as absent.
         params: the model.
         rows: row numbers (n,).
     """
@@ -237,7 +240,7 @@ def batch_of(found: Capture, read: Sequence[str], rows: Tensor) -> Batch:
 
 
 def _lira(found: Capture, reply: CapturedReply, candidates: Candidates, shadows: int, seed: int) -> Tally | None:
-    """Train shadow models from the parameters that the client received, each on a random half of the candidates."""
+    """Attack with shadow models: from the received parameters, each trains on a random half of the candidates."""
     context, columns = found.assembly.engine.context(reply.client), found.population.columns
     read = [m for m in context.modalities if m in context.model.modalities]
     total = len(candidates.rows)

@@ -1,4 +1,4 @@
-"""Attacks on properties of clients: the modalities that a client holds, as the blocks of its replies show them."""
+"""Attacks on properties of clients: the modalities that a client holds, which the blocks of its replies reveal."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from polyfed.model import Model
 HELD = "modalities held"
 
 ANY = "any"
-"""The kind of an attack that reads the names of blocks, whatever their kind."""
+"""The kind for an attack that reads only the names of blocks."""
 
 
 def modalities_held(found: Capture) -> Iterator[Finding]:
@@ -38,7 +38,7 @@ def modalities_held(found: Capture) -> Iterator[Finding]:
 
 
 def _shown(reply: CapturedReply, model: Model) -> set[str]:
-    """The blocks of a reply, without those that come only with a head over all modalities (`whole`)."""
+    """Return the blocks of a reply, without the blocks of fields that are sent with all their blocks (`whole`)."""
     msg, head = reply.message, {*model.head()}
     blocks = {part.block for part in crossings(msg) if part.field not in msg.whole}
     return blocks | {block_of(key) for name, key, _ in tensors(msg) if name in msg.whole and key and key not in head}

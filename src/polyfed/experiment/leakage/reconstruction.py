@@ -1,8 +1,8 @@
 """Reconstruction of samples: from gradients or changes of parameters, and from embeddings.
 
-Quality is the share of the variance around the mean public row that a rebuilt row explains: 1 is an exact copy, 0 is as
-good as that mean. A rebuilt row from a gradient is compared with the client's nearest row, because a gradient has no
-order. Shape letters: n rows, F entries of a sample, d size of an embedding.
+Quality is the share of the variance around the mean public row that a rebuilt row explains. An exact copy has quality
+1, and the mean public row has quality 0. A rebuilt row from a gradient is compared with the client's nearest row,
+because a gradient has no order. Shape letters: n rows, F entries of a sample, d size of an embedding.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,23 +24,27 @@ from polyfed.experiment.leakage.rows import as_sent, embedded, samples_of
 REBUILT = "samples rebuilt"
 
 NEURONS = 8
-"""Neurons of the first layer whose rows are rebuilt: those with the largest gradients of the bias."""
+"""The number of neurons of the first layer from which rows are rebuilt. These neurons have the largest gradients of the
+bias."""
 
 DUMMIES = 8
-"""Largest number of rows that gradient matching rebuilds at once, to bound its time. More rows blur each other."""
+"""The largest number of rows that gradient matching rebuilds at once, which limits its time. With more rows, the
+rebuilt rows become less distinct."""
 
 OPTIMISED = 8
-"""Clients whose updates are attacked by gradient matching, which takes the longest of all attacks."""
+"""The number of clients that gradient matching attacks. It is small, because this attack takes the longest of all."""
 
 ITERATIONS, STEP = 200, 0.1
-"""Iterations and step size of gradient matching: Adam on the sign of the gradient with rate 0.1, as Geiping et al."""
+"""Iterations and step size of gradient matching. As in Geiping et al., Adam uses the sign of the gradient and the rate
+0.1."""
 
 ALPHAS = np.logspace(-4, 6, 11)
-"""Strengths of the penalty among which the inverter chooses. The largest one predicts the mean row."""
+"""The strengths of the penalty from which the inverter chooses. With the largest strength, the inverter predicts the
+mean row."""
 
 
 def first_layer_rows(gradient: Mapping[str, Tensor], features: int) -> Tensor:
-    """Rebuild rows from the first linear layer of a block: the gradient of a neuron's weights over that of its bias.
+    """Rebuild rows from the first linear layer of a block: a neuron's weight gradient divided by its bias gradient.
 
     For one row, the quotient is exactly the row (Phong et al., "Privacy-Preserving Deep Learning via Additively
     Homomorphic Encryption", IEEE TIFS 2018, Section 3). For a batch, it is a weighted mean of the rows that activate
@@ -75,7 +79,7 @@ def match_gradient(
     Args:
         loss: `loss(params, batch)`, 0-dim.
         params: the parameters at which the gradient was computed.
-        gradient: the gradient, or known parameters minus new ones, by name; other parameters are ignored.
+        gradient: the gradient, or known parameters minus new ones, by name. Other parameters are ignored.
         start: modality -> first values of the samples, float32 (n, ...).
         y: the labels of the rows (n,).
 
@@ -120,7 +124,7 @@ def nearest(rebuilt: Tensor, rows: Tensor, public: Tensor) -> Tally:
 
 
 def samples_rebuilt(found: Capture, seed: int) -> Iterator[Finding]:
-    """Attack the samples of each client, from everything that may hold them."""
+    """Attack the samples of each client through all kinds of data that may contain them."""
     for kind in ("parameters", "gradients"):
         yield from _from_gradients(found, kind)
         yield from _by_matching(found, kind, seed)
@@ -143,16 +147,17 @@ def inverted(z: Tensor, x: Tensor, key: int) -> Tally | None:
     """Learn to invert embeddings from half of the rows, and rebuild the other half.
 
     The inverter is a ridge regression, and leave-one-out errors choose the strength of its penalty. If the embeddings
-    of the known rows are their samples, the inverter copies the others.
+    of the known rows equal their samples, the inverter returns the other embeddings unchanged.
 
     Args:
         z: embeddings (n, d).
         x: the flattened samples (n, F).
-        key: decides which half is known.
+        key: the random key that determines which half is known.
 
     Returns:
-        For each row of the other half, 1 minus its squared error relative to the mean squared distance from the mean
-        known row, against the same for the mean known row; None with fewer than eight rows.
+        A tally with one guess for each row of the other half. The quality is 1 minus the squared error of the rebuilt
+        row, divided by the mean squared distance from the mean known row. The best guess without the message is the
+        mean known row. None if there are fewer than eight rows.
     """
     if len(z) < 8:
         return None
@@ -216,7 +221,7 @@ def _matched(found: Capture, reply: CapturedReply, kind: str, key: int) -> dict[
     count = min(DUMMIES, size, found.assembly.algorithm.train.batch_size or size)
     scores = [s for part in blocks_of(gradient).values() if (s := output_scores(part, columns.num_classes)) is not None]
     y = torch.arange(count) % columns.num_classes
-    if scores:  # the classes with the largest scores, each as often as its share of the positive scores
+    if scores:  # the classes with positive scores, each in proportion to its score
         share = scores[-1].clamp(min=0) / scores[-1].clamp(min=0).sum()
         y = torch.searchsorted(share.cumsum(0), (torch.arange(count) + 0.5) / count).clamp(max=columns.num_classes - 1)
     start = {m: keys.normal(keys.key(key, m), (count, *columns.modalities[m].shape)) for m in read}

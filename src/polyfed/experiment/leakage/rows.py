@@ -1,4 +1,4 @@
-"""The rows that the entries of a reply describe, as far as the receiver or this audit can tell."""
+"""The rows that the entries of a reply describe, if the receiver or this audit can determine them."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,12 @@ from polyfed.experiment.leakage.capture import Capture, CapturedReply
 from polyfed.experiment.leakage.findings import Target
 
 Described = dict[int, tuple[Tensor, Tensor]]
-"""Client -> what it sent about its rows, (n, ...), and the rows' numbers in the table, int64 (n,)."""
+"""A map from each client to the values that it sent about its rows, (n, ...), and the rows' numbers in the table, int64
+(n,)."""
 
 
 def embedded(found: Capture, kind: str, attack: str) -> dict[Target, Described]:
-    """Collect what clients sent for single rows, field by field. The last reply of each client counts.
+    """Collect what clients sent for single rows, field by field. Only the last reply of each client counts.
 
     Args:
         found: the captured replies.
@@ -33,7 +34,7 @@ def embedded(found: Capture, kind: str, attack: str) -> dict[Target, Described]:
 
 
 def as_sent(found: Capture, kind: str, attack: str) -> dict[Target, dict[int, Tensor]]:
-    """Collect labels or samples that clients sent without a change. The last reply of each client counts.
+    """Collect labels or samples that clients sent unchanged. Only the last reply of each client counts.
 
     Args:
         found: the captured replies.
@@ -50,7 +51,7 @@ def as_sent(found: Capture, kind: str, attack: str) -> dict[Target, dict[int, Te
 
 
 def rows_of(found: Capture, reply: CapturedReply, value: Tensor) -> Tensor | None:
-    """The rows of the table that the entries of a tensor describe; None if this is not known.
+    """Return the rows of the table that the entries of a tensor describe, or None if they are not known.
 
     A client sends either all of its training rows in their order, or the rows whose positions the request named.
     """
@@ -64,7 +65,7 @@ def rows_of(found: Capture, reply: CapturedReply, value: Tensor) -> Tensor | Non
 
 
 def samples_of(found: Capture, block: str, rows: Tensor) -> Tensor:
-    """The samples of rows, (n, F): of one modality, or of all of them for `shared` and `labels`."""
+    """Return the samples of rows, (n, F): of one modality, or of all modalities for `shared` and `labels`."""
     modalities = found.population.columns.modalities
     names = [*modalities] if block in (SHARED, LABELS) else [block]
     return torch.cat([found.samples(name, rows) for name in names], 1)

@@ -1,11 +1,11 @@
-"""How do many recipes become one table? A study crosses methods with scenarios, settings and seeds; a sweep runs it.
+"""Studies: a study combines methods with scenarios, settings and seeds, and a sweep runs all combinations.
 
-- `study_schema`: the sections of a study; `study_file` reads them; `ranges`: the values of its keys.
+- `study_schema`: the sections of a study. `study_file` reads them. `ranges`: the values of its keys.
 - `plan`: the recipes of its runs, and the names under which their results are kept.
 - `search`: the choice of settings by Optuna, on validation rows.
-- `scheduler`: `polyfed.sweep`, which carries a study out.
-- `pool`: the processes that carry out runs at once; `worker`: such a process.
-- `board`: which runs are finished, failed or left, and why; `results`: the files of a study's folder.
+- `scheduler`: `polyfed.sweep`, which runs a study.
+- `pool`: the processes that run at the same time. `worker`: one of these processes.
+- `board`: which runs are finished, failed or unfinished, and why. `results`: the files of a study's folder.
 """
 
 from polyfed.experiment.study.scheduler import sweep

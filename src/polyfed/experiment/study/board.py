@@ -1,4 +1,4 @@
-"""The state of a sweep: which runs it has, which of them ran, failed or are left, and why."""
+"""The state of a sweep: its runs, which of them are finished, failed or unfinished, and why."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from polyfed.report.run_schema import RUN_RESULT, parse_as
 State = Literal["left", "running", "finished", "failed"]
 
 DIVERGED = 4
-"""The exit code of a run whose training diverged or whose clients gave no usable reply: the setting is at fault."""
+"""The exit code of a run whose training diverged or whose clients gave no usable reply. The cause is the setting."""
 
 
 @dataclass(eq=False)
@@ -25,19 +25,19 @@ class Entry:
     Attributes:
         name: The name of its folder.
         recipe: The table of its recipe.
-        cell: The first cell that asked for it.
-        seed: Its seed.
+        cell: The first cell that needs this run.
+        seed: The seed of the run.
         chosen: The values of the searched keys.
-        tuning: Whether it serves the search.
-        state: Whether it ran.
-        why: Why it failed or is left; empty otherwise.
+        tuning: Whether the run belongs to the search.
+        state: The state of the run.
+        why: Why the run failed or is unfinished. Empty otherwise.
         code: The exit code of a failed run.
         round: The last round that is done.
         rounds: The number of rounds.
-        kept: Whether an earlier sweep finished it.
-        tries: How often its process was killed since its last finished round.
+        kept: Whether an earlier sweep finished the run.
+        tries: How often the process of the run was killed since its last finished round.
         remarks: The warnings of the run.
-        result: The content of result.json; empty if it is not finished.
+        result: The content of result.json. Empty if the run is not finished.
     """
 
     name: str
@@ -84,10 +84,10 @@ class Board:
         folder: The folder of the study.
         cells: The cells, in the order of the study.
         metrics: Scenario -> its metrics.
-        entries: Name -> run, in the order in which they were asked for.
+        entries: Name -> run, in the order in which the cells needed them.
         reported: Number of a cell -> its reported runs, once they are known.
         trials: Number of a cell -> the settings that its search tried, with their scores.
-        blocked: Number of a cell -> why its reported runs are not known yet, or never will be.
+        blocked: Number of a cell -> why its reported runs are not known yet, or will never be known.
     """
 
     folder: Path
@@ -99,7 +99,7 @@ class Board:
     blocked: dict[int, str] = field(default_factory=dict)
 
     def count(self, state: State, *, tuning: bool | None = None) -> int:
-        """The number of runs in this state; with `tuning`, only those that serve the search or those that do not."""
+        """Return the number of runs in this state: all runs, or those of the search (True) or the others (False)."""
         return sum(e.state == state and tuning in (None, e.tuning) for e in self.entries.values())
 
     def path(self, entry: Entry) -> Path:
@@ -107,9 +107,9 @@ class Board:
         return self.folder / "runs" / entry.name
 
     def look(self, entry: Entry) -> bool:
-        """Whether the run ended in an earlier sweep; then its state and result are read.
+        """Return whether the run ended in an earlier sweep. If it did, read its state and result.
 
-        Only `result.json` says that a run is finished; a run writes it last, and whole or not at all.
+        A run is finished if it has a `result.json`. A run writes this file last, in one step.
         """
         result = self.path(entry) / RESULT
         if result.is_file():
@@ -131,7 +131,7 @@ class Board:
         return False
 
     def note_failure(self, entry: Entry, code: int, why: str) -> None:
-        """Note that a run failed; a setting that diverges is noted on disk, because it would diverge again."""
+        """Note that a run failed. If training diverged, also note this on disk, because it would diverge again."""
         entry.state, entry.code, entry.why = "failed", code, why
         if entry.diverged:
             self._failure(entry).parent.mkdir(exist_ok=True)
@@ -144,12 +144,12 @@ class Board:
         return [score for score in found if score is not None]
 
     def summary(self, number: int) -> tuple[float, float, int] | None:
-        """Mean, sample standard deviation and number of a cell's scores; None without any."""
+        """Return mean, sample standard deviation and number of a cell's scores, or None if there are no scores."""
         scores = self.scores(number)
         return (*mean_and_spread(scores), len(scores)) if scores else None
 
     def problems(self) -> Iterator[tuple[str, list[str]]]:
-        """Each reason for which runs failed or are left, with these runs."""
+        """Yield each reason for which runs failed or are unfinished, with these runs."""
         found: dict[str, list[str]] = {}
         for entry in self.entries.values():
             if entry.why and entry.state != "finished":

@@ -1,4 +1,4 @@
-"""From a study to its runs: the recipes of all cells, and the names under which their results are kept."""
+"""Turns a study into its runs: the recipes of all cells, and the names of the folders with their results."""
 
 import copy
 import hashlib
@@ -35,7 +35,7 @@ class Cell:
         values: The combination of the grid: key -> value.
         table: The recipe, without seed and without searched keys.
         space: The keys to search, with their lists or ranges.
-        skip: Why the cell is left out; empty if it is not.
+        skip: Why the cell is left out. Empty if the study runs the cell.
     """
 
     method: str
@@ -47,7 +47,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The method and the combination of the grid, as the tables name them."""
+        """The method and the combination of the grid, as shown in the tables."""
         return " ".join([self.method, *(f"{short(key)}={value_text(value)}" for key, value in self.values.items())])
 
     def recipe(self, seed: int, chosen: Mapping[str, Any], *, tuning: bool) -> dict[str, Any]:
@@ -56,7 +56,8 @@ class Cell:
         Args:
             seed: the seed of the run.
             chosen: the values of the searched keys.
-            tuning: whether the run serves the search: then it measures on validation rows in place of test rows.
+            tuning: whether the run belongs to the search. Such a run is evaluated on validation rows instead of test
+                rows.
         """
         table = copy.deepcopy(dict(self.table))
         for key, value in chosen.items():
@@ -82,7 +83,7 @@ class Planner:
         """All cells, scenario by scenario.
 
         Raises:
-            RecipeError: with all problems of all recipes.
+            RecipeError: a recipe is wrong. The text lists all problems of all recipes.
             DataError: a data set cannot be read.
         """
         problems: dict[str, list[str]] = {}
@@ -102,9 +103,10 @@ class Planner:
         return found
 
     def name(self, table: Mapping[str, Any]) -> str:
-        """The name of a run's folder: what it is in short, and a hash of recipe, data and versions.
+        """Return the name of a run's folder: a short description, and a hash of recipe, data and versions.
 
-        Equal content has an equal name, so a result is found again whatever the study calls it.
+        Runs with equal content have equal names. A sweep therefore finds an existing result even if the study uses
+        other names.
         """
         recipe = quiet(table)
         content = {key: value for key, value in recipe.table().items() if key not in WITHOUT_EFFECT}
@@ -129,7 +131,7 @@ class Planner:
         assert path is not None
         table = read_table(study.folder / path)
         if method in ALGORITHMS:
-            if at(table, "algorithm.name") != method:  # options of another algorithm would have no meaning
+            if at(table, "algorithm.name") != method:  # options of another algorithm do not apply
                 table["algorithm"] = {"name": method}
         elif not {"algorithm", "algorithm.name"} & set(chosen.set):
             hint = did_you_mean(method, ALGORITHMS)
@@ -165,7 +167,7 @@ class Planner:
 
 
 def edit(table: dict[str, Any], changes: Mapping[str, Any], removed: list[str]) -> None:
-    """Remove keys from a recipe's table and set others; the table is changed in place."""
+    """Remove some keys from a recipe's table and set others, in place."""
     for key in removed:
         remove(table, key)
     for key, value in changes.items():
@@ -173,7 +175,7 @@ def edit(table: dict[str, Any], changes: Mapping[str, Any], removed: list[str]) 
 
 
 def quiet(table: Mapping[str, Any]) -> Recipe:
-    """The recipe of a table, without its warnings, which the run itself gives.
+    """Return the recipe of a table without warnings, because the run itself warns.
 
     Raises:
         RecipeError: the recipe is wrong.
@@ -194,12 +196,12 @@ def short(key: str) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value of a key in words."""
+    """Return the value of a key as text."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _holds(match: Mapping[str, Any], table: Mapping[str, Any], names: Mapping[str, str]) -> bool:
-    """Whether all entries of a condition hold; a list holds if one of its values does."""
+    """Return whether all entries of a condition hold. A list holds if one of its values holds."""
     for key, wanted in match.items():
         value = names[key] if key in NAMES else at(table, key)
         if value not in (wanted if isinstance(wanted, list) else [wanted]):
@@ -215,5 +217,5 @@ def _end(entry: Any, last: bool) -> Any:
 
 
 def _all(places: list[str]) -> str:
-    """The first place of a problem, and how many others have it."""
+    """Return the first place of a problem, and the number of other places with the same problem."""
     return places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"

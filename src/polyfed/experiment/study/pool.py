@@ -1,4 +1,4 @@
-"""Processes that carry out runs at once: as many as cores and memory allow, each with one thread."""
+"""Processes that run at the same time: as many as cores and memory allow, each with one thread."""
 
 import contextlib
 import json
@@ -17,19 +17,20 @@ from typing import IO, Any, Self
 from polyfed.experiment import machine
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-"""Several runs at once use the cores better than several threads of one run, which wait for each other."""
+"""Each process uses one thread, because the threads of one run wait for each other. Several runs use the cores
+better."""
 
 
 @dataclass
 class Worker:
-    """A process that carries out one run at a time.
+    """A process that executes one run at a time.
 
     Attributes:
         process: The process.
-        job: The name of the run that it carries out; empty if it has none.
-        memory: The most memory, in bytes, that it has told.
-        log: The file with what it printed to standard error.
-        listener: The thread that reads what it tells.
+        job: The name of the run that the process executes. Empty if the process is idle.
+        memory: The largest memory, in bytes, that the process has reported.
+        log: The file that receives the standard error of the process.
+        listener: The thread that reads the messages of the process.
     """
 
     process: "subprocess.Popen[str]"
@@ -41,7 +42,7 @@ class Worker:
 
 @dataclass
 class Message:
-    """What a worker told about a run: the event `round` or `done`, with its facts."""
+    """A worker's message about a run: the event `round` or `done`, with its facts."""
 
     job: str
     event: str
@@ -50,13 +51,14 @@ class Message:
 
 @dataclass
 class Pool:
-    """The processes of a sweep. As a context manager it ends them all.
+    """The processes of a sweep. As a context manager, the pool ends all of them.
 
     Attributes:
-        folder: The folder of the study; the logs of the processes go to `logs` in it.
-        jobs: The most runs at once.
-        need: The memory, in bytes, that a run is expected to need: the most that any process has told so far. Before
-            the first run it is what this process holds, which has loaded the same libraries and data.
+        folder: The folder of the study. The logs of the processes are in its subfolder `logs`.
+        jobs: The largest number of runs at the same time.
+        need: The memory, in bytes, that a run is expected to need. It is the largest memory that any process has
+            reported so far. Before the first run, it is the memory of this process, which has loaded the same libraries
+            and data.
     """
 
     folder: Path
@@ -73,17 +75,17 @@ class Pool:
     ) -> None:
         for worker in self.workers:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)  # its own processes too, which hold its output open
+                os.killpg(worker.process.pid, signal.SIGKILL)  # also its child processes
         for worker in self.workers:
             _close(worker)
 
     @property
     def running(self) -> int:
-        """The number of runs that are carried out now."""
+        """The number of current runs."""
         return sum(bool(worker.job) for worker in self.workers)
 
     def refusal(self) -> str:
-        """Why no further run can be started now; empty if one can."""
+        """Return why no further run can start now, or "" if a run can start."""
         if self.running >= self.jobs:
             return f"{self.jobs} runs at once are carried out"
         idle = [worker for worker in self.workers if not worker.job]
@@ -97,14 +99,14 @@ class Pool:
         worker = next((w for w in self.workers if not w.job), None) or self._new()
         worker.job = job
         assert worker.process.stdin is not None
-        with contextlib.suppress(OSError):  # it was killed while it was idle; its end is read as that of its run
+        with contextlib.suppress(OSError):  # the idle process was killed
             worker.process.stdin.write(json.dumps({"recipe": recipe, "folder": str(folder)}, default=str) + "\n")
             worker.process.stdin.flush()
 
     def message(self, seconds: float) -> Message | None:
-        """The next message of a worker; None if none comes within so many seconds.
+        """Return the next message of a worker, or None if no message arrives within this number of seconds.
 
-        A process that ends in the middle of a run tells the event `killed`, with `why`.
+        If a process ends in the middle of a run, the message is the event `killed`, with the reason as `why`.
         """
         try:
             worker, facts = self._messages.get(timeout=seconds)
@@ -135,7 +137,7 @@ class Pool:
                 text=True,
                 encoding="utf-8",
                 env=os.environ | ONE_THREAD | {machine.CORES: str(max(1, machine.cores() // self.jobs))},
-                start_new_session=True,  # Ctrl-C goes to this process alone, which then ends the others
+                start_new_session=True,  # Ctrl-C then reaches only this process, which ends the others
             )
         worker = Worker(process, log)
         self.workers.append(worker)
@@ -153,17 +155,17 @@ class Pool:
 
 
 def _close(worker: Worker) -> None:
-    """Wait for the end of a process, and close what led to it."""
+    """Wait for the end of a process and of its listener, and close its standard input."""
     worker.process.wait()
     if worker.listener is not None:
         worker.listener.join()
     if worker.process.stdin is not None:
-        with contextlib.suppress(OSError):  # words that the process no longer read
+        with contextlib.suppress(OSError):  # input that the process did not read
             worker.process.stdin.close()
 
 
 def _end_of(worker: Worker) -> str:
-    """Why a process ended in the middle of a run."""
+    """Return why a process ended in the middle of a run."""
     code = worker.process.wait()
     if code == -9:
         return "its process was killed by signal 9; the system does so when memory is short"

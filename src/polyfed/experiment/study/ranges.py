@@ -1,4 +1,4 @@
-"""The values of a key in a study: a list, or a range. Keys of recipes as dotted paths."""
+"""The values of a key in a study, as a list or a range, and functions for dotted keys of recipes."""
 
 import itertools
 import math
@@ -12,18 +12,18 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.schema import AT_LEAST_TWO, POSITIVE, check_ranges, checked
 
 WHOLE = ("kind", "name")
-"""A table with one of these keys names a class, whose options differ from those of another class."""
+"""Keys that name a class. The options in a table with such a key depend on the class."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Numbers from `low` to `high`, both included; whole numbers if both are.
+    """Numbers from `low` to `high`, both included. They are whole numbers if both bounds are.
 
     Attributes:
         low: The smallest number.
         high: The largest number.
-        step: The distance of neighbours.
-        count: How many numbers, evenly spaced.
+        step: The distance between neighbouring numbers.
+        count: The number of values, which are evenly spaced.
         scale: With "log", neighbours have the same ratio, and a search draws their logarithm evenly.
     """
 
@@ -34,7 +34,7 @@ class Range:
     scale: Literal["linear", "log"] = "linear"
 
     def __post_init__(self) -> None:
-        """Refuse bounds that hold no number, and words that contradict each other."""
+        """Refuse bounds without any number between them, and options that contradict each other."""
         check_ranges("a range:", self)
         if not self.low < self.high:
             raise RecipeError(f"low = {self.low} must be below high = {self.high}")
@@ -52,7 +52,7 @@ class Range:
         """The numbers of the range, ascending.
 
         Raises:
-            RecipeError: neither `step` nor `count` says which numbers, and they are not whole.
+            RecipeError: the numbers are not whole, and neither `step` nor `count` is given.
         """
         if self.step is not None and self.count is not None:
             raise RecipeError("give step or count, not both")
@@ -70,10 +70,10 @@ class Range:
 
 
 def entry_of(entry: Any) -> list[Any] | Range:
-    """A list as it is, or the range that a table describes.
+    """Return a list unchanged, or the range that a table describes.
 
     Raises:
-        RecipeError: it is neither, or the list is empty or has a value twice.
+        RecipeError: the entry is neither a list nor a range, or the list is empty or has a value twice.
     """
     if isinstance(entry, Mapping):
         return Range(**checked("a range", Range, entry))
@@ -91,7 +91,7 @@ def values_of(entry: Any) -> list[Any]:
 
 
 def combinations(keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every combination of the values of these keys; the last key changes fastest."""
+    """Yield every combination of the values of these keys. The last key changes fastest."""
     for values in itertools.product(*(values_of(entry) for entry in keys.values())):
         yield dict(zip(keys, values, strict=True))
 
@@ -102,7 +102,7 @@ def grid_size(keys: Mapping[str, Any]) -> int:
 
 
 def flat_keys(table: Mapping[str, Any], stop: Sequence[str] = WHOLE, head: str = "") -> dict[str, Any]:
-    """Nested tables under dotted keys. A table that is empty, or that has a key of `stop`, is a value.
+    """Flatten nested tables to dotted keys. A table that is empty, or that has a key of `stop`, counts as a value.
 
     >>> flat_keys({"train": {"lr": 0.1}, "algorithm": {"name": "fedavg"}})
     {'train.lr': 0.1, 'algorithm': {'name': 'fedavg'}}
@@ -120,7 +120,7 @@ def put(table: dict[str, Any], key: str, value: Any) -> None:
     """Write a value at a dotted key of a recipe's table, which is changed in place.
 
     Raises:
-        RecipeError: a part of the key is a value, not a table.
+        RecipeError: a part of the key names a value instead of a table.
     """
     *above, last = key.split(".")
     for name in above:
@@ -131,7 +131,7 @@ def put(table: dict[str, Any], key: str, value: Any) -> None:
 
 
 def remove(table: dict[str, Any], key: str) -> None:
-    """Remove a dotted key of a recipe's table, if it is there; the table is changed in place."""
+    """Remove a dotted key from a recipe's table in place. Do nothing if the table lacks the key."""
     *above, last = key.split(".")
     for name in above:
         table = table.get(name, {})

@@ -1,4 +1,4 @@
-"""The files of a study's folder: what ran, failed and is left (`index.html`, `study.json`), and all numbers."""
+"""The files of a study's folder: finished, failed and unfinished runs (`index.html`, `study.json`), and all numbers."""
 
 import json
 import os
@@ -22,10 +22,10 @@ PAGE, NUMBERS = "index.html", "results.csv"
 
 
 def claim(folder: Path) -> None:
-    """Create the folder of a study, unless it holds one.
+    """Create the folder of a study, unless it already exists.
 
     Raises:
-        RecipeError: it holds other files, or cannot be created.
+        RecipeError: the folder holds other files, or cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def claim(folder: Path) -> None:
 
 
 def write(board: Board, study: Study) -> None:
-    """Write the files; each is replaced as a whole."""
+    """Write the files. Each file is replaced as a whole."""
     content = {
         "name": study.name,
         "title": study.title,
@@ -54,7 +54,7 @@ def write(board: Board, study: Study) -> None:
 
 def frame(board: Board) -> "pd.DataFrame":
     """One row for each reported run; see `polyfed.sweep`."""
-    import pandas as pd  # here: it takes half a second
+    import pandas as pd  # imported here, because it takes half a second
 
     rows = []
     for number, entry in _reported(board):
@@ -70,7 +70,7 @@ def frame(board: Board) -> "pd.DataFrame":
 
 
 def page_text(board: Board, study: Study) -> str:
-    """The page of a study: results, settings that were chosen, and what ran, failed and is left."""
+    """Return the page of a study: results, chosen settings, and finished, failed and unfinished runs."""
     scenarios = list(study.scenarios)
     labels = list(dict.fromkeys(cell.label for cell in board.cells))
     places = {(cell.label, cell.scenario): number for number, cell in enumerate(board.cells)}
@@ -91,14 +91,15 @@ def page_text(board: Board, study: Study) -> str:
 
 
 def settings_text(values: Mapping[str, Any]) -> str:
-    """Values of keys in words, as `lr = 0.1, mu = 0.01`."""
+    """Return the values of keys as text, such as `lr = 0.1, mu = 0.01`."""
     return ", ".join(f"{short(key)} = {value_text(value)}" for key, value in values.items())
 
 
 def cell_text(board: Board, number: int) -> str:
-    """Mean and sample standard deviation of a cell's scores, with the number of runs if some are missing.
+    """Return mean and sample standard deviation of a cell's scores, and the number of runs if some are missing.
 
-    Without any score it is empty, or says which metrics the finished runs have in place of the study's.
+    If there is no score, the text is empty, or lists the metrics that the finished runs have instead of the study's
+    metric.
     """
     found, reported = board.summary(number), board.reported.get(number, [])
     if found is None:
@@ -121,7 +122,7 @@ def _reported(board: Board) -> Iterator[tuple[int, Entry]]:
 
 
 def _run(board: Board, entry: Entry, number: int | None) -> dict[str, Any]:
-    """A run as `study.json` has it."""
+    """Return the entry of a run in `study.json`."""
     cell = entry.cell if number is None else board.cells[number]
     return {
         "folder": f"runs/{entry.name}",
@@ -141,7 +142,7 @@ def _cell(board: Board, number: int | None) -> str:
 
 
 def _choices(board: Board) -> Iterator[dict[str, Any]]:
-    """For each search: how many trials it made, what it chose, and all that it tried."""
+    """Yield for each search the number of trials, the chosen setting, and all settings that it tried."""
     for number, trials in sorted(board.trials.items()):
         cell, reported = board.cells[number], board.reported.get(number, [])
         yield {
@@ -155,7 +156,7 @@ def _choices(board: Board) -> Iterator[dict[str, Any]]:
 
 
 def _remarks(board: Board) -> list[tuple[str, int]]:
-    """The warnings of runs, with the number of runs that gave each."""
+    """Return the warnings of runs, each with the number of runs that gave it."""
     found: dict[str, int] = {}
     for entry in board.entries.values():
         for remark in entry.remarks:
@@ -164,7 +165,7 @@ def _remarks(board: Board) -> list[tuple[str, int]]:
 
 
 def _line(board: Board, entry: Entry) -> dict[str, Any]:
-    """A run as the page lists it."""
+    """Return a run in the form in which the page lists it."""
     report = board.path(entry) / "report.html"
     score = entry.score(board.metrics[entry.cell.scenario])
     return {

@@ -1,4 +1,4 @@
-"""`polyfed.sweep`: carry out a study, several runs at once; what an earlier sweep finished is not run again."""
+"""`polyfed.sweep`: runs a study, with several runs at the same time, and without the runs that are already finished."""
 
 import math
 import time
@@ -32,7 +32,7 @@ PAGE_EVERY = 5.0
 """Seconds between two versions of the page while runs go on."""
 
 Needs = Generator[list[Entry], None, None]
-"""What a cell needs next: runs, of which all must have ended before it goes on."""
+"""The runs that a cell needs next. All of them must end before the cell continues."""
 
 
 def sweep(
@@ -46,16 +46,16 @@ def sweep(
 
     Args:
         study: the path of a study's TOML file, or its table.
-        out: the folder of the study; default: `runs/NAME`. A sweep that was stopped goes on in it.
-        jobs: the most runs at once; default: the number of cores. Fewer run while memory is short.
+        out: the folder of the study. The default is `runs/NAME`. A sweep that was stopped continues in its folder.
+        jobs: the largest number of runs at the same time. The default is the number of cores. Fewer runs start while
+            memory is short.
         listeners: called with every event, as `listener(event, board=...)`; see docs/sweep.md.
 
     Returns:
         One row for each reported run, finished or not: method, scenario, the values of grid and search, seed, state,
         why, folder, and the numbers of result.json under dotted names.
 
-    Raises:
-        PolyfedError: one of `polyfed.core.errors`; its text names all problems of the study.
+    Raises: PolyfedError: one of `polyfed.core.errors`; its text names all problems of the study.
     """
     loaded = load_study(study)
     if jobs is not None and jobs < 1:
@@ -69,13 +69,13 @@ def sweep(
         try:
             with Pool(folder, jobs or machine.cores()) as pool:
                 _Sweep(planner, board, pool, Emitter(listeners)).carry_out()
-        finally:  # after Ctrl-C too: the page says what is left
+        finally:  # also after Ctrl-C, because the page lists the unfinished runs
             results.write(board, loaded)
     return results.frame(board)
 
 
 class _Sweep:
-    """One sweep: asks the cells what they need, and gives it to the pool."""
+    """One sweep: collects the runs that the cells need, and passes them to the pool."""
 
     def __init__(self, planner: Planner, board: Board, pool: Pool, emit: Emitter) -> None:
         self.planner, self.board, self.pool, self.emit = planner, board, pool, emit
@@ -83,7 +83,7 @@ class _Sweep:
         self.cells: dict[int, tuple[Needs, list[Entry]]] = {}
 
     def carry_out(self) -> None:
-        """Carry out all runs of the study."""
+        """Execute all runs of the study."""
         for number, cell in enumerate(self.board.cells):
             if cell.skip:
                 self.board.blocked[number] = f"left out: {cell.skip}"
@@ -103,7 +103,7 @@ class _Sweep:
         self.emit("sweep-finished", board=self.board)
 
     def _needs(self, number: int, cell: Cell) -> Needs:
-        """The runs that a cell needs, batch by batch: those of its search, then the reported ones."""
+        """Yield the runs that a cell needs, batch by batch: first the runs of its search, then the reported runs."""
         board, study, chosen = self.board, self.planner.study, {}
         if cell.space:
             board.blocked[number] = "its settings are not chosen yet"
@@ -116,7 +116,7 @@ class _Sweep:
         yield board.reported[number]
 
     def _search(self, number: int, cell: Cell) -> Generator[list[Entry], None, Mapping[str, Any] | None]:
-        """Try settings on validation rows and choose the best; None if none can be chosen."""
+        """Try settings on validation rows and return the best, or None if no setting can be chosen."""
         board, study = self.board, self.planner.study
         assert study.search is not None
         metrics = board.metrics[cell.scenario]
@@ -141,7 +141,7 @@ class _Sweep:
         return searcher.best
 
     def _entry(self, cell: Cell, seed: int, chosen: Mapping[str, Any], *, tuning: bool = False) -> Entry:
-        """The run with this content; the same one if another cell has asked for it."""
+        """Return the run with this content. Cells that need the same run share it."""
         table = cell.recipe(seed, chosen, tuning=tuning)
         name = self.planner.name(table)
         if name not in self.board.entries:
@@ -150,7 +150,7 @@ class _Sweep:
         return self.board.entries[name]
 
     def _advance(self, number: int, needs: Needs, last: list[Entry]) -> None:
-        """Let a cell go on as long as all that it needs has ended, and queue what has not."""
+        """Advance a cell while all runs that it needs have ended, and queue those that have not."""
         while all(entry.ended for entry in last):
             try:
                 last = next(needs)
@@ -159,12 +159,11 @@ class _Sweep:
                 return
         self.cells[number] = (needs, last)
         self.waiting += [entry for entry in last if entry.state == "left" and entry not in self.waiting]
-        # what a search waits for comes first, then seed by seed, so that a table of few seeds is complete early
         order = {seed: place for place, seed in enumerate(self.planner.study.reported_seeds)}
         self.waiting.sort(key=lambda entry: (not entry.tuning, order.get(entry.seed, 0)))
 
     def _start(self) -> None:
-        """Start runs while there is room for them."""
+        """Start runs while the pool has room for them."""
         while self.waiting:
             refusal = self.pool.refusal()
             for entry in self.waiting:
@@ -176,7 +175,7 @@ class _Sweep:
             self.pool.start(entry.name, entry.recipe, self.board.path(entry).absolute())
 
     def _hear(self, message: Message) -> None:
-        """Book what a process told about its run."""
+        """Record a process's message about its run."""
         entry, facts = self.board.entries[message.job], message.facts
         if message.event == "round":
             if facts["round"] > entry.round:
@@ -202,6 +201,6 @@ class _Sweep:
 
 
 def _mean(scores: Sequence[float | None]) -> float | None:
-    """The mean over the seeds of a trial; None if training diverged with one of them."""
+    """Return the mean over the seeds of a trial, or None if training diverged with one of the seeds."""
     found = [score for score in scores if score is not None]
     return sum(found) / len(found) if len(found) == len(scores) else None

@@ -1,7 +1,7 @@
 """The choice of settings by Optuna: the same number of trials for every cell, scored on validation rows.
 
-A search holds nothing on disk. Its proposals depend on the seed of the sampler and on the scores told so far, so a
-sweep that was killed asks the same questions again and finds their answers among the runs that are finished.
+A search stores nothing on disk. Its proposals depend only on the seed of the sampler and on the scores so far. A sweep
+that was killed therefore proposes the same settings again, and finds their scores among the finished runs.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from polyfed.experiment.study.study_schema import Search
 
 try:
     import optuna
-except ImportError:  # only a study with a search needs it
+except ImportError:  # only a study with a search needs Optuna
     optuna = None  # type: ignore[assignment]
 
 Values = Mapping[str, Any]
@@ -29,8 +29,8 @@ class Searcher:
     Attributes:
         search: The section [search].
         space: The searched keys with their lists or ranges.
-        lowest: Whether the smallest score is the best.
-        trials: The settings that were tried, with their scores; None for a setting whose training diverged.
+        lowest: Whether the smallest score is the best one.
+        trials: The settings that were tried, with their scores. The score is None if training diverged.
     """
 
     search: Search
@@ -39,7 +39,7 @@ class Searcher:
     trials: list[tuple[Values, float | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Start Optuna's study; a grid needs none.
+        """Start Optuna's study. A grid needs no such study.
 
         Raises:
             RecipeError: Optuna is not installed.
@@ -60,12 +60,12 @@ class Searcher:
 
     @property
     def budget(self) -> int:
-        """The number of trials; fewer than the study allows if a grid has fewer settings."""
+        """The number of trials. It is smaller than the study's number if a grid has fewer settings."""
         return min(self.search.trials, grid_size(self.space)) if self._study is None else self.search.trials
 
     @property
     def best(self) -> Values | None:
-        """The setting with the best score, the first of equal ones; None if all diverged."""
+        """Return the setting with the best score, the first of equal ones, or None if all diverged."""
         scored = [(values, score) for values, score in self.trials if score is not None]
         if not scored:
             return None
@@ -73,7 +73,7 @@ class Searcher:
         return chosen[0]
 
     def ask(self) -> list[Values]:
-        """The settings of the next batch; empty when the budget is spent."""
+        """Return the settings of the next batch, or an empty list when all trials are used."""
         done = len(self.trials)
         number = min(self.search.batch, self.budget - done)
         if self._study is None:
@@ -82,9 +82,9 @@ class Searcher:
         return [{key: _suggested(trial, key, space) for key, space in self._spaces.items()} for trial in self._asked]
 
     def tell(self, asked: Sequence[Values], scores: Sequence[float | None]) -> None:
-        """Tell the scores of the batch that was asked last, in its order."""
+        """Report the scores of the last batch, in the order of its settings."""
         self.trials += zip(asked, scores, strict=True)
-        for trial, score in zip(self._asked, scores, strict=False):  # a grid has no trials of Optuna
+        for trial, score in zip(self._asked, scores, strict=False):  # a grid has no Optuna trials
             if score is None:
                 self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
             else:
@@ -93,7 +93,6 @@ class Searcher:
     def _sampler(self) -> Any:
         samplers, seed = optuna.samplers, self.search.sampler_seed
         if self.search.sampler == "tpe":
-            # without constant_liar, the trials of one batch, which have no scores yet, would lie close together
             return samplers.TPESampler(seed=seed, constant_liar=True)
         return {"random": samplers.RandomSampler, "qmc": samplers.QMCSampler}[self.search.sampler](seed=seed)
 
@@ -103,7 +102,7 @@ def _listed(space: list[Any] | Range) -> list[Any]:
 
 
 def _suggested(trial: Any, key: str, space: list[Any] | Range) -> Any:
-    """The value that a trial proposes for a key; floats are rounded to four digits, which a table can print."""
+    """Return the value that a trial proposes for a key. Floats are rounded to four digits for the tables."""
     if isinstance(space, list) or space.count is not None:
         options = _listed(space)
         if all(isinstance(option, bool | int | float | str) for option in options):

@@ -1,4 +1,4 @@
-"""Reads a study from its file. All problems of a file are told at once."""
+"""Reads a study from its file. All problems of a file are reported together."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
@@ -19,14 +19,14 @@ SECTIONS = ("methods", "scenarios", "when", "search")
 """Keys of a study that hold sections."""
 
 RANGE = ("low", "high")
-"""A table with one of these keys is a range."""
+"""A table that has one of these keys is a range."""
 
 
 def load_study(given: str | Path | Mapping[str, Any]) -> Study:
-    """Read a study from a file, or from the table of one.
+    """Read a study from a file, or from the table of a file.
 
     Raises:
-        RecipeError: with all problems of the file.
+        RecipeError: the file is wrong. The text lists all problems.
     """
     if isinstance(given, Mapping):
         return parse_study(given)
@@ -49,10 +49,10 @@ def parse_study(table: Mapping[str, Any], name: str = "study", folder: Path = Pa
     Args:
         table: the sections, as `tomllib` reads them.
         name: the name of its folder.
-        folder: where paths to recipes start.
+        folder: the folder to which paths to recipes are relative.
 
     Raises:
-        RecipeError: with all problems of the table.
+        RecipeError: the table is wrong. The text lists all problems.
     """
     problems: list[str] = []
     known = [f.name for f in fields(Study) if f.name not in ("name", "folder")]
@@ -100,7 +100,7 @@ def tried(problems: list[str], where: str, make: Callable[[], Any]) -> Any:
 def _section(
     where: str, cls: type, table: Any, problems: list[str], given: Mapping[str, Any] | None = None
 ) -> Any | None:
-    """Build a dataclass from its table, or add what is wrong with each key to the problems and return None."""
+    """Build a dataclass from its table. If keys are wrong, add each problem to the list and return None."""
     given = dict(given or {})
     if not isinstance(table, Mapping):
         problems.append(f"{where} must be a table, with its keys below it")
@@ -131,7 +131,7 @@ def _named(section: str, cls: type, table: Any, problems: list[str]) -> dict[str
 
 
 def _with_scenario(study: Study) -> Study:
-    """The same study; without scenarios, its recipe becomes the only one."""
+    """Return the study. If the study has no scenarios, its recipe becomes the only scenario."""
     if study.scenarios:
         return study
     name = Path(study.recipe).stem if study.recipe else "recipe"

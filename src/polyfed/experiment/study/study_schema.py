@@ -9,17 +9,17 @@ from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, check_ranges
 from polyfed.experiment.study.ranges import values_of
 
 NAMES = ("method", "scenario")
-"""Words of `match` that are no keys of a recipe."""
+"""The words of `match` that are not keys of a recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What the methods are compared on: data, clients and rounds.
+    """The conditions of a comparison of methods: data, clients and rounds.
 
     Attributes:
-        recipe: The recipe that every run of this scenario starts from; a path from the study's file. Default: the
-            study's `recipe`.
-        metric: What is measured; default: the study's `metric`.
+        recipe: The recipe from which every run of this scenario starts, as a path relative to the study's file. The
+            default is the study's `recipe`.
+        metric: The metric that is reported. The default is the study's `metric`.
         set: Keys of the recipe and their values.
         unset: Keys or sections that are removed from the recipe.
     """
@@ -35,8 +35,8 @@ class Method:
     """One line of the table of results.
 
     Attributes:
-        set: Keys of the recipe and their values. Without `algorithm.name`, the name of the method is that of the
-            algorithm.
+        set: Keys of the recipe and their values. Without `algorithm.name`, the name of the method is also the name of
+            the algorithm.
         unset: Keys or sections that are removed from the recipe.
         grid: Keys and their lists or ranges; every combination is a line of the table.
         search: Keys and their lists or ranges; the search chooses a value on validation rows.
@@ -50,13 +50,13 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class When:
-    """A condition: where everything in `match` holds, keys are changed, or the runs are left out.
+    """A condition: if all entries of `match` hold, the study changes keys or leaves out the runs.
 
     Attributes:
         match: `method`, `scenario` or keys of the recipe, each with a value or a list of values.
         set: Keys of the recipe and their values.
         unset: Keys or sections that are removed from the recipe.
-        skip: Why these runs are left out; empty: they are not.
+        skip: Why these runs are left out. If empty, the study does not leave them out.
     """
 
     match: dict[str, Any]
@@ -67,17 +67,17 @@ class When:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """How settings are chosen: the same number of trials for every method, on validation rows, on seeds of its own.
+    """How settings are chosen: each method gets the same number of trials on validation rows, with separate seeds.
 
     Attributes:
         trials: Settings that are tried for each method in each scenario.
-        seeds: The seeds of each trial; none of them may be a reported seed.
+        seeds: The seeds of each trial. They must differ from the reported seeds.
         keys: Keys that are searched for every method, with their lists or ranges.
         sampler: Optuna's sampler: "tpe", "random", "qmc" or "grid". "grid" needs lists, or ranges with `count` or
             `step`.
         sampler_seed: The seed of the sampler.
-        batch: Trials that the sampler proposes before it sees their scores. They can run at once. The result depends
-            on this number, and not on the number of processes.
+        batch: The number of trials that the sampler proposes before it sees their scores. These trials can run at the
+            same time. The result depends on this number, but not on the number of processes.
     """
 
     trials: Annotated[int, AT_LEAST_ONE]
@@ -97,19 +97,21 @@ class Study:
     """A study: every method in every scenario, with every combination of the grid, on every seed.
 
     Attributes:
-        title: What the study asks, for its page.
-        recipe: The recipe that every run starts from; a path from the study's file. A scenario may have its own.
+        title: The question of the study, as a title for its page.
+        recipe: The recipe from which every run starts, as a path relative to the study's file. A scenario may have its
+            own recipe.
         seeds: The reported seeds: a list or a range.
-        metric: The metric of result.json that is reported, at the last round; of a list, the first that a run has.
+        metric: The metric of result.json at the last round that is reported. If it is a list, the first metric that a
+            run has is reported.
         set: Keys of the recipe and their values, for every run.
         unset: Keys or sections that are removed from every recipe.
         grid: Keys and their lists or ranges, for every method; every combination is a line of the table.
         methods: Name -> method.
-        scenarios: Name -> scenario; without any, `recipe` alone is the scenario.
+        scenarios: Name -> scenario. If there are none, `recipe` is the only scenario.
         when: Conditions, which are applied in order.
-        search: How settings are chosen; None: no method has keys to search.
-        name: The name of the study's folder: that of its file.
-        folder: Where paths to recipes start.
+        search: How settings are chosen. None if no method has keys to search.
+        name: The name of the study's folder, which is the name of its file.
+        folder: The folder to which paths to recipes are relative.
     """
 
     title: str = ""
@@ -137,6 +139,6 @@ class Study:
         return [] if self.search is None else values_of(self.search.seeds)
 
     def metrics_of(self, scenario: str) -> list[str]:
-        """The metrics of a scenario, of which the first counts that a run has."""
+        """Return the metrics of a scenario. The first metric that a run has is reported."""
         metric = self.scenarios[scenario].metric or self.metric
         return [metric] if isinstance(metric, str) else list(metric)

@@ -1,7 +1,7 @@
-"""A process that carries out runs, one after another: `python -m polyfed.experiment.study.worker`.
+"""A process that executes runs one after another: `python -m polyfed.experiment.study.worker`.
 
-It reads jobs as lines of JSON from standard input and writes what happens as lines of JSON to standard output. It ends
-when its input is closed. So it ends too when the process that started it was killed, whatever killed it.
+The process reads jobs as lines of JSON from standard input, and writes messages as lines of JSON to standard output. It
+ends when its input is closed. It therefore also ends when the process that started it is killed.
 """
 
 import json
@@ -24,20 +24,20 @@ from polyfed.experiment.recipe import parse_recipe
 from polyfed.experiment.records import Records
 
 LEAVE = 30.0
-"""Seconds to wait for a process that still writes to the folder of a run."""
+"""The number of seconds to wait for a process that still writes to the folder of a run."""
 
 REFUSED = 1
-"""The exit code that stands for an exception that is not polyfed's."""
+"""The exit code for an exception that is not polyfed's own."""
 
 
 def serve(jobs: TextIO, answers: TextIO) -> None:
-    """Carry out the jobs that come in, until the input is closed."""
+    """Execute the jobs that arrive, until the input is closed."""
     waiting: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def read() -> None:
         for line in jobs:
             waiting.put(json.loads(line))
-        os._exit(0)  # at once, in the middle of a round too: a run on disk can be resumed at any moment
+        os._exit(0)  # at once, even in the middle of a round, because a run on disk can be resumed at any moment
 
     def tell(**message: Any) -> None:
         answers.write(json.dumps(message) + "\n")
@@ -49,11 +49,11 @@ def serve(jobs: TextIO, answers: TextIO) -> None:
 
 
 def carry_out(job: Mapping[str, Any], tell: Any) -> None:
-    """Carry out one job and tell its rounds and its outcome.
+    """Execute one job, and report its rounds and its result.
 
     Args:
         job: `recipe`, the table of a recipe, and `folder`, the folder of the run.
-        tell: is called with the facts of each message.
+        tell: a function that is called with the facts of each message.
     """
     started = time.perf_counter()
 
@@ -75,7 +75,7 @@ def carry_out(job: Mapping[str, Any], tell: Any) -> None:
             outcome = {"code": 0, "why": ""}
         except PolyfedError as error:
             outcome = {"code": error.exit_code, "why": f"{type(error).__name__}: {error}"}
-        except Exception as error:  # a mistake in somebody's own encoder, or in polyfed, ends one run and no other
+        except Exception as error:  # a mistake in a user's encoder, or in polyfed, ends only this run
             outcome = {"code": REFUSED, "why": f"{type(error).__name__}: {error}"}
     tell(
         event="done",
@@ -86,7 +86,7 @@ def carry_out(job: Mapping[str, Any], tell: Any) -> None:
 
 
 def _wait_for(folder: Path) -> None:
-    """Create the folder of a run, and wait until the process of a sweep that was just killed has left it.
+    """Create the folder of a run, and wait until the process of a sweep that was just killed no longer uses it.
 
     Raises:
         RecipeError: the other process does not end.
@@ -97,7 +97,7 @@ def _wait_for(folder: Path) -> None:
 
 
 def main() -> None:
-    """Serve on standard input and output; what anything else prints goes to standard error."""
+    """Serve on standard input and output. All other output goes to standard error."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     serve(sys.stdin, answers)

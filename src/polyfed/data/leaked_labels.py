@@ -1,0 +1,72 @@
+"""Finds features that are copies of the labels, since a model would read the answer there."""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from polyfed.core.errors import DataError, PolyfedWarning
+from polyfed.core.problems import Problems
+from polyfed.data.columns import Column, Columns
+
+_PIECE = 16
+"""Rows that are compared at a time (ours). Only features that agree in all earlier rows are compared further."""
+
+
+def refuse_leaked_labels(columns: Columns) -> None:
+    """Refuse a modality that is a copy of the labels, and warn about single features that are.
+
+    Only rows that have the modality and a known label are compared. If all these rows have one label, nothing is
+    compared, because a constant feature is no answer.
+
+    Args:
+        columns: the table, as it was read.
+
+    Raises:
+        DataError: a modality consists of the labels and nothing else; the message lists all such modalities.
+    """
+    problems = Problems()
+    targets = columns.label.reshape(len(columns), -1)
+    for name, column in columns.modalities.items():
+        copies = _copies(column, targets, columns.present.get(name))
+        where = f"data '{columns.name}': modality '{name}'"
+        if len(copies) and len(copies) == column.values[0].numel():
+            problems.add(
+                DataError(
+                    f"{where} is equal to the labels in every row, so it is both a label and a modality. Leave it out"
+                )
+            )
+        elif len(copies):
+            warnings.warn(
+                f"{where}: feature {copies[0]} (counted from 0) is equal to the label in every row, so a model reads "
+                "the answer there. Leave it out if it is a copy of the label",
+                PolyfedWarning,
+                stacklevel=2,
+            )
+    problems.raise_all()
+
+
+def _copies(column: Column, targets: Tensor, there: Tensor | None) -> list[int]:
+    """Return the places of the features that equal a target in every row, in ascending order."""
+    found: set[int] = set()
+    for target in targets.unbind(1):
+        usable = ~target.isnan() if there is None else ~target.isnan() & there
+        rows = usable.nonzero()[:, 0]
+        if len(rows) and bool((target[rows] != target[rows[0]]).any()):
+            found |= set(_equal(column, target, rows))
+    return sorted(found)
+
+
+def _equal(column: Column, target: Tensor, rows: Tensor) -> list[int]:
+    """Return the places of the features that equal the target in all of these rows."""
+    places = torch.arange(column.values[0].numel())
+    for piece in torch.split(rows, _PIECE):
+        values = column.raw(piece).reshape(len(piece), -1)[:, places].to(torch.float64)
+        wanted = target[piece].unsqueeze(1)
+        # targets are float32, so features of that precision or more are compared in it
+        values = values.to(torch.float32) if wanted.is_floating_point() else values
+        places = places[(values == wanted).all(0)]
+        if not len(places):
+            break
+    found: list[int] = places.tolist()
+    return found

@@ -1,0 +1,81 @@
+"""Joins data in memory that is given by split, with one data frame or data set for each split."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from polyfed.core.errors import DataError
+from polyfed.core.problems import Problems
+from polyfed.data.frames import kind_of
+
+
+def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Sequence[Any]) -> None:
+    """Refuse splits with different columns, unless nothing would read these columns.
+
+    Args:
+        data: split -> a data frame or another data set.
+        modalities: the caller's columns of each modality. None reads all columns of numbers.
+        named: the labels and clients; the names of columns among them are read too.
+
+    Raises:
+        DataError: a split has no rows, or lacks a column that other splits have; the message lists all of them.
+    """
+    problems = Problems()
+    held: dict[str, set[str]] = {}
+    for name, part in data.items():
+        if not len(part):
+            problems.add(DataError(f"data: split '{name}' has no rows. Leave it out, or check where it comes from"))
+        elif is_frame(part):
+            frame = part.rename(columns=str)
+            kinds = {column: kind_of(frame[column]) for column in frame if list(frame.columns).count(column) == 1}
+            roles = {word for word in ("label", "client", *named) if isinstance(word, str)}
+            held[name] = {column for column, kind in kinds.items() if kind != "text" or column in roles}
+    if modalities is None:
+        every = sorted(set().union(*held.values()))
+        for name in held:
+            if lacking := [column for column in every if column not in data[name].rename(columns=str)]:
+                other = next(part for part in held if lacking[0] in held[part])
+                listed = ", ".join(map(repr, lacking[:5]))
+                problems.add(
+                    DataError(
+                        f"data: split '{name}' has no column {listed}, and split '{other}' has. Give all splits the "
+                        "same columns, or name the columns of each modality in modalities"
+                    )
+                )
+    problems.raise_all()
+
+
+def same_order(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the splits with their columns in the order of the first split, since features are read in this order."""
+    parts = list(data.items())
+    first = list(getattr(parts[0][1], "columns" if is_frame(parts[0][1]) else "column_names", ()))
+    found: dict[str, Any] = {}
+    for name, part in parts:
+        held = list(getattr(part, "columns" if is_frame(part) else "column_names", ()))
+        if len(set(held)) < len(held) or not first:
+            found[name] = part
+            continue
+        order = [column for column in first if column in held] + [column for column in held if column not in first]
+        found[name] = part[order] if is_frame(part) else part.select_columns(order) if held != order else part
+    return found
+
+
+def join_arrays(arrays: Sequence[Any], name: str, problems: Problems) -> Any:
+    """Return the arrays of all splits, joined one after another."""
+    shapes = {np.shape(array)[1:] for array in arrays}
+    if len(shapes) > 1:
+        found = " and ".join(map(str, sorted(shapes)))
+        problems.add(DataError(f"data: modality '{name}' has samples of shape {found} in different splits"))
+        return arrays[0]
+    return np.concatenate([np.asarray(array) for array in arrays])
+
+
+def is_frame(data: Any) -> bool:
+    """Whether an object is a pandas data frame."""
+    return type(data).__name__ == "DataFrame" and hasattr(data, "iloc")
+
+
+def is_hugging_face(data: Any) -> bool:
+    """Whether an object is a data set of the Hugging Face library datasets."""
+    return hasattr(data, "to_pandas") and hasattr(data, "features") and hasattr(data, "column_names")

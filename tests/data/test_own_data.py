@@ -1,0 +1,244 @@
+"""What a new user's own data may hide: copies of the labels, words among numbers, ids, names. None passes silently."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from pairs import AUDIO, LABEL, ROWS, TEXT, WORDS, frame
+
+import polyfed
+from polyfed.cli import main
+from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning
+from polyfed.data.objects import Given, table_of
+
+
+def saved(folder, **arrays):
+    path = folder / "mine.npz"
+    np.savez(path, audio=AUDIO, text=TEXT, **arrays)
+    return str(path)
+
+
+def test_the_mask_of_known_labels_is_never_a_modality(tmp_path):
+    label = np.stack([LABEL == 0, LABEL == 1, LABEL == 2], 1).astype(np.int64)
+    known = np.arange(ROWS * 3).reshape(ROWS, 3) % 4 > 0
+    path = saved(tmp_path, label=label, label_known=known)
+    recipe = polyfed.make_recipe(path)
+    assert recipe.data.modalities == ("audio", "text")
+    assert np.isnan(recipe.data.load().label.numpy()).sum() == (~known).sum()
+    with pytest.raises(PolyfedError, match="'label_known' says which labels are known"):
+        polyfed.make_recipe(path, modalities=["audio", "label_known"])
+
+
+@pytest.mark.parametrize("copy", [LABEL, LABEL[:, None], LABEL[:, None].astype(np.float32)])
+def test_a_modality_that_is_a_copy_of_the_labels_is_refused(tmp_path, copy):
+    words = "modality 'lab' is equal to the labels in every row"
+    with pytest.raises(DataError, match=words):
+        table_of({"audio": AUDIO, "lab": copy}, Given(labels=LABEL))
+    with pytest.raises(DataError, match=words):
+        polyfed.make_recipe(saved(tmp_path, lab=copy[:, None] if copy.ndim == 1 else copy, label=LABEL))
+
+
+def test_a_feature_that_is_a_copy_of_the_labels_is_warned_about(tmp_path):
+    with pytest.warns(PolyfedWarning, match=r"modality 'features': feature 1 .counted from 0. is equal to the label"):
+        table_of(frame().assign(age=np.arange(ROWS), again=LABEL), Given())
+    there = np.arange(ROWS) % 5 != 0  # a row without the modality, or with an unknown label, tells nothing
+    lab = np.where(there, LABEL, np.nan)[:, None]
+    with pytest.raises(DataError, match="modality 'lab' is equal to the labels"):
+        table_of({"audio": AUDIO, "lab": lab}, Given(labels=LABEL))
+    constant = table_of({"audio": AUDIO, "flat": np.zeros(ROWS)}, Given(labels=np.zeros(ROWS, np.int64)))
+    assert list(constant.modalities) == ["audio", "flat"]
+
+
+ONE_WORD = frame().assign(audio_1=["1"] * 39 + ["x"])
+ONE_LATE_WORD = frame().assign(audio_1=[1.5] * 39 + ["x"])
+COMMAS = frame().assign(audio_1=["1,5"] * ROWS)
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        (ONE_WORD, "column 'audio_1' holds 'x' at row 39 among its numbers. Give numbers only"),
+        (ONE_LATE_WORD, "column 'audio_1' holds 'x' at row 39 among its numbers. Give numbers only"),
+        (COMMAS, "column 'audio_1' holds '1,5' at row 0 .* Write decimal points instead of decimal commas"),
+    ],
+)
+def test_a_word_among_numbers_is_refused_without_named_modalities_too(tmp_path, held, words):
+    with pytest.raises(DataError, match=words):
+        table_of(held, Given())
+    held.to_csv(tmp_path / "mine.csv", index=False)
+    with pytest.raises(DataError, match=words):
+        polyfed.make_recipe(tmp_path / "mine.csv")
+
+
+def test_columns_of_texts_are_left_out_with_a_warning(tmp_path):
+    held = frame().assign(note="a text", code=[f"{row}A" for row in range(ROWS)], day=pd.Timestamp("2020-01-01"))
+    with pytest.warns(PolyfedWarning, match="data: left out, because they hold texts: note, code, day"):
+        assert list(table_of(held, Given()).modalities) == ["audio", "text"]
+    held.to_csv(tmp_path / "mine.csv", index=False)
+    with pytest.warns(PolyfedWarning, match=r"mine.csv': left out, because they hold texts: note, code, day"):
+        polyfed.make_recipe(tmp_path / "mine.csv")
+    with pytest.warns(PolyfedWarning, match=r"mine.npz': left out, because .* two axes or more: age"):
+        polyfed.make_recipe(saved(tmp_path, label=LABEL, age=np.arange(ROWS)))
+
+
+def test_python_reads_a_file_as_init_does(tmp_path):
+    held = frame().assign(age=np.arange(ROWS), label=WORDS)
+    held.loc[3, "text.a"] = np.nan
+    path = tmp_path / "mine.csv"
+    held.to_csv(path, index=False)
+    assert main_code("init", str(path), "--out", str(tmp_path / "recipe.toml")) == 0
+    with pytest.warns(PolyfedWarning) as caught:
+        made = polyfed.make_recipe(path)
+    told = [str(warning.message) for warning in caught]
+    assert any("'features'" in text or text.startswith("features: features differ in size") for text in told)
+    assert any("1 sample has only some of the cells" in text for text in told)
+    wanted = polyfed.load_recipe(tmp_path / "recipe.toml").data
+    assert made.data == wanted
+    assert made.data.load().fingerprint() == wanted.load().fingerprint()
+    assert made.data.standardise == ("features",)
+    assert made.data.partial == "absent"
+    with pytest.warns(PolyfedWarning, match="only some of the cells"):
+        assert not polyfed.make_recipe(path, standardise=False).data.standardise
+
+
+def main_code(*words):
+    with pytest.raises(SystemExit) as caught:
+        main(list(words))
+    return caught.value.code
+
+
+LEVELS = ["low", "mid", "high"]
+
+
+def test_the_order_of_levels_is_kept_or_asked_for(tmp_path):
+    words = [LEVELS[number] for number in LABEL]
+    ordered = frame().assign(label=pd.Categorical(words, categories=LEVELS, ordered=True))
+    found = table_of(ordered, Given())
+    assert found.class_names == ("low", "mid", "high")
+    assert found.label.tolist() == LABEL.tolist()
+    task = {"name": "ordinal"}
+    assert polyfed.check(polyfed.make_recipe(ordered, task=task)).recipe.task.NAME == "ordinal"
+    plain = frame().assign(label=words)
+    with pytest.raises(
+        DataError, match="needs the order of the levels, and the labels are words: 'high', 'low', 'mid'"
+    ):
+        polyfed.check(polyfed.make_recipe(plain, task=task))
+    named = polyfed.make_recipe(plain, task=task, class_names=LEVELS)
+    assert named.data.load().label.tolist() == LABEL.tolist()
+    assert polyfed.check(named)
+    plain.to_csv(tmp_path / "mine.csv", index=False)
+    with pytest.raises(DataError, match="needs the order of the levels"):
+        polyfed.check(polyfed.make_recipe(tmp_path / "mine.csv", task=task))
+    assert polyfed.make_recipe(tmp_path / "mine.csv", class_names=LEVELS).data.load().label.tolist() == LABEL.tolist()
+
+
+def test_words_are_no_numbers_for_regression():
+    with pytest.raises(DataError, match="'regression' needs numbers, and the labels are classes with the names 'cat'"):
+        polyfed.check(polyfed.make_recipe(frame(), task={"name": "regression"}))
+
+
+@pytest.mark.parametrize("name", ["id", "ids", "row_id"])
+def test_a_column_of_ids_is_no_feature(tmp_path, name):
+    ids = 1000 + 7 * np.arange(ROWS)
+    held = frame().assign(**{name: ids})
+    found = table_of(held, Given())
+    assert found.ids.tolist() == ids.tolist()
+    assert list(found.modalities) == ["audio", "text"]
+    held.to_csv(tmp_path / "mine.csv", index=False)
+    read = polyfed.make_recipe(tmp_path / "mine.csv").data
+    assert read.load().ids.tolist() == ids.tolist()
+    assert set(read.modalities) == {"audio", "text"}
+    again = frame().assign(**{name: np.arange(ROWS) // 2})
+    with pytest.raises(
+        DataError, match=r"repeats some ids, such as 0; every row needs its own. If it names the client"
+    ):
+        table_of(again, Given())
+    by_name = table_of(again, Given(modalities={"audio": "audio_*", "other": name}))
+    assert list(by_name.modalities) == ["audio", "other"]
+    assert table_of(again.drop(columns="client"), Given(clients=name)).client[:4].tolist() == [0, 0, 1, 1]
+
+
+def test_a_class_without_training_rows_is_warned_about():
+    label, split = np.where(np.arange(ROWS) < 30, LABEL % 2, 2), np.where(np.arange(ROWS) < 30, "train", "test")
+    recipe = polyfed.make_recipe({"audio": AUDIO}, labels=label, split=split, clients=2)
+    with pytest.warns(PolyfedWarning, match=r"1 class has test rows and no training row \(2\), so no model"):
+        polyfed.check(recipe)
+
+
+def test_retrieval_needs_no_labels(tmp_path, capsys):
+    task = {"name": "retrieval"}
+    unlabelled = frame().drop(columns="label")
+    made = polyfed.make_recipe({"audio": AUDIO, "text": TEXT}, task=task, clients=2, rounds=1)
+    assert "recall1" in polyfed.run(made).result["metrics"]["global"]
+    assert polyfed.check(polyfed.make_recipe(unlabelled.dropna(), task=task, clients=2))
+    for path in (tmp_path / "mine.csv", tmp_path / "mine.npz"):
+        if path.suffix == ".csv":
+            unlabelled.dropna().to_csv(path, index=False)
+        else:
+            saved(tmp_path)
+        assert polyfed.check(polyfed.make_recipe(path, task=task, clients=2))
+        out = tmp_path / f"{path.suffix[1:]}.toml"
+        assert main_code("init", str(path), "--task", "retrieval", "--out", str(out)) == 0
+        assert polyfed.check(out).recipe.task.NAME == "retrieval"
+    with pytest.raises(PolyfedError, match="labels is missing"):
+        polyfed.make_recipe({"audio": AUDIO, "text": TEXT})
+    recipe = polyfed.load_recipe(out)
+    with pytest.raises(DataError, match=r"has no labels, and .*'classification' learns from them.*: 'retrieval'"):
+        polyfed.check(replace(recipe, task=None))
+    with pytest.raises(PolyfedError, match="deals rows by their class, and data 'mine' has no labels"):
+        polyfed.check(replace(recipe, clients=replace(recipe.clients, partition="dirichlet", num=2)))
+
+
+def test_splits_have_the_same_columns_in_any_order():
+    held, other = frame()[:30].reset_index(drop=True), frame()[30:].reset_index(drop=True)
+    for part in (other, other[other.columns[::-1]]):
+        found = table_of({"train": held, "test": part}, Given())
+        np.testing.assert_array_equal(found.column("audio").values.numpy(), AUDIO)
+    with pytest.raises(DataError, match=r"split 'test' has no column 'text.b', and split 'train' has. Give all"):
+        table_of({"train": held, "test": other.drop(columns="text.b")}, Given())
+    with pytest.raises(DataError, match="split 'test' has no rows"):
+        table_of({"train": held, "test": other[:0]}, Given())
+
+
+def test_names_that_give_no_modality_are_refused():
+    held = frame().assign(音_0=1.0, 音_1=2.0, age=AUDIO[:, 0])
+    with pytest.raises(DataError, match=r"column '音_0' gives no valid name of a modality.*modalities=\{'my_name'"):
+        table_of(held, Given())
+    held = frame().assign(**{"a b_0": 1.0, "a b_1": 2.0, "a-b_0": 1.0, "a-b_1": AUDIO[:, 0]})
+    with pytest.raises(DataError, match="both give the name 'a_b'"):
+        table_of(held, Given())
+
+
+def test_class_numbers_that_are_floats_are_remarked_on():
+    with pytest.warns(PolyfedWarning, match="whole numbers that are stored as floats, so the task is 'regression'"):
+        polyfed.make_recipe({"audio": AUDIO}, labels=LABEL.astype(np.float32))
+    polyfed.make_recipe({"audio": AUDIO}, labels=LABEL.astype(np.float32), task={"name": "classification"})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", b"label;x_0;x_1\n0;1;2\n", "one column, 'label;x_0;x_1': its cells seem to be separated by ';'"),
+        ("a.tsv", b"label,x_0,x_1\n0,1,2\n", "separated by ',', and polyfed reads tabs in .tsv files"),
+        ("a.csv", b"x_0,label\n", "'.*a.csv' has no rows, only the names of columns"),
+        ("a.csv", "größe_0,label\n1,0\n".encode("latin-1"), "is not UTF-8 text .* Save it as UTF-8"),
+    ],
+)
+def test_files_in_other_forms_are_told_apart(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        polyfed.make_recipe(tmp_path / name)
+
+
+def test_nothing_is_no_data():
+    with pytest.raises(DataError, match="data has no rows"):
+        table_of(frame()[:0], Given())
+    with pytest.raises(PolyfedError, match="data is an empty dictionary: give at least one modality"):
+        polyfed.make_recipe({}, labels=LABEL)
+
+
+def test_predict_asks_for_samples_by_modality():
+    run = polyfed.run(data={"audio": AUDIO}, labels=LABEL, clients=2, rounds=1)
+    with pytest.raises(PolyfedError, match="x is a DataFrame; give a dictionary of samples"):
+        run.predict(frame())
