@@ -23,7 +23,7 @@ def reproduces(
     graph: fx.Graph, inputs: Sequence[Tensor], outside: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> bool:
     """Return whether a graph gives these tensors bit for bit; NaN equals NaN. The inputs do not change."""
-    found = fx.Interpreter(nn.Module(), graph=graph).run(*(tensor.clone() for tensor in inputs), *outside)
+    found = fx.Interpreter(nn.Module(), garbage_collect_values=False, graph=graph).run(*(tensor.clone() for tensor in inputs), *outside)
     return all(map(_same_bits, found, expected))
 
 
@@ -39,7 +39,8 @@ def agree(graph: fx.Graph, rewritten: fx.Graph, inputs: Sequence[Tensor], outsid
         inputs: tensors of the state and the slices.
         outside: tensors that the step closes over.
     """
-    one, other = (Doubled(g).run(*(_doubled(tensor.clone()) for tensor in inputs), *outside) for g in (graph, rewritten))
+    copies = ([_doubled(tensor.clone()) for tensor in inputs] for _ in range(2))
+    one, other = (Doubled(g).run(*copy, *outside) for g, copy in zip((graph, rewritten), copies, strict=True))
     before = [*map(_doubled, inputs[: len(one) - 1]), torch.zeros_like(one[-1])]
     return all(map(_close, one, other, before))
 
@@ -51,7 +52,7 @@ class Doubled(fx.Interpreter):
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        super().__init__(nn.Module(), graph=graph)
+        super().__init__(nn.Module(), garbage_collect_values=False, graph=graph)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Perform an operation in double precision; views and gathers come before the conversion."""

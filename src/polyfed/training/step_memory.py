@@ -48,6 +48,10 @@ class Memory:
             for place in self._writes[root]
         )
 
+    def knows(self, node: fx.Node) -> bool:
+        """Return whether the node was in the graph when these facts were collected."""
+        return node in self._at
+
     def overlap(self, one: fx.Node, other: fx.Node) -> bool:
         """Return whether two tensors may share memory."""
         return bool(self._roots[one] & self._roots[other])
@@ -93,7 +97,7 @@ def writes(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that an operation writes into."""
     found: list[Any] = []
     if is_operation(node):
-        for target in (node.args[place] for place in written(node.target)):
+        for target in written(node.target, node.args):
             found.extend(target if isinstance(target, (list, tuple)) else [target])
     return [target for target in found if isinstance(target, fx.Node)]
 

@@ -102,21 +102,37 @@ class Replay:
         inputs = [(c.dtype, c.shape[:1] + c.shape[2:], dim) for c, dim in zip(plain, dims, strict=True)][: len(columns)]
         self._tensors = plain[len(columns) :]
         self._key = (*source.parts, *inputs, *_layout(self._tensors, dims[len(columns) :]))
+        first = {id(tensor): place for place, tensor in reversed(list(enumerate(self._tensors)))}
+        self._same = tuple(first[id(tensor)] for tensor in self._tensors)
 
     def programs(self, kinds: Sequence[Hashable], state: Any, slices: Sequence[Tensor]) -> list[Known]:
         """Return the programs of the next steps, as many as are known. Make the first one if it is missing."""
-        layout, found = _layout(*_below(pytree.tree_leaves(state))), list[Known]()
-        key = self._key, layout, pytree.tree_structure(state)
-        if (key, kinds[0]) not in _known:
+        layout = _layout(*_below(pytree.tree_leaves(state)))
+        key, found = (self._key, layout, pytree.tree_structure(state)), list[Known]()
+        if not any((*way, kinds[0]) in _known for way in self._ways(key)):
+            known = self._made(kinds[0], state, slices)
+            anyway, here = self._ways(key)
+            way = here if known is not None and self._ambiguous(known) else anyway
             if len(_known) >= PROGRAMS:
                 _known.popitem(last=False)
-            _known[key, kinds[0]] = self._made(kinds[0], state, slices)
+            _known[*way, kinds[0]] = known
         for kind in kinds:
-            known = _known.get((key, kind))
+            known = next((_known[*way, kind] for way in self._ways(key) if (*way, kind) in _known), None)
             if known is None or (found and known.value_dim != found[0].value_dim):
                 break
             found.append(known)
         return found
+
+    def _ways(self, key: tuple[Hashable, ...]) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
+        """Return the keys of programs for any local training, and of those for trainings that share tensors alike."""
+        return (*key, None), (*key, self._same)
+
+    def _ambiguous(self, known: Known) -> bool:
+        """Whether a tensor of the program is at several places here, which may hold different tensors in a later round.
+
+        In the first round, for instance, the server's model is the initial model.
+        """
+        return any(isinstance(place, int) and self._same.count(place) > 1 for place in known.outside)
 
     def _made(self, kind: Hashable, state: Any, slices: Sequence[Tensor]) -> Known | None:
         """Return the program of a step; None if the step has none. The state does not change."""
@@ -124,17 +140,17 @@ class Replay:
             first, second = (_traced(partial(self._advance, kind), state, slices) for _ in range(2))
         except Tampers:
             return None
-        trace, places = first.trace, {id(tensor): place for place, tensor in enumerate(self._tensors)}
+        trace, places = first.trace, {id(self._tensors[place]): place for place in set(self._same)}
         bound = [places.get(id(tensor), _number(tensor)) for tensor in trace.outside.values()]
         if None in bound or not trace.repeatable or not trace.repeats(second.trace):
             return None
         inputs, outside = first.inputs, list(trace.outside.values())
-        if not reproduces(trace.graph(), inputs, outside, first.outputs):
+        recorded, graph = trace.graph(), trace.graph()
+        if not reproduces(recorded, inputs, outside, first.outputs):
             return None
-        graph = trace.graph()
         closed = [node for node in graph.nodes if node.op == "placeholder"][len(inputs) :]
         rewrite(graph, [node for node, place in zip(closed, bound, strict=True) if place == self._source.classes])
-        if not agree(trace.graph(), graph, inputs, outside):
+        if not agree(recorded, graph, inputs, outside):
             return None
         program = Program(graph, len(trace.before), len(slices))
         return Known(program, tuple(bound), trace.after[-1][-1], self._source.named)

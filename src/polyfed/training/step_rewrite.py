@@ -60,11 +60,12 @@ def drop_factors_of_one(graph: fx.Graph) -> None:
 
     x must keep its numbers while 1 * x is in use, and nothing may write into 1 * x.
     """
+    memory = Memory(graph)
     for node in calls(graph, aten.mul.Scalar, aten.mul.Tensor):
         x, factor = node.args
-        if type(factor) in (int, float) and factor == 1 and form(node) == form(x):
-            if Memory(graph).may_stand_for(x, node):
-                swap(node, x)
+        one = type(factor) in (int, float) and factor == 1
+        if one and form(node) == form(x) and memory.may_stand_for(x, node):
+            swap(node, x)
 
 
 def merge_equal(graph: fx.Graph) -> None:
@@ -110,12 +111,13 @@ def fold_products(graph: fx.Graph) -> None:
     The product then needs no memory of its own. If there is another term, as in w += c * (x @ y + z), the other term
     comes first: w += c * z, then w += c * (x @ y). A term of zeros thus changes no bit.
     """
+    memory = Memory(graph)
     for node in calls(graph, aten.add_.Tensor):
         w, total = node.args
         product, rest = _product_of(total)
         if product is None or form(product) != form(w):
             continue
-        memory, (x, y) = Memory(graph), product.args
+        memory, (x, y) = memory if memory.knows(w) else Memory(graph), product.args
         kept = memory.unchanged((x, y), product, node) and memory.unchanged((rest,), total, node)
         if not kept or memory.overlap(w, x) or memory.overlap(w, y):
             continue

@@ -44,7 +44,7 @@ class Source:
 
     Attributes:
         parts: the description of all values. It is equal for two trainings whose steps run the same operations.
-        tensors: the tensors that were found, each once.
+        tensors: the tensors that were found, in order. The same tensor may occur more than once.
         classes: place of the class numbers among the tensors; None if there are none.
         named: objects that `parts` names by identity. Whoever keeps `parts` keeps them too.
 
@@ -67,17 +67,20 @@ class Source:
         if isinstance(value, VALUES):
             self.parts.append((type(value), repr(value)))
             return
+        if isinstance(value, Tensor):
+            self.parts.append(Tensor)
+            self.tensors.append(value)
+            return
         number = len(self._seen)
         seen = self._seen.setdefault(id(value), number)
         self.parts.append((type(value), seen))
         if seen < number:
             return
         self._alive.append(value)
-        if isinstance(value, Tensor):
-            self.tensors.append(value)
-        elif isinstance(value, Model):
-            self.parts.append(_numbers.setdefault(value, next(_next)))
-            self.tensors.extend(value.held())
+        if isinstance(value, Model):
+            held = value.held()
+            self.parts += [_numbers.setdefault(value, next(_next)), len(held)]
+            self.tensors += held
         elif isinstance(value, FIXED):
             self.parts.append(id(value))
             self.named.append(value)

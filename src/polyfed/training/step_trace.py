@@ -27,8 +27,7 @@ Layout = tuple[Hashable, ...]
 """The data type, shape, strides and position of the client axis, for each of some tensors."""
 
 
-HIDDEN_WRITES = {op.default: (3, 4) for op in (torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm)}
-"""Operations that write into arguments, here the running statistics, although their schema does not say so."""
+BATCH_NORMS = torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default
 
 
 class Ref(int):
@@ -147,8 +146,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             Tampers: the operation would change more than the step's own tensors. Nothing has happened yet.
         """
-        targets = [args[place] for place in written(func) if place < len(args)]
-        if torch.Tag.inplace_view in func.tags or any(map(self._outside, targets)):
+        if torch.Tag.inplace_view in func.tags or any(map(self._outside, written(func, args))):
             raise Tampers
         out = func(*args, **(kwargs or {}))
         refs = self._refs(args)
@@ -222,11 +220,15 @@ def makes_view(op: Any) -> bool:
     return bool(op.is_view) or op is torch.ops.aten._unsafe_view.default
 
 
+def written(op: Any, args: Sequence[Any]) -> list[Any]:
+    """Return the arguments that an operation changes in place."""
+    if op in BATCH_NORMS:  # they change the running statistics in training, and their schemas do not say so
+        return list(args[3:5]) if args[5] else []
+    return [args[place] for place in _written_places(op) if place < len(args)]
+
+
 @cache
-def written(op: Any) -> tuple[int, ...]:
-    """Return the positions of the arguments that an operation changes in place."""
-    if op in HIDDEN_WRITES:
-        return HIDDEN_WRITES[op]
+def _written_places(op: Any) -> tuple[int, ...]:
     schema = op._schema
     if not schema.is_mutable:
         return ()
