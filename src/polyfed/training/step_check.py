@@ -23,7 +23,9 @@ def reproduces(
     graph: fx.Graph, inputs: Sequence[Tensor], outside: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> bool:
     """Return whether a graph gives these tensors bit for bit; NaN equals NaN. The inputs do not change."""
-    found = fx.Interpreter(nn.Module(), garbage_collect_values=False, graph=graph).run(*(tensor.clone() for tensor in inputs), *outside)
+    found = fx.Interpreter(nn.Module(), garbage_collect_values=False, graph=graph).run(
+        *(tensor.clone() for tensor in inputs), *outside
+    )
     return all(map(_same_bits, found, expected))
 
 

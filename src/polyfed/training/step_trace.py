@@ -23,6 +23,7 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
     device: torch.device
 
+
 Layout = tuple[Hashable, ...]
 """The data type, shape, strides and position of the client axis, for each of some tensors."""
 
