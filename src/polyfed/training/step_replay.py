@@ -13,8 +13,8 @@ its calls has no program. The trace must reproduce the step bit for bit. The rew
 in double precision (`step_check.py`).
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -31,7 +31,10 @@ from polyfed.training.step_source import Source
 from polyfed.training.step_trace import Layout, Tampers, Trace, Tracer
 
 PROGRAMS = 256
-"""The largest number of stored programs. Programs differ with the size of the stack and the kind of step."""
+"""The largest number of sources and layouts whose programs are stored. Sources differ with the size of the stack."""
+
+TRIES = 2
+"""How often a training asks for the program of a kind of step. The first step may change the layout of the state."""
 
 Advance = Callable[[Any, Any, Sequence[Tensor]], tuple[Any, Tensor]]
 """`advance(kind, state, slices)` -> (state, value) takes one step; `slices` are the inputs of this step."""
@@ -53,9 +56,15 @@ class Known:
     value_dim: int | None
     named: list[Any]
 
+    @property
+    def places(self) -> list[int]:
+        """The places, among the tensors of the source, of the tensors that the step closes over."""
+        return [place for place in self.outside if isinstance(place, int)]
 
-_known: OrderedDict[Hashable, Known | None] = OrderedDict()
-"""Programs by source, kind and layout of the state; None for a step that has no program."""
+
+_known: OrderedDict[Hashable, dict[Hashable, Known | None]] = OrderedDict()
+"""For each source and layout of the state: programs by kind of step and by the tensors that a training shares. None
+stands for a step that has no program."""
 
 
 def run(
@@ -75,12 +84,15 @@ def run(
     """
     replay = None if source is None or not kinds or not _plain(state) else Replay(advance, columns, source)
     slices = list(zip(*(column.unbind() for column in columns), strict=True))
-    values, t = [columns[0].new_zeros(0, dtype=torch.float32)], 0
+    values, t, tried = [columns[0].new_zeros(0, dtype=torch.float32)], 0, Counter[Hashable]()
     while t < len(kinds):
-        known = replay.programs(kinds[t:], state, slices[t]) if replay is not None else []
+        known = []
+        if replay is not None and tried[kinds[t]] < TRIES:
+            known = replay.programs(kinds[t:], state, slices[t])
         if replay is not None and known:
             state, value = replay.steps(known, state, t)
         else:
+            tried[kinds[t]] += 1
             state, value = advance(kinds[t], state, slices[t])
         values.append(value.reshape(-1))
         t += max(len(known), 1)
@@ -107,32 +119,36 @@ class Replay:
 
     def programs(self, kinds: Sequence[Hashable], state: Any, slices: Sequence[Tensor]) -> list[Known]:
         """Return the programs of the next steps, as many as are known. Make the first one if it is missing."""
-        layout = _layout(*_below(pytree.tree_leaves(state)))
-        key, found = (self._key, layout, pytree.tree_structure(state)), list[Known]()
-        if not any((*way, kinds[0]) in _known for way in self._ways(key)):
-            known = self._made(kinds[0], state, slices)
-            anyway, here = self._ways(key)
-            way = here if known is not None and self._ambiguous(known) else anyway
-            if len(_known) >= PROGRAMS:
+        key = self._key, _layout(*_below(pytree.tree_leaves(state))), pytree.tree_structure(state)
+        known = _known.setdefault(key, {})
+        if self._name(known, kinds[0]) not in known:
+            made = self._made(kinds[0], state, slices)
+            known[kinds[0], self._same if self._shares(made) else None] = made
+            if len(_known) > PROGRAMS:
                 _known.popitem(last=False)
-            _known[*way, kinds[0]] = known
+        found: list[Known] = []
         for kind in kinds:
-            known = next((_known[*way, kind] for way in self._ways(key) if (*way, kind) in _known), None)
-            if known is None or (found and known.value_dim != found[0].value_dim):
+            one = known.get(self._name(known, kind))
+            if one is None or (found and one.value_dim != found[0].value_dim):
                 break
-            found.append(known)
+            found.append(one)
         return found
 
-    def _ways(self, key: tuple[Hashable, ...]) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
-        """Return the keys of programs for any local training, and of those for trainings that share tensors alike."""
-        return (*key, None), (*key, self._same)
+    def _shares(self, made: Known | None) -> bool:
+        """Whether a tensor of a program has several places among the tensors of the source.
 
-    def _ambiguous(self, known: Known) -> bool:
-        """Whether a tensor of the program is at several places here, which may hold different tensors in a later round.
-
-        In the first round, for instance, the server's model is the initial model.
+        In the first round, for instance, the server's model is also the initial model. Such a program is only for
+        trainings that share tensors in the same way.
         """
-        return any(isinstance(place, int) and self._same.count(place) > 1 for place in known.outside)
+        return made is not None and any(self._same.count(place) > 1 for place in made.places)
+
+    def _name(self, known: Mapping[Hashable, Known | None], kind: Hashable) -> Hashable:
+        """Return the name of the program that takes a step in this training."""
+        general = known.get((kind, None))
+        places = [] if general is None else [self._same[place] for place in general.places]
+        # a trace of a training in which two of the places hold one tensor would be another trace
+        usable = (kind, None) in known and len(set(places)) == len(places)
+        return kind, None if usable else self._same
 
     def _made(self, kind: Hashable, state: Any, slices: Sequence[Tensor]) -> Known | None:
         """Return the program of a step; None if the step has none. The state does not change."""
@@ -149,7 +165,11 @@ class Replay:
         if not reproduces(recorded, inputs, outside, first.outputs):
             return None
         closed = [node for node in graph.nodes if node.op == "placeholder"][len(inputs) :]
-        rewrite(graph, [node for node, place in zip(closed, bound, strict=True) if place == self._source.classes])
+        classes = None if self._source.classes is None else self._same[self._source.classes]
+        labels = [
+            node for node, place in zip(closed, bound, strict=True) if isinstance(place, int) and place == classes
+        ]
+        rewrite(graph, labels)
         if not agree(recorded, graph, inputs, outside):
             return None
         program = Program(graph, len(trace.before), len(slices))
