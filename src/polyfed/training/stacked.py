@@ -85,7 +85,7 @@ class StackedClientData(ClientData):
         rounds: number of rounds of the run.
         test_stack: the test rows of each client.
         chosen: the positions of the rows that `at` selected, among the client's own rows, (n,).
-        replays: whether training steps may be traced and replayed, see `step_replay.py`.
+        replays: whether programs take the training steps, see `step_replay.py`.
         privacy: how training protects single rows; None for no protection.
     """
 

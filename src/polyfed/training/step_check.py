@@ -12,7 +12,7 @@ from polyfed.training.step_trace import makes_view
 TOLERANCE = 1e-5
 """The largest difference of a rewritten step, relative to the largest entry of a tensor's update."""
 
-ROUNDING = 1e-12
+ROUNDING = 1e-13
 """The largest difference relative to the largest entry of a tensor, for updates that are zero in exact arithmetic."""
 
 GATHERS = (torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default)

@@ -23,13 +23,20 @@ def rewrite(graph: fx.Graph, labels: Collection[fx.Node] = ()) -> None:
         graph: the operations of the step.
         labels: inputs that hold class numbers, none of which is negative.
     """
+    drop_unused(graph)
     drop_true_masks(graph, labels)
     drop_factors_of_one(graph)
     merge_equal(graph)
+    drop_unused(graph)
     fuse_cross_entropy(graph)
-    fold_products(graph)
     drop_views_of_sums(graph)
+    fold_products(graph)
     group_updates(graph)
+    drop_unused(graph)
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Remove operations whose result nothing uses, if they write into no tensor."""
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or bool(writes(node)))
 
 
