@@ -6,7 +6,7 @@ OUT ?= runs/demo
 FLOWER ?= 1.42.0
 OTHER := $(CURDIR)/.venv/flower-$(FLOWER)
 
-.PHONY: demo test check check-flower check-all check-trackers federation bench docs notebooks format clean
+.PHONY: demo test check check-flower check-all check-trackers federation bench leaderboard docs notebooks format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -51,6 +51,9 @@ federation: .venv/installed ## a server and three devices on this machine; see d
 
 bench: .venv/installed ## speed beside a bare loop and other frameworks; see docs/performance.md
 	$(BIN)/python benchmarks/speed.py
+
+leaderboard: .venv/installed ## all methods in eight scenarios (hours; goes on where it stopped); writes docs/results/leaderboard.md
+	$(BIN)/python benchmarks/leaderboard.py
 
 docs: .venv/installed ## docs/recipes.md from the docstrings, then the site in build/site; a broken link fails
 	$(BIN)/python docs/make_reference.py

@@ -2,8 +2,9 @@
 
     python benchmarks/leakage.py --out runs/leakage
 
-Each method runs on two modalities of each set, and `polyfed audit` attacks its messages. Each run has a folder, and a
-finished audit is not repeated. `--print` only prints the tables of the audits that are finished.
+Each method runs on two modalities of each set, and `polyfed audit` attacks its messages. A second table of each set has
+FedAvg before and after each defence. Each run has a folder, and a finished audit is not repeated. `--print` only prints
+the tables of the audits that are finished.
 """
 
 import argparse
@@ -31,7 +32,24 @@ METHODS: dict[str, dict[str, Any]] = {
     "PFMML": {"algorithm": {"name": "pfmml", "coefficient_lr": 5.0, "scale": "per-size", "uploads": 6}},
     "FedAvg, one row a step": {"algorithm": {"name": "fedavg"}, "train": {"lr": 0.05, "steps": 1, "batch_size": 1}},
 }
-"""Column of the tables -> sections that differ. The last column is the worst case, in which the attacks succeed."""
+"""Column of the first table of a set -> sections that differ. The last column is the worst case, in which the attacks
+succeed."""
+
+ROWS = {"unit": "example", "delta": 5e-4, "clip_norm": 1.0}
+ONE_ROW = METHODS["FedAvg, one row a step"]
+DEFENCES: dict[str, dict[str, Any]] = {
+    "FedAvg": METHODS["FedAvg"],
+    "FedAvg, rows, epsilon 8": {"privacy": ROWS | {"epsilon": 8.0}},
+    "FedAvg, rows, epsilon 1": {"privacy": ROWS | {"epsilon": 1.0}},
+    "FedAvg, clients, noise at the client, epsilon 8": {
+        "algorithm": {"name": "fedavg", "aggregation": "uniform"},
+        "privacy": {"unit": "client", "noise_at": "client", "delta": 1e-3, "clip_norm": 1.0, "epsilon": 8.0},
+    },
+    "FedAvg, secure aggregation": {"secure_aggregation": {}},
+    "FedAvg, one row a step": ONE_ROW,
+    "FedAvg, one row a step, rows, epsilon 1": ONE_ROW | {"privacy": ROWS | {"epsilon": 1.0}},
+}
+"""Column of the second table of a set -> sections that differ: FedAvg before and after each defence."""
 
 
 def table_of(name: str, method: str, seed: int) -> dict[str, Any]:
@@ -44,7 +62,7 @@ def table_of(name: str, method: str, seed: int) -> dict[str, Any]:
     table["train"] = {"epochs": 1, "batch_size": 16, "lr": 0.05}
     table["evaluate"] = {"every": 0}
     table["egress"] = {m: {"server": EVERYTHING} for m in modalities}
-    table |= METHODS[method]
+    table |= {"algorithm": {"name": "fedavg"}} | (METHODS | DEFENCES)[method]
     if method == "PartialFL":
         table["algorithm"]["inputs"] = "raw" if name == "cg-digits" else "embeddings"
         table["egress"] = {modalities[0]: {"server": ["parameters", "embeddings", "raw"]}}
@@ -63,7 +81,7 @@ def table_of(name: str, method: str, seed: int) -> dict[str, Any]:
 
 def audited(name: str, method: str, seed: int, out: Path) -> list[dict[str, Any]]:
     """The findings for a method on a set."""
-    folder = out / f"{name}-{method.lower().replace(', ', '-').replace(' ', '-')}-{seed}"
+    folder = place_of(name, method, seed, out)
     if not (folder / "leakage.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
         polyfed.run(polyfed.parse_recipe(table_of(name, method, seed)), out=folder)
@@ -83,38 +101,42 @@ def cell(findings: list[dict[str, Any]]) -> str:
     return (f"**{text}**" if one["low"] > 0 else text) + raw
 
 
+def place_of(name: str, method: str, seed: int, out: Path) -> Path:
+    """The folder of a run."""
+    return out / f"{name}-{method.lower().replace(', ', '-').replace(' ', '-')}-{seed}"
+
+
+def print_table(heading: str, columns: dict[str, list[dict[str, Any]]]) -> None:
+    """Print one table: a row for each attack that could be measured on some column."""
+    print(f"\n### {heading}\n\n| attack | from | of | seen by | how | {' | '.join(columns)} |")
+    print(f"|{'---|' * (5 + len(columns))}")
+    rows: dict[tuple[str, ...], None] = {}
+    for one in itertools.chain(*columns.values()):
+        if one["status"] == "measured":
+            how = one["method"] + (f" ({one['field']})" if one["field"] else "")
+            rows[one["attack"], one["kind"], one["block"], one["seen_by"], how] = None
+    for attack, kind, block, seen_by, how in sorted(rows):
+        cells = []
+        for findings in columns.values():
+            same = [f for f in findings if (f["attack"], f["kind"], f["block"]) == (attack, kind, block)]
+            exact = [f for f in same if f["seen_by"] == seen_by and how.startswith(f["method"]) and f["field"] in how]
+            kinds = [f for f in findings if (f["attack"], f["kind"]) == (attack, kind)]
+            crossed = any(f["status"] == "measured" for f in kinds)
+            cells.append(cell(exact or [f for f in same if f["status"] != "measured"] or ([] if crossed else kinds)))
+        print(f"| {attack} | {kind} | {block} | {seen_by} | {how} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/leakage"))
     parser.add_argument("--print", action="store_true")
     given = parser.parse_args()
-    for name in SETS:
-        places = {
-            m: given.out / f"{name}-{m.lower().replace(', ', '-').replace(' ', '-')}-{given.seed}" for m in METHODS
-        }
+    for (heading, group), name in itertools.product({"methods": METHODS, "defences": DEFENCES}.items(), SETS):
+        places = {method: place_of(name, method, given.seed, given.out) for method in group}
         methods = [m for m, place in places.items() if not given.print or (place / "leakage.json").exists()]
         columns = {method: audited(name, method, given.seed, given.out) for method in methods}
-        heading = f"| attack | from | of | seen by | how | {' | '.join(columns)} |"
-        print(f"\n### {name}\n\n{heading}\n|{'---|' * (5 + len(columns))}")
-        rows: dict[tuple[str, ...], None] = {}
-        for one in itertools.chain(*columns.values()):
-            if one["status"] == "measured":
-                how = one["method"] + (f" ({one['field']})" if one["field"] else "")
-                rows[one["attack"], one["kind"], one["block"], one["seen_by"], how] = None
-        for attack, kind, block, seen_by, how in sorted(rows):
-            cells = []
-            for findings in columns.values():
-                same = [f for f in findings if (f["attack"], f["kind"], f["block"]) == (attack, kind, block)]
-                exact = [
-                    f for f in same if f["seen_by"] == seen_by and how.startswith(f["method"]) and f["field"] in how
-                ]
-                kinds = [f for f in findings if (f["attack"], f["kind"]) == (attack, kind)]
-                crossed = any(f["status"] == "measured" for f in kinds)
-                cells.append(
-                    cell(exact or [f for f in same if f["status"] != "measured"] or ([] if crossed else kinds))
-                )
-            print(f"| {attack} | {kind} | {block} | {seen_by} | {how} | {' | '.join(cells)} |", flush=True)
+        print_table(f"{name}, {heading}", columns)
 
 
 if __name__ == "__main__":

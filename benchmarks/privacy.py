@@ -9,46 +9,68 @@ method cannot honour the section, the cell has the reason.
 
 import argparse
 import json
+import re
 import statistics
 import time
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import polyfed
 from polyfed.core.errors import PolyfedError
+from polyfed.experiment.recipe import parse_recipe
 
 EPSILONS = ["none", "8", "4", "2", "1"]
 
-MANY = ["clients.num=100", "clients.participation=1.0", "clients.min_size=2", "clients.validation=0.0", "rounds=40"]
-"""Client-level privacy needs many clients: the noise of the sum is divided by their number."""
-
 SETS = {
-    "mfeat": ("fedavg-dp-mfeat.toml", "partialfl-mfeat.toml", ["train.optimiser=sgd", "train.lr=0.05"]),
-    "cg-digits": ("fedavg-cg-digits.toml", "partialfl-cg-digits.toml", []),
+    "cg-digits": ("fedavg-cg-digits.toml", ("gray", "color")),
+    "mfeat": ("fedavg-dp-mfeat.toml", ("pix", "fou")),
+    "ucihar": ("fedavg-ucihar.toml", ("acc", "gyro")),
 }
-"""Name -> the recipe of FedAvg, the recipe of PartialFL, and changes to the latter."""
+"""Name -> the recipe with its data, and its modalities. PartialFL shares the embeddings of the first one."""
 
-METHODS = {
-    "fedavg": [],
-    "fedavg, per block": ['privacy.clip="per-block"'],
-    "fedavg, local": ['privacy.noise_at="client"'],
-    "fedavg, rows": ['privacy.unit="example"', "privacy.delta=0.0001"],
-    "partialfl (embeddings unprotected)": ['privacy.unprotected=["embeddings", "statistic", "raw"]'],
-    "cmsfed": ["algorithm.name=cmsfed"],
+ROUNDS, CLIENTS, SILOS = 40, 100, 10
+"""Client-level privacy needs many clients, because their number divides the noise. Privacy of rows needs many rows at
+each client, so it has few clients."""
+
+METHODS: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "fedavg, per block": {"clip": "per-block"},
+    "fedavg, local": {"noise_at": "client"},
+    "fedavg, rows": {"unit": "example", "delta": 1e-4},
+    "partialfl (embeddings unprotected)": {"unprotected": ["embeddings", "statistic", "raw"]},
+    "cmsfed": {"unprotected": ["prototypes", "gradients", "statistic"]},
 }
-"""Row of the table -> the changes that make it."""
+"""Row of the table -> what its section [privacy] has besides epsilon. The first word is the method."""
 
 
-def words_of(name: str, method: str, epsilon: str, seed: int) -> tuple[Path, list[str]]:
-    """The recipe and the changes of one run."""
-    fedavg, partialfl, more = SETS[name]
-    own = method.startswith("partialfl")
-    words = [*MANY, *(more if own else []), f"seed={seed}", "algorithm.aggregation=uniform", "evaluate.every=0"]
+def table_of(name: str, method: str, epsilon: str, seed: int) -> dict[str, Any]:
+    """The recipe of one run. All methods of a set share its clients, model and training."""
+    file, (first, second) = SETS[name]
+    own = METHODS[method]
+    rows = own.get("unit") == "example"
+    table = tomllib.loads((Path("recipes") / file).read_text())
+    table |= {"seed": seed, "rounds": ROUNDS, "engine": {"name": "vectorised", "threads": 1, "workers": 1}}
+    table["clients"] = {"partition": "dirichlet", "num": SILOS if rows else CLIENTS, "alpha": 2.0, "min_size": 2}
+    encoders = {modality: {"kind": "mlp", "hidden": [64]} for modality in (first, second)}
+    table["model"] = {"fusion": "concat", "embedding": 32, "encoders": encoders}
+    table["train"] = {"epochs": 1, "batch_size": 32 if rows else 8, "lr": 0.05}
+    table["evaluate"] = {"every": 0}
+    kinds = ["parameters", "gradients", "prototypes", "statistic"]
+    table["egress"] = {modality: {"server": kinds} for modality in (first, second)}
+    table["egress"]["shared"] = {"server": ["parameters", "gradients", "prototypes", "statistic"]}
+    algorithm = re.split(r"[, ]", method)[0]
+    table["algorithm"] = {"name": algorithm}
+    if algorithm != "cmsfed":
+        table["algorithm"]["aggregation"] = "uniform"
+    if algorithm == "partialfl":
+        table["algorithm"] |= {"inputs": "raw", "beta": 0.1, "mu": 0.0, "local_hidden": [64], "server_hidden": [64]}
+        table["model"]["head"] = [32]
+        table["egress"] |= {first: {"server": ["parameters", "embeddings", "raw"]}, second: {"server": ["parameters"]}}
+    table.pop("privacy", None)
     if epsilon != "none":
-        words += ['privacy.unit="client"', "privacy.delta=0.001", "privacy.clip_norm=1.0", f"privacy.epsilon={epsilon}"]
-        words += METHODS[method]
-    elif not own:
-        words += [word for word in METHODS[method] if word.startswith("algorithm.")]
-    return Path("recipes") / (partialfl if own else fedavg), words
+        table["privacy"] = {"unit": "client", "delta": 0.001, "clip_norm": 1.0, "epsilon": float(epsilon)} | own
+    return table
 
 
 def outcome(name: str, method: str, epsilon: str, seed: int, folder: Path) -> tuple[float, float]:
@@ -56,11 +78,7 @@ def outcome(name: str, method: str, epsilon: str, seed: int, folder: Path) -> tu
     out = folder / f"{name}-{method.replace(' ', '-').replace(',', '')}-{epsilon}-{seed}"
     result = out / "result.json"
     if not result.exists():
-        path, words = words_of(name, method, epsilon, seed)
-        recipe = polyfed.load_recipe(path, words)
-        if epsilon == "none" and recipe.privacy is not None:  # the recipe of FedAvg has the section
-            object.__setattr__(recipe, "privacy", None)
-        polyfed.run(recipe, out=out, resume=out.exists())
+        polyfed.run(parse_recipe(table_of(name, method, epsilon, seed)), out=out, resume=out.exists())
     found = json.loads(result.read_text())
     return 100 * float(found["metrics"]["global"]["accuracy"]), 1000 * float(found["seconds_per_round"])
 

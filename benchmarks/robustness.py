@@ -58,7 +58,7 @@ def table_of(name: str, method: str) -> dict[str, Any]:
 
 
 def measured(name: str, method: str, attack: str, rule: str, seed: int) -> dict[str, Any]:
-    """Accuracy of the last round, and the success of the backdoor; nothing if the model diverged."""
+    """Accuracy of the last round, and the share of triggered rows assigned to the target; or the reason of a fault."""
     table = table_of(name, method) | {"seed": seed, "server": {"aggregate": rule}}
     if attack != "none":
         more = {"modality": SETS[name][1][1]} if attack == "backdoor" else {}
@@ -97,7 +97,7 @@ def tables(
             cells = (cell(results, (name, method, attack, rule), seeds, "accuracy") for rule in RULES)
             print(f"| {attack} | {' | '.join(cells)} |")
         turned = (cell(results, (name, method, "backdoor", rule), seeds, "success") for rule in RULES)
-        print(f"| rows that the backdoor turns | {' | '.join(turned)} |", flush=True)
+        print(f"| backdoor: rows assigned to the target | {' | '.join(turned)} |", flush=True)
 
 
 def main() -> None:

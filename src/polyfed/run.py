@@ -1,21 +1,22 @@
 """`polyfed.run`: run a recipe to its end, as a simulation in this process or with Flower."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.errors import RecipeError
+from polyfed.core.schema import checked
 from polyfed.data.sources import Memory
-from polyfed.experiment.assembly import ENGINES
 from polyfed.experiment.events import Emitter, Listener
 from polyfed.experiment.from_data import DataOptions, make_recipe, with_data
 from polyfed.experiment.loop import execute
 from polyfed.experiment.recipe import Recipe, recipe_of
 from polyfed.experiment.records import Records
 from polyfed.experiment.run_result import Run
+from polyfed.experiment.settings import EngineSpec
 from polyfed.report.progress import Progress
 
 
@@ -25,7 +26,7 @@ def run(
     *,
     data: Any = None,
     resume: bool = False,
-    engine: str | None = None,
+    engine: str | Mapping[str, Any] | None = None,
     device: Literal["cpu", "cuda", "auto"] | None = None,
     listeners: Sequence[Listener] = (),
     progress: bool = False,
@@ -42,7 +43,7 @@ def run(
         out: the folder for the files of the run; None writes none.
         data: your own data, see `make_recipe`; beside a recipe, it takes the place of the recipe's data.
         resume: continue the run in `out`; the result equals that of an uninterrupted run bit for bit.
-        engine: replaces the recipe's engine.
+        engine: replaces the recipe's engine; or options of the section [engine], as in `{"debug": True}`.
         device: replaces the recipe's device.
         listeners: called with every event, as `listener(event, **facts)`.
         progress: whether to show the progress while the run goes on: a live panel in a notebook or a terminal, a few
@@ -57,11 +58,10 @@ def run(
         PolyfedError: one of `polyfed.core.errors`; its text says what to do.
     """
     recipe = _recipe(recipe, data, options)
-    for given, allowed in ((engine, ENGINES), (device, ("cpu", "cuda", "auto"))):
-        if given is not None and given not in allowed:
-            raise RecipeError(f"'{given}' is not an engine or a device; {did_you_mean(given, allowed)}")
-    changes = {k: v for k, v in (("name", engine), ("device", device)) if v is not None}
-    recipe = replace(recipe, engine=replace(recipe.engine, **changes))  # type: ignore[arg-type]
+    if isinstance(engine, str):
+        engine = {"name": engine}
+    changes = {**(engine or {}), **({} if device is None else {"device": device})}
+    recipe = replace(recipe, engine=replace(recipe.engine, **checked("[engine]", EngineSpec, changes)))
     if recipe.engine.name == "flower" and isinstance(recipe.data, Memory):
         raise RecipeError(
             "the engine 'flower' runs clients in processes that read the data themselves, and this data is in memory. "

@@ -95,7 +95,7 @@ class FedAmp(Algorithm):
         lam: lambda, weight of the proximal term lambda / (2 alpha) ||w - u||^2 towards the cloud model u.
         alpha: step size of message passing in round 1.
         alpha_decay: factor by which alpha is multiplied after every `alpha_every` rounds.
-        alpha_every: rounds between two decays of alpha; 30 in the authors' code.
+        alpha_every: rounds between two decays of alpha; 30 in third-party code.
         sigma: width of A(x) = 1 - e^(-x / sigma), or the sharpness of the heuristic's softmax. The value 0 selects 1e6,
             or 25 for the heuristic.
         self_weight: weight of a client's own model under the heuristic; 0 selects 1 / number of uploads.

@@ -243,10 +243,14 @@ def _check(population: Population, clients: ClientsSpec) -> None:
             f"client {int(bare[0])} has no modality ({len(bare)} such clients): its rows lack the modalities "
             "that it may hold. Change clients.missing, only, keep_both or holdings, or the arrays of present rows"
         )
-    for name, there in population.columns.present.items():
-        if not bool(there.any()):
+    for name, held in zip(population.columns.modalities, population.holds.any(0).tolist(), strict=True):
+        there = population.columns.present.get(name)
+        if not held or (there is not None and not bool(there[population.train.rows].any())):
             warnings.warn(
-                f"no row has {name} ('{name}_present'): this modality is never trained", PolyfedWarning, stacklevel=3
+                f"no client has training rows with {name}: its encoder stays untrained, and yet the global model reads "
+                f"it. Leave it out, as in [data] modalities, or change [clients]",
+                PolyfedWarning,
+                stacklevel=3,
             )
     count = clients.participation
     if isinstance(count, int) and count > population.num_clients:

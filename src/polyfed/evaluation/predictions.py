@@ -31,15 +31,18 @@ def predict(
         model: the recipe's model.
         objective: what the model predicts.
         w: the model's parameters. The computation runs on their device.
-        x: modality -> samples (n, ...), tensors or arrays. Modalities outside `reads` are ignored.
+        x: modality -> samples (n, ...), tensors or arrays. Modalities outside `reads` are ignored. A row whose entries
+            are all NaN lacks the modality.
         reads: the modalities to read. None reads all modalities of the model.
         present: modality -> bool (n,), for modalities that some rows lack.
         predictor: how to predict with `w`. None predicts with the model's logits.
 
     Raises:
-        RecipeError: a modality is unknown, samples have the wrong shape, the modalities have different numbers of rows,
-            or the model reads none of the given modalities.
+        RecipeError: a modality is unknown, samples have the wrong shape or are partly NaN or infinite, the modalities
+            have different numbers of rows, or the model reads none of the given modalities.
     """
+    if not isinstance(x, Mapping):
+        raise RecipeError(f"x is a {type(x).__name__}; give a dictionary of samples, as in {{'audio': array}}")
     predictor = predictor or Predictor()
     read = [m for m in model.modalities if reads is None or m in reads]
     given = {m: torch.as_tensor(value) for m, value in x.items()}
@@ -47,6 +50,8 @@ def predict(
     n = _rows_of(model, given, there)
     if not (used := [m for m in read if m in given]):
         raise RecipeError(f"x has {', '.join(given) or 'no modality'}; the model reads {', '.join(read)}")
+    for m in used:
+        given[m], there[m] = _present_rows(m, given[m], there.get(m))
     place, found = next(iter(w.values())).device, []
     with torch.no_grad():
         for rows in torch.split(torch.arange(n), FOLD_BATCH):
@@ -72,3 +77,23 @@ def _rows_of(model: Model, x: Tree, present: Tree) -> int:
     if len(set(counts.values())) > 1:
         raise RecipeError(f"every modality must have as many rows as the others; there are {counts}")
     return max(counts.values(), default=0)
+
+
+def _present_rows(modality: str, value: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the samples with zeros for rows that lack the modality, and which rows have it, bool (n,).
+
+    Raises:
+        RecipeError: a row that has the modality is partly NaN, or infinite.
+    """
+    there = torch.ones(len(value), dtype=torch.bool, device=value.device) if present is None else present
+    if not value.is_floating_point():
+        return value, there
+    flat = value.reshape(len(value), -1)
+    there = there.to(value.device) & ~flat.isnan().all(1) if flat.shape[1] else there
+    wrong = (there & ~flat.isfinite().all(1)).nonzero()[:, 0]
+    if len(wrong):
+        raise RecipeError(
+            f"x['{modality}'] has {len(wrong)} rows that are partly NaN or infinite, first row {int(wrong[0])}. Fill "
+            "these values in, or make the whole row NaN if it lacks the modality"
+        )
+    return torch.where(there.reshape(-1, *[1] * (value.dim() - 1)), value, torch.zeros_like(value)), there

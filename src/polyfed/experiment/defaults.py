@@ -9,7 +9,8 @@ from polyfed.core.errors import DataError, ModelError
 from polyfed.core.problems import Problems
 from polyfed.data import Column, Columns
 from polyfed.experiment.recipe import Recipe
-from polyfed.model import EncoderSpec, TokenTransformer, default_encoder
+from polyfed.model import EncoderSpec, TokenTransformer, default_encoder, pretrained
+from polyfed.model.hugging_face import HuggingFace
 
 _WHOLE = (torch.int16, torch.int32, torch.int64)
 """Types of token ids. Bytes are taken for pixels."""
@@ -34,7 +35,11 @@ def with_encoders(recipe: Recipe, columns: Columns) -> Recipe:
             if given is None:
                 added[name] = encoder_for(name, column, recipe.model.embedding)
             elif isinstance(given, TokenTransformer):
-                _check_tokens(columns.name, name, column, given)
+                cure = "Set its vocabulary to {}, and do not standardise ids"
+                _check_tokens(columns.name, name, column, given.vocabulary, cure)
+            elif isinstance(given, HuggingFace) and len(column.shape) == 1:
+                cure = f"Make the ids with the tokenizer of '{given.path}', and do not standardise them"
+                _check_tokens(columns.name, name, column, pretrained.vocabulary(given.path), cure)
     problems.raise_all()
     if not added:
         return recipe
@@ -101,10 +106,13 @@ def _toml(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _check_tokens(data: str, name: str, column: Column, spec: TokenTransformer) -> None:
+def _check_tokens(data: str, name: str, column: Column, vocabulary: int | None, cure: str) -> None:
+    """Check that the token ids of a modality fit its encoder. In `cure`, `{}` stands for the vocabulary that would."""
+    if vocabulary is None:
+        return
     low, high = float(column.values.min()), float(column.values.max())
-    if low < 0 or high >= spec.vocabulary or column.shift is not None or column.scale is not None:
+    if low < 0 or high >= vocabulary or column.shift is not None or column.scale is not None:
         raise DataError(
             f"data '{data}': modality '{name}' holds ids from {low:g} to {high:g}, and [model.encoders] {name} reads "
-            f"ids from 0 to {spec.vocabulary - 1}. Set its vocabulary to {int(high) + 1}, and do not standardise ids"
+            f"ids from 0 to {vocabulary - 1}. {cure.format(int(high) + 1)}"
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.schema import checked
 from polyfed.data import Source
 from polyfed.data.columns import Columns
 from polyfed.data.objects import Given, table_of
@@ -16,6 +17,7 @@ from polyfed.data.sources.memory import Memory
 from polyfed.experiment.first_recipe import source_of
 from polyfed.experiment.overrides import SECTIONS, homes
 from polyfed.experiment.recipe import Recipe, parse_recipe
+from polyfed.model import ModelSpec
 
 
 class DataOptions(TypedDict, total=False):
@@ -37,7 +39,8 @@ class DataOptions(TypedDict, total=False):
         algorithm: its name, an object, or the section [algorithm] as a dictionary.
         rounds: number of rounds.
         seed: seed of the run.
-        model: the section [model] as a dictionary; modalities without an encoder get one by their shape.
+        model: the section [model] as a dictionary, in which `module` and `fusion` may be classes or objects; or a
+            `ModelSpec`. Modalities without an encoder get one by their shape.
         train: the section [train]; the sections `selection`, `server`, `evaluate`, `egress`, `checkpoint`,
             `network`, `tracking` and `task` are given in the same way.
     """
@@ -55,7 +58,7 @@ class DataOptions(TypedDict, total=False):
     algorithm: str | Mapping[str, Any] | Algorithm
     rounds: int
     seed: int
-    model: Mapping[str, Any]
+    model: Mapping[str, Any] | ModelSpec
     train: Mapping[str, Any]
     selection: Mapping[str, Any]
     server: Mapping[str, Any]
@@ -69,6 +72,10 @@ class DataOptions(TypedDict, total=False):
 
 OF_THE_DATA = ("split", "modalities", "present", "class_names", "layout", "standardise", "partial", "test_share")
 """Options that say how the data is read; `labels` and `clients` are two more."""
+
+
+OBJECTS = ("module", "fusion")
+"""Options of [model] that in Python also take a class or an object."""
 
 
 def make_recipe(data: Any, **options: Unpack[DataOptions]) -> Recipe:
@@ -93,8 +100,9 @@ def make_recipe(data: Any, **options: Unpack[DataOptions]) -> Recipe:
     natural, section = _clients(given.pop("clients", None), data)
     algorithm = given.pop("algorithm", "fedavg")
     table = {name: value for name, value in given.items() if name in ("rounds", "seed")}
-    table |= {name: dict(value) for name, value in given.items() if name not in table}
+    table |= {name: _section(name, value) for name, value in given.items() if name not in table}
     table["algorithm"] = _algorithm(algorithm, table)
+    model = table.pop("model") if isinstance(table.get("model"), ModelSpec) else None
     table["clients"] = section
     table["data"] = {"name": "memory"}
     if natural is not None:
@@ -104,7 +112,7 @@ def make_recipe(data: Any, **options: Unpack[DataOptions]) -> Recipe:
     if has_clients and "partition" not in section and "num" not in section:
         section["partition"] = "by-client"
         made = parse_recipe(table, name="memory")
-    changes: dict[str, Any] = {"data": source}
+    changes: dict[str, Any] = {"data": source} | ({} if model is None else {"model": model})
     if isinstance(algorithm, Algorithm):
         changes["algorithm"] = algorithm
     if not isinstance(source, Memory):
@@ -137,6 +145,8 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
             raise RecipeError(f"'{name}' belongs in a section: write {section}={{'{name}': {value!r}}}")
         raise RecipeError(f"there is no option '{name}'; {did_you_mean(name, allowed)}")
     for name, value in options.items():
+        if name == "model" and isinstance(value, ModelSpec):
+            continue
         if name in SECTIONS and name not in ("algorithm", "clients") and not isinstance(value, Mapping):
             keys = f'{{"name": "{value}"}}' if isinstance(value, str) else "{...}"
             raise RecipeError(f"{name} is a section: write its keys in a dictionary, as in {name}={keys}")
@@ -154,6 +164,17 @@ def _clients(clients: Any, data: Any) -> tuple[Any, dict[str, Any]]:
         section = dict(clients)
         return section.pop("ids", None), section
     return clients, {}
+
+
+def _section(name: str, value: Any) -> Any:
+    """The section as a table of a recipe; a section [model] with Python objects becomes a `ModelSpec`."""
+    if isinstance(value, ModelSpec):
+        return value
+    objects = {key: value[key] for key in OBJECTS if not isinstance(value.get(key, ""), str)}
+    if name != "model" or not objects:
+        return dict(value)
+    rest = {key: option for key, option in value.items() if key not in objects}
+    return ModelSpec(**checked("[model]", ModelSpec, rest), **objects)
 
 
 def _algorithm(algorithm: Any, table: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from polyfed.experiment.protection import privacy_after, privacy_facts
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.records import Records, run_id
 from polyfed.experiment.repetition import rewound
-from polyfed.experiment.round_facts import check_tables, facts_of_round, means_of, seconds_of, versions
+from polyfed.experiment.round_facts import check_tables, facts_of_round, means_of, seconds_of, versions, warn_silent
 from polyfed.experiment.run_result import Run, best_round, models_of
 from polyfed.experiment.run_state import TOTALS, kept_facts, load_content, num_kept
 from polyfed.experiment.task_choice import headline_of
@@ -112,6 +112,7 @@ class _Loop:
             self.records.finish(result)
             folder = self.records.folder
             self._write_report(folder)
+        warn_silent(self.rounds)
         self.emit("run-finished", result=result)
         return Run(result, self.rounds, state, self.assembly.model, folder, models)
 

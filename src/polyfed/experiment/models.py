@@ -84,7 +84,7 @@ class Models:
 
         Args:
             x: modality -> samples (n, ...) as the data set gives them, standardised if it standardises. A modality
-                that is left out counts as a zero feature.
+                that is left out counts as a zero feature. So does a row of NaN.
             client: predict with the model of this client: its own model if the algorithm trains one per client,
                 otherwise its part of the global model. Modalities that this model does not read are ignored. None
                 selects the global model.

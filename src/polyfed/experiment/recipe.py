@@ -203,9 +203,9 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
     problems = Problems()
     top: dict[str, Any] = {key: table[key] for key in ("seed", "rounds") if key in table}
     sections = _sections(table, top, problems)
-    for section in ("data", "algorithm"):
+    for section, example in (("data", "cg-digits"), ("algorithm", "fedavg")):
         if section not in table:
-            problems.add(RecipeError(f"section [{section}] is missing"))
+            problems.add(RecipeError(f'section [{section}] is missing. Add it with its name, as in name = "{example}"'))
     with problems.noting():
         refuse_no_training(top, sections.get("train", {}))
 

@@ -2,11 +2,12 @@
 
 import platform
 import statistics
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.privacy.ledger import TO_CLIENT, Entry
 
 
@@ -73,3 +74,22 @@ def versions() -> dict[str, str]:
     """The versions that a result depends on."""
     names = ("polyfed", "torch", "numpy")
     return {"python": platform.python_version()} | {name: version(name) for name in names}
+
+
+def warn_silent(rounds: Sequence[Mapping[str, Any]]) -> None:
+    """Warn after training of clients whose replies were missing in every round in which they were asked.
+
+    Args:
+        rounds: the rows of rounds.jsonl.
+    """
+    asked = {client for row in rounds for client in row["cohort"]}
+    answered = {client for row in rounds for client in row["cohort"] if str(client) not in row["missing"]}
+    if not (silent := sorted(asked - answered)):
+        return
+    reason = next(row["missing"][str(silent[0])] for row in rounds if str(silent[0]) in row["missing"])
+    warnings.warn(
+        f"{len(silent)} of {len(asked)} clients gave no usable reply in any round, so nothing was learnt from their "
+        f"data. Client {silent[0]}: {reason}",
+        PolyfedWarning,
+        stacklevel=2,
+    )

@@ -114,7 +114,7 @@ class Run:
 
         Args:
             x: modality -> samples (n, ...) as the data set gives them, standardised if it standardises. A modality
-                that is left out counts as a zero feature, as for a client that lacks it.
+                that is left out counts as a zero feature, as for a client that lacks it. So does a row of NaN.
             client: predict with the model of this client: its own model if the algorithm trains one per client,
                 otherwise the global model as this client uses it. Modalities that the client lacks are ignored. None
                 selects the global model.

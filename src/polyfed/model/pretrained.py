@@ -4,6 +4,7 @@ It downloads nothing, does not run code that is stored with a model, and reads w
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -37,6 +38,18 @@ def tokenizer(path: str) -> Any:
         ModelError: there is no such tokenizer, or `transformers` is not installed.
     """
     return _from(path, "tokenizer", lambda transformers: transformers.AutoTokenizer.from_pretrained(path, **_SAFE))
+
+
+def vocabulary(path: str) -> int | None:
+    """Return the number of token ids that a saved model reads; None if it reads no token ids.
+
+    Raises:
+        NotAllowed: the owner of this device has not allowed the model.
+        ModelError: there is no such model, or `transformers` is not installed.
+    """
+    config = _from(path, "model", lambda transformers: transformers.AutoConfig.from_pretrained(path, **_SAFE))
+    size = getattr(getattr(config, "text_config", config), "vocab_size", None)
+    return None if size is None else int(size)
 
 
 def backbone(path: str) -> nn.Module:
@@ -86,8 +99,11 @@ def _from(path: str, what: str, load: Any) -> Any:
     try:
         return load(transformers)
     except (OSError, ValueError, KeyError, ImportError) as error:
+        why = (
+            f" ({error})" if Path(path).exists() else ""
+        )  # else the library speaks of a connection that polyfed never makes
         raise ModelError(
-            f"'{path}' holds no {what} that can be loaded ({error}). Give the folder of a saved model, or fetch it "
+            f"'{path}' holds no {what} that can be loaded{why}. Give the folder of a saved model, or fetch it "
             f"into the hub's cache first: hf download {path}"
         ) from error
     finally:

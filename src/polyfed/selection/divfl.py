@@ -67,8 +67,8 @@ class DivFl(Selector):
         greedy: `full` tries every client in each pass; `lazy` makes the same choice with fewer evaluations;
             `stochastic` tries max(b, N / 10) random clients in each pass, where b is the cohort's size and N the
             number of clients.
-        weights: weights of the mean. `samples` uses the method's own weights. `clusters` uses the number of clients
-            whose nearest chosen client it is (in the paper, but commented out in its code).
+        weights: weights of the chosen clients in the mean. `samples` uses the method's own weights. `clusters` uses the
+            number of clients that a chosen client is nearest to (in the paper, but commented out in its code).
         sketch: size to which vectors are projected; 0 does not project them.
         train: options of local training, the [train] section, with which `delta` is computed in the first round.
     """
@@ -112,7 +112,11 @@ class DivFl(Selector):
         return Diversity(memory.similarity.refreshed(fresh), memory.chosen)
 
     def weigh(self, memory: Diversity, weights: Mapping[int, float]) -> Mapping[int, float]:
-        """Under `clusters`, client i has the weight gamma_i = |C_i| / K; C_i are the clients that it is nearest to."""
+        """Return the size |C_i| of its cluster as the weight of each client i under `clusters`, else `weights`.
+
+        C_i are the clients whose nearest client, among those that answered, is i. Only clients that have sent a vector
+        count. The mean divides by the sum of the weights, which gives the gamma_i = |C_i| / K of the paper.
+        """
         if self.weights == "samples" or memory.similarity is None:
             return weights
         answered = sorted(weights)

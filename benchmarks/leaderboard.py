@@ -1,0 +1,90 @@
+"""The leaderboard of the methods: carry out its study, and write docs/results/leaderboard.md and an HTML page.
+
+    python benchmarks/leaderboard.py [--out runs/leaderboard] [--jobs N] [--tables]
+
+The command goes on where it was stopped. `--tables` carries out nothing and writes the tables of the runs that have
+finished. The text of the page above the mark stays as it is; everything below it is written anew.
+"""
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from polyfed import sweep
+from polyfed.report.compare import Comparison, compare
+from polyfed.report.comparison_tables import differences_sheet, markdown, ranks_sheet, scenarios_sheet
+from polyfed.report.formatting import number_of
+from polyfed.report.page import write_comparison
+from polyfed.report.paired_differences import Evidence, evidence
+from polyfed.report.significance import holm, paired
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "results" / "leaderboard.md"
+MARK = "<!-- benchmarks/leaderboard.py writes everything below this line -->"
+PLACEBO = "-placebo"
+"""The name of a method's placebo in the study ends so."""
+
+
+def placebo_rows(proof: Evidence) -> Iterator[str]:
+    """A table of the methods minus their placebos, paired by seed, with Holm's correction over the table."""
+    yield "| method | scenario | n | method − placebo | 95 % interval | p (Holm) |"
+    yield "|---|---|---:|---:|---:|---:|"
+    found = []
+    for (scenario, method), scores in proof.scores.items():
+        control = proof.scores.get((scenario, method + PLACEBO), {})
+        differences = [100 * (scores[key] - control[key]) for key in scores if key in control]
+        if differences:
+            found.append((method, scenario, paired(differences, "t")))
+    corrected = holm([one.p for _, _, one in found])
+    for (method, scenario, one), p in zip(found, corrected, strict=True):
+        interval = "–" if one.low is None else f"{one.low:+.1f} to {one.high:+.1f}"
+        yield f"| {method} | {scenario} | {one.n} | {one.mean:+.1f} | {interval} | {'–' if p is None else f'{p:.3f}'} |"
+
+
+def cost_rows(comparison: Comparison) -> Iterator[str]:
+    """A table of the bytes and the seconds of the runs: means over the seeds, one column for each scenario."""
+    scenarios = list(dict.fromkeys(group.scenario for group in comparison.groups))
+    cells: dict[str, dict[str, str]] = {}
+    for group in comparison.groups:
+        results = [folder.result for folder in group.folders]
+        sent = statistics.fmean(result["bytes_up"] + result["bytes_down"] for result in results)
+        size = number_of(sent, "bytes")
+        seconds = statistics.median(result["seconds_total"] for result in results)
+        cells.setdefault(group.method, {})[group.scenario] = f"{size}, {seconds:.1f} s"
+    yield f"| method | {' | '.join(scenarios)} |"
+    yield "|---|" + "---:|" * len(scenarios)
+    for method, own in cells.items():
+        yield f"| {method} | {' | '.join(own.get(scenario, '–') for scenario in scenarios)} |"
+
+
+def page(comparison: Comparison, proof: Evidence) -> str:
+    """The generated part of the page."""
+    sheets = [
+        ("Scores and mean ranks", scenarios_sheet(comparison, proof)),
+        ("Which mean ranks differ", ranks_sheet(proof)),
+        ("Differences to FedAvg", differences_sheet(proof)),
+    ]
+    parts = [f"## {heading}\n\n{markdown([sheet])}" for heading, sheet in sheets if sheet is not None]
+    parts += ["## Differences to the placebos\n\n" + "\n".join(placebo_rows(proof))]
+    parts += ["## Bytes in both directions, and seconds of a run\n\n" + "\n".join(cost_rows(comparison))]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "leaderboard")
+    parser.add_argument("--jobs", type=int, default=None, help="the most runs at once; default: the number of cores")
+    parser.add_argument("--tables", action="store_true", help="carry out nothing")
+    given = parser.parse_args(arguments)
+    if not given.tables:
+        sweep(ROOT / "studies" / "leaderboard.toml", given.out, jobs=given.jobs)
+    comparison = compare([given.out])
+    proof = evidence(comparison, baseline="fedavg")
+    text = PAGE.read_text().partition(MARK)[0]
+    PAGE.write_text(f"{text}{MARK}\n\n{page(comparison, proof)}")
+    write_comparison(comparison, given.out / "leaderboard.html", proof)
+
+
+if __name__ == "__main__":
+    main()
