@@ -231,7 +231,7 @@ def test_a_program_makes_a_view_anew_if_the_step_returns_another_tensor() -> Non
     assert torch.equal(after, w)
 
 
-def test_a_step_of_a_linear_model_loses_a_third_of_its_operations() -> None:
+def test_a_step_of_a_linear_model_loses_a_quarter_of_its_operations() -> None:
     """All rules together, on the operations of a linear model with cross-entropy as autograd records them."""
 
     def step(w: Tensor, b: Tensor, x: Tensor, y: Tensor, u: Tensor) -> list[Tensor]:
@@ -249,7 +249,7 @@ def test_a_step_of_a_linear_model_loses_a_third_of_its_operations() -> None:
     graph = traced(step, *inputs)
     before = size(graph)
     rules.rewrite(graph)
-    assert size(graph) <= before * 2 // 3
+    assert size(graph) <= before * 3 // 4
     assert len(calls(graph, aten.baddbmm_.default)) == 1
     assert agree(traced(step, *inputs), graph, inputs, ())
 

@@ -108,6 +108,17 @@ def _viewed(node: fx.Node) -> list[fx.Node]:
     return [node.args[0]] if takes else []  # type: ignore[list-item]
 
 
+def args(node: fx.Node) -> tuple[Any, ...]:
+    """Return the arguments of a node."""
+    return node.args
+
+
+def results(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """Return the tensors that a graph returns."""
+    (found,) = args(graph.output_node())
+    return tuple(found)
+
+
 def form(node: Any) -> Form:
     """Return the form of a node's tensor. Arguments that are no tensors have a form of their own."""
     return node.meta.get("form", NO_TENSOR) if isinstance(node, fx.Node) else NO_TENSOR

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from polyfed.training.step_memory import Memory
+from polyfed.training.step_memory import Memory, results
 from polyfed.training.step_trace import makes_view
 
 
@@ -25,11 +25,10 @@ class Program:
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         state, outside = inputs[:num_state], inputs[num_state + num_slices :]
         early = _early(graph, state, outside)
-        (results,) = graph.output_node().args
         late = [node for node in graph.nodes if node.op == "call_function" and node not in early]
         self._used = [bool(node.users) for node in inputs[num_state : num_state + num_slices]]
         self._once = _function([*state, *outside], early, early)
-        self._step = _function([*inputs, *early], late, results)
+        self._step = _function([*inputs, *early], late, results(graph))
 
     def __call__(
         self, state: Sequence[Tensor], columns: Sequence[Tensor], steps: range, outside: Sequence[Tensor]
@@ -66,9 +65,8 @@ def _function(inputs: Iterable[fx.Node], nodes: Iterable[fx.Node], results: Iter
 def _early(graph: fx.Graph, state: Sequence[fx.Node], outside: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the operations that give the same tensor in every step, in order."""
     memory = Memory(graph)
-    (results,) = graph.output_node().args
     constants = set(outside)
-    views = {before for before, after in zip(state, results, strict=False) if memory.lies_in(after, before)}
+    views = {before for before, after in zip(state, results(graph), strict=False) if memory.lies_in(after, before)}
     found = []
     for node in graph.nodes:
         if not memory.repeatable(node):

@@ -157,8 +157,9 @@ class Replay:
         except Tampers:
             return None
         trace, places = first.trace, {id(self._tensors[place]): place for place in set(self._same)}
-        bound = [places.get(id(tensor), _number(tensor)) for tensor in trace.outside.values()]
-        if None in bound or not trace.repeatable or not trace.repeats(second.trace):
+        found = [places.get(id(tensor), _number(tensor)) for tensor in trace.outside.values()]
+        bound = [place for place in found if place is not None]
+        if len(bound) < len(found) or not trace.repeatable or not trace.repeats(second.trace):
             return None
         inputs, outside = first.inputs, list(trace.outside.values())
         recorded, graph = trace.graph(), trace.graph()
@@ -172,8 +173,8 @@ class Replay:
         rewrite(graph, labels)
         if not agree(recorded, graph, inputs, outside):
             return None
-        program = Program(graph, len(trace.before), len(slices))
-        return Known(program, tuple(bound), trace.after[-1][-1], self._source.named)
+        program, (*_, value_dim) = Program(graph, len(trace.before), len(slices)), trace.after[-1]
+        return Known(program, tuple(bound), value_dim, self._source.named)
 
     def steps(self, known: Sequence[Known], state: Any, start: int) -> tuple[Any, Tensor]:
         """Take the steps from number `start` with these programs. Return the state and the values, (steps,)."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from polyfed.training.step_memory import Memory, calls, form, is_call, put, size, swap, writes
+from polyfed.training.step_memory import Memory, args, calls, form, is_call, put, size, swap, writes
 
 aten = torch.ops.aten
 
@@ -49,15 +49,15 @@ def drop_true_masks(graph: fx.Graph, labels: Collection[fx.Node]) -> None:
     true = {
         node
         for node in calls(graph, aten.ne.Scalar)
-        if isinstance(node.args[1], int) and node.args[1] < 0 and _entries_of(node.args[0]) in labels
+        if isinstance(args(node)[1], int) and args(node)[1] < 0 and _entries_of(args(node)[0]) in labels
     }
     for node in calls(graph, aten.where.self):
-        mask, x, _ = node.args
+        mask, x, _ = args(node)
         if mask in true and form(x).dtype == form(node).dtype:
             swap(node, x if form(x) == form(node) else put(node, aten.expand.default, x, list(form(node).shape)))
     for node in calls(graph, aten.sum.dim_IntList):
-        if node.args[0] in true:
-            count = prod(size(node.args[0], dim) for dim in node.args[1])
+        if args(node)[0] in true:
+            count = prod(size(args(node)[0], dim) for dim in args(node)[1])
             dtype, shape, device = form(node)
             swap(node, put(node, aten.full.default, list(shape), count, dtype=dtype, device=device))
 
@@ -69,7 +69,7 @@ def drop_factors_of_one(graph: fx.Graph) -> None:
     """
     memory = Memory(graph)
     for node in calls(graph, aten.mul.Scalar, aten.mul.Tensor):
-        x, factor = node.args
+        x, factor = args(node)
         one = type(factor) in (int, float) and factor == 1
         if one and form(node) == form(x) and memory.may_stand_for(x, node):
             swap(node, x)
@@ -84,7 +84,7 @@ def merge_equal(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if not memory.repeatable(node):
             continue
-        key = node.target, repr(node.args), repr(node.kwargs)
+        key = node.target, repr(args(node)), repr(node.kwargs)
         first = found.setdefault(key, node)
         if first is not node and memory.may_merge(first, node):
             swap(node, first)
@@ -99,13 +99,13 @@ def fuse_cross_entropy(graph: fx.Graph) -> None:
     g = -u * e, and then g - exp(l) * sum(g). Both are equal, because sum(g) = -u.
     """
     for node in calls(graph, aten._log_softmax_backward_data.default):
-        grad, logs, dim, _ = node.args
+        grad, logs, dim, _ = args(node)
         if not is_call(grad, aten.mul.Tensor):
             continue
-        minus_e, u = grad.args
-        if not is_call(minus_e, aten.scatter.value) or minus_e.args[1] != dim or minus_e.args[3] != -1.0:
+        minus_e, u = args(grad)
+        if not is_call(minus_e, aten.scatter.value) or args(minus_e)[1] != dim or args(minus_e)[3] != -1.0:
             continue
-        zeros, _, label, _ = minus_e.args
+        zeros, _, label, _ = args(minus_e)
         if is_call(zeros, aten.zeros_like.default) and size(label, dim) == 1 and size(u, dim) == 1:
             p = put(node, aten.exp.default, logs)
             p = put(node, aten.scatter_.value_reduce, p, dim, label, -1.0, reduce="add")
@@ -120,11 +120,11 @@ def fold_products(graph: fx.Graph) -> None:
     """
     memory = Memory(graph)
     for node in calls(graph, aten.add_.Tensor):
-        w, total = node.args
+        w, total = args(node)
         product, rest = _product_of(total)
         if product is None or form(product) != form(w):
             continue
-        memory, (x, y) = memory if memory.knows(w) else Memory(graph), product.args
+        memory, (x, y) = memory if memory.knows(w) else Memory(graph), args(product)
         kept = memory.unchanged((x, y), product, node) and memory.unchanged((rest,), total, node)
         if not kept or memory.overlap(w, x) or memory.overlap(w, y):
             continue
@@ -138,9 +138,9 @@ def fold_products(graph: fx.Graph) -> None:
 def drop_views_of_sums(graph: fx.Graph) -> None:
     """Sum without keeping the axes, instead of a view that removes them afterwards."""
     for node in calls(graph, aten.view.default):
-        total = node.args[0]
-        if is_call(total, aten.sum.dim_IntList) and total.args[2:] == (True,) and len(total.users) == 1:
-            x, dims, _ = total.args
+        total = args(node)[0]
+        if is_call(total, aten.sum.dim_IntList) and args(total)[2:] == (True,) and len(total.users) == 1:
+            x, dims, _ = args(total)
             shape = [length for axis, length in enumerate(form(x).shape) if axis not in dims]
             if shape == list(form(node).shape) and form(x).dtype == form(node).dtype:
                 swap(node, put(node, aten.sum.dim_IntList, x, dims))
@@ -155,22 +155,22 @@ def group_updates(graph: fx.Graph) -> None:
     groups: dict[Any, list[fx.Node]] = {}
     memory = Memory(graph)
     for node in calls(graph, aten.add_.Tensor):
-        w, g = node.args
+        w, g = args(node)
         if isinstance(g, fx.Node) and form(w) == form(g) and memory.last_use(node) and memory.unchanged((g,), node):
             groups.setdefault((node.kwargs.get("alpha", 1), form(w).dtype), []).append(node)
     for (factor, _), group in groups.items():
         if len(group) < 2:
             continue
         end = next(iter(reversed(graph.nodes)))
-        put(end, aten._foreach_add_.List, [n.args[0] for n in group], [n.args[1] for n in group], alpha=factor)
+        put(end, aten._foreach_add_.List, [args(n)[0] for n in group], [args(n)[1] for n in group], alpha=factor)
         for node in group:
-            swap(node, node.args[0])
+            swap(node, args(node)[0])
 
 
 def _entries_of(node: Any) -> Any:
     """Return the tensor from which the entries of a tensor were taken."""
     while is_call(node, aten.index.Tensor, aten.unsqueeze.default, aten.view.default):
-        node = node.args[0]
+        node = args(node)[0]
     return node
 
 
@@ -181,7 +181,7 @@ def _product_of(total: Any) -> tuple[Any, Any]:
     if is_call(total, aten.bmm.default):
         return total, None
     if is_call(total, aten.add.Tensor) and not total.kwargs:
-        for one, other in (total.args, total.args[::-1]):
+        for one, other in (args(total), args(total)[::-1]):
             if is_call(one, aten.bmm.default) and len(one.users) == 1 and form(one) == form(other):
                 return one, other
     return None, None

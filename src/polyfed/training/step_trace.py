@@ -24,7 +24,7 @@ class Form(NamedTuple):
     device: torch.device
 
 
-Layout = tuple[Hashable, ...]
+Layout = tuple[tuple[Any, ...], ...]
 """The data type, shape, strides and position of the client axis, for each of some tensors."""
 
 
