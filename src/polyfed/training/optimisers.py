@@ -114,11 +114,6 @@ class Train:
             return self.lr_end
         return self.lr - (self.lr - self.lr_end) * round / rounds
 
-    @property
-    def lr_changes(self) -> bool:
-        """Whether the learning rate may differ in every round."""
-        return self.lr_end is not None and self.lr_schedule not in ("constant", "step")
-
     def moments(self, params: Mapping[str, Tensor]) -> Moments:
         """Return the state of the optimiser before its first step on these parameters."""
         if self.optimiser == "sgd":

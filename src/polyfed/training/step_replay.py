@@ -14,9 +14,9 @@ in double precision (`step_check.py`).
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -28,7 +28,7 @@ from polyfed.training.step_check import agree, reproduces
 from polyfed.training.step_program import Program
 from polyfed.training.step_rewrite import rewrite
 from polyfed.training.step_source import Source
-from polyfed.training.step_trace import Layout, Tampers, Trace, Tracer
+from polyfed.training.step_trace import Layout, Tampers, Tracer
 
 PROGRAMS = 256
 """The largest number of sources and layouts whose programs are stored. Sources differ with the size of the stack."""
@@ -82,13 +82,22 @@ def run(
     Returns:
         The state after the last step, and the value of the loss in each step, (T,).
     """
-    replay = None if source is None or not kinds or not _plain(state) else Replay(advance, columns, source)
+    replay = None if source is None or not kinds or not _plain(state) else Replay(columns, source)
     slices = list(zip(*(column.unbind() for column in columns), strict=True))
     values, t, tried = [columns[0].new_zeros(0, dtype=torch.float32)], 0, Counter[Hashable]()
     while t < len(kinds):
         known = []
         if replay is not None and tried[kinds[t]] < TRIES:
-            known = replay.programs(kinds[t:], state, slices[t])
+            replay.look(state)
+            if replay.lacks(kinds[t]):
+                takes = [Recording(state, slices[t]) for _ in range(2)]
+                with suppress(Tampers):
+                    for take in takes:
+                        with take.tracer:  # here, because a user who debugs a loss then sees a short stack
+                            out = advance(kinds[t], take.state, slices[t])
+                        take.end(*out)
+                replay.learn(kinds[t], *takes)
+            known = replay.programs(kinds[t:])
         if replay is not None and known:
             state, value = replay.steps(known, state, t)
         else:
@@ -103,13 +112,13 @@ class Replay:
     """Finds the programs of one local training, makes those that are missing, and runs them.
 
     Args:
-        advance: takes one step.
         columns: inputs of the steps, tensors (T, ...).
         source: what a step reads.
     """
 
-    def __init__(self, advance: Advance, columns: Sequence[Tensor], source: Source) -> None:
-        self._advance, self._columns, self._source = advance, columns, source
+    def __init__(self, columns: Sequence[Tensor], source: Source) -> None:
+        self._columns, self._source = columns, source
+        self._here: dict[Hashable, Known | None] = {}
         plain, dims = _below([*columns, *source.tensors])
         inputs = [(c.dtype, c.shape[:1] + c.shape[2:], dim) for c, dim in zip(plain, dims, strict=True)][: len(columns)]
         self._tensors = plain[len(columns) :]
@@ -117,18 +126,27 @@ class Replay:
         first = {id(tensor): place for place, tensor in reversed(list(enumerate(self._tensors)))}
         self._same = tuple(first[id(tensor)] for tensor in self._tensors)
 
-    def programs(self, kinds: Sequence[Hashable], state: Any, slices: Sequence[Tensor]) -> list[Known]:
-        """Return the programs of the next steps, as many as are known. Make the first one if it is missing."""
+    def look(self, state: Any) -> None:
+        """Look up the programs for this layout of the state."""
         key = self._key, _layout(*_below(pytree.tree_leaves(state))), pytree.tree_structure(state)
-        known = _known.setdefault(key, {})
-        if self._name(known, kinds[0]) not in known:
-            made = self._made(kinds[0], state, slices)
-            known[kinds[0], self._same if self._shares(made) else None] = made
-            if len(_known) > PROGRAMS:
-                _known.popitem(last=False)
+        self._here = _known.setdefault(key, {})
+        if len(_known) > PROGRAMS:
+            _known.popitem(last=False)
+
+    def lacks(self, kind: Hashable) -> bool:
+        """Whether nothing is known of this kind of step."""
+        return self._name(kind) not in self._here
+
+    def learn(self, kind: Hashable, first: "Recording", second: "Recording") -> None:
+        """Make the program of a step from two recordings, and store it; or store that the step has no program."""
+        made = self._made(first, second) if first.ended and second.ended else None
+        self._here[kind, self._same if self._shares(made) else None] = made
+
+    def programs(self, kinds: Sequence[Hashable]) -> list[Known]:
+        """Return the programs of the next steps, as many as are known."""
         found: list[Known] = []
         for kind in kinds:
-            one = known.get(self._name(known, kind))
+            one = self._here.get(self._name(kind))
             if one is None or (found and one.value_dim != found[0].value_dim):
                 break
             found.append(one)
@@ -142,24 +160,20 @@ class Replay:
         """
         return made is not None and any(self._same.count(place) > 1 for place in made.places)
 
-    def _name(self, known: Mapping[Hashable, Known | None], kind: Hashable) -> Hashable:
+    def _name(self, kind: Hashable) -> Hashable:
         """Return the name of the program that takes a step in this training."""
-        general = known.get((kind, None))
+        general = self._here.get((kind, None))
         places = [] if general is None else [self._same[place] for place in general.places]
         # a trace of a training in which two of the places hold one tensor would be another trace
-        usable = (kind, None) in known and len(set(places)) == len(places)
+        usable = (kind, None) in self._here and len(set(places)) == len(places)
         return kind, None if usable else self._same
 
-    def _made(self, kind: Hashable, state: Any, slices: Sequence[Tensor]) -> Known | None:
-        """Return the program of a step; None if the step has none. The state does not change."""
-        try:
-            first, second = (_traced(partial(self._advance, kind), state, slices) for _ in range(2))
-        except Tampers:
-            return None
-        trace, places = first.trace, {id(self._tensors[place]): place for place in set(self._same)}
+    def _made(self, first: "Recording", second: "Recording") -> Known | None:
+        """Return the program of a step; None if the step has none."""
+        trace, places = first.tracer.trace, {id(self._tensors[place]): place for place in set(self._same)}
         found = [places.get(id(tensor), _number(tensor)) for tensor in trace.outside.values()]
         bound = [place for place in found if place is not None]
-        if len(bound) < len(found) or not trace.repeatable or not trace.repeats(second.trace):
+        if len(bound) < len(found) or not trace.repeatable or not trace.repeats(second.tracer.trace):
             return None
         inputs, outside = first.inputs, list(trace.outside.values())
         recorded, graph = trace.graph(), trace.graph()
@@ -173,7 +187,7 @@ class Replay:
         rewrite(graph, labels)
         if not agree(recorded, graph, inputs, outside):
             return None
-        program, (*_, value_dim) = Program(graph, len(trace.before), len(slices)), trace.after[-1]
+        program, (*_, value_dim) = Program(graph, len(trace.before), len(self._columns)), trace.after[-1]
         return Known(program, tuple(bound), value_dim, self._source.named)
 
     def steps(self, known: Sequence[Known], state: Any, start: int) -> tuple[Any, Tensor]:
@@ -194,36 +208,39 @@ class Replay:
         return pytree.tree_unflatten(after, spec), values
 
 
-@dataclass
-class Step:
-    """A step that was taken on a copy of the state.
+class Recording:
+    """A step on a copy of the state, to be taken under its tracer.
+
+    Args:
+        state: the state before the step; it does not change.
+        slices: the inputs of the step.
 
     Attributes:
-        trace: the operations of the step. It has no layouts if the state contains anything other than tensors.
+        state: the copy.
+        tracer: records the step.
         inputs: the plain tensors of the state and the slices before the step.
-        outputs: the plain tensors of the state, and of the value.
+        outputs: the plain tensors of the state and the value after the step.
+        ended: whether the step was taken to its end, and its state consists of tensors only.
     """
 
-    trace: Trace
-    inputs: Sequence[Tensor]
-    outputs: Sequence[Tensor]
+    def __init__(self, state: Any, slices: Sequence[Tensor]) -> None:
+        leaves, spec = pytree.tree_flatten(state)
+        copies = [leaf.clone() for leaf in leaves]
+        self.inputs, _ = _below([*leaves, *slices])
+        plain, dims = _below([*copies, *slices])
+        self.state, self.tracer = pytree.tree_unflatten(copies, spec), Tracer(plain)
+        self.tracer.trace.before = _layout(plain, dims)[: len(leaves)]
+        self.outputs: Sequence[Tensor] = []
+        self.ended = False
 
-
-def _traced(advance: Callable[..., tuple[Any, Tensor]], state: Any, slices: Sequence[Tensor]) -> Step:
-    """Take a step on a copy of the state, and trace it."""
-    leaves, spec = pytree.tree_flatten(state)
-    copies = [leaf.clone() for leaf in leaves]
-    before, _ = _below([*leaves, *slices])
-    inputs, dims = _below([*copies, *slices])
-    with Tracer(inputs) as tracer:
-        after, value = advance(pytree.tree_unflatten(copies, spec), slices)
-    trace = tracer.trace
-    if not _plain(after):
-        return Step(trace, before, [])
-    outputs, dims_after = _below([*pytree.tree_leaves(after), value])
-    trace.results = tuple(tracer.slot(tensor) for tensor in outputs)
-    trace.before, trace.after = _layout(inputs, dims)[: len(leaves)], _layout(outputs, dims_after)
-    return Step(trace, before, outputs)
+    def end(self, state: Any, value: Tensor) -> None:
+        """Note the results of the step."""
+        if not _plain(state):
+            return
+        self.outputs, dims = _below([*pytree.tree_leaves(state), value])
+        trace = self.tracer.trace
+        trace.results = tuple(self.tracer.slot(tensor) for tensor in self.outputs)
+        trace.after, self.ended = _layout(self.outputs, dims), True
 
 
 def _number(tensor: Tensor) -> Tensor | None:
