@@ -32,7 +32,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polyfed.algorithms.second_model import mlps
+from polyfed.algorithms.second_model import cached_model
 
 DEVICE = torch.device("lazy")
 
@@ -105,7 +105,7 @@ def elsewhere() -> Iterator[torch.device]:
         with _Mode(), whatever_the_recipe_says, patch("polyfed.experiment.checkpoint.load_file", load):
             yield DEVICE
     finally:
-        mlps.cache_clear()  # modules that were there would be of no use here
+        cached_model.cache_clear()  # modules that were there would be of no use here
         torch.__future__.set_overwrite_module_params_on_conversion(False)
         torch._C._set_only_lift_cpu_tensors(False)
 

@@ -149,3 +149,23 @@ def test_a_cloud_that_got_lost_is_sent_again_until_it_arrives_or_a_newer_one_is_
             for k, row in zip(clouds.members.tolist(), clouds.rows, strict=True):
                 due |= {(name, k): v for name, v in layout.tree(row).items() if k in script.sent[block]}
     assert again, "every lost cloud was overtaken by a newer one"
+
+
+def test_a_pull_without_effect_is_told() -> None:
+    method = algorithm("fedamp")
+    assert "trains nearly like local" in method.concerns([{}, {"pull": 1e-4}, {"pull": 2e-3}])[0]
+    assert method.concerns([{"pull": 1e-4}, {"pull": 0.1}]) == []
+    assert method.concerns([{}]) == [], "no cloud model has come back yet"
+    assert algorithm("fedamp", start="cloud").concerns([{"pull": 1e-4}]) == []
+
+
+def test_the_pull_is_the_proximal_term_of_the_uploads() -> None:
+    made = recipe(algorithm("fedamp", alpha=10.0, sigma=100.0), rounds=2)
+    parts, state, _ = played(made)
+    terms = []
+    for local in parts.engine.locals.values():
+        own = {name: value for name, value in local.items() if block_of(name) != CLOUD}
+        cloud = under(CLOUD, local)
+        terms.append(sum(float((own[n] - cloud[n]).square().sum()) for n in parts.model.trainable(own)) / 20.0)
+    expected = sum(terms) / len(terms) / state.train_loss
+    assert parts.algorithm.observe(state)["pull"] == pytest.approx(expected, rel=1e-4)

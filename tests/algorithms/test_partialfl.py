@@ -14,11 +14,12 @@ from polyfed.algorithms.partialfl import teachers
 from polyfed.algorithms.partialfl.partialfl import PartialFL
 from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import ModelError, RecipeError
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.check import check
+from polyfed.experiment.recipe import parse_recipe
 from polyfed.model import ModelSpec
 from polyfed.selection import Uniform
 from polyfed.training.client_data import ORDER
@@ -528,6 +529,51 @@ def test_several_shareable_modalities_and_one_private(engine: str) -> None:
     assert {m.split(".")[0] for m in state.tower} == {"q", "r"}
     sent = {(r["client"], r["block"]) for r in rows if r["kind"] == "embeddings" and r["destination"] == "server"}
     assert sent == {(0, "q"), (0, "r"), (1, "q"), (2, "r")}
+
+
+@pytest.mark.parametrize("inputs", ["images", "series"])
+def test_towers_and_local_models_read_images_and_series(inputs: str) -> None:
+    """Not MLPs alone: a convolution reads the shape of a sample, and both engines agree."""
+    image = {"kind": "resnet18", "stem": "cifar", "widths": [4, 4, 4, 4], "norm": "group"}
+    entry, shape = (image, (1, 8, 8)) if inputs == "images" else ({"kind": "conv2d-gru", "hidden": 5}, (9, 6))
+    found = []
+    for engine in ENGINES:
+        # small steps of SGD: with large ones, or with Adam, the rounding of the first steps grows
+        plain = Train(lr=0.003, batch_size=16)
+        made = partial(engine, local_encoders={"b": entry}, server_encoders={"b": entry}, beta=0.5, train=plain)
+        made = replace(
+            made,
+            data=Toy(rows=150, classes=4, shapes={"a": (6,), "b": shape}, seed=2),
+            model=ModelSpec(embedding=6, encoders={"a": {"kind": "mlp"}, "b": {"kind": "mlp"}}),
+            rounds=1,
+        )
+        parts, state, _ = played(made)
+        assert any(value.dim() == 4 for value in state.tower.values())
+        owners = [local for local in parts.engine.locals.values() if local]
+        assert owners
+        assert all(any(value.dim() == 4 for value in local.values()) for local in owners)
+        found.append(state)
+    assert furthest(found[0].params, found[1].params) < 1e-4
+    assert furthest(found[0].tower, found[1].tower) < 1e-3, "biases that start at zero are still small"
+
+
+def test_encoders_of_local_models_are_checked() -> None:
+    with pytest.raises(ModelError, match=r"\[algorithm.server_encoders\] b.*did you mean 'mlp'"):
+        partial(server_encoders={"b": {"kind": "mpl"}})
+    with pytest.raises(RecipeError, match=r"local_encoders names 'a', which the policy does not share; .* only b"):
+        played(partial(local_encoders={"a": {"kind": "mlp"}}))
+
+
+def test_a_recipe_names_the_encoders_of_the_tower() -> None:
+    table: dict[str, Any] = {
+        "data": {"name": "toy"},
+        "clients": {"num": 4, "partition": "iid"},
+        "model": {"head": [4], "encoders": {"a": {"kind": "mlp"}, "b": {"kind": "mlp"}}},
+        "algorithm": {"name": "partialfl", "server_encoders": {"b": {"kind": "mlp", "hidden": [7]}}},
+        "egress": {"b": {"server": ["parameters", "embeddings"]}},
+    }
+    made = parse_recipe(table).algorithm
+    assert made.server_encoders == {"b": {"kind": "mlp", "hidden": [7]}}
 
 
 def test_options_without_meaning_are_refused() -> None:

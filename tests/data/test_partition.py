@@ -1,5 +1,6 @@
 """Partitions: disjoint, complete, deterministic, and with the sizes and label skew that each promises."""
 
+from dataclasses import dataclass, replace
 from math import comb
 
 import numpy as np
@@ -7,8 +8,8 @@ import pytest
 import torch
 
 from polyfed.core.errors import DataError, RecipeError
-from polyfed.data import ClientsSpec, Shards
-from polyfed.data.partitions import PARTITIONS
+from polyfed.data import ClientsSpec, Shards, populate
+from polyfed.data.partitions import PARTITIONS, Partition
 from polyfed.data.partitions.by_client import natural_clients
 
 ALL = [
@@ -238,3 +239,97 @@ def test_holding_out_takes_the_floor_of_the_share_of_every_client():
     assert off.sizes.tolist() == [29, 0, 2]
     for client in range(3):
         assert sorted([*stay[client].tolist(), *off[client].tolist()]) == shards[client].tolist()
+
+
+# silos
+
+
+def silo_rows(columns, **options):
+    population = populate(columns, ClientsSpec(partition="silos", **options), 1)
+    return population, [set(population.train[k].tolist()) for k in range(population.num_clients)]
+
+
+@pytest.mark.parametrize(
+    ("options", "num"),
+    [
+        ({"silos": 3, "silo_partition": "dirichlet", "alpha": 0.3, "min_size": 5}, 3),
+        ({"silo_partition": "dirichlet", "alpha": 5.0}, 4),
+        ({"silo_partition": "by-client"}, None),
+        ({"silos": 5, "silo_partition": "classes-per-client"}, 5),
+        ({"silo_sizes": [4, 1, 1]}, 3),
+        ({"silos": 3, "silo_partition": "data.test_partition:Pieces"}, 3),
+    ],
+    ids=["dirichlet", "four-by-default", "natural", "classes", "sizes", "own"],
+)
+def test_silos_follow_any_partition_and_their_devices_share_rows(table, options, num):
+    columns = table()
+    population, rows = silo_rows(columns, **options)
+    silos = population.silo.tolist()
+    assert len(set(silos)) == (len(columns.client[columns.rows(0)].unique()) if num is None else num)
+    for k in range(0, len(rows), 2):
+        assert silos[k] == silos[k + 1]
+        assert rows[k] == rows[k + 1]
+        assert not any(rows[k] & rows[j] for j in range(k))
+    if options.get("silo_partition") == "by-client":
+        natural = columns.client[population.train[2]]
+        assert bool((natural == natural[0]).all())
+    if "silo_sizes" in options:
+        sizes = [len(rows[k]) for k in range(0, len(rows), 2)]
+        assert sum(sizes) == len(columns.rows(0))
+        assert sizes[0] == pytest.approx(4 * sizes[1], abs=3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces(Partition):
+    """A user's partition: contiguous pieces."""
+
+    num: int
+
+    def split(self, columns, rows, key):
+        return np.array_split(rows, self.num)
+
+
+def test_devices_of_a_silo_overlap_in_part_and_deal_the_rows_of_an_equal_entry(table):
+    options = {"silos": 2, "silo_overlap": 0.4, "holdings": [["a"], ["b"], ["b"]]}
+    population, rows = silo_rows(table(), **options)
+    whole = [set(part.tolist()) for part in populate(table(), ClientsSpec(partition="silos", silos=2), 1).train]
+    for silo in range(2):
+        a, b, more = rows[3 * silo : 3 * silo + 3]
+        total = len(whole[2 * silo])
+        assert a | b | more == whole[2 * silo]
+        assert not b & more
+        assert abs(len(b) - len(more)) <= 1
+        assert len(a & (b | more)) == int(0.4 * total)
+    assert population.holds.tolist() == [[True, False], [False, True], [False, True]] * 2
+
+
+def test_a_natural_silo_without_a_modality_has_no_device_for_it(table):
+    columns = table()
+    lacks = columns.client == columns.client[0]
+    population, _ = silo_rows(replace(columns, present={"b": ~lacks}), silo_partition="by-client")
+    number = int(columns.client[0])
+    devices = (population.silo == population.silo.unique()[number]).nonzero().flatten().tolist()
+    assert [population.modalities(k) for k in devices] == [("a",)]
+    assert len(population.train) == len(population.silo) == len(population.holds)
+    with pytest.raises(DataError, match="has no modality"):  # a silo that lacks both is refused, not left out
+        silo_rows(replace(columns, present={"a": ~lacks, "b": ~lacks}), silo_partition="by-client")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"partition": "iid", "silo_partition": "dirichlet"}, "silo_partition needs clients.partition = 'silos'"),
+        ({"partition": "iid", "silo_overlap": 0.5}, "silo_overlap needs clients.partition = 'silos'"),
+        ({"silo_partition": "silos"}, "must be another partition"),
+        ({"silo_partition": "dirichlat"}, "dirichlet"),
+        ({"silo_partition": "by-client", "silos": 3}, "counts the silos itself; remove it"),
+        ({"silo_sizes": [1, 0]}, "a number above 0 for each silo"),
+        ({"silo_sizes": []}, "a number above 0 for each silo"),
+        ({"silo_sizes": [1, 2], "silos": 3}, "silo_sizes has 2 entries"),
+        ({"silo_sizes": [1, 2], "silo_partition": "dirichlet"}, "keep one of them"),
+        ({"silo_overlap": 0.0}, "silo_overlap"),
+    ],
+)
+def test_silos_that_contradict_each_other_are_refused(options, words):
+    with pytest.raises(RecipeError, match=words):
+        ClientsSpec(**({"partition": "silos"} | options))

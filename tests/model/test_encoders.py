@@ -10,6 +10,7 @@ from polyfed.core.errors import ModelError
 from polyfed.model import Cnn4, ConvGru, Custom, Mlp, ModelSpec, ResNet18, Transformer, build_model, encoder_spec
 from polyfed.model.layer_replacement import adopt
 from polyfed.model.layers import BatchNorm, Dropout, Rows
+from polyfed.model.spectrogram_encoder import Conv2dGru
 
 
 def count(module):
@@ -95,6 +96,21 @@ def test_conv_gru_averages_its_states_or_gives_them():
     torch.testing.assert_close(mean(x), states(x).mean(1))
 
 
+def test_conv2d_gru_sees_time_and_frequency_and_ignores_padded_steps():
+    spec = Conv2dGru(channels=(4, 6), kernel=1, hidden=7, layers=2)
+    net = spec.build((16, 5), 3)
+    x = normal(2, 16, 5)
+    assert net.project.weight.shape == (7, 6 * 2)  # five bands, halved twice and rounded up
+    assert net(x).shape == (2, 3)
+    x[:, 8:] = 0.0
+    torch.testing.assert_close(net(x), net(x[:, :8]), rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(net(x), net(x.roll(1, 2)), atol=1e-4), "the bands have an order"
+    assert net(torch.zeros(2, 16, 5)).isfinite().all()
+    states = spec.build((16, 5), 3, sequence=True)
+    states.load_state_dict(net.state_dict())
+    torch.testing.assert_close(states(x)[:, :2].mean(1), net(x))
+
+
 def test_transformer_ignores_padded_steps():
     net = Transformer(layers=2, heads=2, feedforward=8).build((6, 3), 4)
     x = normal(2, 4, 3)
@@ -113,6 +129,9 @@ def test_transformer_ignores_padded_steps():
         ({"kind": "conv-gru"}, (4, 3), "halve the time axis to nothing"),
         ({"kind": "conv-gru", "kernel": 4}, (64, 3), "odd"),
         ({"kind": "conv-gru"}, (4,), "time series"),
+        ({"kind": "conv2d-gru"}, (4,), "spectrograms"),
+        ({"kind": "conv2d-gru", "kernel": 2}, (64, 3), "odd"),
+        ({"kind": "conv2d-gru", "layers": 0}, (64, 3), "at least 1"),
         ({"kind": "cnn4"}, (4,), "it reads images"),
         ({"kind": "transformer", "heads": 5}, (4, 3), "does not divide"),
         ({"kind": "resnet18", "widths": [1, 2]}, (3, 8, 8), "give four"),

@@ -14,6 +14,7 @@ ENCODERS = {
     "mlp": ({"kind": "mlp", "hidden": [6]}, (5,)),
     "cnn4": ({"kind": "cnn4"}, (1, 8, 8)),
     "conv-gru": ({"kind": "conv-gru", "channels": [4, 6], "kernel": 3}, (8, 3)),
+    "conv2d-gru": ({"kind": "conv2d-gru", "channels": [3, 2], "hidden": 5}, (9, 7)),
     "resnet18": ({"kind": "resnet18", "widths": [2, 4, 4, 8], "stem": "cifar"}, (2, 8, 8)),
     "resnet18-group": ({"kind": "resnet18", "widths": [2, 4, 4, 8], "norm": "group"}, (2, 16, 16)),
     "transformer": ({"kind": "transformer", "layers": 1, "heads": 2, "feedforward": 12}, (6, 3)),

@@ -127,3 +127,113 @@ def centralised(silo: Silo, w: Weights, steps: int, lr: float) -> Weights:
         loss = F.cross_entropy(top(w, {name: encode(w, name, silo.x[name]) for name in names}), silo.y)
         step(w, tuple(w), loss, lr)
     return w
+
+
+# silos whose devices hold samples of their own, matched by id
+
+
+@dataclass
+class Party:
+    """A device: its modality, the ids of its rows, x (n, D) and y (n,)."""
+
+    modality: str
+    ids: list[int]
+    x: Tensor
+    y: Tensor
+
+
+def used_ids(parties: Sequence[Party], overlap: str, labels_at: str) -> list[int]:
+    """The ids that take part, by sets."""
+    by: dict[str, set[int]] = {}
+    for party in parties:
+        by.setdefault(party.modality, set()).update(party.ids)
+    labelled = by[labels_at] if labels_at else set().union(*by.values())
+    found = set().union(*by.values()) & labelled
+    if overlap == "common":
+        found = found & set.intersection(*by.values())
+    return sorted(found)
+
+
+Means = dict[str, dict[int, list[Tensor]]]
+"""By modality and id, what several devices sent for a sample."""
+
+
+def gathered(ids: Sequence[int], values: Tensor, into: dict[int, list[Tensor]]) -> None:
+    for i, value in zip(ids, values, strict=True):
+        into.setdefault(i, []).append(value)
+
+
+def pooled(stale: Means, m: str, ids: Sequence[int]) -> Tensor:
+    """The mean of what devices sent for these ids, zero where none sent anything."""
+    width = torch.zeros_like(next(iter(stale[m].values()))[0])
+    return torch.stack([torch.stack(stale[m][i]).mean(0) if i in stale[m] else width for i in ids])
+
+
+def gradients_of(stale: Means, w: Weights, ids: Sequence[int], y: Tensor, into: Means) -> None:
+    """The gradient of each row's loss in every modality's embedding, as a device with labels computes them."""
+    z = {m: pooled(stale, m, ids).requires_grad_() for m in stale}
+    loss = F.cross_entropy(top(w, z), y, reduction="sum")
+    for m, grad in zip(z, torch.autograd.grad(loss, list(z.values())), strict=True):
+        gathered(ids, grad, into[m])
+
+
+def exchange_by_id(
+    parties: Sequence[Party], own: list[Weights], edge: Weights, ids: list[int], how: Settings, labels_at: str
+) -> tuple[list[Weights], Weights]:
+    """One exchange: what each device makes of its encoder, and the edge's new head."""
+    parties = [taken(party, ids) for party in parties]
+    stale: Means = {party.modality: {} for party in parties}
+    slopes: Means = {party.modality: {} for party in parties}
+    for party, w in zip(parties, own, strict=True):
+        gathered(party.ids, encode(w, party.modality, party.x).detach(), stale[party.modality])
+    for party in parties:
+        if party.modality == labels_at:
+            gradients_of(stale, edge, party.ids, party.y, slopes)
+    copies, after = [], []
+    for party, w in zip(parties, own, strict=True):
+        m, now = party.modality, {**w, **edge}
+        for _ in range(how.q):
+            now = leaves(now)
+            z = encode(now, m, party.x)
+            if labels_at in ("", m):
+                peers = {k: pooled(stale, k, party.ids) for k in stale}
+                loss = F.cross_entropy(top(now, {**peers, m: z}), party.y)
+                step(now, (*encoder(m), *head(sorted(stale))), loss, how.lr)
+            else:
+                slope = torch.stack([torch.stack(slopes[m][i]).mean(0) / len(stale[m][i]) for i in party.ids])
+                step(now, encoder(m), (slope * z).sum(1).mean(), how.lr)
+        after.append({k: now[k].detach() for k in encoder(m)})
+        copies += [now] if labels_at in ("", m) else []
+    return after, {k: torch.stack([c[k].detach() for c in copies]).mean(0) for k in head(sorted(stale))}
+
+
+def taken(party: Party, ids: Sequence[int]) -> Party:
+    """The device with its usable samples only, in the order of the ids."""
+    places = [party.ids.index(i) for i in ids if i in party.ids]
+    return Party(party.modality, [party.ids[p] for p in places], party.x[places], party.y[places])
+
+
+def hfm_by_id(
+    silos: Sequence[Sequence[Party]],
+    w: Weights,
+    rounds: int,
+    how: Settings,
+    overlap: str = "common",
+    labels_at: str = "",
+) -> Weights:
+    """HFM where devices hold samples of their own: encoders weigh by their usable samples, heads by those of a silo."""
+    for _ in range(rounds):
+        sent: dict[str, list[tuple[float, Tensor]]] = {}
+        for parties in silos:
+            ids = used_ids(parties, overlap, labels_at)
+            own = [{k: w[k] for k in encoder(p.modality)} for p in parties]
+            edge = {k: w[k] for k in head(sorted({p.modality for p in parties}))}
+            for _ in range(how.r):
+                own, edge = exchange_by_id(parties, own, edge, ids, how, labels_at)
+            for party, tree in zip(parties, own, strict=True):
+                for k, v in tree.items():
+                    sent.setdefault(k, []).append((len(set(party.ids) & set(ids)), v))
+            for k, v in edge.items():
+                sent.setdefault(k, []).append((len(ids), v))
+        w = w | {k: sum((n * v for n, v in t), torch.zeros(())) / sum(n for n, _ in t) for k, t in sent.items()}
+    return w

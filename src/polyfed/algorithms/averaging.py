@@ -211,9 +211,10 @@ class Averaging(Algorithm):
     def merge(self, state: Any, replies: Replies, fed: Federation) -> Any:
         """Return the next state: a step of the server optimiser towards the combined replies, per block."""
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
-        mean = aggregate(replies, "params", weights, state.params, self.server, fed.private_mean)
-        trainable = fed.context.model.trainable(state.params)
-        params, moments = self.server.apply(state.params, mean, state.moments, trainable)
+        private = fed.private_mean(state.moments)
+        mean = aggregate(replies, "params", weights, state.params, self.server, private)
+        moments = state.moments if private is None else private.adapted(replies, "params", state.params, state.moments)
+        params, moments = self.server.apply(state.params, mean, moments, fed.context.model.trainable(state.params))
         return state.with_(params=params, moments=moments)
 
     def weights(self, replies: Replies, fed: Federation) -> Mapping[int, float]:
@@ -315,6 +316,5 @@ class Averaging(Algorithm):
 
 def mean_loss(replies: Replies, fed: Federation) -> float:
     """Return the mean training loss of a cohort, weighted by the registry's rows; NaN if clients withhold the loss."""
-    if fed.privacy is not None and fed.privacy.withholds("loss"):
-        return float("nan")
-    return replies.mean_number("loss", fed.clients.rows_of(replies))
+    hidden = fed.privacy is not None and fed.privacy.withholds("loss")
+    return float("nan") if hidden else replies.mean_number("loss", fed.clients.rows_of(replies))

@@ -27,7 +27,8 @@ from polyfed.federation.replies import Replies
 from polyfed.model import ModelSpec
 from polyfed.objective import Objective
 from polyfed.privacy.policy import Policy
-from polyfed.training import ClientData, TrainingResult
+from polyfed.training import ClientData
+from polyfed.training.kept_training import KeptTraining
 
 
 @message
@@ -109,7 +110,7 @@ class Centralized(Algorithm):
         """Train on the pooled rows for the epochs of one round."""
         earlier = None
         if state.num_steps:
-            earlier = TrainingResult({}, torch.zeros(()), torch.tensor(state.num_steps), moments=state.optimiser)
+            earlier = KeptTraining({}, state.optimiser, torch.tensor(state.num_steps)).earlier()
         data = fed.server_data(state.samples, state.labels, present=state.present)
         fit = data.minimise(fed.context.loss, state.params, train=self.train, after=earlier)
         steps = int(fit.num_steps)

@@ -12,7 +12,7 @@ blocks.
 What crosses: blocks of personal models to the server, cloud blocks to the clients. Page: docs/algorithms/fedamp.md.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
@@ -37,6 +37,9 @@ from polyfed.training import ClientData
 
 CLOUD = "cloud"
 """Prefix of the cloud model in a client's local state."""
+
+PULLED = 0.02
+"""A proximal term below this share of the training loss counts as having no effect (docs/algorithms/fedamp.md)."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,14 @@ class FedAmpState:
             send.
         waited_for: clients asked for an upload in the last round.
         train_loss: mean training loss of the last round, weighted by rows.
+        pull: mean proximal term of the last uploads, as a share of `train_loss`; None before a cloud block returned.
     """
 
     params: Tree
     clouds: dict[str, Clouds] = field(default_factory=dict)
     waited_for: list[int] = field(default_factory=list)
     train_loss: float = float("nan")
+    pull: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +146,39 @@ class FedAmp(Algorithm):
         asked = exchange.wanted(exchange.draw_uploads(fed, count, layout))
         uploads = fed.ask(self.upload, list(asked), asked, quorum=False, accept=exchange.as_wanted(asked, layout))
         lost = downloads.keys() - installed.keys()
-        clouds = {}
+        clouds, terms = {}, dict[int, float]()
+        weight = self.lam / (2 * self.alpha_at(fed.round))
         for block, form in layout.items():
             members, rows = form.gather(uploads)
+            sent = state.clouds[block].of({*members.tolist()} & installed.keys()) if block in state.clouds else None
+            if sent is not None and len(sent.members):
+                now = rows[torch.isin(members, sent.members).to(rows.device)]
+                apart = (now - sent.rows)[:, : form.num_trainable].square().sum(1).tolist()
+                for client, squares in zip(sent.members.tolist(), apart, strict=True):
+                    terms[client] = terms.get(client, 0.0) + weight * squares
             if block in state.clouds and len((late := state.clouds[block].of(lost - {*members.tolist()})).members):
                 clouds[block] = late
             if len(members):
                 made = Clouds(members, self.attention(rows[:, : form.num_trainable], fed.round) @ rows)
                 clouds[block] = made.union(clouds[block]) if block in clouds else made
-        return FedAmpState(state.params, clouds, sorted(asked), mean_loss(trained, fed))
+        loss = mean_loss(trained, fed)
+        pull = sum(terms.values()) / len(terms) / loss if terms and loss > 0 else None
+        return FedAmpState(state.params, clouds, sorted(asked), loss, pull)
+
+    def observe(self, state: FedAmpState) -> dict[str, float]:
+        """Return the proximal term of the clients that uploaded, as a share of the training loss."""
+        return {} if state.pull is None else {"pull": state.pull}
+
+    def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
+        """Warn if the proximal term towards the cloud models has been too small to matter."""
+        seen = [row["pull"] for row in logged if "pull" in row]
+        if self.start == "cloud" or not self.lam or not seen or max(seen) >= PULLED:
+            return []
+        return [
+            f"the proximal term towards the cloud models was at most {max(seen):.1e} of the training loss in "
+            f"{len(logged)} rounds, so fedamp trains nearly like local: lower alpha and sigma, as in alpha = 10 and "
+            "sigma = 100, or set start = 'cloud'"
+        ]
 
     def alpha_at(self, round: int) -> float:
         """Return alpha in a round, counted from 1."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from polyfed.algorithms.averaging import State, mean_loss
 from polyfed.algorithms.base import Algorithm, Broadcast
-from polyfed.algorithms.second_model import mlps
+from polyfed.algorithms.second_model import second_model
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
@@ -35,7 +35,8 @@ from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import Model
 from polyfed.selection import Selector, Uniform, must_be_uniform
-from polyfed.training import ClientData, TrainingResult
+from polyfed.training import ClientData
+from polyfed.training.kept_training import KeptTraining
 from polyfed.training.losses import distillation
 from polyfed.training.optimisers import Moments
 
@@ -94,7 +95,7 @@ class ServerOnTop(Predictor):
     def top(self, model: Model) -> Model:
         """The server's network for clients of this model."""
         shapes = tuple((m, (model.feature_size(m),)) for m in model.modalities)
-        return mlps(shapes, self.hidden, self.embedding, model.num_classes)
+        return second_model(shapes, self.hidden, self.embedding, model.num_classes)
 
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
         """Logits (B, C) of the server's network on the features of the client's extractor."""
@@ -201,7 +202,7 @@ class FedGKT(Algorithm):
         data = fed.server_data(x, y, present=present)
         after = None
         if state.steps:
-            after = TrainingResult({}, torch.zeros(()), torch.tensor(state.steps), moments=state.optimiser)
+            after = KeptTraining({}, state.optimiser, torch.tensor(state.steps)).earlier()
         train = replace(self.train, epochs=self.server_epochs, steps=None)
         fit = data.minimise(loss, state.params, train=train, model=model, after=after)
         logits = data.collect(lambda batch: {SHARED: model.logits(fit.params, batch)})[SHARED]

@@ -1,11 +1,13 @@
-"""Helpers for methods that train a second model besides the recipe's model: one MLP per modality and a linear head.
+"""Helpers for methods that train a second model besides the recipe's: one encoder per modality and a linear head.
 
 FedGKT uses such a model as the server's network. PartialFL uses it for the tower and for the clients' local models.
 `embed` returns embeddings of the recipe's model that can be compared with the embeddings of the second model.
 """
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from polyfed.model import Model, ModelSpec, build_model
 from polyfed.model.encoder_spec import Mlp
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Sample shapes by modality, as a hashable tuple so that `mlps` can cache its results."""
+"""Sample shapes by modality, as a hashable tuple so that `second_model` can cache its results."""
 
 
 def embed(model: Model, w: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -40,17 +42,26 @@ def shapes_of(model: Model, modalities: Iterable[str]) -> Shapes:
     return tuple((m, model.shapes[m]) for m in modalities)
 
 
-@lru_cache(maxsize=64)
-def mlps(shapes: Shapes, hidden: tuple[int, ...], embedding: int, num_outputs: int) -> Model:
-    """Build a model of one MLP per modality and a linear head.
+def second_model(
+    shapes: Shapes, hidden: tuple[int, ...], embedding: int, num_outputs: int, named: Mapping[str, Any] | None = None
+) -> Model:
+    """Build a model of one encoder per modality and a linear head.
 
     Equal arguments return the same object, because building a model takes time.
 
     Args:
         shapes: sample shapes by modality.
-        hidden: hidden sizes of each MLP.
-        embedding: output size of each MLP.
+        hidden: hidden sizes of the MLP of each modality that `named` leaves out.
+        embedding: output size of each encoder.
         num_outputs: width of the output.
+        named: entries as in [model.encoders], by modality.
     """
-    encoders = {name: Mlp(hidden=hidden) for name, _ in shapes}
+    own = {name: entry for name, entry in (named or {}).items() if name in dict(shapes)}
+    return cached_model(shapes, hidden, embedding, num_outputs, json.dumps(own, sort_keys=True))
+
+
+@lru_cache(maxsize=64)
+def cached_model(shapes: Shapes, hidden: tuple[int, ...], embedding: int, num_outputs: int, named: str) -> Model:
+    """Build the model of `second_model`; `named` is JSON, because a key of the cache must be hashable."""
+    encoders = {name: Mlp(hidden=hidden) for name, _ in shapes} | json.loads(named)
     return build_model(ModelSpec(embedding=embedding, encoders=encoders), dict(shapes), num_outputs)

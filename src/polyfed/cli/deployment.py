@@ -116,6 +116,7 @@ def device_tables(inspection: Inspection) -> Group:
     parts += [Text(why, "yellow") for why in inspection.policy.explanations(refused)]
     parts += [Text(f"would be allowed by {fix}") for fix in fixes]
     parts += [Text(f"[limits] {line}") for line in inspection.limits]
+    parts += [Text(f"[require] {line} (of the device)") for line in inspection.required]
     parts += [Text(f"would be refused by {why}", "bold red") for why in inspection.breaches]
     return stacked(*parts)
 
@@ -130,6 +131,7 @@ def device_facts(inspection: Inspection) -> dict[str, Any]:
         "shapes": inspection.shapes,
         "egress": inspection.policy.table(node.held),
         "limits": list(inspection.limits),
+        "required": list(inspection.required),
         "breaches": list(inspection.breaches),
         "planned": [asdict(row) for row in inspection.planned],
     }

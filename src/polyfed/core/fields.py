@@ -75,6 +75,7 @@ class Declared:
     sum_only: bool = False
     weight: str | None = None
     masked: bool = False
+    random: bool = False
 
 
 def carries(
@@ -90,6 +91,7 @@ def carries(
     blocks: tuple[str, ...] | None = None,
     sum_only: bool = False,
     weight: str | None = None,
+    random: bool = False,
 ) -> Any:
     """Declare a field of a message.
 
@@ -117,10 +119,13 @@ def carries(
             sum-only, secure aggregation can mask the message (docs/secure-aggregation.md).
         weight: for a sum-only field, the name of the 0-dim field by which each client multiplies this field before the
             sum. Default: the field is summed as it is.
+        random: whether the field holds only random numbers that depend on no data, such as public keys. A device that
+            demands protection ([require] of its policy file) lets such a field leave.
     """
     assert kind in SUMMABLE or not sum_only, f"a field of kind {kind!r} cannot be sum-only; only {SUMMABLE} can"
     assert sum_only or weight is None, "weight= is for sum-only fields"
     assert kind in KINDS, f"kind {kind!r} is not one of {KINDS}"
     shape = () if shape is None and kind == "statistic" else shape
-    declared = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks, sum_only=sum_only, weight=weight)
+    flags = {"sum_only": sum_only, "weight": weight, "random": random}
+    declared = Declared(kind, of, rows, whole, shape, partial, within, tells, blocks, **flags)  # type: ignore[arg-type]
     return dataclasses.field(metadata={"carries": declared})

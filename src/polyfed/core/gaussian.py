@@ -16,6 +16,10 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.tree import block_of
 
+LARGEST_NORM = 1e25
+"""A tree with a larger norm, or with a NaN, counts as zero. Clipping could not reduce its norm in float32: infinity
+times 0 is NaN, and NaN would leave without noise. The clip norm divided by this number is an ordinary float32."""
+
 
 @dataclass(frozen=True)
 class Clip:
@@ -38,8 +42,13 @@ class Clip:
         """Return the largest norm that the entries of one block can have after clipping."""
         return self.limits[block] if self.limits else self.total
 
+    @property
+    def least(self) -> float:
+        """The smallest limit of a block."""
+        return min(self.limits.values(), default=self.total)
+
     def factors(self, stack: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the factors that scale trees down to their limits.
+        """Return the factors that scale trees down to their limits; 0 for a tree that counts as zero. Use `scaled`.
 
         Args:
             stack: K trees, tensors (K, ...) by name.
@@ -47,16 +56,33 @@ class Clip:
         Returns:
             For each name, the factor of each tree, (K,), at most 1.
         """
+        found = {}
+        for group, norm in self._norms(stack).items():
+            limit = self.limits[group] if self.limits else self.total
+            factor = (limit / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1.0)
+            found[group] = torch.where(norm <= LARGEST_NORM, factor, 0.0)  # also 0 for NaN
+        return {name: found[block_of(name) if self.limits else ""].to(value.dtype) for name, value in stack.items()}
+
+    def _norms(self, stack: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the norms of the trees, (K,) float64, for each block with a limit, or under "" for all blocks."""
         groups: dict[str, list[Tensor]] = {}
         for name, value in stack.items():
             squares = value.flatten(1).to(torch.float64).square().sum(1)
             groups.setdefault(block_of(name) if self.limits else "", []).append(squares)
-        found = {}
-        for group, parts in groups.items():
-            norm = torch.stack(parts).sum(0).sqrt()
-            limit = self.limits[group] if self.limits else self.total
-            found[group] = (limit / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1.0)
-        return {name: found[block_of(name) if self.limits else ""].to(value.dtype) for name, value in stack.items()}
+        return {group: torch.stack(parts).sum(0).sqrt() for group, parts in groups.items()}
+
+    def within(self, stack: Mapping[str, Tensor]) -> Tensor:
+        """Return which of K trees exceed no limit, bool (K,). The entries are tensors (K, ...) by name."""
+        norms = self._norms(stack).items()
+        return torch.stack([norm <= (self.limits[group] if self.limits else self.total) for group, norm in norms]).all(
+            0
+        )
+
+
+def scaled(stack: Tensor, factors: Tensor) -> Tensor:
+    """Return the entries (K, ...) times the factor of each tree, (K,). With factor 0, entries are 0, even NaN."""
+    each = factors.view(-1, *(1,) * (stack.dim() - 1))
+    return torch.where(each > 0, stack * each, 0.0)
 
 
 def gaussian(base: int | Tensor | None, name: str, shape: tuple[int, ...], device: torch.device | str) -> Tensor:

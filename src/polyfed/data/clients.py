@@ -10,6 +10,7 @@ from polyfed.core.registry import find
 from polyfed.core.schema import AT_LEAST_ONE, BELOW_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
 from polyfed.data.checks import require
 from polyfed.data.partitions import PARTITIONS, Partition
+from polyfed.data.partitions.iid import SILOS, Sized
 
 MANY = 10
 """The number of clients if a recipe gives none."""
@@ -39,7 +40,13 @@ class ClientsSpec:
         exclude_main: With "main-class": take the other rows of a client only from other classes.
         on_shortage: With "main-class": what to do if a class is too rare for its clients. "reduce" makes every client
             smaller. "cap" lets a client take the rest of its class and adds rows of other classes.
-        silos: With "silos": number of silos; a silo has one device per entry of `holdings`, or per modality.
+        silos: With "silos": number of silos, 4 if a recipe does not give it; a silo has one device per entry of
+            `holdings`, or per modality. If several entries are equal, the rows of the silo are dealt to their devices.
+        silo_partition: With "silos": the rule that splits training rows over silos. It is any partition except "silos",
+            with the options of this section. With "by-client", each natural client is a silo.
+        silo_sizes: With "silos": the relative size of each silo, such as [3, 1, 1].
+        silo_overlap: With "silos": share of a silo's rows that all its devices hold. Each other row belongs to a single
+            random entry of `holdings`.
         participation: Clients in each round: a float is a share of all clients in (0, 1], an int is their number.
         overselect: How many more clients are asked than `participation` says, as a share of them (0.3 in Bonawitz et
             al., 2019). The request closes when as many clients as `participation` says have replied, so the round
@@ -75,7 +82,10 @@ class ClientsSpec:
     main_share: Annotated[float, FRACTION] = 0.5
     exclude_main: bool = False
     on_shortage: Literal["reduce", "cap"] = "reduce"
-    silos: Annotated[int, AT_LEAST_ONE] = 4
+    silos: Annotated[int | None, AT_LEAST_ONE] = None
+    silo_partition: Any = "iid"
+    silo_sizes: list[float] | None = None
+    silo_overlap: Annotated[float | None, FRACTION] = None
     participation: float | int = 1.0
     overselect: Annotated[float | None, POSITIVE] = None
     missing: Mapping[str, float] = field(default_factory=dict)
@@ -100,6 +110,7 @@ class ClientsSpec:
             self._check_personal_test,
             self._check_ranks,
             self._check_assignment,
+            self._check_silos,
         ):
             problems.attempt(check)
         problems.raise_all()
@@ -121,6 +132,10 @@ class ClientsSpec:
         if not isinstance(self.partition, str):
             given: Partition = self.partition
             return given
+        if self.partition == "silos" and self.silo_sizes is not None:
+            return Sized(sizes=tuple(self.silo_sizes))
+        if self.partition == "silos" and self.silo_partition != "iid":
+            return self._over_silos().build_partition()
         cls = self._partition_class()
         options = {f.name: getattr(self, f.name) for f in fields(cls) if hasattr(self, f.name)}
         if "num" in options and self.num is None:
@@ -135,6 +150,19 @@ class ClientsSpec:
         except TypeError as error:  # a field is not a key of this section, or a method is missing
             raise RecipeError(f"clients.partition = '{self.partition}': {error}") from None
         return partition
+
+    def _over_silos(self) -> "ClientsSpec":
+        """Return the section that splits rows over silos as over clients, for a `silo_partition` other than iid."""
+        plain = replace(
+            self, partition=self.silo_partition, silo_partition="iid", silo_sizes=None, silo_overlap=None, silos=None
+        )
+        counts = "num" in {f.name for f in fields(plain._partition_class())}
+        if not counts and self.silos is not None:
+            raise RecipeError(
+                f"clients.silos = {self.silos} has no meaning with silo_partition = '{self.silo_partition}', which "
+                "counts the silos itself; remove it"
+            )
+        return replace(plain, num=(self.silos or SILOS) if counts else None)
 
     def _partition_class(self) -> Any:
         """Return the class that `partition` names, or the class of the object that it is."""
@@ -168,6 +196,32 @@ class ClientsSpec:
         if self.ranks is not None:
             whole = all(type(rank) is int and rank >= 1 for rank in self.ranks)
             require(bool(self.ranks) and whole, "clients.ranks", self.ranks, "whole numbers of at least 1, not none")
+
+    def _check_silos(self) -> None:
+        given = {"silo_partition": self.silo_partition != "iid", "silo_sizes": self.silo_sizes is not None}
+        given["silo_overlap"] = self.silo_overlap is not None
+        used = [name for name, is_given in given.items() if is_given]
+        if used and self.partition != "silos":
+            raise RecipeError(f"clients.{used[0]} needs clients.partition = 'silos'; set it, or remove {used[0]}")
+        if self.silo_partition == "silos":
+            raise RecipeError("clients.silo_partition = 'silos': must be another partition, such as 'dirichlet'")
+        if self.silo_partition != "iid":
+            self._over_silos()
+        if self.silo_sizes is None:
+            return
+        if self.silo_partition != "iid":
+            raise RecipeError("clients: silo_sizes and silo_partition both split the rows over silos; keep one of them")
+        require(
+            bool(self.silo_sizes) and min(self.silo_sizes) > 0.0,
+            "clients.silo_sizes",
+            self.silo_sizes,
+            "a number above 0 for each silo",
+        )
+        if self.silos not in (None, len(self.silo_sizes)):
+            raise RecipeError(
+                f"clients.silos = {self.silos}, but silo_sizes has {len(self.silo_sizes)} entries; remove silos, or "
+                "give one size for each silo"
+            )
 
     def _check_assignment(self) -> None:
         given = [name for name in _ASSIGNMENTS if getattr(self, name) not in (None, {})]

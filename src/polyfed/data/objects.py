@@ -34,6 +34,7 @@ class Given:
             parts of a sample.
         present: modality -> bool (N,), False if a row lacks the modality.
         class_names: names of the classes in order of their numbers.
+        ids: sample ids of the rows, distinct integers (N,); or `rows`, if row i of every array is the same sample.
         layout: modality -> axes of a sample, for modalities where the guess is wrong; see `laid_out`.
         partial: what to do with rows of a data frame that have only some cells of a modality.
     """
@@ -44,6 +45,7 @@ class Given:
     modalities: Modalities | Sequence[str] | None = None
     present: Mapping[str, Any] | None = None
     class_names: Sequence[str] | None = None
+    ids: Any = None
     layout: Mapping[str, str] | None = None
     partial: Partial = "refuse"
 
@@ -73,8 +75,12 @@ def table_of(
     problems = Problems()
     draft = _draft(data, given, problems)
     extra = {
-        name: value for name in ("present", "layout", "class_names") if (value := getattr(given, name)) is not None
+        name: value
+        for name in ("present", "layout", "class_names", "ids")
+        if (value := getattr(given, name)) is not None
     }
+    if isinstance(given.ids, str) and given.ids != "rows":
+        problems.add(RecipeError(f"ids = '{given.ids}': give an array with one integer for each row, or 'rows'"))
     if strange := [m for name in ("present", "layout") for m in extra.get(name, ()) if m not in draft.modalities]:
         problems.add(RecipeError(f"'{strange[0]}' is no modality of the data; it has {', '.join(draft.modalities)}"))
     draft = replace(draft, **extra)
@@ -109,7 +115,13 @@ def _of_arrays(data: Mapping[str, Any], given: Given) -> Draft:
         raise RecipeError("modalities is for data frames and datasets; a dictionary names its modalities by its keys")
     parts = {str(name): values for name, values in data.items()}
     return Draft(
-        name="data", where="data", modalities=parts, labels=given.labels, clients=given.clients, split=given.split
+        name="data",
+        where="data",
+        modalities=parts,
+        labels=given.labels,
+        clients=given.clients,
+        split=given.split,
+        ids=None,  # arrays of different origin may be aligned or not
     )
 
 

@@ -15,6 +15,7 @@ from polyfed.data.modality_assignment import assign, devices_per_silo
 from polyfed.data.partitions.base import Partition, refuse_targets
 from polyfed.data.partitions.by_client import ByClient, natural_clients
 from polyfed.data.partitions.shards import Shards
+from polyfed.data.silo_devices import dealt_to_devices, of_clients
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,18 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         train, own_test = _own_validation(train, own_test, pooled, clients, key)
     silo = None
     if clients.partition == "silos":
-        devices = devices_per_silo(clients, tuple(columns.modalities))
-        silo = torch.arange(len(train)).repeat_interleave(devices)
-        train = train.repeated(devices)
-        own_test = None if own_test is None else own_test.repeated(devices)
+        names = tuple(columns.modalities)
+        silo = torch.arange(len(train)).repeat_interleave(devices_per_silo(clients, names))
+        device_key = keys.key(key, "devices of silos")
+        train = dealt_to_devices(train, clients, names, keys.key(device_key, 0))
+        own_test = None if own_test is None else dealt_to_devices(own_test, clients, names, keys.key(device_key, 1))
+    holds = _holds(columns, clients, train, keys.key(key, "modality assignment"))
+    if silo is not None and not bool(holds.any(1).all()):  # a natural silo may lack a modality, and then its device
+        # a silo without any modality stays, for the check below
+        kept = (holds.any(1) | ~torch.isin(silo, silo[holds.any(1)])).nonzero()[:, 0].tolist()
+        train = of_clients(train, kept)
+        own_test = None if own_test is None else of_clients(own_test, kept)
+        silo, holds = silo[kept], holds[kept]
     test_rows = pooled if clients.measure_on == "validation" else columns.rows(TEST)
     if len(test_rows) == 0 and own_test is not None:
         test_rows = torch.from_numpy(np.unique(own_test.rows.numpy()))
@@ -82,7 +91,7 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         columns=columns,
         train=train,
         test=own_test,
-        holds=_holds(columns, clients, train, keys.key(key, "modality assignment")),
+        holds=holds,
         silo=silo,
         test_rows=test_rows,
         validation_rows=pooled,

@@ -106,6 +106,20 @@ def splits_of(values: Any, where: str) -> Tensor:
     return torch.from_numpy(array.astype(np.int64)).clamp(-1, 127).to(torch.int8)
 
 
+def ids_of(values: Any, where: str) -> Tensor:
+    """Return the sample ids of the rows, int64 (N,).
+
+    Raises:
+        DataError: The values are not whole numbers, or an id occurs twice.
+    """
+    array = plain(values, where)
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise DataError(f"{where} must hold whole numbers, one a row; it is {array.dtype} {array.shape}")
+    if len(np.unique(array)) != len(array):
+        raise DataError(f"{where} repeats some ids; every row needs its own")
+    return torch.from_numpy(array.astype(np.int64))
+
+
 def plain(values: Any, where: str) -> NDArray[Any]:
     """Return an array of one plain type: booleans, whole numbers, floats or words.
 

@@ -14,7 +14,7 @@ from polyfed.core.errors import DataError
 from polyfed.core.problems import Problems
 from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.layout import laid_out, tensor_of
-from polyfed.data.row_facts import Labels, clients_of, labels_of, splits_of
+from polyfed.data.row_facts import Labels, clients_of, ids_of, labels_of, splits_of
 from polyfed.data.splits import drawn
 
 
@@ -32,6 +32,8 @@ class Draft:
         split: Split of each row (N,), or None.
         present: Modality -> bool (N,), for modalities that some rows lack.
         class_names: Names of the classes or targets, or None.
+        ids: Sample ids of the rows, distinct integers (N,). With "rows", or in a table of records, row numbers are the
+            ids. None means that there are none.
         layout: Modality -> axes of a sample, for modalities where `laid_out` guesses wrong.
         notes: Sentences about what was guessed, converted or left out so far.
     """
@@ -44,6 +46,7 @@ class Draft:
     split: Any = None
     present: Mapping[str, Any] = field(default_factory=dict)
     class_names: Sequence[str] | None = None
+    ids: Any = "rows"
     layout: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -78,6 +81,7 @@ def columns_of(
     readers: tuple[tuple[str, Any, Callable[[Any, str], Tensor]], ...] = (
         ("client", draft.clients, clients_of),
         ("split", draft.split, splits_of),
+        ("ids", None if isinstance(draft.ids, str) else draft.ids, ids_of),
     )
     facts: dict[str, Tensor | None] = {
         name: None if given is None else problems.attempt(partial(read, given, f"{draft.where}: the {name} column"))
@@ -100,7 +104,7 @@ def _table(
     test_share: float,
     seed: int,
 ) -> Columns:
-    split, notes = facts["split"], list(draft.notes)
+    split, ids, notes = facts["split"], facts["ids"], list(draft.notes)
     notes += [labels.note] if labels.note else []
     if split is None:
         split = drawn(labels.values, test_share, seed)
@@ -111,7 +115,8 @@ def _table(
         label=labels.values,
         num_classes=labels.num_classes,
         split=split,
-        ids=torch.arange(len(labels.values)),
+        ids=torch.arange(len(labels.values)) if ids is None else ids,
+        numbered=draft.ids is None,
         class_names=labels.names,
         present={name: there for name, (_, there) in found.items() if there is not None},
         client=facts["client"],

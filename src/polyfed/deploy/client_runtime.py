@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import torch
+
 from polyfed.core.errors import BadReply, EgressError, PolyfedError
 from polyfed.core.files import append_whole, undone
 from polyfed.core.messages import Message, tensors
@@ -15,6 +17,7 @@ from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import SHARED, Tree, digest
 from polyfed.data import Population
 from polyfed.deploy.faults import Fault, in_short
+from polyfed.deploy.privacy_budget import spend
 from polyfed.deploy.request_limits import admit, admit_release
 from polyfed.deploy.secrets_once import admit_secrets
 from polyfed.deploy.state_store import Store
@@ -26,6 +29,7 @@ from polyfed.privacy.audit_log import AuditLog
 from polyfed.privacy.ledger import TO_CLIENT, Ledger, lines
 from polyfed.privacy.limits import NO_LIMITS, Limits
 from polyfed.privacy.policy import Policy
+from polyfed.privacy.requirements import Release
 
 LEDGER = "egress.jsonl"
 """File name of a client's own ledger, in the folder of its local state."""
@@ -42,6 +46,7 @@ class ClientRuntime:
         limit: size in bytes of the largest message that the client reads.
         discreet: whether to raise errors of this client as a `Fault`, so that the server learns only their type.
         audit: the device's audit log, or None in a simulation.
+        release: what one reply with noise costs, or None if the device does not limit epsilon.
     """
 
     engine: Sequential
@@ -50,6 +55,7 @@ class ClientRuntime:
     limit: int = 2**29
     discreet: bool = False
     audit: AuditLog | None = None
+    release: Release | None = None
 
     def answer(self, packet: Packet, client: int) -> Packet:
         """Answer a request. Errors also become answers, so that no request can stop the client.
@@ -84,6 +90,7 @@ class ClientRuntime:
         with store.alone():
             admit(engine.limits, folder, request, request_id.client)
             admit_release(engine.privacy, folder, request, request_id.client)
+            self._spend(request, request_id.client)
             store.prune()
             local = self._begun(store, request, request_id)
             admit_secrets(folder, request, local, packet.body, request_id.client)
@@ -106,6 +113,12 @@ class ClientRuntime:
                 return reason(FAILED, request_id, missing[request_id.client])
         return Packet(request_id.header(verdict=REPLY, seal=seal) | content.header, content.body)
 
+    def _spend(self, request: Request, client: int) -> None:
+        """Count a reply with noise in the budget of the device, which covers all runs; see `spend`."""
+        mechanism = self.engine.privacy
+        if mechanism is not None and request.name in mechanism.protected:
+            spend(self.engine.required, self.release, self.folder, client)
+
     def _received(self, packet: Packet, request: Request) -> Message:
         """Decode the server's message.
 
@@ -117,6 +130,10 @@ class ClientRuntime:
             if value.is_floating_point() and not bool(value.isfinite().all()):
                 where = field if name is None else f"{field}.{name}"
                 raise BadReply(f"from the server holds NaN or infinity in {where}; the model was broken before it came")
+            if self.release is not None and value.dtype in (torch.float16, torch.bfloat16):
+                raise BadReply(
+                    f"from the server holds {value.dtype}, whose rounding errors weaken [privacy]; send float32"
+                )
         return got
 
     def _keep(self, store: Store, request_id: RequestId, before: Tree | None, kept: int) -> None:

@@ -15,7 +15,7 @@ from polyfed.core.registry import Allowance, name_of
 from polyfed.core.tasks import parts
 from polyfed.data import Columns, Population, Shards
 from polyfed.data.columns import TEST, TRAIN, check_finite
-from polyfed.data.sources.npz import Npz
+from polyfed.data.sources.npz import ROWS, Npz
 from polyfed.engines.protocol import Facts
 from polyfed.experiment.overrides import called
 from polyfed.experiment.parts import build
@@ -24,6 +24,7 @@ from polyfed.experiment.task_choice import task_of
 from polyfed.model import HuggingFace
 from polyfed.privacy.limits import Limits
 from polyfed.privacy.policy import Policy
+from polyfed.privacy.requirements import NO_REQUIREMENTS, Requirements
 from polyfed.selection import SELECTORS, Selector
 
 WHERE = "--node-config"
@@ -31,7 +32,7 @@ WHERE = "--node-config"
 ELSEWHERE = Npz(path="")
 """The data source that replaces a recipe's [data] on a device, because the device has its own rows."""
 
-SECTIONS = "[egress.*], [allow] and [limits]"
+SECTIONS = "[egress.*], [allow], [limits] and [require]"
 """Names of the sections of a policy file, for error messages."""
 
 _PAIR = re.compile(r"""([\w-]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
@@ -50,7 +51,7 @@ class NodeConfig:
         policy: the policy file, a TOML file with the [egress.*] tables. Without a file, the default policy applies. A
             recipe can forbid more. The section [allow] lists the code and the saved models that a recipe may use on
             this device. Without this section, a recipe may use none. The section [limits] sets the least rows and
-            steps, and the most rounds and requests.
+            steps, and the most rounds and requests. The section [require] demands protection.
         state: folder for local state and ledger. The default is `polyfed-state` in the same folder as the data.
         silo: number of the device's silo, or -1 if the device belongs to no silo.
         relay: `server-sees` allows messages within the silo to pass through the server.
@@ -140,12 +141,23 @@ def limits_on(node: NodeConfig) -> Limits:
     return Limits.parse(_policy_table(node).get("limits", {}), f"policy {node.policy}: [limits]")
 
 
+def requirements_on(node: NodeConfig) -> Requirements:
+    """Return the protection that this device demands: the section [require] of the policy file.
+
+    Raises:
+        RecipeError: the file does not exist, or the section is invalid.
+    """
+    if not node.policy:
+        return NO_REQUIREMENTS
+    return Requirements.parse(_policy_table(node).get("require", {}), f"policy {node.policy}: [require]")
+
+
 def _policy_table(node: NodeConfig) -> dict[str, Any]:
     try:
         table = tomllib.loads(Path(node.policy).read_text(encoding="utf-8-sig"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"policy {node.policy}: {error}. Give a TOML file with {SECTIONS}") from None
-    if strange := [name for name in table if name not in ("egress", "allow", "limits")]:
+    if strange := [name for name in table if name not in ("egress", "allow", "limits", "require")]:
         raise RecipeError(f"policy {node.policy}: no section '{strange[0]}'; a policy has {SECTIONS} only")
     return table
 
@@ -210,6 +222,8 @@ def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Popu
         DataError: the data cannot be read, is damaged, or does not fit the federation.
     """
     base = recipe.data if isinstance(recipe.data, Npz) else ELSEWHERE
+    if base.ids == ROWS:  # true in the recipe's one table, but not between the files of several devices
+        base = replace(base, ids=Npz.ids)
     source = replace(base, path=node.data, modalities=_in_order(node, facts), test_share=0.0)
     columns: Columns = task_of(recipe).prepared(source.load())
     check_finite(columns)

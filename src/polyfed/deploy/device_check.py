@@ -1,10 +1,10 @@
 """A check of a recipe on a device before a run: the parts it would send or refuse, and the limits it would break."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, EgressError, RecipeError
 from polyfed.core.registry import check_import, check_model, only
 from polyfed.data import Population
 from polyfed.deploy.device import (
@@ -17,13 +17,17 @@ from polyfed.deploy.device import (
     policy_on,
     population_on,
     recipe_on,
+    requirements_on,
     used_on,
 )
+from polyfed.deploy.privacy_budget import refuse_spent
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import Planned, plan
+from polyfed.experiment.demands import release_of, unmet
 from polyfed.experiment.recipe import Recipe
 from polyfed.privacy.announcement import Holder
 from polyfed.privacy.policy import Policy
+from polyfed.privacy.requirements import Requirements
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,10 @@ class Inspection:
         shapes: shape of a sample, by modality.
         num_classes: the largest label plus one, or the number of targets of a row.
         planned: the parts of replies that the recipe's tasks would send from this device, allowed or refused.
-        breaches: limits of the device or of the recipe that the recipe would break here.
+        breaches: limits of the device or of the recipe that the recipe would break here, and protection that the device
+            demands and the recipe lacks.
         limits: the limits on this device, each with its origin, device or recipe.
+        required: the protection that the device demands.
     """
 
     node: NodeConfig
@@ -49,6 +55,7 @@ class Inspection:
     planned: tuple[Planned, ...]
     breaches: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
 
     @property
     def refused(self) -> tuple[Planned, ...]:
@@ -85,16 +92,30 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     policy = policy_on(node, recipe, node.held)
     check_held(node, recipe)
     population = population_on(node, recipe, None) if node.data else None
-    planned = tuple(_planned(recipe, node, policy, population))
+    required = requirements_on(node)
+    lacking = tuple(_lacking(required, recipe, node))
+    planned = tuple(_planned(recipe, node, policy, population, required))
     limits, train = limits_on(node).stricter(recipe.limits), recipe.algorithm.train
+    told = {"limits": limits.sentences(), "required": required.sentences()}
     if population is None:
-        breaches = tuple(limits.foreseen(train, recipe.rounds, None))
-        return Inspection(node, policy, None, {}, 0, planned, breaches, limits.sentences())
+        breaches = (*limits.foreseen(train, recipe.rounds, None), *lacking)
+        return Inspection(node, policy, None, {}, 0, planned, breaches, **told)
     own = population.test
     rows = (int(population.train.sizes[node.client]), 0 if own is None else int(own.sizes[node.client]))
     shapes = {name: column.shape for name, column in population.columns.modalities.items()}
-    breaches = tuple(limits.foreseen(train, recipe.rounds, rows[0]))
-    return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned, breaches, limits.sentences())
+    breaches = (*limits.foreseen(train, recipe.rounds, rows[0]), *lacking)
+    return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned, breaches, **told)
+
+
+def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterator[str]:
+    """Yield what protection the recipe lacks, or otherwise why the budget of the device does not allow a reply."""
+    found = tuple(unmet(required, recipe, shared=node.silo >= 0))
+    yield from found
+    if node.data and not found:
+        try:
+            refuse_spent(required, release_of(required, recipe), node.folder, node.client)
+        except EgressError as error:
+            yield str(error)
 
 
 def _of_policy(path: str) -> NodeConfig:
@@ -104,7 +125,9 @@ def _of_policy(path: str) -> NodeConfig:
     return NodeConfig(data="", client=0, modalities="", policy=path)
 
 
-def _planned(recipe: Recipe, node: NodeConfig, policy: Policy, population: Population | None) -> list[Planned]:
+def _planned(
+    recipe: Recipe, node: NodeConfig, policy: Policy, population: Population | None, required: Requirements
+) -> list[Planned]:
     """Return the parts of replies that tasks would send. The result is empty if no data can be read here.
 
     Shapes come from the device's own rows or, without them, from the recipe's data. Sizes are for a federation that has
@@ -124,6 +147,7 @@ def _planned(recipe: Recipe, node: NodeConfig, policy: Policy, population: Popul
         return []
     holder = Holder(node.held, everyone, recipe.algorithm.model_spec(recipe.model, everyone, told)[1])
     listed = replace(assembly.engine.announcement(node.held), holder=holder, policy=policy)
+    listed = replace(listed, required=required, mechanism=assembly.fed.privacy)
     found = list(plan(assembly, announcement=listed))
     relay = node.relay == "server-sees" or not node.data
     fix = 'relay="server-sees" in --node-config'

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from polyfed.core.errors import BadReply, NotAllowed, PolyfedError
+from polyfed.core.errors import BadReply, EgressError, NotAllowed, PolyfedError
 from polyfed.core.log_lines import logger_of
 
 LOGGER = logger_of("device", "stderr")  # a ClientApp's log is its standard error
@@ -24,12 +24,12 @@ class Fault(Exception):
 def blamed(what: str) -> Iterator[None]:
     """Turn every error in the block into a `Fault` with this text.
 
-    Two types of errors pass unchanged: errors in the server's message (`BadReply`), and uses that the device's owner
-    has not allowed.
+    Three types of errors pass unchanged: errors in the server's message (`BadReply`), uses that the device's owner has
+    not allowed, and refusals (`EgressError`).
     """
     try:
         yield
-    except (BadReply, Fault, NotAllowed):
+    except (BadReply, EgressError, Fault, NotAllowed):
         raise
     except Exception as error:
         raise Fault(what) from error

@@ -1,14 +1,14 @@
 """Handlers: they answer packets for all clients of a simulation, or for the client of one device."""
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from polyfed.core.errors import BadReply, NotAllowed
+from polyfed.core.errors import BadReply, EgressError, NotAllowed
 from polyfed.core.files import PUBLIC_KEY
 from polyfed.core.registry import only
 from polyfed.data import Population
@@ -22,11 +22,14 @@ from polyfed.deploy.device import (
     policy_on,
     population_on,
     recipe_on,
+    requirements_on,
 )
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault, log_problem
+from polyfed.deploy.privacy_budget import refuse_spent
 from polyfed.engines import Sequential
 from polyfed.engines.protocol import ENROL, FAILED, REFUSED, Facts, RequestId, check_versions, reason
 from polyfed.experiment.assembly import device_of, initial_of, model_of, population_of
+from polyfed.experiment.demands import release_of, unmet, unmet_by_model
 from polyfed.experiment.events import Emitter
 from polyfed.experiment.parts import build
 from polyfed.experiment.protection import mechanism_of
@@ -37,6 +40,7 @@ from polyfed.privacy.audit_log import AuditLog
 from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.limits import NO_LIMITS, Limits
 from polyfed.privacy.policy import Policy
+from polyfed.privacy.requirements import NO_REQUIREMENTS, Requirements
 
 MEGABYTE = 2**20
 
@@ -104,6 +108,8 @@ class Deployed:
             reply = reason(FAILED, _request_id(packet), f"the message {error}")
         except NotAllowed as error:
             reply = reason(REFUSED, _request_id(packet), f"{who} refused the recipe: {error}")
+        except EgressError as error:
+            reply = reason(REFUSED, _request_id(packet), str(error))
         except Fault as fault:
             log_fault(who, fault)
             return reason(FAILED, _request_id(packet), f"{who}: {fault}; its own log says why")
@@ -125,7 +131,12 @@ class Deployed:
             recipe = recipe_on(node, self.recipe_path)
         with blamed("its policy file is not valid"):
             policy, limits = policy_on(node, recipe, node.held), limits_on(node).stricter(recipe.limits)
+            required = requirements_on(node)
         enrols = packet.header.get("want") == ENROL
+        with blamed("its requirements cannot be compared with the recipe"):
+            _refuse_unmet(unmet(required, recipe, shared=node.silo >= 0), node.client)
+            if enrols:
+                refuse_spent(required, release_of(required, recipe), node.folder, node.client)
         if enrols:
             check_versions(packet.header, "this device")
         facts = None if enrols else Facts.read(packet.header)
@@ -139,9 +150,22 @@ class Deployed:
             return enrolment(population, policy, node.client, limits)
         with blamed("it cannot build the model"):
             relay = node.relay == "server-sees"
-            runtime = runtime_of(recipe, population, facts, policy, node.folder, relay=relay, limits=limits)
+            runtime = runtime_of(
+                recipe, population, facts, policy, node.folder, relay=relay, limits=limits, required=required
+            )
+            _refuse_unmet(unmet_by_model(required, recipe, runtime.engine.model, runtime.engine.initial), node.client)
         with blamed("a task failed"):
             return runtime.answer(packet, node.client)
+
+
+def _refuse_unmet(reasons: Iterable[str], client: int) -> None:
+    """Refuse a recipe that lacks protection which the device demands.
+
+    Raises:
+        EgressError: with all reasons.
+    """
+    if found := "; ".join(reasons):
+        raise EgressError(f"client {client} refused the recipe: {found}")
 
 
 def _request_id(packet: Packet) -> RequestId | None:
@@ -161,6 +185,7 @@ def runtime_of(
     *,
     relay: bool | None = None,
     limits: Limits = NO_LIMITS,
+    required: Requirements = NO_REQUIREMENTS,
 ) -> ClientRuntime:
     """Build the runtime of one device, or of all clients of a simulation.
 
@@ -173,6 +198,7 @@ def runtime_of(
         relay: whether this device allows messages within its silo to pass through the server. None, in a simulation,
             uses the recipe's setting.
         limits: the limits that a device sets.
+        required: the protection that a device demands.
     """
     told = Policy.parse(recipe.egress, facts.shapes)  # the model must be the same as the server's model
     model = model_of(recipe, facts.shapes, facts.num_classes, told)
@@ -181,9 +207,10 @@ def runtime_of(
     parts = (population, model, recipe.algorithm, initial_of(recipe, model))
     objective, ledger = task_of(recipe), Ledger("none")
     engine = Sequential(*parts, policy=policy, ledger=ledger, device=device_of(recipe), emit=emit, objective=objective)
-    engine.limits, engine.on_device = limits, own
+    engine.limits, engine.required, engine.on_device = limits, required, own
     if recipe.privacy is not None:
         engine.privacy = mechanism_of(recipe, model, parts[-1], None, secure=own)
     relay = relay if relay is not None else recipe.engine.relay == "server-sees"
     limit, audit = recipe.engine.message_megabytes * MEGABYTE, AuditLog(folder) if own else None
-    return ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit)
+    release = release_of(required, recipe)
+    return ClientRuntime(engine, folder, relay, limit, discreet=own, audit=audit, release=release)

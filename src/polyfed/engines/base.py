@@ -33,6 +33,7 @@ from polyfed.privacy.ledger import Ledger
 from polyfed.privacy.limits import NO_LIMITS, LimitGuard, Limits
 from polyfed.privacy.mechanism import Mechanism
 from polyfed.privacy.policy import Policy
+from polyfed.privacy.requirements import NO_REQUIREMENTS, Requirements
 from polyfed.training import SingleClientData
 from polyfed.training.client_data import ClientData
 from polyfed.training.optimisers import Train
@@ -82,6 +83,8 @@ class Engine(ABC):
     """Whether `locals` holds the clients' local states. If not, each client keeps its local state in its process."""
     limits: Limits = NO_LIMITS
     """Resource limits of the device on which this engine runs its client."""
+    required: Requirements = NO_REQUIREMENTS
+    """Protection that the device demands on which this engine runs its client."""
     on_device: bool = False
     """Whether this engine runs on a device of a deployment; see `ClientContext.on_device`."""
     privacy: Mechanism | None = None
@@ -197,7 +200,8 @@ class Engine(ABC):
             holder = Holder(modalities, tuple(self.model.shapes), self.model.modalities)
             tested = bool(self.registry.tested)
             parts = self.policy.for_client(modalities), tested, PrivateNames.of(self.algorithm, self.model)
-            self._announcements[modalities] = Announcement(self.algorithm, self.answers, holder, *parts)
+            demand = self.required, self.privacy
+            self._announcements[modalities] = Announcement(self.algorithm, self.answers, holder, *parts, *demand)
         return self._announcements[modalities]
 
     def alone(self, request: Request, client: int, send: Send, missing: dict[int, str]) -> Message | None:

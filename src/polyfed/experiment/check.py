@@ -46,6 +46,7 @@ class Planned:
             run or on the data may be sent later, or never.
         tells: what it reveals beyond what its kind says; empty for most.
         masked: whether it is masked, so that the server reads only its sum over several clients.
+        random: whether it holds only random numbers that depend on no data, such as public keys.
     """
 
     task: str
@@ -61,6 +62,7 @@ class Planned:
     in_dry_run: bool = False
     tells: str = ""
     masked: bool = False
+    random: bool = False
 
 
 @dataclass(frozen=True)
@@ -265,11 +267,15 @@ def refuse_large(assembly: Assembly) -> None:
 
 
 def fixes_of(refused: Iterable[Planned], policy: Policy) -> list[str]:
-    """The lines of a policy that would allow these parts, one for each block and destination."""
+    """The lines of a configuration that would allow these parts, without repetition."""
     kinds: dict[tuple[str, str], set[str]] = {}
+    others: dict[str, None] = {}  # lines outside of [egress], which each part names itself
     for row in refused:
-        kinds.setdefault((row.block, row.destination), set()).add(row.kind)
-    return [policy.fix(wanted, *place) for place, wanted in kinds.items()]
+        if policy.allows(row.kind, row.block, row.destination):
+            others[row.fix] = None
+        else:
+            kinds.setdefault((row.block, row.destination), set()).add(row.kind)
+    return [*(policy.fix(wanted, *place) for place, wanted in kinds.items()), *others]
 
 
 def plan(

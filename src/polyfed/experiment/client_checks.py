@@ -2,7 +2,7 @@
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.registry import name_of
 from polyfed.data import Population
 from polyfed.experiment.recipe import Recipe
@@ -15,12 +15,29 @@ def refuse_clients(recipe: Recipe, population: Population) -> None:
     """Refuse a recipe whose clients, or whose over-selection, do not fit the rest of it.
 
     Raises:
+        DataError: see `refuse_row_numbers`.
         RecipeError: see `refuse_small_clients`, `refuse_overselect`, `refuse_single_replies`, `refuse_small_blocks`.
     """
+    refuse_row_numbers(recipe, population)
     refuse_small_clients(recipe, population)
     refuse_overselect(recipe)
     refuse_single_replies(recipe, population)
     refuse_small_blocks(recipe, population)
+
+
+def refuse_row_numbers(recipe: Recipe, population: Population) -> None:
+    """Refuse row numbers as sample ids where devices match their rows by ids.
+
+    Raises:
+        DataError: the data has no ids; the text says how to add them.
+    """
+    if recipe.algorithm.aligns_rows and population.columns.numbered:
+        raise DataError(
+            f"data '{population.columns.name}' has no sample ids, with which the devices of a silo match their rows, "
+            "and row numbers prove nothing. Save the array 'id' with the data: one integer for each row, the same for "
+            "a sample everywhere. If row i of every array is the same sample, set [data] ids = 'rows' (in Python, "
+            "ids='rows')"
+        )
 
 
 def refuse_small_clients(recipe: Recipe, population: Population) -> None:

@@ -32,6 +32,7 @@ class DataOptions(TypedDict, total=False):
         modalities: modality -> columns of a data frame or file; or names of the parts of a dataset's samples.
         present: modality -> bool (N,), false where a row lacks the modality.
         class_names: names of the classes.
+        ids: sample ids of the rows, or `rows`; devices of silos match their rows by them.
         layout: modality -> axes of a sample, such as `HWC`.
         standardise: whether to standardise all modalities, or the names of those to standardise.
         partial: `refuse` or `absent`, for rows of a table that lack some cells of a modality.
@@ -51,6 +52,7 @@ class DataOptions(TypedDict, total=False):
     modalities: Any
     present: Mapping[str, Any]
     class_names: Sequence[str]
+    ids: Any
     layout: Mapping[str, str]
     standardise: bool | Sequence[str]
     partial: str
@@ -70,7 +72,7 @@ class DataOptions(TypedDict, total=False):
     task: Mapping[str, Any]
 
 
-OF_THE_DATA = ("split", "modalities", "present", "class_names", "layout", "standardise", "partial", "test_share")
+OF_THE_DATA = ("split", "modalities", "present", "class_names", "ids", "layout", "standardise", "partial", "test_share")
 """Options that say how the data is read; `labels` and `clients` are two more."""
 
 

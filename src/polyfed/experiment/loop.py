@@ -199,7 +199,7 @@ class _Loop:
         """Add what the algorithm reports about its state to the row: the loss, logged numbers and tables."""
         algorithm = self.recipe.algorithm
         row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
-        row |= privacy_after(self.assembly.guarantee, row["round"] + self.repeated)
+        row |= privacy_after(self.assembly.guarantee, row["round"] + self.repeated, state)
         if tables := algorithm.observe_tables(state):
             row["tables"] = check_tables(tables)
         if row["round"] == -(-self.recipe.rounds // 3):

@@ -1,30 +1,33 @@
 """From the section [privacy] to the mechanism and the guarantee of a run; refuses what cannot be honoured."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from polyfed.algorithms import ALGORITHMS
-from polyfed.algorithms.averaging import Averaging
-from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError
 from polyfed.core.gaussian import Clip
-from polyfed.core.registry import name_of
 from polyfed.core.tree import SHARED, Tree, blocks
 from polyfed.data import Population
 from polyfed.engines.base import Engine
-from polyfed.experiment.privacy_support import methods_that_honour
+from polyfed.experiment.privacy_faults import (
+    faults_of_mean,
+    faults_of_method,
+    faults_of_model,
+    faults_of_rows,
+    share_rows,
+)
 from polyfed.experiment.recipe import Recipe
-from polyfed.experiment.task_choice import task_of
 from polyfed.federation.federation import Federation
+from polyfed.federation.private_mean import CLIP_NORM
 from polyfed.model import Model
 from polyfed.privacy.accounting import Accounting
+from polyfed.privacy.adaptive_clipping import AdaptiveClipping
 from polyfed.privacy.differential import Privacy
 from polyfed.privacy.guarantee import UNPROTECTED, Guarantee, in_words, states_of
 from polyfed.privacy.mechanism import Mechanism
-from polyfed.selection import Selector, Uniform
+from polyfed.selection import Selector
 
 
 def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine) -> Guarantee | None:
@@ -44,11 +47,13 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine) -> Guarantee |
     model = engine.model
     _refuse(recipe, spec, fed, engine)
     _refuse_own_test_rows(recipe, spec, engine.population)
-    accounting = _accounting(recipe, spec, fed)
+    accounting = accounting_of(recipe, spec, fed)
     _refuse_delta(spec, fed)
-    noise, rounds = _noise_and_rounds(recipe, spec, accounting)
+    noise, rounds = noise_and_rounds(recipe, spec, accounting)
     made = mechanism_of(recipe, model, engine.initial, noise, secure=engine.deployed)
     mechanism = replace(made, denominators=_denominators(recipe, fed) if spec.unit == "client" else {})
+    if spec.adaptive:
+        mechanism = _adaptive(spec, mechanism)
     parts = states_of(engine.announcement(fed.clients.modalities).rows, mechanism)
     open_parts = [part for part, state in parts if state == UNPROTECTED and part.kind not in spec.unprotected]
     if open_parts:
@@ -59,6 +64,18 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine) -> Guarantee |
             ("privacy", "unprotected"),
         )
     return Guarantee(spec, accounting, mechanism, parts, rounds, recipe.rounds)
+
+
+def _adaptive(spec: Privacy, mechanism: Mechanism) -> Mechanism:
+    """Return the mechanism with adaptive clipping, as the server knows it.
+
+    Raises:
+        RecipeError: the noise of the count does not fit the noise multiplier or the cohort.
+    """
+    options = spec.clip_quantile, spec.clip_lr, spec.count_noise
+    found = replace(mechanism, adaptive=AdaptiveClipping.of(*options, mechanism.denominators[SHARED]))
+    assert found.update_noise > mechanism.noise_multiplier, "the count spends a part of epsilon"
+    return found
 
 
 def mechanism_of(recipe: Recipe, model: Model, initial: Tree, noise: float | None, *, secure: bool) -> Mechanism:
@@ -75,7 +92,7 @@ def mechanism_of(recipe: Recipe, model: Model, initial: Tree, noise: float | Non
     assert spec is not None, "only a recipe with [privacy] has a mechanism"
     releases = None
     if not spec.central:
-        found, releases = _noise_and_rounds(recipe, spec, _accounting(recipe, spec, None))
+        found, releases = noise_and_rounds(recipe, spec, accounting_of(recipe, spec, None))
         noise = found if noise is None else noise
     elif noise is None:
         noise = 0.0  # the server adds the noise
@@ -90,6 +107,7 @@ def mechanism_of(recipe: Recipe, model: Model, initial: Tree, noise: float | Non
         protected=_by_task(method.honours(spec.unit)),
         withheld=_by_task(spare),
         secure=secure,
+        clients_clip=not spec.adaptive,
         releases=releases,
     )
 
@@ -113,9 +131,16 @@ def _refuse_own_test_rows(recipe: Recipe, spec: Privacy, population: Population)
         )
 
 
-def privacy_after(guarantee: Guarantee | None, round: int) -> dict[str, Any]:
-    """The entry `privacy` of a round: epsilon after it, in total and by block and kind; empty without [privacy]."""
-    return {} if guarantee is None else {"privacy": guarantee.after(round)}
+def privacy_after(guarantee: Guarantee | None, round: int, state: Any) -> dict[str, Any]:
+    """The entry `privacy` of a round: epsilon after it, in total and by block and kind; empty without [privacy].
+
+    Under adaptive clipping, also the clip norm of the next round.
+    """
+    if guarantee is None:
+        return {}
+    moments = getattr(state, "moments", {})
+    norm = {CLIP_NORM: float(moments[CLIP_NORM][CLIP_NORM])} if CLIP_NORM in moments else {}
+    return {"privacy": guarantee.after(round) | norm}
 
 
 def privacy_facts(guarantee: Guarantee | None, rounds: int) -> dict[str, Any]:
@@ -138,7 +163,7 @@ def _spares(method: Any) -> bool:
     return not isinstance(selector, Selector) or type(selector).learn is Selector.learn
 
 
-def _accounting(recipe: Recipe, spec: Privacy, fed: Federation | None) -> Accounting:
+def accounting_of(recipe: Recipe, spec: Privacy, fed: Federation | None) -> Accounting:
     """Return what the accountant has to know about the run. `fed` is needed only for `amplification`."""
     method: Any = recipe.algorithm
     if spec.unit == "example":
@@ -150,7 +175,7 @@ def _accounting(recipe: Recipe, spec: Privacy, fed: Federation | None) -> Accoun
     return Accounting(spec.accountant, spec.delta, swing=2.0 if cohort or not spec.central else 1.0, cohort=cohort)
 
 
-def _noise_and_rounds(recipe: Recipe, spec: Privacy, accounting: Accounting) -> tuple[float, int]:
+def noise_and_rounds(recipe: Recipe, spec: Privacy, accounting: Accounting) -> tuple[float, int]:
     """Return the noise multiplier, and the number of rounds that fit the budget."""
     if spec.noise_multiplier is None:
         assert spec.epsilon is not None, "the section has an epsilon or a noise multiplier"
@@ -193,68 +218,11 @@ def _refuse_delta(spec: Privacy, fed: Federation) -> None:
 
 def _refuse(recipe: Recipe, spec: Privacy, fed: Federation, engine: Engine) -> None:
     """Refuse a method with which the mechanism does not hold, or else the model and the section; with all reasons."""
-    reasons = [*_faults_of_method(recipe, spec)]
+    reasons = [*faults_of_method(recipe, spec)]
     if not reasons:  # other options would not help a method that cannot honour the unit at all
-        reasons += _faults_of_model(engine.model, engine.initial)
+        reasons += faults_of_model(engine.model, engine.initial)
         of_mean = spec.unit == "client"
-        reasons += _faults_of_mean(recipe, spec) if of_mean else _faults_of_rows(recipe, engine.model, fed, engine)
+        shared = share_rows(fed, engine)
+        reasons += faults_of_mean(recipe, spec) if of_mean else faults_of_rows(recipe, engine.model, shared=shared)
     if reasons:
         raise RecipeError(f'[privacy] unit = "{spec.unit}" cannot be honoured: ' + "; ".join(reasons), ("privacy",))
-
-
-def _faults_of_method(recipe: Recipe, spec: Privacy) -> Iterator[str]:
-    method = type(recipe.algorithm)
-    if not method.honours(spec.unit):
-        name = name_of(recipe.algorithm, ALGORITHMS)
-        own = "" if name in ALGORITHMS else ". If your class keeps the rule of `protects`, declare `protects` in it"
-        able = methods_that_honour(spec.unit)
-        yield f"algorithm '{name}': {method.dishonour(spec.unit)}{own}. Methods that can: {able}"
-
-
-def _faults_of_model(model: Model, initial: Tree) -> Iterator[str]:
-    if buffers := [name for name in initial if name not in model.trainable(initial)]:
-        yield (
-            f"the model has buffers that follow the rows of a batch, such as {buffers[0]} (BatchNorm). Use layers "
-            "without them, such as GroupNorm or LayerNorm"
-        )
-
-
-def _faults_of_mean(recipe: Recipe, spec: Privacy) -> Iterator[str]:
-    """Yield why a client could change the server's mean by more than the clip norm."""
-    method: Any = recipe.algorithm
-    if not isinstance(method, Averaging):
-        return
-    selector = method.selector
-    if method.aggregation != "uniform":
-        yield 'weights by rows give some clients more influence: set [algorithm] aggregation = "uniform"'
-    if method.server.aggregate != "mean":
-        yield f'[server] aggregate = "{method.server.aggregate}" has no bounded sensitivity: use "mean"'
-    if type(selector).weigh is not Selector.weigh:
-        yield f"[selection] {type(selector).__name__} sets the weights of the mean"
-    if spec.amplification and (type(selector) is not Uniform or selector.overselect is not None):
-        yield "amplification needs the selector uniform without overselect, because other cohorts depend on the data"
-    if spec.amplification and (method.private or method.fine_tune or type(method).local is not Algorithm.local):
-        yield "amplification needs clients without a state of their own, which would tell later who was in a cohort"
-
-
-def _share_rows(fed: Federation, engine: Engine) -> bool:
-    """Return whether several clients hold the same rows. The server of a deployment knows only of silos."""
-    if engine.deployed:
-        return fed.clients.silo is not None
-    rows = engine.population.train.rows
-    return len(rows) > 0 and int(torch.bincount(rows).max()) > 1
-
-
-def _faults_of_rows(recipe: Recipe, model: Model, fed: Federation, engine: Engine) -> Iterator[str]:
-    """Yield why a row could be used more often than counted, or in a gradient that is no mean over rows."""
-    train, objective = recipe.algorithm.train, task_of(recipe)
-    if _share_rows(fed, engine):
-        yield "several clients hold the same rows, as in silos, and epsilon counts the uses of a row by one client"
-    if mixes := objective.mixes_rows:
-        yield f"[task] {objective.NAME}: {mixes}"
-    if train.steps is not None:
-        yield "[train] steps: clients would pass over their rows a different number of times. Give epochs"
-    if model.recomputes:
-        yield "gradient checkpointing computes layers again, which the gradients of single rows do not allow"
-    if train.accumulate > 1:
-        yield "[train] accumulate: set accumulate = 1"

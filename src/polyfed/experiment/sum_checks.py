@@ -3,10 +3,12 @@
 from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import RecipeError
 from polyfed.core.registry import name_of
+from polyfed.core.tasks import types_of
 from polyfed.data import Population
-from polyfed.experiment.privacy_support import read_singly
+from polyfed.experiment.privacy_support import read_singly, sent
 from polyfed.experiment.recipe import Recipe
 from polyfed.federation.federation import Federation
+from polyfed.privacy.differential import Privacy
 from polyfed.selection import Selector
 
 HONEST_FORMS = ("label-flip",)
@@ -27,12 +29,7 @@ def refuse_single_replies(recipe: Recipe, population: Population) -> None:
         return
     where = f"[secure_aggregation]: '{name_of(method, ALGORITHMS)}' cannot use it"
     if recipe.privacy is not None:
-        raise RecipeError(
-            "[secure_aggregation] and [privacy] cannot be combined: the server could not check the clipping of a "
-            "masked reply, and polyfed's integers have no room for the noise of the clients. Remove one of the two "
-            "sections",
-            ("secure_aggregation",),
-        )
+        _refuse_privacy(recipe, recipe.privacy)
     if method.single_replies:
         raise RecipeError(f"{where}, because {method.single_replies}. Remove one of the two")
     if recipe.attack is not None and recipe.attack.name not in HONEST_FORMS:
@@ -47,6 +44,37 @@ def refuse_single_replies(recipe: Recipe, population: Population) -> None:
             f"{where}, because the server reads {field} of every single client (task {task})"
             f"{_advice(task)}. Methods that read only sums are fedavg and others that average parameters"
         )
+
+
+def _refuse_privacy(recipe: Recipe, privacy: Privacy) -> None:
+    """Refuse options of [privacy] that do not hold if the server reads only sums.
+
+    Raises:
+        RecipeError: with the option and the reason.
+    """
+    if privacy.amplification:
+        raise RecipeError(
+            "[privacy] amplification = true needs a secret cohort, and under [secure_aggregation] the clients of a "
+            "cohort see one another's public keys. Remove amplification",
+            ("privacy", "amplification"),
+        )
+    if privacy.adaptive:
+        raise RecipeError(
+            '[privacy] clip = "adaptive" needs the norms of single updates, and under [secure_aggregation] the server '
+            'reads only sums. Set clip = "joint"',
+            ("privacy", "clip"),
+        )
+    method = recipe.algorithm
+    spare = () if "statistic" in privacy.unprotected else method.spare
+    for name, task, field in sent(method):
+        kind = types_of(task)[1].masks
+        by = None if kind is None else method.weight_of(field, kind)
+        if by is not None and f"{name}.{by}" in spare and f"{name}.{field}" not in spare:
+            raise RecipeError(
+                f"[secure_aggregation] multiplies {field} by {by} at the clients, and under [privacy] clients send "
+                'zeros as their number of rows. Set [algorithm] aggregation = "uniform"',
+                ("algorithm", "aggregation"),
+            )
 
 
 def _advice(task: str) -> str:

@@ -32,12 +32,12 @@ class Attack:
 
     Attributes:
         name: the attack. `scaling` multiplies the attacker's update by `scale`, and `sign-flip` by -`scale`. `alie`
-            shifts the mean of the attackers' updates by several standard deviations. It takes the largest shift that
-            still hides among the honest replies (Baruch, Baruch, Goldberg, "A Little Is Enough", NeurIPS 2019).
-            `label-flip` trains on label C - 1 - y instead of y. Tolpegin et al., ESORICS 2020, flip one class.
-            polyfed flips all classes. `backdoor` trains on some rows with a trigger and the label `target`. It also
-            multiplies the update by `scale`. With a large factor, this attack is called model replacement (Bagdasaryan
-            et al., "How To Backdoor Federated Learning", AISTATS 2020).
+            shifts the mean of the attackers' updates by a number of standard deviations. It takes the largest shift
+            that still hides among the honest replies (Baruch, Baruch, Goldberg, "A Little Is Enough", NeurIPS 2019).
+            `label-flip` trains on label C - 1 - y instead of y. Tolpegin et al., ESORICS 2020, flip one class. polyfed
+            flips all classes. `backdoor` trains on some rows with a trigger and the label `target`. It also multiplies
+            the update by `scale`. With a large factor, this attack is called model replacement (Bagdasaryan et al.,
+            "How To Backdoor Federated Learning", AISTATS 2020).
         share: share of all clients that attack. polyfed draws these clients from the run's seed.
         clients: the numbers of the clients that attack. If given, `share` has no effect.
         scale: the factor of `scaling`, `sign-flip` and `backdoor`.

@@ -31,6 +31,7 @@ from polyfed.federation.reply_validation import NOT_FINITE, ReplyValidator
 from polyfed.federation.secure_aggregation.server import SecureSum, Summing
 from polyfed.privacy.mechanism import Mechanism
 from polyfed.training import SingleClientData
+from polyfed.training.optimisers import Moments
 
 HUGE = 1e8
 """Largest absolute value of a healthy model. If the server sends larger values and a client replies with NaN or
@@ -101,12 +102,11 @@ class Federation:
             self._validator = ReplyValidator(self.template, context.model, self.clients.modalities, objective, size)
         return self._validator
 
-    @property
-    def private_mean(self) -> PrivateMean | None:
-        """The private mean of the current request if [privacy] protects clients, else None."""
+    def private_mean(self, moments: Moments) -> PrivateMean | None:
+        """Return the private mean of the current request if [privacy] protects clients; see `PrivateMean.after`."""
         if self.privacy is None or self.privacy.unit != "client":
             return None
-        return PrivateMean(self.privacy, keys.key(self.seed, "privacy", self.round, self.asked))
+        return PrivateMean.after(self.privacy, keys.key(self.seed, "privacy", self.round, self.asked), moments)
 
     def begin(self, round: int) -> None:
         """Start a round: set its number and restart the count of requests."""
@@ -179,7 +179,8 @@ class Federation:
     def _summed(self, task: Task, clients: Sequence[int], send: Send, *, quorum: bool, **options: Any) -> Replies:
         """Ask under secure aggregation; see `ask`."""
         method: Summing = task.__self__  # type: ignore[attr-defined]
-        secure = SecureSum(partial(self.ask, secure=False), method, self.clients, self.template, self.emit, self.asked)
+        ask, hidden = partial(self.ask, secure=False), self.privacy.withholds if self.privacy else lambda _: False
+        secure = SecureSum(ask, method, self.clients, self.template, self.emit, self.asked, hidden)
         replies = secure.of(task, clients, send, **options)
         if quorum and clients:
             self.require_quorum(replies, path_of(task, self.owner))

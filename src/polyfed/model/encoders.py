@@ -13,6 +13,7 @@ from polyfed.model.encoder_spec import EncoderSpec, Mlp, Shape
 from polyfed.model.hugging_face import HuggingFace
 from polyfed.model.image_encoders import Cnn4, ResNet18
 from polyfed.model.sequence_encoders import ConvGru, TokenTransformer, Transformer
+from polyfed.model.spectrogram_encoder import Conv2dGru
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,7 @@ ENCODERS: dict[str, type[EncoderSpec]] = {
     "mlp": Mlp,
     "cnn4": Cnn4,
     "conv-gru": ConvGru,
+    "conv2d-gru": Conv2dGru,
     "hf": HuggingFace,
     "resnet18": ResNet18,
     "token-transformer": TokenTransformer,

@@ -4,9 +4,11 @@
 - `announcement`: everything that the replies of a client can hold. `polyfed check` and the gate use the same list.
 - `gate`: all replies leave through the gate. It refuses what the policy forbids or the announcement does not list.
 - `limits`: the minimum rows and steps, and the maximum rounds and requests, of a device ([limits] of a device).
+- `requirements`: the protection that a device demands ([require] of a device).
 - `ledger`: one row for each part of a message that was received, sent or refused.
 - `differential`: the options of differential privacy ([privacy] of a recipe).
 - `accounting`: epsilon and noise from the library dp-accounting.
+- `adaptive_clipping`: a clip norm that follows a quantile of the norms of the updates.
 - `mechanism`: the changes that a client makes to its reply before the gate: clipping, noise, and zeros in some fields.
 - `guarantee`: epsilon of a run by block and kind, and the list of data that is not protected.
 - `fixed_point`: the conversion of numbers to integers, in which secure aggregation adds the clients' values.

@@ -3,6 +3,7 @@
 This module only describes a run to the library. It contains no formula for epsilon.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,7 +24,7 @@ class Accounting:
         delta: delta.
         uses: how often one round uses the data of one protected unit (client or row). Each use is a Gaussian mechanism.
         swing: by how many clip norms the result of a use changes if the data of one unit changes. It is 1 if the data
-            is replaced by nothing, and 2 if the data is replaced by other data.
+            is left out, so that the unit adds zero. It is 2 if the data is replaced by other data.
         cohort: (size of the cohort, number of clients) if the cohort is drawn in secret, otherwise None.
     """
 
@@ -55,6 +56,21 @@ class Accounting:
         return low
 
 
+def epsilon_of_all(uses: Mapping[float, int], delta: float) -> float:
+    """Return the epsilon of Gaussian mechanisms with different noise, counted by Renyi differential privacy.
+
+    Args:
+        uses: noise multiplier -> number of mechanisms with this noise. The noise multiplier is the standard deviation
+            as a multiple of the largest change that one unit can cause.
+        delta: delta.
+    """
+    dp = _library()
+    accountant = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_SPECIAL)
+    for noise_multiplier, count in uses.items():
+        accountant.compose(dp.SelfComposedDpEvent(dp.GaussianDpEvent(noise_multiplier), count))
+    return float(accountant.get_epsilon(delta)) if uses else 0.0
+
+
 def _library() -> Any:
     """Import the library. It is imported late, because its import takes a second.
 
@@ -73,8 +89,9 @@ def _library() -> Any:
 def _fresh(accounting: Accounting) -> Any:
     """Make an accountant of the library.
 
-    For most runs, neighbours differ by the replacement of one unit by nothing (zero-out). For a cohort that is drawn in
-    secret, the library requires neighbours that differ by the replacement of one unit by another.
+    For most runs, one of two neighbours leaves out the data of one unit, so that the unit adds zero (the library calls
+    this zero-out). For a cohort that is drawn in secret, the library requires neighbours that differ by the replacement
+    of one unit by another.
     """
     dp = _library()
     relation = dp.NeighboringRelation.REPLACE_ONE if accounting.cohort else dp.NeighboringRelation.REPLACE_SPECIAL

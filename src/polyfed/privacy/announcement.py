@@ -14,7 +14,9 @@ from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.messages import LABELS, MODALITIES, OF_THE_MODEL, READ, Crossing, Declared, Message, tensors
 from polyfed.core.tree import SHARED, block_of
 from polyfed.model import Model
+from polyfed.privacy.mechanism import Mechanism
 from polyfed.privacy.policy import Policy, refusal
+from polyfed.privacy.requirements import NO_REQUIREMENTS, Requirements
 
 
 class Asking(Protocol):
@@ -92,9 +94,10 @@ class Announced:
         block: a modality, `shared` or `labels`.
         destination: `server` or `silo`.
         allowed: whether the policy allows the part to go to its destination.
-        fix: the policy line that would allow the part; empty if it is allowed.
+        fix: the line of the policy file that would allow the part; empty if it is allowed.
         tells: a note on data that the part reveals and its kind does not suggest; usually empty.
         masked: whether the part is masked, so that the server reads only its sum over several clients.
+        random: whether the part holds only random numbers that depend on no data.
     """
 
     task: str
@@ -107,6 +110,7 @@ class Announced:
     fix: str
     tells: str
     masked: bool = False
+    random: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,8 @@ class Announcement:
         policy: the policy of the client.
         tested: whether any client has test rows of its own.
         private: the parameters and buffers that the client never sends, even if its policy allows them.
+        required: the protection that the device demands.
+        mechanism: the mechanism of [privacy] on this client, or None.
     """
 
     algorithm: Asking
@@ -128,6 +134,8 @@ class Announcement:
     policy: Policy
     tested: bool
     private: PrivateNames = PrivateNames()
+    required: Requirements = NO_REQUIREMENTS
+    mechanism: Mechanism | None = None
 
     @cached_property
     def rows(self) -> dict[tuple[str, str, str], Announced]:
@@ -206,12 +214,20 @@ class Announcement:
         if not self.policy.allows(part.kind, part.block, destination):
             return refusal(part, destination, self.policy, client, reply.__name__)
         if (task, part.field, part.block) in self.rows:
-            return ""
+            return self._unprotected(where, task, part)
         hook = "will_send" if self.algorithm.will_ask(task, tested=self.tested) else "will_ask"
         return (
             f"{where}: `polyfed check` does not announce {part.kind} of {part.block} in a reply to task {task}, as "
             f"{type(self.algorithm).__name__}.{hook} says that it is not sent. Correct that method, or do not send it"
         )
+
+    def _unprotected(self, where: str, task: str, part: Crossing) -> str:
+        """Return the refusal of a part without the protection that the device demands; empty if it is protected."""
+        said = self.answers[task][0].declared[part.field]
+        why = self.required.lack(task, part.field, said, self.mechanism)
+        if not why:
+            return ""
+        return f"{where} ({said.kind}): {why}. It would leave if the policy file said: {self.required.fix(said.kind)}"
 
     def _undeclared(self, task: str, part: Crossing, strange: frozenset[str]) -> str:
         """Return the text of a refusal for undeclared names. The text explains how to declare them."""
@@ -243,9 +259,10 @@ class Announcement:
         said = reply.declared[field]
         allowed = self.policy.allows(said.kind, block, destination)
         fix = "" if allowed else self.policy.fix((said.kind,), block, destination)
-        return Announced(
-            task, reply.__name__, field, said.kind, block, destination, allowed, fix, said.tells, said.masked
-        )
+        if allowed and self.required.lack(task, field, said, self.mechanism):
+            allowed, fix = False, self.required.fix(said.kind)
+        about = said.tells, said.masked, said.random
+        return Announced(task, reply.__name__, field, said.kind, block, destination, allowed, fix, *about)
 
     def _check_owner(self, where: str, said: Declared) -> None:
         known = (*self.holder.everyone, SHARED, LABELS)

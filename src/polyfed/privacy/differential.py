@@ -9,6 +9,8 @@ from polyfed.core.schema import POSITIVE, Within, check_ranges
 
 OPEN = Within("above 0 and below 1, such as 1e-3", lambda value: (value > 0) & (value < 1))
 
+OPEN_SHARE = Within("above 0 and below 1, such as 0.5", lambda value: (value > 0) & (value < 1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
@@ -24,7 +26,13 @@ class Privacy:
         noise_multiplier: standard deviation of the noise as a multiple of `clip_norm`.
         clip_norm: largest 2-norm of an update, or of the gradient of a row.
         clip: `joint` limits the norm over all blocks. `per-block` limits each of the B blocks to
-            `clip_norm` / sqrt(B), so that the joint norm is still at most `clip_norm`.
+            `clip_norm` / sqrt(B), so that the joint norm is still at most `clip_norm`. `adaptive` limits the norm over
+            all blocks, and changes the limit after each round, such that it follows a quantile of the norms of the
+            updates. It needs `unit = "client"` and `noise_at = "server"`. The first limit is `clip_norm`.
+        clip_quantile: the quantile that `clip = "adaptive"` follows.
+        clip_lr: learning rate of the limit with `clip = "adaptive"`.
+        count_noise: standard deviation of the noise in the number of updates below the limit, with `clip = "adaptive"`.
+            The default is a twentieth of the cohort. A smaller value costs more noise in the updates.
         noise_at: the place of the noise with `unit = "client"`. With `server`, the server adds noise once, to the sum
             of the updates, so the clients have to trust the server. With `client`, each client adds noise to its update
             before the update leaves.
@@ -41,7 +49,10 @@ class Privacy:
     epsilon: Annotated[float | None, POSITIVE] = None
     noise_multiplier: Annotated[float | None, POSITIVE] = None
     clip_norm: Annotated[float, POSITIVE] = 1.0
-    clip: Literal["joint", "per-block"] = "joint"
+    clip: Literal["joint", "per-block", "adaptive"] = "joint"
+    clip_quantile: Annotated[float, OPEN_SHARE] = 0.5
+    clip_lr: Annotated[float, POSITIVE] = 0.2
+    count_noise: Annotated[float | None, POSITIVE] = None
     noise_at: Literal["server", "client"] = "server"
     accountant: Literal["rdp", "pld"] = "rdp"
     amplification: bool = False
@@ -59,6 +70,13 @@ class Privacy:
         if unknown := [kind for kind in self.unprotected if kind not in KINDS]:
             text = f"[privacy] unprotected: no kind '{unknown[0]}'; {did_you_mean(unknown[0], KINDS)}"
             raise RecipeError(text, ("privacy", "unprotected"))
+        if self.adaptive and not self.central:
+            raise RecipeError(
+                '[privacy] clip = "adaptive" needs unit = "client" and noise_at = "server": clients that add noise '
+                "would have to receive the clip norm with each request and to send a noisy bit, and messages have no "
+                "such fields",
+                ("privacy", "clip"),
+            )
         if self.amplification and not (self.unit == "client" and self.central and self.accountant == "rdp"):
             raise RecipeError(
                 '[privacy] amplification = true needs unit = "client", noise_at = "server" and accountant = "rdp": '
@@ -72,6 +90,14 @@ class Privacy:
         return self.unit == "client" and self.noise_at == "server"
 
     @property
+    def adaptive(self) -> bool:
+        """Whether the clip norm changes from round to round."""
+        return self.clip == "adaptive"
+
+    @property
     def idle(self) -> dict[str, str]:
         """The options that have no effect, each with the setting that causes this."""
-        return {"noise_at": 'unit = "example"'} if self.unit == "example" else {}
+        found = {"noise_at": 'unit = "example"'} if self.unit == "example" else {}
+        if not self.adaptive:
+            found |= dict.fromkeys(("clip_quantile", "clip_lr", "count_noise"), f'clip = "{self.clip}"')
+        return found

@@ -22,7 +22,7 @@ class Guarantee:
         spec: the section [privacy].
         accounting: the facts about the run that the accountant needs.
         mechanism: clip norm and noise.
-        parts: everything that a reply can hold, with `PROTECTED`, `UNPROTECTED` or `WITHHELD`.
+        parts: every part of a reply that depends on data, with `PROTECTED`, `UNPROTECTED` or `WITHHELD`.
         rounds: number of rounds that the run will do.
         wanted: number of rounds that the recipe asks for.
     """
@@ -81,6 +81,7 @@ class Guarantee:
             "noise_multiplier": self.mechanism.noise_multiplier,
             "clip_norm": spec.clip_norm,
             "clip": spec.clip,
+            **self._adaptive,
             "accountant": spec.accountant,
             "neighbours": self.neighbours,
             "assumption": self.assumption,
@@ -93,10 +94,16 @@ class Guarantee:
         }
 
     @property
+    def _adaptive(self) -> dict[str, float]:
+        """The noise that adaptive clipping splits epsilon into; empty without adaptive clipping."""
+        rule = self.mechanism.adaptive
+        return {} if rule is None else {"update_noise": self.mechanism.update_noise, "count_noise": rule.count_noise}
+
+    @property
     def neighbours(self) -> str:
         """The difference between two neighbouring data sets, which the guarantee makes hard to tell apart."""
         what = "the data of one client" if self.spec.unit == "client" else "one row"
-        return f"{what} is replaced by {'other data' if self.accounting.swing == 2 else 'nothing'}"
+        return f"{what} is {'replaced by other data' if self.accounting.swing == 2 else 'left out'}"
 
     @property
     def protects(self) -> str:
@@ -108,6 +115,12 @@ class Guarantee:
 
     @property
     def assumption(self) -> str:
+        """What the guarantee assumes about sampling and about clients, in sentences without the last full stop."""
+        trust = ". The server reads only sums, so the guarantee assumes that every client clips its own update"
+        return self._sampling + (trust if self.mechanism.central and any(part.masked for part, _ in self.parts) else "")
+
+    @property
+    def _sampling(self) -> str:
         """How the accountant counts the sampling of clients and rows, as a sentence without a full stop."""
         if self.accounting.cohort is not None:
             size, total = self.accounting.cohort
@@ -145,6 +158,13 @@ class Guarantee:
             f"accountant {spec.accountant})"
         )
         found = [head, f"Protects: {self.protects}. {self.assumption}", self.stop_note]
+        if rule := self.mechanism.adaptive:
+            found.append(
+                f"Adaptive clipping: the clip norm starts at {spec.clip_norm:g} and follows the {rule.quantile:g} "
+                "quantile of the norms of the updates. The updates have noise multiplier "
+                f"{self.mechanism.update_noise:.4f}, and the number of updates below the clip norm has noise with "
+                f"standard deviation {rule.count_noise:g}"
+            )
         if names := in_words([part for part, state in self.parts if state == WITHHELD]):
             found.append(f"Withheld, so clients send zeros: {names}")
         if names := in_words(self.unprotected):
@@ -175,9 +195,11 @@ def in_words(parts: Sequence[Announced]) -> str:
 
 
 def states_of(parts: Mapping[tuple[str, str, str], Announced], mechanism: Mechanism) -> list[tuple[Announced, str]]:
-    """Return every part that a reply can hold, with `PROTECTED`, `UNPROTECTED` or `WITHHELD`."""
+    """Return every part of a reply that depends on data, with `PROTECTED`, `UNPROTECTED` or `WITHHELD`."""
     found = []
     for part in parts.values():
+        if part.random:
+            continue
         state = UNPROTECTED
         if part.field in mechanism.protected.get(part.task, ()):
             state = PROTECTED

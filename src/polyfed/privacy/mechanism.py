@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyfed.core.gaussian import Clip, gaussian
+from polyfed.core.gaussian import Clip, gaussian, scaled
 from polyfed.core.messages import Message, map_fields, map_tensors, map_value
 from polyfed.core.tree import Tree
+from polyfed.privacy.adaptive_clipping import AdaptiveClipping
 from polyfed.training.per_sample import PerSample
 
 
@@ -30,6 +31,8 @@ class Mechanism:
         denominators: for each block, the constant by which the server divides the sum of the updates. Empty on a
             device, which does not need them.
         secure: whether noise comes from the operating system's generator. Otherwise it comes from the run's keys.
+        clients_clip: whether clients clip their updates. Under adaptive clipping, only the server knows the clip norm.
+        adaptive: how the clip norm changes from round to round; None on a device, and if it does not change.
         releases: largest number of protected replies that one client may send in a run, if clients add the
             noise; else None.
     """
@@ -42,18 +45,31 @@ class Mechanism:
     withheld: Mapping[str, tuple[str, ...]]
     denominators: Mapping[str, float] = field(default_factory=dict)
     secure: bool = False
+    clients_clip: bool = True
+    adaptive: AdaptiveClipping | None = None
     releases: int | None = None
+
+    @property
+    def update_noise(self) -> float:
+        """Noise multiplier of the updates. It exceeds `noise_multiplier` under adaptive clipping."""
+        adaptive = self.adaptive
+        return self.noise_multiplier if adaptive is None else adaptive.update_noise(self.noise_multiplier)
 
     @property
     def deviation(self) -> float:
         """Standard deviation of the noise of one release."""
-        return self.noise_multiplier * self.clip.total
+        return self.update_noise * self.clip.total
 
     def per_sample(self, task: str) -> PerSample | None:
         """Return how the training of a task protects single rows; None if it does not protect single rows."""
         if self.unit != "example" or task not in self.protected:
             return None
         return PerSample(self.clip, self.deviation, self.secure)
+
+    def covers(self, task: str, field: str) -> bool:
+        """Return whether noise that the client adds protects a field of a reply, or the client fills it with zeros."""
+        by_noise = not self.central and field in self.protected.get(task, ())
+        return by_noise or field in self.withheld.get(task, ())
 
     def withholds(self, field: str) -> bool:
         """Return whether clients fill this field of a reply with zeros."""
@@ -68,7 +84,7 @@ class Mechanism:
             reply: the replies. Every tensor has a leading client axis.
             keys: for each client, the key of (run, round, client), from which the noise of this client is drawn.
         """
-        protected = self.protected.get(task, ()) if self.unit == "client" else ()
+        protected = self.protected.get(task, ()) if self.unit == "client" and self.clients_clip else ()
         withheld = self.withheld.get(task, ())
 
         def change(name: str, value: Any) -> Any:
@@ -100,8 +116,3 @@ class Mechanism:
 
     def _noise(self, key: int, name: str, like: Tensor) -> Tensor:
         return gaussian(None if self.secure else key, name, tuple(like.shape[1:]), like.device).to(like.dtype)
-
-
-def scaled(stack: Tensor, factors: Tensor) -> Tensor:
-    """Return the entries (K, ...) times the factor of each client, (K,)."""
-    return stack * factors.view(-1, *(1,) * (stack.dim() - 1))

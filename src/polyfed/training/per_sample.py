@@ -64,7 +64,8 @@ class PerSample:
         found: Tree = {}
         for name, rows in grads.items():
             factor = factors[name] if batch.ok is None else torch.where(batch.ok, factors[name], 0.0)
-            found[name] = torch.tensordot(factor, rows, 1)
+            safe = torch.where((factor > 0).view(-1, *(1,) * (rows.dim() - 1)), rows, 0.0)
+            found[name] = torch.tensordot(factor, safe, 1)
             if self.deviation:
                 base = None if self.secure else batch.key
                 found[name] = found[name] + self.deviation * gaussian(base, name, tuple(rows.shape[1:]), rows.device)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from polyfed.algorithms.hfm.options import Overlap
 from polyfed.core.errors import DataError, RecipeError, TooFewReplies
 from polyfed.federation.client_registry import ClientRegistry
 
@@ -12,11 +13,15 @@ SHOWN = 5
 """The largest number of ids that an error message lists. The message counts the remaining ids."""
 
 
-def devices_of_silos(clients: ClientRegistry) -> dict[int, list[int]]:
+def devices_of_silos(clients: ClientRegistry, overlap: Overlap = "exact") -> dict[int, list[int]]:
     """Return the devices of each silo that have rows, in ascending order. Silos without rows are left out.
 
+    Args:
+        clients: the client registry.
+        overlap: the option `overlap` of `VerticalOptions`. Only under `exact`, a modality belongs to one device.
+
     Raises:
-        RecipeError: the clients form no silos, or two devices of one silo hold the same modality.
+        RecipeError: the clients form no silos, or under `exact` two devices of one silo hold the same modality.
     """
     if clients.silo is None:
         raise RecipeError("the algorithm needs silos: [clients] partition = 'silos'")
@@ -24,10 +29,11 @@ def devices_of_silos(clients: ClientRegistry) -> dict[int, list[int]]:
     for client in clients.eligible:
         silos.setdefault(int(clients.silo[client]), []).append(client)
     for silo, members in silos.items():
-        if bool((clients.holds[members].sum(0) > 1).any()):
+        if overlap == "exact" and bool((clients.holds[members].sum(0) > 1).any()):
             raise RecipeError(
                 f"silo {silo}: devices {', '.join(map(str, members))} hold a modality twice; in [clients] holdings "
-                "every modality belongs to one device"
+                "every modality belongs to one device. If these devices hold different samples, set [algorithm] "
+                "overlap = 'common' or 'all'"
             )
     return dict(sorted(silos.items()))
 
@@ -58,7 +64,10 @@ def check_aligned(silo: int, ids: Mapping[int, Tensor]) -> None:
         else:
             row = int((found != wanted).nonzero()[0, 0])
             facts = f"the same ids in another order, first at row {row}: {int(wanted[row])} and {int(found[row])}"
-        raise DataError(f"{who}: {facts}. Give all devices of a silo the same samples, sorted by id")
+        raise DataError(
+            f"{who}: {facts}. Give all devices of a silo the same samples, sorted by id; or set "
+            "[algorithm] overlap = 'common', which uses the samples that all hold, or 'all'"
+        )
 
 
 def _without(a: Tensor, b: Tensor) -> list[int]:

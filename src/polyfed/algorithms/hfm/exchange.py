@@ -68,6 +68,28 @@ class Copy(Message):
 
 
 @message
+class Slopes(Message):
+    """For each row that was exchanged, the gradient of its loss with respect to the embeddings (B_m, E) by modality."""
+
+    gradients: Tree = carries("embeddings", whole=True, shape=(None, "encoded"))
+
+
+@message
+class Guidance(Message):
+    """What a device without labels receives: the gradients (B_m, E) of its embeddings, and its rows."""
+
+    gradients: Tree = carries("embeddings", shape=(None, "encoded"))
+    rows: Tensor = carries("ids", shape=(None,))
+
+
+@message
+class Followed(Message):
+    """The reply of a device without labels: the drift of its own embeddings, as in `Copy`."""
+
+    drift: Tensor = carries("statistic")
+
+
+@message
 class Forward(Message):
     """The head that an edge sends to the server through its first device; empty for the other devices."""
 
@@ -91,11 +113,6 @@ class Sent:
     def __post_init__(self) -> None:
         """Keep the rows on the CPU, where the edge draws them."""
         keep_on_host(self, "rows")
-
-
-def stale_embeddings(rows: Tensor, sent: Sequence[Sent]) -> Tree:
-    """Return, by modality, the embeddings that were sent for exactly these rows. Missing modalities count as zero."""
-    return {m: h for one in sent if torch.equal(one.rows, rows) for m, h in one.embeddings.items()}
 
 
 def shuffled_peers(exchange: Exchange, own: Sequence[str], key: int) -> Exchange:

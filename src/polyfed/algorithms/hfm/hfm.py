@@ -6,20 +6,26 @@ broadcasts encoders and head, and every silo does R exchanges of Q local rounds.
 heads over the silos, weighted by their rows (Eq. 3). See docs/algorithms/hfm.md.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.hfm.alignment import devices_of_silos
-from polyfed.algorithms.hfm.exchange import Exchange, bytes_down, bytes_up
-from polyfed.algorithms.hfm.vertical import SiloState, Vertical
+from polyfed.algorithms.hfm.exchange import bytes_down, bytes_up
+from polyfed.algorithms.hfm.samples import SiloSamples
+from polyfed.algorithms.hfm.silo_scores import may_report
+from polyfed.algorithms.hfm.state import SiloState
+from polyfed.algorithms.hfm.vertical import Vertical
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.schema import NOT_NEGATIVE
 from polyfed.core.tasks import task
-from polyfed.core.tree import Tree, nested, under
+from polyfed.core.tree import SHARED, Tree, nested, select, under
+from polyfed.evaluation.scores import Measured
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
+from polyfed.federation.replies import Replies
+from polyfed.privacy.policy import Policy
 from polyfed.training import ClientData
 
 ANCHOR = "anchor"
@@ -55,7 +61,7 @@ class Hfm(Vertical):
         head = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in shapes.items()}
         return own | nested(ANCHOR, encoders | head)
 
-    def anchors(self, local: Tree, got: Exchange) -> Tree:
+    def anchors(self, local: Tree, head: Tree) -> Tree:
         """Return the values of the last broadcast, encoders and head."""
         return under(ANCHOR, local)
 
@@ -65,7 +71,9 @@ class Hfm(Vertical):
         A device that missed the broadcast does not take part in the round, because its encoder and its anchor would be
         older than those of the other devices. In this round its silo lacks the device's modalities.
         """
-        silos = devices_of_silos(fed.clients)
+        state = self.identified(state, fed)
+        samples = self.samples(state, fed)
+        silos = {silo: list(own.places) for silo, own in samples.items()}
         heads = {silo: self._head(fed, members, state.params) for silo, members in silos.items()}
         head = set(fed.context.model.head())
         encoders = {name: value for name, value in state.params.items() if name not in head}
@@ -76,16 +84,50 @@ class Hfm(Vertical):
         }
         adopted = fed.ask(self.adopt, sorted(send), send)
         answered = {silo: [client for client in members if client in adopted] for silo, members in silos.items()}
-        there = {silo: members for silo, members in answered.items() if members}
+        there = {silo: members for silo, members in answered.items() if self._can_train(fed, members)}
         heads = {silo: self._head(fed, members, state.params) for silo, members in there.items()}
-        state = self.vertical(state.with_(heads=heads, silo_bytes=0), fed, there)
-        uploads, handed = self.upload_of(state, fed, there)
-        rows = fed.clients.rows_of(uploads)
+        state = self.vertical(state.with_(heads=heads, silo_bytes=0), fed, there, samples)
+        uploads, handed = self.sent_models(state, fed, there)
         return state.with_(
-            params=state.params | uploads.mean("params", rows),
+            params=state.params | self._mean(uploads, samples, fed),
             silo_bytes=state.silo_bytes + handed,
             server_bytes=bytes_down(fed, send) + bytes_up(adopted) + bytes_up(uploads),
         )
+
+    def _can_train(self, fed: Federation, members: Sequence[int]) -> bool:
+        """Return whether one of these devices of a silo holds labels."""
+        return any(self.holds_labels(fed.clients.owned(client)) for client in members)
+
+    def _mean(self, uploads: Replies, samples: Mapping[int, SiloSamples], fed: Federation) -> Tree:
+        """Return the averages of Eq. 3. An encoder counts with its device's samples, a head with its silo's samples."""
+        silo_of = {client: silo for silo, own in samples.items() for client in own.places}
+        encoders = {client: samples[silo_of[client]].rows(client) for client in uploads}
+        whole = {client: samples[silo_of[client]].count for client in uploads}
+        mean = uploads.mean("params", encoders)
+        if encoders != whole:
+            mean |= {n: v for n, v in uploads.mean("params", whole).items() if n in fed.context.model.head()}
+        return mean
+
+    def evaluate(self, state: SiloState, fed: Federation) -> Measured:
+        """Evaluate the global model on the server's rows, and on each silo's test rows with all its modalities."""
+        measured = self.evaluate_globally(state.params, fed) if fed.evaluation_clients else {}
+        if not (self.evaluation.personal and fed.clients.tested and may_report(fed.context.policy)):
+            return Measured(measured)
+        head = set(fed.context.model.head())
+        encoders = {name: value for name, value in state.params.items() if name not in head}
+        heads = {silo: self._head(fed, members, state.params) for silo, members in self.devices(fed).items()}
+        group, scores = self.evaluated_in_silos(fed, heads, encoders)
+        return Measured(measured | ({"personal": group} if group else {}), scores)
+
+    def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
+        """Allow the personal evaluation of silos. Devices are not evaluated alone."""
+        own = self.evaluation.personal and may_report(policy)
+        asked = {"embed_own": own, "score_silo": own, "score_own": False}
+        return asked.get(task, super().will_send(task, field, block, policy))
+
+    def client_model(self, client: int, state: SiloState, fed: Federation, local: Callable[[int], Tree]) -> Tree:
+        """The global model for the modalities of the client's silo."""
+        return select(state.params, (*self.client_modalities(client, fed), SHARED))
 
     @task()
     def adopt(self, context: ClientContext, data: ClientData, local: Tree, got: Adopt) -> tuple[Adopted, Tree]:

@@ -8,6 +8,9 @@ from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError
 from polyfed.core.schema import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE
 
+Overlap = Literal["exact", "common", "all"]
+"""Which samples of a silo take part in training; see `VerticalOptions`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerticalOptions(Algorithm):
@@ -28,6 +31,13 @@ class VerticalOptions(Algorithm):
         mu: strength of the proximal term (Eq. 4) towards the received blocks; 0 disables the term.
         keep_optimiser: whether a device keeps its optimiser's moments from one exchange to the next. Otherwise every
             exchange starts a fresh optimiser. The report does not say. It needs `head_update = "device_average"`.
+        overlap: which samples of a silo take part. `exact` refuses devices that do not hold the same samples in the
+            same order. `common` uses the samples that every modality of the silo has. `all` uses every sample, and an
+            embedding that no device has counts as zero. Under `common` and `all`, several devices may hold one
+            modality; the edge takes the mean of their embeddings of a sample.
+        labels_at: the modality whose devices hold the labels. The other devices train on the gradients of their
+            embeddings, which the devices with labels compute once in an exchange (FedBCD, Liu et al., IEEE Transactions
+            on Signal Processing 70, 2022). Empty means that all devices hold the labels, as in the report.
         placebo: `shuffled` is a control that has the same cost. Each device receives the other devices' embeddings of
             other rows of the mini-batch, so they are unrelated to its samples. `none` is the method.
     """
@@ -42,6 +52,8 @@ class VerticalOptions(Algorithm):
     inner_batch: Annotated[int, AT_LEAST_ONE] = 64
     mu: Annotated[float, NOT_NEGATIVE] = 0.0
     keep_optimiser: bool = False
+    overlap: Overlap = "exact"
+    labels_at: str = ""
     placebo: Literal["none", "shuffled"] = "none"
 
     renamed: ClassVar[Mapping[str, str]] = {"q": "local_rounds", "r": "exchanges"}
@@ -59,4 +71,9 @@ class VerticalOptions(Algorithm):
             raise RecipeError(
                 "keep_optimiser needs devices that train the head as well: set [algorithm] head_update = "
                 "'device_average', or keep_optimiser = false"
+            )
+        if self.keep_optimiser and self.labels_at:
+            raise RecipeError(
+                "keep_optimiser needs devices that train the head as well, and with labels_at only the devices with "
+                "labels do: remove one of the two options"
             )

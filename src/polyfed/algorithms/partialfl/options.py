@@ -1,14 +1,16 @@
 """The options of PartialFL, and the modalities that a policy allows it to share."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.second_model import embedding_size, second_model, shapes_of
 from polyfed.core.errors import RecipeError
 from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from polyfed.core.tree import SHARED
-from polyfed.model import ModelSpec
+from polyfed.model import Model, ModelSpec
+from polyfed.model.encoders import encoder_spec
 from polyfed.privacy.policy import Policy
 from polyfed.training.losses import Negatives
 
@@ -31,8 +33,11 @@ class PartialOptions(Averaging):
             kind, so the policy must also allow `raw` if it is used.
         local_start: how local models start. With `own`, each device draws its own initial model, as in the paper. With
             `common`, all start from the same model, so the embeddings of all devices have the same axes from the start.
-        local_hidden: hidden sizes of the local model's encoders.
-        server_hidden: hidden sizes of the encoders in the tower (the server model).
+        local_hidden: hidden sizes of the local model's encoders, which are MLPs unless `local_encoders` names others.
+        local_encoders: encoders of the local models by modality, with the entries of [model.encoders]. For images and
+            series, name an encoder that reads them.
+        server_hidden: hidden sizes of the encoders in the tower (the server model), which are MLPs as well.
+        server_encoders: encoders of the tower by modality, as `local_encoders`.
         server_epochs: passes of the server over a device's rows in a round; the paper states no number.
         keep_server_optimiser: whether the tower's optimiser keeps its moments from device to device and from round to
             round; the paper does not say.
@@ -57,12 +62,44 @@ class PartialOptions(Averaging):
     inputs: Literal["embeddings", "raw"] = "embeddings"
     local_start: Literal["own", "common"] = "own"
     local_hidden: tuple[int, ...] = (256,)
+    local_encoders: Mapping[str, Any] = field(default_factory=dict)
     server_hidden: tuple[int, ...] = (1024, 1024, 512)
+    server_encoders: Mapping[str, Any] = field(default_factory=dict)
     server_epochs: Annotated[int, AT_LEAST_ONE] = 1
     keep_server_optimiser: bool = True
     keep_local_optimiser: bool = False
     placebo: Literal["none", "noise", "shuffled", "frozen"] = "none"
     probe: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse options that are out of range, and entries of encoders that cannot be read."""
+        super().__post_init__()
+        for option in ("local_encoders", "server_encoders"):
+            for name, entry in getattr(self, option).items():
+                encoder_spec(f"[algorithm.{option}] {name}", entry)
+
+    def check_encoders(self, shared: tuple[str, ...]) -> None:
+        """Refuse encoders for a modality that is not shareable, because no local model or tower reads it.
+
+        Raises:
+            RecipeError: the text lists the shareable modalities.
+        """
+        for option in ("local_encoders", "server_encoders"):
+            if strange := [name for name in getattr(self, option) if name not in shared]:
+                raise RecipeError(
+                    f"[algorithm] {option} names '{strange[0]}', which the policy does not share; the local models and "
+                    f"the tower read only {', '.join(shared)}"
+                )
+
+    def tower(self, model: Model, shared: tuple[str, ...]) -> Model:
+        """F_s, which maps shared vectors to embeddings z_T."""
+        shapes, d = shapes_of(model, shared), embedding_size(model)
+        return second_model(shapes, self.server_hidden, d, model.num_outputs, self.server_encoders)
+
+    def local_model(self, model: Model, shared: tuple[str, ...]) -> Model:
+        """F_k, which maps shared vectors to embeddings z'_T and logits."""
+        shapes, d = shapes_of(model, shared), embedding_size(model)
+        return second_model(shapes, self.local_hidden, d, model.num_outputs, self.local_encoders)
 
     def shareable(self, policy: Policy, modalities: Iterable[str]) -> tuple[str, ...]:
         """Return the modalities for which a policy allows the server every kind that the method needs."""

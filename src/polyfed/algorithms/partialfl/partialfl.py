@@ -24,7 +24,7 @@ from polyfed.algorithms.partialfl import teachers
 from polyfed.algorithms.partialfl.deposits import PRESENT, logged, usable_embeddings, usable_rows
 from polyfed.algorithms.partialfl.messages import Call, Deposit, Guided, GuidedUpdate
 from polyfed.algorithms.partialfl.options import PartialOptions
-from polyfed.algorithms.second_model import embed, embedding_size, mlps, shapes_of
+from polyfed.algorithms.second_model import embed, embedding_size
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
@@ -36,7 +36,7 @@ from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
 from polyfed.model import Model
 from polyfed.objective import SUPERVISED, Classification, Objective
-from polyfed.training import ClientData, TrainingResult
+from polyfed.training import ClientData
 from polyfed.training.kept_training import KeptTraining
 from polyfed.training.losses import contrastive
 from polyfed.training.optimisers import Moments
@@ -91,6 +91,7 @@ class PartialFL(PartialOptions):
         if not isinstance(fed.context.objective, Classification) and (self.probe or not self.same_class_negatives):
             raise RecipeError("partialfl: probe and same_class_negatives = false need classes; remove both options")
         shared = self.shareable(fed.context.policy, fed.clients.modalities)
+        self.check_encoders(shared)
         start = self.tower(fed.context.model, shared).init(keys.key(fed.seed, "init", "tower"))
         tower = {name: value.to(next(iter(params.values())).device) for name, value in start.items()}
         donors = [k for k in fed.clients.eligible if set(shared) & set(fed.clients.owned(k))]
@@ -108,14 +109,6 @@ class PartialFL(PartialOptions):
         there = {SHARED: rows.pop(PRESENT)} if PRESENT in rows else {}
         vectors, samples = (rows, {}) if self.inputs == "embeddings" else ({}, rows)
         return Deposit(vectors, samples, there, data.num_rows), local
-
-    def tower(self, model: Model, shared: tuple[str, ...]) -> Model:
-        """F_s, which maps shared vectors to embeddings z_T."""
-        return mlps(shapes_of(model, shared), self.server_hidden, embedding_size(model), model.num_outputs)
-
-    def local_model(self, model: Model, shared: tuple[str, ...]) -> Model:
-        """F_k, which maps shared vectors to embeddings z'_T and logits."""
-        return mlps(shapes_of(model, shared), self.local_hidden, embedding_size(model), model.num_outputs)
 
     def local(self, context: ClientContext, key: int) -> Tree:
         """Return the initial local model, which never leaves the device; empty without a shareable modality."""
@@ -218,7 +211,7 @@ class PartialFL(PartialOptions):
 
             leg, taken = None, after.tower_steps if self.keep_server_optimiser else 0
             if taken:
-                leg = TrainingResult({}, torch.zeros(()), torch.tensor(taken), moments=after.tower_moments)
+                leg = KeptTraining({}, after.tower_moments, torch.tensor(taken)).earlier()
             fit = data.minimise(loss, after.tower, train=train, model=model, after=leg)
             steps = int(fit.num_steps)
             losses.append(float(fit.loss) * steps / max(steps - taken, 1))

@@ -35,6 +35,7 @@ from polyfed.model import Model
 from polyfed.model.fusion import masked
 from polyfed.training import ClientData, TrainingResult
 from polyfed.training.client_data import steps_trained
+from polyfed.training.kept_training import KeptTraining
 from polyfed.training.optimisers import Moments, Train
 
 COMMON = -1
@@ -202,7 +203,7 @@ class Cut:
             return {n: g for n, g in grads.items() if n not in cuts}, {n: grads[n] for n in cuts}
 
         data = fed.server_data(sent.activations, number=k)
-        after = TrainingResult({}, torch.zeros(()), torch.tensor(half.steps), moments=half.moments)
+        after = KeptTraining({}, half.moments, torch.tensor(half.steps)).earlier()
         fit = data.minimise(loss, half.params | cuts, train=self.train, direction=without_cut, after=after, on=batch)
         params = {n: v for n, v in fit.params.items() if n not in cuts}
         return ServerHalf(params, fit.moments, half.steps + 1), fit

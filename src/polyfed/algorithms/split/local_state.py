@@ -1,6 +1,5 @@
 """A client's local state between two tasks of a cut model: its half of the model and the moments of its optimiser."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -8,6 +7,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.tree import Tree, nested, under
 from polyfed.model import Model
 from polyfed.training import TrainingResult
+from polyfed.training.kept_training import KeptTraining
 from polyfed.training.optimisers import Moments, Train
 
 WEIGHT, MOMENT = "weight", "moment"
@@ -31,7 +31,7 @@ def earlier_steps(local: Tree, step: Tensor) -> TrainingResult:
     for name, value in under(MOMENT, local).items():
         kind, _, of = name.partition("/")
         moments.setdefault(kind, {})[of] = value
-    return TrainingResult({}, torch.zeros((), device=step.device), step - 1, moments=moments)
+    return KeptTraining({}, moments, step - 1).earlier()
 
 
 def local_after(fit: TrainingResult, local: Tree) -> Tree:

@@ -4,7 +4,7 @@ To add a partition, write a frozen dataclass that extends `Partition` in a new f
 below.
 
 - `base`: the base class `Partition`, and the steps that partitions share.
-- `iid`: `iid` and `silos`, equal random shards.
+- `iid`: `iid` and `silos`, equal random shards, and silos of given sizes.
 - `dirichlet`: `dirichlet` and `dirichlet-authors`, label skew by a Dirichlet distribution.
 - `label_skew`: `classes-per-client` and `main-class`, label skew of the FMML paper.
 - `by_client`: `by-client`, the natural clients of the data.

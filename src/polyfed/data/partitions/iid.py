@@ -1,4 +1,4 @@
-"""Partitions that ignore the labels: equal random shards for clients (`iid`) or for silos (`silos`)."""
+"""Partitions that ignore the labels: equal shards for clients (`iid`) or silos (`silos`), and shards of given sizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +9,9 @@ from polyfed.core import keys
 from polyfed.data.columns import Columns
 from polyfed.data.partitions.base import Partition, require_rows
 from polyfed.data.partitions.shards import Rows, RowSlices
+
+SILOS = 4
+"""The number of silos if a recipe gives none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +39,30 @@ class Silos(Partition):
     `polyfed.data.populate` gives the shard of a silo to each of its devices.
 
     Attributes:
-        silos: Number of silos; 4 is inferred, see docs/partitions.md.
+        silos: Number of silos; None means 4, which is inferred, see docs/partitions.md.
     """
 
-    silos: int = 4
+    silos: int | None = None
 
     def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
         """Split the rows over silos: one array for each silo, not for each device; see `Partition.split`."""
-        return Iid(num=self.silos).split(columns, rows, key)
+        return Iid(num=self.silos or SILOS).split(columns, rows, key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sized(Partition):
+    """Shuffled shards whose sizes are in given proportions; `[clients] silo_sizes` uses this partition.
+
+    Attributes:
+        sizes: The relative size of each shard.
+    """
+
+    sizes: tuple[float, ...]
+
+    def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:
+        """Shuffle the rows and cut them into pieces of these sizes; see `Partition.split`."""
+        require_rows(columns, rows, len(self.sizes), 1)
+        ends = np.cumsum([0.0, *self.sizes])
+        bounds = np.round(ends / ends[-1] * len(rows)).astype(np.int64)
+        keys.generator(key).shuffle(rows)
+        return RowSlices(rows, bounds)

@@ -20,6 +20,9 @@ from polyfed.data.row_facts import Labels, clients_of, labels_of, splits_of
 from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import drawn
 
+ROWS = "rows"
+"""The value of `ids` that declares row numbers as sample ids."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Npz(Source):
@@ -39,7 +42,8 @@ class Npz(Source):
         split: Array of split codes: 0 train, 1 test, 2 validation, 3 left out; or the words train, test, validation.
         split_personal: Array of split codes within each natural client: 0 train, 1 test, 2 guard row.
         class_names: Array with the name of each class, or of each of the T targets.
-        ids: Array of sample ids, distinct integers; without it, the row numbers.
+        ids: Array of sample ids, distinct integers. With "rows", the row numbers are the ids: row i of every array is
+            the same sample. Without either, the row numbers count as unknown ids, which methods with silos refuse.
         layout: Modality -> axes of a sample, if the following rule guesses wrong. One axis is a vector (F). Two axes
             are an image (H, W) if uint8, otherwise a sequence (T, F). Three axes are (H, W, C) if the last has 1, 3 or
             4 entries, otherwise (C, H, W). Samples are converted to (F), (T, F) or (C, H, W). Use "FT" for sequences
@@ -98,7 +102,7 @@ class Npz(Source):
             num_classes=label.num_classes,
             split=drawn(label.values, self.test_share, self.seed) if split is None else split,
             ids=torch.arange(len(label.values)) if ids is None else ids,
-            numbered=ids is None,
+            numbered=ids is None and self.ids != ROWS,
             class_names=label.names,
             present=present or {},
             client=client,
@@ -142,7 +146,7 @@ class Npz(Source):
         return None
 
     def _ids(self, arrays: Arrays) -> Tensor | None:
-        name = self._named(arrays, "ids")
+        name = None if self.ids == ROWS and ROWS not in arrays else self._named(arrays, "ids")
         if name is None:
             return None
         ids = arrays.integers(name)

@@ -1,8 +1,10 @@
 """The messages of secure aggregation. In shapes: n clients in the cohort, S bytes in a ciphertext."""
 
+import torch
 from torch import Tensor
 
-from polyfed.core.messages import Message, carries, message
+from polyfed.core.messages import Message, carries, message, tensors
+from polyfed.core.request import Accept
 from polyfed.core.tree import Tree
 
 TELLS = "nothing about data: random keys and shares"
@@ -19,7 +21,7 @@ class Opening(Message):
 class PublicKeys(Message):
     """A client's two public keys, uint8 (2, 32): for the encryption of shares, and for masks."""
 
-    keys: Tensor = carries("statistic", shape=(None, None), tells=TELLS)
+    keys: Tensor = carries("statistic", shape=(None, None), tells=TELLS, random=True)
 
 
 @message
@@ -34,7 +36,7 @@ class Roster(Message):
 class EncryptedShares(Message):
     """A client's shares, each encrypted to its receiver, uint8 (n, S). The client's own row is zero."""
 
-    sealed: Tensor = carries("statistic", shape=(None, None), tells=TELLS)
+    sealed: Tensor = carries("statistic", shape=(None, None), tells=TELLS, random=True)
 
 
 @message
@@ -70,5 +72,15 @@ class RevealedShares(Message):
     All other rows are zero.
     """
 
-    of_keys: Tensor = carries("statistic", shape=(None, None), tells=TELLS)
-    of_self_masks: Tensor = carries("statistic", shape=(None, None), tells=TELLS)
+    of_keys: Tensor = carries("statistic", shape=(None, None), tells=TELLS, random=True)
+    of_self_masks: Tensor = carries("statistic", shape=(None, None), tells=TELLS, random=True)
+
+
+def bytes_of_shape(*shape: int) -> Accept:
+    """Return a check for `Federation.ask` that every field holds bytes of this shape."""
+
+    def flaw(client: int, reply: Message) -> str:
+        strange = [name for name, _, v in tensors(reply) if v.dtype != torch.uint8 or tuple(v.shape) != shape]
+        return f"sent {strange[0]} in another form than {' x '.join(map(str, shape))} bytes" if strange else ""
+
+    return flaw

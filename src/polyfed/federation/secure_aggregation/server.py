@@ -16,14 +16,14 @@ from torch import Tensor
 from polyfed.core.errors import RecipeError
 from polyfed.core.masked import LONG
 from polyfed.core.messages import Message, tensors
-from polyfed.core.request import Accept, Send, Task
+from polyfed.core.request import Send, Task
 from polyfed.core.tasks import types_of
 from polyfed.core.tree import SHARED
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.secure_aggregation.cohort import Cohort, Entry, Numbers, Vector, by_block
-from polyfed.federation.secure_aggregation.messages import Delivery, Opening, Roster, Unmasking
+from polyfed.federation.secure_aggregation.messages import Delivery, Opening, Roster, Unmasking, bytes_of_shape
 from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.privacy import masks
 from polyfed.privacy.fixed_point import UNSIGNED
@@ -82,6 +82,7 @@ class SecureSum:
         template: the model's tree.
         emit: a function that is called with the name and the fields of each event.
         number: number of earlier requests in this round.
+        withheld: whether clients fill a field of a reply with zeros, as under [privacy].
     """
 
     ask: Callable[..., Replies]
@@ -90,6 +91,7 @@ class SecureSum:
     template: Mapping[str, Tensor]
     emit: Callable[..., None]
     number: int
+    withheld: Callable[[str], bool] = lambda _: False
 
     @property
     def options(self) -> SecureAggregation:
@@ -133,13 +135,13 @@ class SecureSum:
         options: Mapping[str, Any],
     ) -> Replies:
         secure = self.options
-        opening, form = Opening(torch.tensor(self.number)), _bytes_of(2, masks.KEY)
+        opening, form = Opening(torch.tensor(self.number)), bytes_of_shape(2, masks.KEY)
         keys = self._step(secure.advertise, clients, opening, missing, accept=form)
         here = self._session(keys)
         num, members = len(here.clients), here.cohort.members
         self._require(num, num, "sent keys")
         roster = Roster(torch.from_numpy(here.cohort.keys), {b: torch.from_numpy(held) for b, held in members.items()})
-        form = _bytes_of(num, 2 * masks.SEED + masks.TAG)
+        form = bytes_of_shape(num, 2 * masks.SEED + masks.TAG)
         shares = self._step(secure.share, here.clients, roster, missing, accept=form)
         self._require(len(shares), num, "sent shares")
         delivered = self._step(secure.deliver, list(shares), self._deliveries(here, shares), missing)
@@ -150,7 +152,7 @@ class SecureSum:
         self._leave_out_small(here)
         self._require(int(here.survivors.sum()), num, "sent a masked reply")
         lists = Unmasking(torch.from_numpy(here.survivors), torch.from_numpy(here.sent & ~here.survivors))
-        alive, form = here.chosen(here.survivors), _bytes_of(num, masks.SEED)
+        alive, form = here.chosen(here.survivors), bytes_of_shape(num, masks.SEED)
         revealed = self._step(secure.unmask, alive, lists, missing, accept=form)
         self._require(len(revealed), num, "revealed their shares")
         sums = self._unmasked(kind, here, self._seeds(here, revealed))
@@ -281,6 +283,7 @@ class SecureSum:
         device = next((value.device for value in self.template.values()), torch.device("cpu"))
         real: dict[Entry, Tensor] = {}
         senders: dict[Entry, tuple[int, ...]] = {}
+        errors: dict[Entry, float] = {}
         for block, numbers in sums.items():
             inside = tuple(here.chosen(here.survivors & here.cohort.members[block]))
             for (name, key), total in numbers.items():
@@ -289,9 +292,9 @@ class SecureSum:
                 most = scale.limit * sum(weights[name][client] for client in inside) + scale.error(len(inside))
                 if bool((value.abs() > most).any()):
                     raise Abandoned(f"the sum of {name} is out of range, so a client has revealed a wrong share")
-                real[name, key], senders[name, key] = value.to(device), inside
+                real[name, key], senders[name, key], errors[name, key] = value.to(device), inside, scale.error(1)
         self._check_weights(weighed, real, rows)
-        return SummedReplies([], missing, tuple(alive), real, senders, weights, self.template)
+        return SummedReplies([], missing, tuple(alive), real, senders, weights, self.template, errors)
 
     def _check_weights(
         self, weighed: Mapping[str, str | None], real: Mapping[Entry, Tensor], rows: Mapping[int, int]
@@ -301,20 +304,10 @@ class SecureSum:
         Raises:
             RecipeError: the sum of these weights differs from the sum in the client registry.
         """
-        for by in {by for by in weighed.values() if by is not None}:
+        for by in {by for by in weighed.values() if by is not None and not self.withheld(by)}:
             if round(float(real[by, None])) != sum(rows.values()):
                 raise RecipeError(
                     f"the clients' weights ({by}) add up to {float(real[by, None]):.0f}, and those of the client "
                     f"registry to {sum(rows.values())}. [engine] rows_cap cannot limit weights that the server does "
                     "not see: set it to 0. If it is 0, a client's data has changed since it enrolled: start again"
                 )
-
-
-def _bytes_of(*shape: int) -> Accept:
-    """Return a check for `Federation.ask` that every field holds bytes of this shape."""
-
-    def flaw(client: int, reply: Message) -> str:
-        strange = [name for name, _, v in tensors(reply) if v.dtype != torch.uint8 or tuple(v.shape) != shape]
-        return f"sent {strange[0]} in another form than {' x '.join(map(str, shape))} bytes" if strange else ""
-
-    return flaw

@@ -23,6 +23,7 @@ class SummedReplies(Replies):
         senders: for each tensor, the clients whose values are in its sum.
         weights_in: for each field, the weight by which each client multiplied it.
         template: the model's tree, which gives the types of the means.
+        errors: for each tensor, the largest difference between an entry of one client and the integer that it sent.
     """
 
     clients: tuple[int, ...] = ()
@@ -30,6 +31,7 @@ class SummedReplies(Replies):
     senders: Mapping[Entry, tuple[int, ...]] = field(default_factory=dict)
     weights_in: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     template: Mapping[str, Tensor] = field(default_factory=dict)
+    errors: Mapping[Entry, float] = field(default_factory=dict)
 
     def __getitem__(self, client: int) -> NoReturn:
         """Refuse to return a single reply.

@@ -1,0 +1,93 @@
+"""The privacy budget of a device: epsilon of everything that it has sent with noise, in all runs together.
+
+A server could begin one run after the other, or give a run a new name. So the device counts over all runs, in a file in
+its state folder. A repeated request counts again, because its reply has new noise.
+"""
+
+import fcntl
+import json
+from collections import Counter
+from pathlib import Path
+
+from polyfed.core.errors import EgressError
+from polyfed.core.files import read_notes, replace_text
+from polyfed.privacy.accounting import epsilon_of_all
+from polyfed.privacy.guarantee import number
+from polyfed.privacy.requirements import Release, Requirements
+
+SPENT = "privacy-spent.json"
+"""File in the state folder of a device: `unit noise` -> number of Gaussian mechanisms with this noise."""
+
+LOCK = "privacy-spent.lock"
+"""File that a process locks while it counts, because several runs may ask the same device at once."""
+
+
+def refuse_spent(required: Requirements, release: Release | None, folder: Path, client: int) -> None:
+    """Refuse a run if the budget of the device does not allow another reply. This function counts nothing.
+
+    Args:
+        required: the section [require] of the device.
+        release: what a reply costs, or None if the device does not limit epsilon.
+        folder: the state folder of the device.
+        client: the client's number.
+
+    Raises:
+        EgressError: one more reply would exceed the budget.
+        CheckpointError: the file is damaged.
+    """
+    if release is not None:
+        _checked(required, _with(_read(folder), release), client)
+
+
+def spend(required: Requirements, release: Release | None, folder: Path, client: int) -> None:
+    """Count a reply with noise before its task runs, or refuse the request; see `refuse_spent`."""
+    if release is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        spent = _with(_read(folder), release)
+        _checked(required, spent, client)
+        replace_text(folder / SPENT, json.dumps(spent))
+
+
+def _read(folder: Path) -> dict[str, int]:
+    return read_notes(folder / SPENT, int)
+
+
+def _with(spent: dict[str, int], release: Release) -> dict[str, int]:
+    """Return the counts with one more reply."""
+    key = f"{release.unit} {release.noise!r}"
+    return spent | {key: spent.get(key, 0) + release.uses}
+
+
+def _checked(required: Requirements, spent: dict[str, int], client: int) -> None:
+    """Refuse counts that exceed the budget.
+
+    Noise for a whole client also protects each of its rows. Noise for single rows does not protect a whole client.
+
+    Raises:
+        EgressError: epsilon exceeds `max_epsilon`.
+    """
+    assert required.max_epsilon is not None, "a device without max_epsilon has no budget"
+    assert required.delta is not None, "max_epsilon has a delta"
+    uses: Counter[float] = Counter()
+    for key, count in spent.items():
+        unit, _, noise = key.partition(" ")
+        if required.unit == "client" and unit == "example":
+            raise EgressError(
+                f'client {client} refused: [require] unit = "client" of the device, and earlier replies of the device '
+                f"protected single rows only. {_cure()}"
+            )
+        uses[float(noise)] += count
+    total = epsilon_of_all(uses, required.delta)
+    if total > required.max_epsilon:
+        raise EgressError(
+            f"client {client} refused: [require] max_epsilon = {required.max_epsilon:g} of the device at delta = "
+            f"{required.delta:g}, and one more reply would bring all replies of the device in all runs to epsilon "
+            f"{number(total)}. {_cure()}"
+        )
+
+
+def _cure() -> str:
+    return f"The owner of the device may raise max_epsilon, or remove {SPENT} of its state folder if the data is new"

@@ -1,0 +1,121 @@
+"""Does a recipe have the protection that a device demands? The device computes the answer from the recipe alone."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from polyfed.core.tree import Tree
+from polyfed.experiment.privacy_faults import faults_of_method, faults_of_model, faults_of_rows
+from polyfed.experiment.protection import accounting_of, noise_and_rounds
+from polyfed.experiment.recipe import Recipe
+from polyfed.model import Model
+from polyfed.privacy.accounting import epsilon_of_all
+from polyfed.privacy.differential import Privacy
+from polyfed.privacy.guarantee import number
+from polyfed.privacy.requirements import Release, Requirements
+
+LEAST_CLIP, MOST_CLIP = 1e-6, 1e6
+"""Range of `clip_norm` under `max_epsilon`. Outside of it, rounding errors of float32 come close to the clip norm or to
+the largest number, and the noise would not hide them (inferred from the format)."""
+
+
+def unmet(required: Requirements, recipe: Recipe, *, shared: bool) -> Iterator[str]:
+    """Yield why a recipe lacks protection that a device demands, as sentences with the cure, without a full stop.
+
+    Args:
+        required: the section [require] of the device.
+        recipe: the recipe.
+        shared: whether other devices hold the same rows, as in a silo.
+    """
+    if required.secure_aggregation:
+        yield from _unmet_sums(required, recipe)
+    if required.max_epsilon is not None:
+        yield from _unmet_noise(required, recipe, shared=shared)
+
+
+def unmet_by_model(required: Requirements, recipe: Recipe, model: Model, initial: Tree) -> Iterator[str]:
+    """Yield why the model of a recipe breaks the guarantee of [privacy], as `unmet` does.
+
+    Args:
+        required: the section [require] of the device.
+        recipe: the recipe, which fulfils `unmet`.
+        model: the model.
+        initial: the initial parameters.
+    """
+    if required.max_epsilon is None:
+        return
+    assert recipe.privacy is not None, "a recipe without [privacy] does not fulfil max_epsilon"
+    yield from faults_of_model(model, initial)
+    if recipe.privacy.unit == "example":
+        yield from faults_of_rows(recipe, model, shared=False)
+
+
+def release_of(required: Requirements, recipe: Recipe) -> Release | None:
+    """Return what one protected reply to a task of this recipe costs. None if the device does not limit epsilon."""
+    spec = recipe.privacy
+    if required.max_epsilon is None or spec is None or spec.central:
+        return None
+    accounting = accounting_of(recipe, spec, None)
+    noise, _ = noise_and_rounds(recipe, spec, accounting)
+    return Release(spec.unit, noise / accounting.swing, accounting.uses)
+
+
+def _unmet_sums(required: Requirements, recipe: Recipe) -> Iterator[str]:
+    secure: Any = recipe.algorithm.secure_aggregation
+    if secure is None:
+        yield (
+            "[require] secure_aggregation = true of the device, and the recipe has no section [secure_aggregation]. "
+            "Add the section to the recipe"
+        )
+    elif required.min_clients is not None and secure.min_clients < required.min_clients:
+        yield (
+            f"[require] min_clients = {required.min_clients} of the device, and the recipe says [secure_aggregation] "
+            f"min_clients = {secure.min_clients}. Raise the number in the recipe"
+        )
+
+
+def _unmet_noise(required: Requirements, recipe: Recipe, *, shared: bool) -> Iterator[str]:
+    spec, where = recipe.privacy, f"[require] max_epsilon = {required.max_epsilon:g} of the device, and"
+    if spec is None:
+        yield f"{where} the recipe has no section [privacy]. Add the section to the recipe"
+        return
+    if spec.central:
+        yield (
+            f'{where} the recipe says [privacy] unit = "client" with noise_at = "server". A device cannot verify the '
+            'noise of a server. Set noise_at = "client" or unit = "example" in the recipe'
+        )
+        return
+    if required.unit == "client" and spec.unit == "example":
+        yield (
+            f'{where} its unit = "client" protects all data of the device, but the recipe says [privacy] '
+            'unit = "example", which protects single rows. Change one of the two'
+        )
+        return
+    if not LEAST_CLIP <= spec.clip_norm <= MOST_CLIP:
+        yield (
+            f"{where} the recipe says [privacy] clip_norm = {spec.clip_norm:g}, where rounding errors could exceed the "
+            f"noise. Set clip_norm between {LEAST_CLIP:g} and {MOST_CLIP:g} in the recipe"
+        )
+    faults = [*faults_of_method(recipe, spec), *_faults_of_sharing(spec, shared=shared)]
+    yield from (f"{where} the recipe cannot honour [privacy]: {fault}" for fault in faults)
+    if not faults:
+        yield from _unmet_epsilon(required, recipe, spec)
+
+
+def _faults_of_sharing(spec: Privacy, *, shared: bool) -> Iterator[str]:
+    if shared and spec.unit == "example":
+        yield "the devices of a silo hold the same rows, and epsilon counts the uses of a row by one device"
+
+
+def _unmet_epsilon(required: Requirements, recipe: Recipe, spec: Privacy) -> Iterator[str]:
+    assert required.max_epsilon is not None, "the caller has checked it"
+    assert required.delta is not None, "max_epsilon has a delta"
+    release = release_of(required, recipe)
+    assert release is not None, "the clients add the noise"
+    _, rounds = noise_and_rounds(recipe, spec, accounting_of(recipe, spec, None))
+    spent = epsilon_of_all({release.noise: release.uses * max(rounds, 1)}, required.delta)
+    if spent > required.max_epsilon:
+        yield (
+            f"[require] max_epsilon = {required.max_epsilon:g} of the device at delta = {required.delta:g}, and the "
+            f"{rounds} rounds of the recipe spend {number(spent)}. Lower [privacy] epsilon or the number of rounds in "
+            f"the recipe, or raise max_epsilon in the device's policy file"
+        )

@@ -1,0 +1,88 @@
+"""Why a recipe cannot honour its section [privacy]. The server checks this before a run, and a device that demands
+protection checks it again.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from polyfed.algorithms import ALGORITHMS
+from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.base import Algorithm
+from polyfed.core.registry import name_of
+from polyfed.core.tree import Tree
+from polyfed.engines.base import Engine
+from polyfed.experiment.privacy_support import methods_that_honour
+from polyfed.experiment.recipe import Recipe
+from polyfed.experiment.task_choice import task_of
+from polyfed.federation.federation import Federation
+from polyfed.model import Model
+from polyfed.privacy.differential import Privacy
+from polyfed.selection import Selector, Uniform
+
+
+def faults_of_method(recipe: Recipe, spec: Privacy) -> Iterator[str]:
+    """Yield why the method cannot honour the unit of the section."""
+    method = type(recipe.algorithm)
+    if not method.honours(spec.unit):
+        name = name_of(recipe.algorithm, ALGORITHMS)
+        own = "" if name in ALGORITHMS else ". If your class keeps the rule of `protects`, declare `protects` in it"
+        able = methods_that_honour(spec.unit)
+        yield f"algorithm '{name}': {method.dishonour(spec.unit)}{own}. Methods that can: {able}"
+
+
+def faults_of_model(model: Model, initial: Tree) -> Iterator[str]:
+    """Yield why clients would send entries of the model that are not trained parameters."""
+    if buffers := [name for name in initial if name not in model.trainable(initial)]:
+        yield (
+            f"the model has buffers that follow the rows of a batch, such as {buffers[0]} (BatchNorm). Use layers "
+            "without them, such as GroupNorm or LayerNorm"
+        )
+
+
+def faults_of_mean(recipe: Recipe, spec: Privacy) -> Iterator[str]:
+    """Yield why a client could change the server's mean by more than the clip norm."""
+    method: Any = recipe.algorithm
+    if not isinstance(method, Averaging):
+        return
+    selector = method.selector
+    if method.aggregation != "uniform":
+        yield 'weights by rows give some clients more influence: set [algorithm] aggregation = "uniform"'
+    if method.server.aggregate != "mean":
+        yield f'[server] aggregate = "{method.server.aggregate}" has no bounded sensitivity: use "mean"'
+    if type(selector).weigh is not Selector.weigh:
+        yield f"[selection] {type(selector).__name__} sets the weights of the mean"
+    if spec.amplification and (type(selector) is not Uniform or selector.overselect is not None):
+        yield "amplification needs the selector uniform without overselect, because other cohorts depend on the data"
+    if spec.amplification and (method.private or method.fine_tune or type(method).local is not Algorithm.local):
+        yield "amplification needs clients without a state of their own, which would tell later who was in a cohort"
+
+
+def share_rows(fed: Federation, engine: Engine) -> bool:
+    """Return whether several clients hold the same rows. The server of a deployment knows only of silos."""
+    if engine.deployed:
+        return fed.clients.silo is not None
+    rows = engine.population.train.rows
+    return len(rows) > 0 and int(torch.bincount(rows).max()) > 1
+
+
+def faults_of_rows(recipe: Recipe, model: Model, *, shared: bool) -> Iterator[str]:
+    """Yield why a row could be used more often than counted, or in a gradient that is no mean over rows.
+
+    Args:
+        recipe: the recipe.
+        model: the model.
+        shared: whether several clients hold the same rows.
+    """
+    train, objective = recipe.algorithm.train, task_of(recipe)
+    if shared:
+        yield "several clients hold the same rows, as in silos, and epsilon counts the uses of a row by one client"
+    if mixes := objective.mixes_rows:
+        yield f"[task] {objective.NAME}: {mixes}"
+    if train.steps is not None:
+        yield "[train] steps: clients would pass over their rows a different number of times. Give epochs"
+    if model.recomputes:
+        yield "gradient checkpointing computes layers again, which the gradients of single rows do not allow"
+    if train.accumulate > 1:
+        yield "[train] accumulate: set accumulate = 1"

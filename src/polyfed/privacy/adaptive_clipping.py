@@ -1,0 +1,79 @@
+"""Adaptive clipping: the clip norm follows a quantile of the norms of the clients' updates.
+
+Andrew, Thakkar, McMahan, Ramaswamy, "Differentially Private Learning with Adaptive Clipping", NeurIPS 2021, Algorithm 1
+and Theorem 1. The server also needs noise for the share of updates below the clip norm, so the updates get more noise
+than without adaptive clipping, at the same epsilon.
+"""
+
+import math
+from dataclasses import dataclass
+
+from polyfed.core.errors import RecipeError
+
+COUNT_NOISE = 1 / 20
+"""Default noise of the count as a share of the expected size of the cohort (Andrew et al., 2021, Section 3.1)."""
+
+
+@dataclass(frozen=True)
+class AdaptiveClipping:
+    """How the clip norm changes from round to round.
+
+    Attributes:
+        quantile: gamma, the share of updates that should not be clipped.
+        lr: eta_C, the learning rate of the clip norm.
+        count_noise: sigma_b, standard deviation of the noise in the number of updates below the clip norm.
+    """
+
+    quantile: float
+    lr: float
+    count_noise: float
+
+    @classmethod
+    def of(cls, quantile: float, lr: float, count_noise: float | None, cohort: float) -> "AdaptiveClipping":
+        """Return the rule. The default of `count_noise` depends on the expected size of the cohort.
+
+        Raises:
+            RecipeError: the noise is larger than the cohort, so the clip norm would follow only noise.
+        """
+        noise = COUNT_NOISE * cohort if count_noise is None else count_noise
+        if noise > cohort:
+            raise RecipeError(
+                f"[privacy] count_noise = {noise:g}: must be at most {cohort:g}, the expected size of the cohort, "
+                "because with more noise the clip norm would follow only the noise",
+                ("privacy", "count_noise"),
+            )
+        return cls(quantile, lr, noise)
+
+    def update_noise(self, noise_multiplier: float) -> float:
+        """Return z_Delta, the noise multiplier of the updates (Theorem 1).
+
+        z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2). A client changes the centred count by at most 1/2. So the count has
+        the noise multiplier 2 sigma_b, and both results together are one Gaussian mechanism with noise multiplier z.
+
+        Args:
+            noise_multiplier: z, which the accountant counts.
+
+        Raises:
+            RecipeError: sigma_b is at most z / 2, so the count alone would spend more than z allows.
+        """
+        rest = noise_multiplier**-2 - (2 * self.count_noise) ** -2
+        if rest <= 0:
+            raise RecipeError(
+                f"[privacy] count_noise = {self.count_noise:g}: must be above half of the noise multiplier "
+                f"({noise_multiplier:g}), because the count of updates below the clip norm would spend all of epsilon. "
+                "Raise count_noise, epsilon or the number of clients in a cohort",
+                ("privacy", "count_noise"),
+            )
+        return float(rest**-0.5)
+
+    def after(self, norm: float, centred_count: float, cohort: float) -> float:
+        """Return the clip norm of the next round: C exp(-eta_C (b - gamma)) (Algorithm 1).
+
+        Args:
+            norm: C, the clip norm of this round.
+            centred_count: sum over the clients of +1/2 for an update below the clip norm, or -1/2 for an update above
+                it, with noise. A client that sent nothing adds 0.
+            cohort: the expected size of the cohort, a constant.
+        """
+        share = centred_count / cohort + 0.5
+        return norm * math.exp(-self.lr * (share - self.quantile))
