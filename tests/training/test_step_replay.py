@@ -23,6 +23,7 @@ from polyfed.experiment.recipe import EngineSpec
 from polyfed.federation.federation import Federation
 from polyfed.model import ModelSpec, build_model
 from polyfed.training import StackedClientData, TrainingResult
+from polyfed.training import stacked
 from polyfed.training import step_replay as replay
 from polyfed.training.optimisers import Train
 from polyfed.training.step_memory import calls
@@ -37,6 +38,12 @@ COLUMNS = Toy(rows=400, classes=3).load()
 MODEL = build_model(ModelSpec(embedding=4, encoders=PLAIN), {"a": (16,), "b": (24,)}, 3)
 EQUAL, UNEQUAL = (60, 60, 60), (61, 33, 60)
 Loss = Callable[[Tree, Batch], Any]
+
+
+@pytest.fixture(autouse=True)
+def short_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs take the steps of short local trainings too, so that the tests need only a few steps."""
+    monkeypatch.setattr(stacked, "FEW", 2)
 
 
 @pytest.fixture

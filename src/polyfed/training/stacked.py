@@ -45,8 +45,9 @@ Kind = tuple[bool, bool]
 
 WHOLE: Kind = (True, True)
 
-FEW = 2
-"""Fewest steps of a local training that programs take."""
+FEW = 16
+"""Fewest steps of a local training that programs take. A program costs as much as 10 to 20 direct steps
+(docs/decisions/0009-replayed-steps.md), so from here on it pays in the first round."""
 
 MANY = 32
 """The same where each round has another learning rate. The rate is part of a program, so each round makes its own."""
