@@ -59,7 +59,7 @@ class Vectorised(InProcess):
     Args:
         stack: most clients in a stack. With 0, the memory budget `STACK_BYTES` decides, and models with large 2-d
             convolutions run one client at a time on a CPU.
-        replay: whether training steps may be traced once and replayed.
+        replay: whether training steps are traced, rewritten and replayed.
     """
 
     name = "vectorised"

@@ -21,8 +21,9 @@ class EngineSpec:
             each operation spends more time waiting than it saves, above all on a busy machine.
         stack: the largest number of clients in one stack of the vectorised engine; 0 chooses it by a memory budget,
             and on a CPU does not stack models with large 2-d convolutions, which run slower when stacked.
-        replay: whether the vectorised engine may record a training step and replay it, which is faster and gives the
-            same bits. Switch it off for a loss of your own that is not a function of its batch alone.
+        replay: whether the vectorised engine records a training step, rewrites it and replays it, which is faster.
+            Results may differ in their last bits. Switch it off for a loss of your own that depends on more than its
+            parameters, its batch and the values that it closes over.
         min_replies: if fewer clients reply in a round, the run ends with exit code 4; if fewer clients are asked, all
             must reply.
         debug: raise a client's exception instead of leaving the client out, with client, round, task and shapes.

@@ -55,3 +55,7 @@ class Named:
     def frozen(self) -> Tree:
         """The frozen parameters (`requires_grad=False`). They are constants and in no other Tree."""
         return self._slots.frozen
+
+    def held(self) -> list[Tensor]:
+        """Return the tensors that the modules hold themselves: frozen parameters, and the places of the others."""
+        return self._slots.held()

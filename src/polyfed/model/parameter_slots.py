@@ -121,6 +121,10 @@ class Slots:
         """Return the frozen parameters by name."""
         return {name: holder[key].detach() for name, (holder, key) in self._frozen.items()}
 
+    def held(self) -> list[Tensor]:
+        """Return all parameters and buffers of the modules."""
+        return [tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers())]
+
     def place(self, device: torch.device) -> None:
         """Move the modules and their constants to the device of the Trees on which they run."""
         if device != self.device:

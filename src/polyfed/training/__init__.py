@@ -6,8 +6,13 @@
 - `stacked_gradients.py`: the gradients of a training step of a stack.
 - `per_sample.py`: gradients of single rows, clipped and with noise, for differential privacy.
 - `step_plan.py`: which rows every client of a stack takes in every step.
+- `step_replay.py`: runs the steps of a stack, directly or by programs, which are faster.
+- `step_source.py`: what a step reads, so that a program is known from round to round.
 - `step_trace.py`: records the operations of a training step of a stack.
-- `step_replay.py`: replays recorded steps, which is faster for small models.
+- `step_rewrite.py`: the rules that make a recorded step faster.
+- `step_memory.py`: which tensors of a recorded step share memory, and which operations write into them.
+- `step_check.py`: tests that a rewritten step must pass before it is used.
+- `step_program.py`: a rewritten step as a Python function.
 - `step_counts.py`: how many rows and steps a local training uses.
 - `optimisers.py`: the optimisers of clients and of the server; the `[train]` and `[server]` sections of a recipe.
 - `losses.py`: losses that several methods use.

@@ -132,8 +132,8 @@ class ClientData(ABC):
     - All clients' batches have the same number of rows; `batch.ok` (B,) is False for padding.
     - The functions are called once for every step of the client with the most steps. A client that has no steps left
       keeps its parameters, moments and carry. The results that a function computes for this client are discarded.
-    - `loss` and `direction` may be called fewer times than there are steps, because repeated steps are replayed without
-      calling them. The functions must not rely on side effects, such as counting their calls.
+    - `loss` and `direction` may be called more or fewer times than there are steps, because their operations are
+      recorded and replayed. The functions must not rely on side effects, such as counting their calls.
 
     Attributes:
         num_rows: number of training rows, a 0-dim int64 tensor.

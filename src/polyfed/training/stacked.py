@@ -34,15 +34,23 @@ from polyfed.training.client_data import (
     stream_key,
     summed,
 )
-from polyfed.training.optimisers import Train
+from polyfed.training.optimisers import WHOLE_RUN_SCHEDULES, Train
 from polyfed.training.per_sample import PerSample, refuse_reading
 from polyfed.training.stacked_gradients import accumulating, gradient_of
 from polyfed.training.step_plan import Plan, Rows, make_plan
+from polyfed.training.step_source import Source, Unreadable
 
 Kind = tuple[bool, bool]
 """The two facts on which Python branches in a step: whether no row is padding, and whether every client trains."""
 
 WHOLE: Kind = (True, True)
+
+FEW = 16
+"""Fewest steps of a local training that programs take. A program costs as much as 10 to 20 direct steps
+(docs/decisions/0009-replayed-steps.md), so from here on it pays in the first round."""
+
+MANY = 32
+"""The same where each round has another learning rate. The rate is part of a program, so each round makes its own."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ class StackedClientData(ClientData):
         rounds: number of rounds of the run.
         test_stack: the test rows of each client.
         chosen: the positions of the rows that `at` selected, among the client's own rows, (n,).
-        replays: whether training steps may be traced and replayed, see `step_replay.py`.
+        replays: whether programs take the training steps, see `step_replay.py`.
         privacy: how training protects single rows; None for no protection.
     """
 
@@ -129,10 +137,12 @@ class StackedClientData(ClientData):
         state = (w, moments, dict(job.carry or {}))
         schedule = self._schedule(job, model)
         gradient = self._gradient_of(job, model)
-        step = _step_of(job, gradient, names, train.lr_at(self.round, self.rounds), schedule.batch)
+        lr = train.lr_at(self.round, self.rounds)
+        step = _step_of(job, gradient, names, lr, schedule.batch)
         with model.computing(train.precision):
             if job.on is None:
-                state, values = replay.run(step, state, schedule.columns, schedule.kinds, source=self._source(job))
+                source = self._source(job, model, names, lr, len(schedule.kinds))
+                state, values = replay.run(step, state, schedule.columns, schedule.kinds, source=source)
             else:
                 state, value = step(WHOLE, state, schedule.columns)
                 values = value.reshape(1)
@@ -178,13 +188,24 @@ class StackedClientData(ClientData):
     def _step_batch(self, full: bool, rows_B: Tensor, where_B: Tensor, ok_B: Tensor, key: Tensor) -> Batch:
         return self._batch(rows_B, where_B, None if full else ok_B, key)
 
-    def _source(self, job: Job) -> tuple[Any, ...] | None:
-        """Return everything but the kind that determines a step's operations; None forbids replaying steps."""
+    def _source(self, job: Job, model: Model, names: list[str], lr: float, num_steps: int) -> Source | None:
+        """Return what the steps of a training read; None forbids programs. Only the recipe decides which it is."""
         # a trace does not record autocast's decisions, nor a `vmap` inside of the step
         if not self.replays or job.train.precision != "float32" or self.privacy is not None:
             return None
-        code = (getattr(part, "__code__", type(part)) for part in (job.loss, job.direction))
-        return (*code, len(self.keys), self.modalities)
+        if num_steps < (MANY if job.train.lr_schedule in WHOLE_RUN_SCHEDULES else FEW):
+            return None
+        label, columns = self.columns.label, [self.columns.modalities[m] for m in self.modalities]
+        present = {m: self.columns.present[m] for m in self.modalities if m in self.columns.present}
+        table = columns, label, present, self.modalities
+        try:
+            return Source(
+                (job.loss, job.direction, job.train, job.split, lr, names, model, self.model, len(self.keys)),
+                table,
+                classes=None if label.is_floating_point() else label,
+            )
+        except Unreadable:
+            return None
 
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
         """Return the batch that `minimise` would use in step `number`; see `ClientData.batch`."""

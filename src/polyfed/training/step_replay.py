@@ -1,133 +1,74 @@
-"""Runs the training steps of a stack, either directly, or traced once and then replayed, whichever is faster.
+"""Runs the training steps of a stack: each step directly, or all steps by programs.
 
-Under `vmap` and `grad`, every operation passes two levels of dispatch. For small models, the dispatch takes longer than
-the operation itself. The steps of a long training are therefore traced (`step_trace.py`). If two consecutive steps have
-the same trace, the following steps replay it. The next training also replays it, if its first traced step has the same
-trace.
+Under `vmap` and `grad`, every operation passes two levels of dispatch, which often take longer than the operation. The
+steps are therefore traced once (`step_trace.py`) and rewritten (`step_rewrite.py`). The resulting program takes every
+step of this kind, in this local training and in later ones that read the same values (`step_source.py`).
 
-A trace holds operations, constants and shapes, but no tensor that a step could change. Tensors that the loss closes
-over are those of the traced step. A loss that depends on more than its batch (a counter, a list of masks) has a
-different trace in each step, so it is never replayed. Before a program replaces any step, it must reproduce the traced
-step bit for bit. Both ways give the same bits, so the choice may depend on measured times.
+A rewritten step differs from the direct one in its last bits. Whether a program takes the steps therefore follows from
+the recipe alone. Tracing works on a copy of the state, so the first step of a training is a program's step too. A run
+gives the same bits whether a program was known before or had to be made.
+
+A program must pass three tests before it takes a step. Two traces of the same step must be equal, so a loss that counts
+its calls has no program. The trace must reproduce the step bit for bit. The rewritten trace must agree with the trace
+in double precision (`step_check.py`).
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from math import inf
-from time import perf_counter
-from typing import Any, NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyfed.training.step_trace import Layout, Program, Trace, Tracer
+from polyfed.training.step_check import agree, reproduces
+from polyfed.training.step_program import Program
+from polyfed.training.step_rewrite import rewrite
+from polyfed.training.step_source import Source
+from polyfed.training.step_trace import Layout, Tampers, Tracer
 
-TRIAL = 8
-"""Tracing is tried for the first time if more than this number of steps remain. Later, measured times decide."""
+PROGRAMS = 256
+"""The largest number of sources and layouts whose programs are stored. Sources differ with the size of the stack."""
 
-MARGIN = 2
-"""The factor by which the saved time must exceed the cost of tracing, because measured times vary."""
-
-PATIENCE = 3
-"""Number of useless traces after which tracing stops: within one training, and consecutively for one source."""
-
-PROGRAMS = 16
-"""The largest number of stored programs for one source. Traces differ with stack size and step of a schedule."""
+TRIES = 2
+"""How often a training asks for the program of a kind of step. The first step may change the layout of the state."""
 
 Advance = Callable[[Any, Any, Sequence[Tensor]], tuple[Any, Tensor]]
 """`advance(kind, state, slices)` -> (state, value) takes one step; `slices` are the inputs of this step."""
 
 
-@dataclass
-class Profile:
-    """Measurements and programs for one kind of step of one source.
+@dataclass(frozen=True)
+class Known:
+    """A program, and what it needs to take a step. It holds no tensor of a local training.
 
     Attributes:
-        plain: shortest time of a step that runs directly, in seconds.
-        traced: shortest time of a step that is traced.
-        replayed: shortest time of a step that is replayed.
-        misses: number of useless traces in a row.
-        programs: programs of traces that occurred twice, by signature; they hold no tensors.
+        program: the program.
+        outside: for each tensor that the step closes over, its place among the tensors of the source, or a number.
+        value_dim: position of the client axis in the value of the loss; None if all clients have the same value.
+        named: objects that the key of the program names by their identity.
     """
 
-    plain: float = inf
-    traced: float = inf
-    replayed: float = inf
-    misses: int = 0
-    programs: dict[Hashable, Program] = field(default_factory=dict)
-
-    def pays(self, left: int) -> bool:
-        """Whether tracing a step saves time if `left` steps of its kind remain, including this one."""
-        if self.misses >= PATIENCE or self.plain == inf:
-            return False
-        if self.replayed == inf:
-            return left > TRIAL
-        return (left - 1) * (self.plain - self.replayed) > MARGIN * (self.traced - self.plain)
-
-    def program(self, step: "Step", before: Trace | None) -> Program | None:
-        """Return the program that may replay this step; None if its trace occurred only once or cannot be repeated.
-
-        Args:
-            step: the step that was just traced.
-            before: trace of the step before it.
-        """
-        signature = step.trace.signature()
-        if signature not in self.programs:
-            if before is None:
-                return None
-            program = step.program() if step.trace.repeatable and step.trace.repeats(before) else None
-            if program is None:
-                self.misses += 1
-                return None
-            if len(self.programs) >= PROGRAMS:
-                del self.programs[next(iter(self.programs))]
-            self.programs[signature] = program
-        self.misses = 0
-        return self.programs[signature]
-
-
-@lru_cache(maxsize=1024)
-def _profile(source: Hashable, kind: Hashable) -> Profile:
-    return Profile()
-
-
-@dataclass
-class Step:
-    """A step that was taken and traced. The trace has no layouts if the state contains anything other than tensors.
-
-    Attributes:
-        state: state after the step.
-        value: value of the loss.
-        trace: the operations of the step.
-        inputs: copies of the step's plain input tensors, or empty if none were made.
-        outputs: plain output tensors of the step.
-    """
-
-    state: Any
-    value: Tensor
-    trace: Trace
-    inputs: list[Tensor]
-    outputs: Sequence[Tensor]
-
-    def program(self) -> Program | None:
-        """Return the program of the step's trace; None if the program does not reproduce the step bit for bit."""
-        program = self.trace.program()
-        again = program(*self.inputs, *self.trace.outside.values())
-        return program if all(map(_same_bits, again, self.outputs)) else None
-
-
-class Known(NamedTuple):
-    """A trace that may be replayed, and its program."""
-
-    trace: Trace
     program: Program
+    outside: tuple[int | Tensor, ...]
+    value_dim: int | None
+    named: list[Any]
+
+    @property
+    def places(self) -> list[int]:
+        """The places, among the tensors of the source, of the tensors that the step closes over."""
+        return [place for place in self.outside if isinstance(place, int)]
+
+
+_known: OrderedDict[Hashable, dict[Hashable, Known | None]] = OrderedDict()
+"""For each source and layout of the state: programs by kind of step and by the tensors that a training shares. None
+stands for a step that has no program."""
 
 
 def run(
-    advance: Advance, state: Any, columns: Sequence[Tensor], kinds: Sequence[Hashable], *, source: Hashable
+    advance: Advance, state: Any, columns: Sequence[Tensor], kinds: Sequence[Hashable], *, source: Source | None
 ) -> tuple[Any, Tensor]:
     """Take all steps of a stack's training.
 
@@ -136,42 +77,175 @@ def run(
         state: nest of tensors before the first step.
         columns: inputs of the steps, tensors (T, ...).
         kinds: kind of each step; Python takes the same branches in all steps of one kind.
-        source: the code of the step and the size of the stack; None forbids replaying steps.
+        source: what a step reads; None forbids programs.
 
     Returns:
         The state after the last step, and the value of the loss in each step, (T,).
     """
-    if not _plain(state):
-        source = None
+    replay = None if source is None or not kinds or not _plain(state) else Replay(columns, source)
     slices = list(zip(*(column.unbind() for column in columns), strict=True))
-    left, tries, earlier = Counter(kinds), Counter[Hashable](), dict[Hashable, Trace]()
-    profiles = {kind: _profile(source, kind) for kind in left}  # looked up once, because hashing code objects is slow
-    known: dict[Hashable, Known] = {}
-    values, t = [columns[0].new_zeros(0, dtype=torch.float32)], 0
+    values, t, tried = [columns[0].new_zeros(0, dtype=torch.float32)], 0, Counter[Hashable]()
     while t < len(kinds):
-        kind, stop, started = kinds[t], t + 1, perf_counter()
-        profile = profiles[kind]
-        if kind in known and _fits(known[kind].trace, state):
-            while (
-                stop < len(kinds) and kinds[stop] in known and known[kinds[stop]].trace.after == known[kind].trace.after
-            ):
-                stop += 1
-            state, value = _replayed([known[kind] for kind in kinds[t:stop]], state, columns, t)
-            profile.replayed = min(profile.replayed, (perf_counter() - started) / (stop - t))
-        elif source is not None and kind not in known and tries[kind] < PATIENCE and profile.pays(left[kind]):
-            step = _traced(partial(advance, kind), state, slices[t], copies=kind in earlier)
-            state, value = step.state, step.value
-            profile.traced = min(profile.traced, perf_counter() - started)
-            if (program := profile.program(step, earlier.get(kind))) is not None:
-                known[kind] = Known(step.trace, program)
-            earlier[kind], tries[kind] = step.trace, tries[kind] + 1
+        known = []
+        if replay is not None and tried[kinds[t]] < TRIES:
+            replay.look(state)
+            if replay.lacks(kinds[t]):
+                takes = [Recording(state, slices[t]) for _ in range(2)]
+                with suppress(Tampers):
+                    for take in takes:
+                        with take.tracer:  # here, because a user who debugs a loss then sees a short stack
+                            out = advance(kinds[t], take.state, slices[t])
+                        take.end(*out)
+                replay.learn(kinds[t], *takes)
+            known = replay.programs(kinds[t:])
+        if replay is not None and known:
+            state, value = replay.steps(known, state, t)
         else:
-            state, value = advance(kind, state, slices[t])
-            profile.plain = min(profile.plain, perf_counter() - started)
+            tried[kinds[t]] += 1
+            state, value = advance(kinds[t], state, slices[t])
         values.append(value.reshape(-1))
-        left.subtract(kinds[t:stop])
-        t = stop
+        t += max(len(known), 1)
     return state, torch.cat(values)
+
+
+class Replay:
+    """Finds the programs of one local training, makes those that are missing, and runs them.
+
+    Args:
+        columns: inputs of the steps, tensors (T, ...).
+        source: what a step reads.
+    """
+
+    def __init__(self, columns: Sequence[Tensor], source: Source) -> None:
+        self._columns, self._source = columns, source
+        self._here: dict[Hashable, Known | None] = {}
+        plain, dims = _below([*columns, *source.tensors])
+        inputs = [(c.dtype, c.shape[:1] + c.shape[2:], dim) for c, dim in zip(plain, dims, strict=True)][: len(columns)]
+        self._tensors = plain[len(columns) :]
+        self._key = (*source.parts, *inputs, *_layout(self._tensors, dims[len(columns) :]))
+        first = {id(tensor): place for place, tensor in reversed(list(enumerate(self._tensors)))}
+        self._same = tuple(first[id(tensor)] for tensor in self._tensors)
+
+    def look(self, state: Any) -> None:
+        """Look up the programs for this layout of the state."""
+        key = self._key, _layout(*_below(pytree.tree_leaves(state))), pytree.tree_structure(state)
+        self._here = _known.setdefault(key, {})
+        if len(_known) > PROGRAMS:
+            _known.popitem(last=False)
+
+    def lacks(self, kind: Hashable) -> bool:
+        """Whether nothing is known of this kind of step."""
+        return self._name(kind) not in self._here
+
+    def learn(self, kind: Hashable, first: "Recording", second: "Recording") -> None:
+        """Make the program of a step from two recordings, and store it; or store that the step has no program."""
+        made = self._made(first, second) if first.ended and second.ended else None
+        self._here[kind, self._same if self._shares(made) else None] = made
+
+    def programs(self, kinds: Sequence[Hashable]) -> list[Known]:
+        """Return the programs of the next steps, as many as are known."""
+        found: list[Known] = []
+        for kind in kinds:
+            one = self._here.get(self._name(kind))
+            if one is None or (found and one.value_dim != found[0].value_dim):
+                break
+            found.append(one)
+        return found
+
+    def _shares(self, made: Known | None) -> bool:
+        """Whether a tensor of a program has several places among the tensors of the source.
+
+        In the first round, for instance, the server's model is also the initial model. Such a program is only for
+        trainings that share tensors in the same way.
+        """
+        return made is not None and any(self._same.count(place) > 1 for place in made.places)
+
+    def _name(self, kind: Hashable) -> Hashable:
+        """Return the name of the program that takes a step in this training."""
+        general = self._here.get((kind, None))
+        places = [] if general is None else [self._same[place] for place in general.places]
+        # a trace of a training in which two of the places hold one tensor would be another trace
+        usable = (kind, None) in self._here and len(set(places)) == len(places)
+        return kind, None if usable else self._same
+
+    def _made(self, first: "Recording", second: "Recording") -> Known | None:
+        """Return the program of a step; None if the step has none."""
+        trace, places = first.tracer.trace, {id(self._tensors[place]): place for place in set(self._same)}
+        found = [places.get(id(tensor), _number(tensor)) for tensor in trace.outside.values()]
+        bound = [place for place in found if place is not None]
+        if len(bound) < len(found) or not trace.repeatable or not trace.repeats(second.tracer.trace):
+            return None
+        inputs, outside = first.inputs, list(trace.outside.values())
+        recorded, graph = trace.graph(), trace.graph()
+        if not reproduces(recorded, inputs, outside, first.outputs):
+            return None
+        closed = [node for node in graph.nodes if node.op == "placeholder"][len(inputs) :]
+        classes = None if self._source.classes is None else self._same[self._source.classes]
+        labels = [
+            node for node, place in zip(closed, bound, strict=True) if isinstance(place, int) and place == classes
+        ]
+        rewrite(graph, labels)
+        if not agree(recorded, graph, inputs, outside):
+            return None
+        program, (*_, value_dim) = Program(graph, len(trace.before), len(self._columns)), trace.after[-1]
+        return Known(program, tuple(bound), value_dim, self._source.named)
+
+    def steps(self, known: Sequence[Known], state: Any, start: int) -> tuple[Any, Tensor]:
+        """Take the steps from number `start` with these programs. Return the state and the values, (steps,)."""
+        leaves, spec = pytree.tree_flatten(state)
+
+        def work(plain: Any, dims: Any) -> Any:
+            now, own, t, values = list(plain[: len(leaves)]), plain[len(leaves) :], start, list[Tensor]()
+            for _, group in groupby(known, key=id):
+                one, *more = group
+                stop = t + 1 + len(more)
+                outside = [self._tensors[p] if isinstance(p, int) else p for p in one.outside]
+                now, found = one.program(now, own, range(t, stop), outside)
+                values, t = [*values, *found], stop
+            return (*now, torch.stack(values)), (*dims[: len(leaves)], None if known[0].value_dim is None else 1)
+
+        *after, values = Lower.apply(work, *leaves, *self._columns)  # type: ignore[no-untyped-call]
+        return pytree.tree_unflatten(after, spec), values
+
+
+class Recording:
+    """A step on a copy of the state, to be taken under its tracer.
+
+    Args:
+        state: the state before the step; it does not change.
+        slices: the inputs of the step.
+
+    Attributes:
+        state: the copy.
+        tracer: records the step.
+        inputs: the plain tensors of the state and the slices before the step.
+        outputs: the plain tensors of the state and the value after the step.
+        ended: whether the step was taken to its end, and its state consists of tensors only.
+    """
+
+    def __init__(self, state: Any, slices: Sequence[Tensor]) -> None:
+        leaves, spec = pytree.tree_flatten(state)
+        copies = [leaf.clone() for leaf in leaves]
+        self.inputs, _ = _below([*leaves, *slices])
+        plain, dims = _below([*copies, *slices])
+        self.state, self.tracer = pytree.tree_unflatten(copies, spec), Tracer(plain)
+        self.tracer.trace.before = _layout(plain, dims)[: len(leaves)]
+        self.outputs: Sequence[Tensor] = []
+        self.ended = False
+
+    def end(self, state: Any, value: Tensor) -> None:
+        """Note the results of the step."""
+        if not _plain(state):
+            return
+        self.outputs, dims = _below([*pytree.tree_leaves(state), value])
+        trace = self.tracer.trace
+        trace.results = tuple(self.tracer.slot(tensor) for tensor in self.outputs)
+        trace.after, self.ended = _layout(self.outputs, dims), True
+
+
+def _number(tensor: Tensor) -> Tensor | None:
+    """Return a number that the step makes in Python (`torch.tensor(7.0)`); None for other tensors."""
+    return tensor if not tensor.dim() and tensor.device.type == "cpu" else None
 
 
 def _plain(state: Any) -> bool:
@@ -179,46 +253,8 @@ def _plain(state: Any) -> bool:
     return all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(state))
 
 
-def _fits(trace: Trace, state: Any) -> bool:
-    return _layout(*_below(pytree.tree_leaves(state))) == trace.before
-
-
 def _layout(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Layout:
     return tuple((t.dtype, t.shape, t.stride(), dim) for t, dim in zip(tensors, dims, strict=True))
-
-
-def _traced(advance: Callable[..., tuple[Any, Tensor]], state: Any, slices: Sequence[Tensor], *, copies: bool) -> Step:
-    """Take a step and trace it. With `copies`, copy its inputs first, because steps work in place."""
-    leaves = pytree.tree_leaves(state)
-    inputs, dims = _below([*leaves, *slices])
-    began = [tensor.clone() for tensor in inputs] if copies else []
-    with Tracer(inputs) as tracer:
-        state, value = advance(state, slices)
-    trace = tracer.trace
-    if not _plain(state):
-        return Step(state, value, trace, [], [])
-    outputs, dims_after = _below([*pytree.tree_leaves(state), value])
-    trace.results = tuple(tracer.slot(tensor) for tensor in outputs)
-    trace.before, trace.after = _layout(inputs, dims)[: len(leaves)], _layout(outputs, dims_after)
-    return Step(state, value, trace, began, outputs)
-
-
-def _replayed(steps: Sequence[Known], state: Any, columns: Sequence[Tensor], start: int) -> tuple[Any, Tensor]:
-    """Replay these steps, starting with number `start`. Return the state and the values of the steps, (steps,)."""
-    leaves, spec = pytree.tree_flatten(state)
-
-    def work(plain: Any, dims: Any) -> Any:
-        assert not any(dims[len(leaves) :]), "a column has the client axis first"
-        now, own = plain[: len(leaves)], plain[len(leaves) :]
-        values = []
-        for t, (trace, program) in enumerate(steps, start):
-            *now, value = program(*now, *(column.select(1, t) for column in own), *trace.outside.values())
-            values.append(value)
-        batched = values[0].dim() == 1  # False if the loss is one number for all clients
-        return (*now, torch.stack(values)), (*dims[: len(leaves)], 1 if batched else None)
-
-    *after, values = Lower.apply(work, *leaves, *columns)  # type: ignore[no-untyped-call]
-    return pytree.tree_unflatten(after, spec), values
 
 
 class Lower(torch.autograd.Function):
@@ -252,8 +288,3 @@ def _below(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int | N
 
     Lower.apply(work, *tensors)  # type: ignore[no-untyped-call]
     return found[0], found[1]
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same numbers; NaN equals NaN."""
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

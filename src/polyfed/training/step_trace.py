@@ -5,7 +5,7 @@ A trace leaves such operations out. The remaining operations are the same and in
 same.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from operator import getitem
@@ -15,11 +15,20 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Program = Callable[..., tuple[Tensor, ...]]
-"""A trace as a function. It takes the tensors of the state, the slices and the outside tensors."""
 
-Layout = tuple[Hashable, ...]
+class Form(NamedTuple):
+    """The data type, shape and device of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+
+
+Layout = tuple[tuple[Any, ...], ...]
 """The data type, shape, strides and position of the client axis, for each of some tensors."""
+
+
+BATCH_NORMS = torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default
 
 
 class Ref(int):
@@ -72,7 +81,7 @@ class Trace:
         results: slots of the state after the step, and of the value of the loss.
         before: layout of the state before the step.
         after: layout of the state after the step, and of the value.
-        tampers: whether the step wrote into a tensor that it closes over, or changed the shape of a tensor in place.
+        forms: the form of every tensor, by slot.
     """
 
     inputs: int
@@ -81,7 +90,7 @@ class Trace:
     results: tuple[int, ...] = ()
     before: Layout = ()
     after: Layout = ()
-    tampers: bool = False
+    forms: list[Form] = field(default_factory=list)
 
     def signature(self) -> tuple[Any, ...]:
         """Return everything that two equal steps have in common: all parts except the outside tensors themselves."""
@@ -90,7 +99,7 @@ class Trace:
     @property
     def repeatable(self) -> bool:
         """Whether the same step could follow: the state has the same layout as before, and nothing else has changed."""
-        return self.before == self.after[:-1] and not self.tampers
+        return self.before == self.after[:-1]
 
     def repeats(self, other: "Trace") -> bool:
         """Whether the two steps run the same operations on the same outside tensors."""
@@ -98,19 +107,25 @@ class Trace:
             _same(tensor, other.outside[slot]) for slot, tensor in self.outside.items()
         )
 
-    def program(self) -> Program:
-        """Return the trace as one Python function, which frees every tensor after its last use."""
+    def graph(self) -> fx.Graph:
+        """Return the trace as a graph. It takes the tensors of the state, the slices and the outside tensors."""
         graph = fx.Graph()
         nodes = {slot: graph.placeholder(f"t{slot}") for slot in (*range(self.inputs), *self.outside)}
+        for slot, node in nodes.items():
+            node.meta["form"] = self.forms[slot]
         for call in self.calls:
             kwargs = {name: _filled((value,), nodes)[0] for name, value in call.kwargs}
             node = graph.call_function(call.op, _filled(call.args, nodes), kwargs)
             for i, slot in enumerate(call.made):
                 if slot is not None:
                     nodes[slot] = graph.call_function(getitem, (node, i)) if call.many else node
+                    nodes[slot].meta["form"] = self.forms[slot]
         graph.output(tuple(nodes[slot] for slot in self.results))
-        graph.eliminate_dead_code()
-        return fx.GraphModule({}, graph).forward
+        return graph
+
+
+class Tampers(Exception):
+    """A step is about to write into a tensor that it closes over, or to change the shape of a tensor in place."""
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -127,10 +142,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Perform the operation and record it."""
+        """Perform the operation and record it.
+
+        Raises:
+            Tampers: the operation would change more than the step's own tensors. Nothing has happened yet.
+        """
+        if torch.Tag.inplace_view in func.tags or any(map(self._outside, written(func, args))):
+            raise Tampers
         out = func(*args, **(kwargs or {}))
         refs = self._refs(args)
-        base = self._viewed(args[0]) if _makes_view(func) else None
+        base = self._viewed(args[0]) if makes_view(func) else None
         if isinstance(out, Tensor):
             if base is not None and (earlier := self._views.get(_view(base, out))) is not None:
                 self._slots[id(out)] = earlier
@@ -143,8 +164,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out  # a property of a tensor, such as its device
         named = tuple((name, *self._refs((value,))) for name, value in kwargs.items()) if kwargs else ()
         self.trace.calls.append(Call(func, refs, named, made, not isinstance(out, Tensor)))
-        if torch.Tag.inplace_view in func.tags or any(self._outside(args[place]) for place in _written(func)):
-            self.trace.tampers = True
         return out
 
     def _refs(self, values: Sequence[Any]) -> tuple[Any, ...]:
@@ -166,8 +185,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.outside[found] = tensor
         return found
 
-    def _outside(self, tensor: Tensor) -> bool:
-        return self._base[self.slot(tensor)] in self.trace.outside
+    def _outside(self, target: Any) -> bool:
+        if isinstance(target, (list, tuple)):
+            return any(map(self._outside, target))
+        return isinstance(target, Tensor) and self._base[self.slot(target)] in self.trace.outside
 
     def _made(self, tensor: Tensor, base: int | None) -> int:
         found = self._slots.get(id(tensor))  # in-place operations return a tensor that has a slot
@@ -180,6 +201,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, tensor: Tensor, base: int | None = None) -> int:
         slot = len(self._base)
+        self.trace.forms.append(Form(tensor.dtype, tuple(tensor.shape), tensor.device))
         self._slots[id(tensor)] = slot
         self._alive.append(tensor)
         self._base.append(slot if base is None else base)
@@ -194,13 +216,20 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @cache
-def _makes_view(op: Any) -> bool:
+def makes_view(op: Any) -> bool:
+    """Return whether the result of an operation is a view of its first argument."""
     return bool(op.is_view) or op is torch.ops.aten._unsafe_view.default
 
 
+def written(op: Any, args: Sequence[Any]) -> list[Any]:
+    """Return the arguments that an operation changes in place."""
+    if op in BATCH_NORMS:  # they change the running statistics in training, and their schemas do not say so
+        return list(args[3:5]) if args[5] else []
+    return [args[place] for place in _written_places(op) if place < len(args)]
+
+
 @cache
-def _written(op: Any) -> tuple[int, ...]:
-    """Return the positions of the arguments that an operation changes in place."""
+def _written_places(op: Any) -> tuple[int, ...]:
     schema = op._schema
     if not schema.is_mutable:
         return ()

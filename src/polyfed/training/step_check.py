@@ -1,0 +1,86 @@
+"""Tests that the program of a training step must pass before it replaces the step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from polyfed.training.step_trace import makes_view
+
+TOLERANCE = 1e-5
+"""The largest difference of a rewritten step, relative to the largest entry of a tensor's update."""
+
+ROUNDING = 1e-13
+"""The largest difference relative to the largest entry of a tensor, for updates that are zero in exact arithmetic."""
+
+GATHERS = (torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default)
+"""Operations that take a few rows of a table."""
+
+
+def reproduces(
+    graph: fx.Graph, inputs: Sequence[Tensor], outside: Sequence[Tensor], expected: Sequence[Tensor]
+) -> bool:
+    """Return whether a graph gives these tensors bit for bit; NaN equals NaN. The inputs do not change."""
+    found = fx.Interpreter(nn.Module(), garbage_collect_values=False, graph=graph).run(
+        *(tensor.clone() for tensor in inputs), *outside
+    )
+    return all(map(_same_bits, found, expected))
+
+
+def agree(graph: fx.Graph, rewritten: fx.Graph, inputs: Sequence[Tensor], outside: Sequence[Tensor]) -> bool:
+    """Return whether two graphs take the same step in double precision.
+
+    In double precision, rounding is far below the tolerance. Only a wrong graph fails, whatever the numbers are, so the
+    answer is the same in every run.
+
+    Args:
+        graph: the operations of a step.
+        rewritten: the operations that may replace them.
+        inputs: tensors of the state and the slices.
+        outside: tensors that the step closes over.
+    """
+    copies = ([_doubled(tensor.clone()) for tensor in inputs] for _ in range(2))
+    one, other = (Doubled(g).run(*copy, *outside) for g, copy in zip((graph, rewritten), copies, strict=True))
+    before = [*map(_doubled, inputs[: len(one) - 1]), torch.zeros_like(one[-1])]
+    return all(map(_close, one, other, before))
+
+
+class Doubled(fx.Interpreter):
+    """Runs a graph in double precision.
+
+    Outside tensors may be large tables. They stay in single precision until an operation computes with them.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__(nn.Module(), garbage_collect_values=False, graph=graph)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Perform an operation in double precision; views and gathers come before the conversion."""
+        view = not isinstance(target, torch._ops.OpOverload) or makes_view(target)
+        if not view and target not in GATHERS:
+            args, kwargs = pytree.tree_map(_doubled, (args, kwargs))
+        out = super().call_function(target, args, kwargs)
+        return out if view else pytree.tree_map(_doubled, out)
+
+
+def _doubled(value: Any) -> Any:
+    """Return a tensor or a data type in double precision; other values stay as they are."""
+    if isinstance(value, Tensor):
+        return value.double() if value.dtype == torch.float32 else value
+    return torch.float64 if value is torch.float32 else value
+
+
+def _close(one: Tensor, other: Tensor, before: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point() or not one.numel():
+        return torch.equal(one, other)
+    largest = TOLERANCE * (one - before).nan_to_num().abs().max() + ROUNDING * one.nan_to_num().abs().max()
+    return bool(((one - other).abs() <= largest).logical_or(one.isnan() & other.isnan() | (one == other)).all())
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors hold the same numbers; NaN equals NaN."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

@@ -1,0 +1,81 @@
+"""A program: the rewritten graph of a training step as Python functions."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from polyfed.training.step_memory import Memory, results
+from polyfed.training.step_trace import makes_view
+
+
+class Program:
+    """Takes steps of one kind on plain tensors.
+
+    Operations whose result is the same in every step run once, before the first step: those that make constants, and
+    the views of parameters that are updated in place.
+
+    Args:
+        graph: the graph of a step. Its inputs are the state, the slices and the outside tensors.
+        num_state: number of tensors of the state.
+        num_slices: number of slices.
+    """
+
+    def __init__(self, graph: fx.Graph, num_state: int, num_slices: int) -> None:
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        state, outside = inputs[:num_state], inputs[num_state + num_slices :]
+        early = _early(graph, state, outside)
+        late = [node for node in graph.nodes if node.op == "call_function" and node not in early]
+        self._used = [bool(node.users) for node in inputs[num_state : num_state + num_slices]]
+        self._once = _function([*state, *outside], early, early)
+        self._step = _function([*inputs, *early], late, results(graph))
+
+    def __call__(
+        self, state: Sequence[Tensor], columns: Sequence[Tensor], steps: range, outside: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Take steps.
+
+        Args:
+            state: tensors of the state; may be changed in place.
+            columns: inputs of all steps, with the step on axis 1.
+            steps: numbers of the steps.
+            outside: tensors that the step closes over.
+
+        Returns:
+            The state after the last step, and the value of each step.
+        """
+        early, now, values = self._once(*state, *outside), list(state), []
+        for t in steps:
+            own = [c.select(1, t) if used else None for c, used in zip(columns, self._used, strict=True)]
+            *now, value = self._step(*now, *own, *outside, *early)
+            values.append(value)
+        return now, values
+
+
+def _function(inputs: Iterable[fx.Node], nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> Callable[..., Any]:
+    """Return some operations of a graph as a Python function, which frees every tensor after its last use."""
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in inputs}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    return fx.GraphModule({}, graph).forward
+
+
+def _early(graph: fx.Graph, state: Sequence[fx.Node], outside: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the operations that give the same tensor in every step, in order."""
+    memory = Memory(graph)
+    constants = set(outside)
+    views = {before for before, after in zip(state, results(graph), strict=False) if memory.lies_in(after, before)}
+    found = []
+    for node in graph.nodes:
+        if not memory.repeatable(node):
+            continue
+        read = node.all_input_nodes
+        if constants.issuperset(read) and memory.constant(node):
+            constants.add(node)
+            found.append(node)
+        elif makes_view(node.target) and views.issuperset(read):
+            views.add(node)
+            found.append(node)
+    return found

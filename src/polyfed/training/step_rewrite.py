@@ -1,0 +1,187 @@
+"""Rewrites the graph of a training step, so that the step needs fewer operations and less memory.
+
+Each rule is a function that changes a graph in place, and its docstring gives the algebra. A rewritten step gives the
+numbers of the recorded step up to rounding. The graph alone decides which rules apply.
+"""
+
+from collections.abc import Collection
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from polyfed.training.step_memory import Memory, args, calls, form, is_call, put, size, swap, writes
+
+aten = torch.ops.aten
+
+
+def rewrite(graph: fx.Graph, labels: Collection[fx.Node] = ()) -> None:
+    """Apply all rules to the graph of a step.
+
+    Args:
+        graph: the operations of the step.
+        labels: inputs that hold class numbers, none of which is negative.
+    """
+    drop_unused(graph)
+    drop_true_masks(graph, labels)
+    drop_factors_of_one(graph)
+    merge_equal(graph)
+    drop_unused(graph)
+    fuse_cross_entropy(graph)
+    drop_views_of_sums(graph)
+    fold_products(graph)
+    group_updates(graph)
+    drop_unused(graph)
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Remove operations whose result nothing uses, if they write into no tensor."""
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or bool(writes(node)))
+
+
+def drop_true_masks(graph: fx.Graph, labels: Collection[fx.Node]) -> None:
+    """Replace where(true, x, y) by x, and the number of true entries by a constant.
+
+    Cross-entropy leaves out rows with the label -100. A table of class numbers has no negative label, so the mask
+    `labels != -100` is true everywhere. The mask of padded rows is no such mask, and remains.
+    """
+    true = {
+        node
+        for node in calls(graph, aten.ne.Scalar)
+        if isinstance(args(node)[1], int) and args(node)[1] < 0 and _entries_of(args(node)[0]) in labels
+    }
+    for node in calls(graph, aten.where.self):
+        mask, x, _ = args(node)
+        if mask in true and form(x).dtype == form(node).dtype:
+            swap(node, x if form(x) == form(node) else put(node, aten.expand.default, x, list(form(node).shape)))
+    for node in calls(graph, aten.sum.dim_IntList):
+        if args(node)[0] in true:
+            count = prod(size(args(node)[0], dim) for dim in args(node)[1])
+            dtype, shape, device = form(node)
+            swap(node, put(node, aten.full.default, list(shape), count, dtype=dtype, device=device))
+
+
+def drop_factors_of_one(graph: fx.Graph) -> None:
+    """Replace 1 * x by x.
+
+    x must keep its numbers while 1 * x is in use, and nothing may write into 1 * x.
+    """
+    memory = Memory(graph)
+    for node in calls(graph, aten.mul.Scalar, aten.mul.Tensor):
+        x, factor = args(node)
+        one = type(factor) in (int, float) and factor == 1
+        if one and form(node) == form(x) and memory.may_stand_for(x, node):
+            swap(node, x)
+
+
+def merge_equal(graph: fx.Graph) -> None:
+    """Compute equal expressions once: f(x) + f(x) becomes y + y with y = f(x).
+
+    x must keep its numbers between the two calls, and nothing may write into their results.
+    """
+    memory, found = Memory(graph), dict[Any, fx.Node]()
+    for node in graph.nodes:
+        if not memory.repeatable(node):
+            continue
+        key = node.target, repr(args(node)), repr(node.kwargs)
+        first = found.setdefault(key, node)
+        if first is not node and memory.may_merge(first, node):
+            swap(node, first)
+        else:
+            found[key] = node
+
+
+def fuse_cross_entropy(graph: fx.Graph) -> None:
+    """Compute the gradient of cross-entropy from the log-probabilities l as u * (exp(l) - e).
+
+    e is 1 at a row's label and 0 elsewhere, and u is the gradient of the row's loss. The recorded step makes
+    g = -u * e, and then g - exp(l) * sum(g). Both are equal, because sum(g) = -u.
+    """
+    for node in calls(graph, aten._log_softmax_backward_data.default):
+        grad, logs, dim, _ = args(node)
+        if not is_call(grad, aten.mul.Tensor):
+            continue
+        minus_e, u = args(grad)
+        if not is_call(minus_e, aten.scatter.value) or args(minus_e)[1] != dim or args(minus_e)[3] != -1.0:
+            continue
+        zeros, _, label, _ = args(minus_e)
+        if is_call(zeros, aten.zeros_like.default) and size(label, dim) == 1 and size(u, dim) == 1:
+            p = put(node, aten.exp.default, logs)
+            p = put(node, aten.scatter_.value_reduce, p, dim, label, -1.0, reduce="add")
+            swap(node, put(node, aten.mul_.Tensor, p, u))
+
+
+def fold_products(graph: fx.Graph) -> None:
+    """Add a matrix product to a tensor in one operation: w += c * (x @ y) becomes `baddbmm_(w, x, y, alpha=c)`.
+
+    The product then needs no memory of its own. If there is another term, as in w += c * (x @ y + z), the other term
+    comes first: w += c * z, then w += c * (x @ y). A term of zeros thus changes no bit.
+    """
+    memory = Memory(graph)
+    for node in calls(graph, aten.add_.Tensor):
+        w, total = args(node)
+        product, rest = _product_of(total)
+        if product is None or form(product) != form(w):
+            continue
+        memory, (x, y) = memory if memory.knows(w) else Memory(graph), args(product)
+        kept = memory.unchanged((x, y), product, node) and memory.unchanged((rest,), total, node)
+        if not kept or memory.overlap(w, x) or memory.overlap(w, y):
+            continue
+        factor = node.kwargs.get("alpha", 1)
+        into = w if rest is None else put(node, aten.add_.Tensor, w, rest, alpha=factor)
+        swap(node, put(node, aten.baddbmm_.default, into, x, y, beta=1, alpha=factor))
+        for unused in (total, product) if rest is not None else (product,):
+            graph.erase_node(unused)
+
+
+def drop_views_of_sums(graph: fx.Graph) -> None:
+    """Sum without keeping the axes, instead of a view that removes them afterwards."""
+    for node in calls(graph, aten.view.default):
+        total = args(node)[0]
+        if is_call(total, aten.sum.dim_IntList) and args(total)[2:] == (True,) and len(total.users) == 1:
+            x, dims, _ = args(total)
+            shape = [length for axis, length in enumerate(form(x).shape) if axis not in dims]
+            if shape == list(form(node).shape) and form(x).dtype == form(node).dtype:
+                swap(node, put(node, aten.sum.dim_IntList, x, dims))
+                graph.erase_node(total)
+
+
+def group_updates(graph: fx.Graph) -> None:
+    """Make one call of the last updates of several tensors: w += c * g and v += c * h become `_foreach_add_`.
+
+    Nothing may use w or write into g between the update and the end of the step.
+    """
+    groups: dict[Any, list[fx.Node]] = {}
+    memory = Memory(graph)
+    for node in calls(graph, aten.add_.Tensor):
+        w, g = args(node)
+        if isinstance(g, fx.Node) and form(w) == form(g) and memory.last_use(node) and memory.unchanged((g,), node):
+            groups.setdefault((node.kwargs.get("alpha", 1), form(w).dtype), []).append(node)
+    for (factor, _), group in groups.items():
+        if len(group) < 2:
+            continue
+        end = next(iter(reversed(graph.nodes)))
+        put(end, aten._foreach_add_.List, [args(n)[0] for n in group], [args(n)[1] for n in group], alpha=factor)
+        for node in group:
+            swap(node, args(node)[0])
+
+
+def _entries_of(node: Any) -> Any:
+    """Return the tensor from which the entries of a tensor were taken."""
+    while is_call(node, aten.index.Tensor, aten.unsqueeze.default, aten.view.default):
+        node = args(node)[0]
+    return node
+
+
+def _product_of(total: Any) -> tuple[Any, Any]:
+    """Split x @ y + z into (x @ y, z), and x @ y into (x @ y, None); (None, None) without a product used only here."""
+    if not isinstance(total, fx.Node) or len(total.users) != 1:
+        return None, None
+    if is_call(total, aten.bmm.default):
+        return total, None
+    if is_call(total, aten.add.Tensor) and not total.kwargs:
+        for one, other in (args(total), args(total)[::-1]):
+            if is_call(one, aten.bmm.default) and len(one.users) == 1 and form(one) == form(other):
+                return one, other
+    return None, None
