@@ -266,6 +266,7 @@ def test_rows_that_lack_a_modality_are_predicted_as_they_were_evaluated(name: st
         assert not torch.equal(run.predict(x), run.predict(x, present=present(parts.population.columns, rows)))
 
 
+@pytest.mark.filterwarnings("ignore:no client has training rows with a")
 @pytest.mark.parametrize("fusion", ["concat", "sum", "gated", "attention"])
 def test_silos_that_lack_a_modality_are_evaluated_and_predict_without_it(fusion: str) -> None:
     row = ROWS["vfl"]

@@ -22,8 +22,7 @@ from polyfed.experiment import checkpoint
 from polyfed.experiment.recipe import EngineSpec
 from polyfed.federation.federation import Federation
 from polyfed.model import ModelSpec, build_model
-from polyfed.training import StackedClientData, TrainingResult
-from polyfed.training import stacked
+from polyfed.training import StackedClientData, TrainingResult, stacked
 from polyfed.training import step_replay as replay
 from polyfed.training.optimisers import Train
 from polyfed.training.step_memory import calls

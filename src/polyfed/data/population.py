@@ -259,8 +259,8 @@ def _check(population: Population, clients: ClientsSpec) -> None:
         there = population.columns.present.get(name)
         if not held or (there is not None and not bool(there[population.train.rows].any())):
             warnings.warn(
-                f"no client has training rows with {name}: its encoder stays untrained, and yet the global model reads "
-                f"it. Leave it out, as in [data] modalities, or change [clients]",
+                f"no client has training rows with {name}: its encoder stays untrained, and evaluations still read it. "
+                "Leave it out, as in [data] modalities, or change [clients]",
                 PolyfedWarning,
                 stacklevel=3,
             )

@@ -88,8 +88,8 @@ def _present_rows(modality: str, value: Tensor, present: Tensor | None) -> tuple
     there = torch.ones(len(value), dtype=torch.bool, device=value.device) if present is None else present
     if not value.is_floating_point():
         return value, there
-    flat = value.reshape(len(value), -1)
-    there = there.to(value.device) & ~flat.isnan().all(1) if flat.shape[1] else there
+    flat = value.flatten(1) if value.dim() > 1 else value[:, None]
+    there = there.to(value.device) & ~flat.isnan().all(1)
     wrong = (there & ~flat.isfinite().all(1)).nonzero()[:, 0]
     if len(wrong):
         raise RecipeError(

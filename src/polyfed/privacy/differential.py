@@ -11,6 +11,8 @@ OPEN = Within("above 0 and below 1, such as 1e-3", lambda value: (value > 0) & (
 
 OPEN_SHARE = Within("above 0 and below 1, such as 0.5", lambda value: (value > 0) & (value < 1))
 
+NOISE = Within("above 0, at most 1e6", lambda value: (value > 0) & (value <= 1e6))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
@@ -47,7 +49,7 @@ class Privacy:
     unit: Literal["client", "example"]
     delta: Annotated[float, OPEN]
     epsilon: Annotated[float | None, POSITIVE] = None
-    noise_multiplier: Annotated[float | None, POSITIVE] = None
+    noise_multiplier: Annotated[float | None, NOISE] = None
     clip_norm: Annotated[float, POSITIVE] = 1.0
     clip: Literal["joint", "per-block", "adaptive"] = "joint"
     clip_quantile: Annotated[float, OPEN_SHARE] = 0.5
