@@ -39,7 +39,8 @@ def placebo_rows(proof: Evidence) -> Iterator[str]:
     corrected = holm([one.p for _, _, one in found])
     for (method, scenario, one), p in zip(found, corrected, strict=True):
         interval = "–" if one.low is None else f"{one.low:+.1f} to {one.high:+.1f}"
-        yield f"| {method} | {scenario} | {one.n} | {one.mean:+.1f} | {interval} | {'–' if p is None else f'{p:.3f}'} |"
+        chance = "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+        yield f"| {method} | {scenario} | {one.n} | {one.mean:+.1f} | {interval} | {chance} |"
 
 
 def cost_rows(comparison: Comparison) -> Iterator[str]:
