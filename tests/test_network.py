@@ -144,7 +144,6 @@ def test_any_algorithm_can_be_timed_and_timing_changes_nothing_else(engine: str)
     assert parts.algorithm.simulated_seconds(state, clock.finish()) == pytest.approx(max(seconds), rel=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:.*gave no usable reply in any round")
 def test_late_clients_are_dropped_with_a_reason_and_the_round_goes_on() -> None:
     method = algorithm("fedavg", selector=Uniform(participation=1.0))
     slow = Network(channel="fixed", stragglers=0.34, straggler_slowdown=1e6, compute_flops_per_s=1e9, deadline_s=1.0)

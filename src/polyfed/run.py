@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.schema import checked
 from polyfed.data.sources import Memory
+from polyfed.experiment.assembly import ENGINES
 from polyfed.experiment.events import Emitter, Listener
 from polyfed.experiment.from_data import DataOptions, make_recipe, with_data
 from polyfed.experiment.loop import execute
@@ -59,6 +60,8 @@ def run(
     """
     recipe = _recipe(recipe, data, options)
     if isinstance(engine, str):
+        if engine not in ENGINES:
+            raise RecipeError(f"'{engine}' is not an engine; {did_you_mean(engine, ENGINES)}")
         engine = {"name": engine}
     changes = {**(engine or {}), **({} if device is None else {"device": device})}
     recipe = replace(recipe, engine=replace(recipe.engine, **checked("[engine]", EngineSpec, changes)))

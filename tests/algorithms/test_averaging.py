@@ -169,6 +169,7 @@ def test_local_is_fedavg_without_the_averaging() -> None:
         assert torch.allclose(torch.tensordot(rows / rows.sum(), stack, 1).float(), value, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:no client has training rows")
 def test_a_block_nobody_trained_keeps_its_value_and_its_server_moments() -> None:
     clients = ClientsSpec(num=4, only={"a": [0, 1, 2, 3]})
     method = algorithm("fedavg", selector=ALL, server=ServerOptimiser(optimiser="adam", lr=0.1))

@@ -196,6 +196,7 @@ def test_without_beta_it_is_the_baseline_bit_for_bit(engine: str, baseline: str,
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("baseline", "mu"), [("fedavg", 0.0), ("fedprox", 0.1)])
+@pytest.mark.filterwarnings("ignore:no client has training rows")
 def test_without_owners_of_the_shareable_modality_it_is_the_baseline_bit_for_bit(
     engine: str, baseline: str, mu: float
 ) -> None:

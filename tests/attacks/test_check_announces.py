@@ -72,6 +72,7 @@ def test_parameters_of_a_block_of_nothing_do_not_leave(name: str) -> None:
     assert "patient" not in refused(made, "More.extra: it holds parameters of a block that it does not declare")
 
 
+@pytest.mark.filterwarnings("ignore:no client has training rows")
 def test_a_client_sends_nothing_of_a_modality_that_it_lacks() -> None:
     clients = ClientsSpec(partition="iid", num=4, holdings=[["a"]])
     made = recipe(hiding(update_with("statistic"), under("b")), clients=clients)

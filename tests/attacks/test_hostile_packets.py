@@ -24,8 +24,8 @@ import world
 from engines.devices import Devices
 from engines.direct import grid_of, joined, played
 from polyfed.core.errors import BadReply, CheckpointError, Diverged
+from polyfed.core.files import read_notes
 from polyfed.core.messages import map_tensors
-from polyfed.deploy import request_limits
 from polyfed.deploy.device_process import handler_for
 from polyfed.deploy.faults import log
 from polyfed.deploy.membership import MEMBERS, Membership
@@ -200,7 +200,7 @@ def test_state_that_is_nested_too_deeply_ends_with_a_sentence(where: str, tmp_pa
     read = {
         MEMBERS: lambda: Membership(tmp_path),
         HEAD: lambda: head_of(tmp_path),
-        REQUESTS: lambda: request_limits._read(tmp_path / REQUESTS),
+        REQUESTS: lambda: read_notes(tmp_path / REQUESTS, int),
         JOURNAL: lambda: Store(tmp_path)._journal(),
     }[where]
     with pytest.raises(CheckpointError, match=r"is damaged.*nested"):

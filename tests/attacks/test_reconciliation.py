@@ -252,6 +252,7 @@ def test_a_message_that_never_left_is_not_booked(tmp_path: Path, monkeypatch: An
     assert places == heard
 
 
+@pytest.mark.filterwarnings("ignore:.*gave no usable reply in any round")
 def test_an_unanswered_request_and_a_dropped_reply_are_no_findings(tmp_path: Path) -> None:
     devices = Devices(tmp_path, RECIPE + "min_replies = 2\n")
     handler = devices.handler

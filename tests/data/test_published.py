@@ -221,6 +221,7 @@ def test_a_turn_of_msp_without_a_transcript_has_no_text(source, tmp_path, shelf)
     ("name", "widths", "steps"),
     [("mosei", (300, 74, 35), 12), ("mosei", (300, 74, 35), 60), ("mosi", (300, 5, 20), 12)],
 )
+@pytest.mark.filterwarnings("ignore:.*no training row")
 def test_cmu_sets_go_through_a_round(name, widths, steps, tmp_path):
     arrays = published.cmu(tmp_path, name, widths, steps=steps)
     columns, _ = one_round(SOURCES[name](path=str(tmp_path / f"{name}.npz")), natural=True)

@@ -134,6 +134,7 @@ def test_a_server_that_goes_back_gets_no_second_answer_from_the_same_secrets(dev
     assert "has used its secrets of secure aggregation for another request" in refused.header["reason"]
 
 
+@pytest.mark.filterwarnings("ignore:.*gave no usable reply in any round")
 def test_a_device_draws_new_keys_for_every_request(tmp_path: Path) -> None:
     devices, answers = Observed(tmp_path), []
 

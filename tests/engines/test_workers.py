@@ -156,6 +156,7 @@ class Failing(Averaging):
 
 
 @pytest.mark.parametrize("kind", ["sequential", "vectorised"])
+@pytest.mark.filterwarnings("ignore:.*gave no usable reply in any round")
 def test_a_client_that_fails_in_a_worker_is_missing_with_the_reason(kind: str) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
     made = recipe(Failing(train=Train(lr=0.1, batch_size=16)), engine=engine(kind, 2))

@@ -145,6 +145,7 @@ def test_rows_that_lack_a_modality_count_in_no_mean_and_are_judged_by_a_zero_fea
     )
 
 
+@pytest.mark.filterwarnings("ignore:no client has training rows")
 def test_a_modality_that_nobody_holds_is_left_out() -> None:
     made = world("fedavg", clients=ClientsSpec(partition="iid", num=4, only={"a": [0, 1, 2, 3]}))
     parts, state, _ = played(made)

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from polyfed.core.errors import PolyfedWarning, RecipeError
+from polyfed.federation.network import LATE
 from polyfed.privacy.ledger import TO_CLIENT, Entry
 
 
@@ -79,17 +80,20 @@ def versions() -> dict[str, str]:
 def warn_silent(rounds: Sequence[Mapping[str, Any]]) -> None:
     """Warn after training of clients whose replies were missing in every round in which they were asked.
 
+    Clients whose replies only came late are no fault: the recipe's [network] or `overselect` drops their replies.
+
     Args:
         rounds: the rows of rounds.jsonl.
     """
     asked = {client for row in rounds for client in row["cohort"]}
     answered = {client for row in rounds for client in row["cohort"] if str(client) not in row["missing"]}
-    if not (silent := sorted(asked - answered)):
+    reasons = {int(client): why for row in reversed(rounds) for client, why in row["missing"].items()}
+    silent = [client for client in sorted(asked - answered) if not reasons[client].startswith(LATE)]
+    if not silent:
         return
-    reason = next(row["missing"][str(silent[0])] for row in rounds if str(silent[0]) in row["missing"])
     warnings.warn(
         f"{len(silent)} of {len(asked)} clients gave no usable reply in any round, so nothing was learnt from their "
-        f"data. Client {silent[0]}: {reason}",
+        f"data. Client {silent[0]}: {reasons[silent[0]]}",
         PolyfedWarning,
         stacklevel=2,
     )

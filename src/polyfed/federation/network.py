@@ -25,6 +25,9 @@ from polyfed.privacy.ledger import TO_CLIENT, Ledger
 TRAINING_PASSES = 3
 """Cost of a training step in forward passes: one for the forward pass, two for the backward pass (docs/network.md)."""
 
+LATE = "late"
+"""The reason of a dropped reply begins with this word if only the simulated time was the cause."""
+
 Count = Callable[[float, Sequence[float]], None]
 """`count(row_flops, rows)` adds work to the clients: client `i` spent `row_flops` operations on each of `rows[i]`
 rows."""
@@ -273,7 +276,7 @@ class Clock:
         last = total.get(order[enough - 1], 0.0)
         slower = {client for client, seconds in total.items() if seconds > last}
         self.unawaited[request] = slower | set(order[enough:])
-        why = f"late: the request was closed when {enough} clients had replied, after {last:.3g} s simulated"
+        why = f"{LATE}: the request was closed when {enough} clients had replied, after {last:.3g} s simulated"
         return dict.fromkeys(order[enough:], why)
 
     def late(self, clients: Iterable[int]) -> dict[int, str]:
@@ -283,7 +286,7 @@ class Clock:
             return {}
         total = self.times().by_client()
         return {
-            client: f"late: {total[client]:.3g} s simulated, [network] deadline_s = {deadline:g}"
+            client: f"{LATE}: {total[client]:.3g} s simulated, [network] deadline_s = {deadline:g}"
             for client in clients
             if total.get(client, 0.0) > deadline
         }
