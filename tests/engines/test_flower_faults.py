@@ -303,6 +303,7 @@ def test_half_a_row_never_stays_in_a_clients_ledger(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*gave no usable reply in any round")
+@pytest.mark.filterwarnings("ignore:no client has training rows")
 def test_a_client_that_changes_its_modalities_is_left_out(tmp_path: Path) -> None:
     made = recipe()
     other = replace(made, clients=replace(made.clients, holdings=[["a"]]))
