@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import polyfed
 from federation.test_secure_aggregation import secured
 from polyfed.core.errors import RecipeError
 from polyfed.experiment.assembly import assemble
@@ -23,7 +22,7 @@ from polyfed.privacy.adaptive_clipping import AdaptiveClipping
 from polyfed.privacy.differential import Privacy
 from polyfed.report import write_report
 from polyfed.training.optimisers import ServerOptimiser
-from privacy.test_private_runs import _interrupt, private
+from privacy.test_private_runs import private, uninterrupted
 from world import algorithm, furthest, played
 
 ADAPTIVE = {"clip": "adaptive", "clip_norm": 0.1, "count_noise": 0.6, "noise_multiplier": 0.7}
@@ -127,13 +126,7 @@ def test_clients_leave_the_clipping_to_the_server() -> None:
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_and_logs_the_norms(tmp_path: Path) -> None:
-    made = adaptive()
-    whole = polyfed.run(made, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        polyfed.run(made, tmp_path / "cut", listeners=[_interrupt])
-    again = polyfed.run(made, tmp_path / "cut", resume=True)
-    assert again.result["state_sha256"] == whole.result["state_sha256"]
-    assert again.result["privacy"] == whole.result["privacy"]
+    whole = uninterrupted(adaptive(), tmp_path)
     texts = [(tmp_path / name / "rounds.jsonl").read_text() for name in ("whole", "cut")]
     rows = [[json.loads(row)["privacy"] for row in text.splitlines()] for text in texts]
     assert rows[0] == rows[1]

@@ -25,6 +25,7 @@ from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import check, plan
 from polyfed.experiment.protection import mechanism_of
 from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
+from polyfed.experiment.run_result import Run
 from polyfed.experiment.settings import EngineSpec
 from polyfed.objective import Classification
 from polyfed.privacy.accounting import Accounting
@@ -119,13 +120,18 @@ def test_the_number_of_workers_changes_no_bit(kind: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", ["central", "example"])
 def test_a_resumed_run_draws_the_same_noise(kind: str, tmp_path: Path) -> None:
-    made = private(kind)
-    whole = polyfed.run(made, tmp_path / "whole")
+    uninterrupted(private(kind), tmp_path)
+
+
+def uninterrupted(made: Recipe, folder: Path) -> Run:
+    """Check that a run that was cut after round 2 and resumed equals the uninterrupted one; return the latter."""
+    whole = polyfed.run(made, folder / "whole")
     with pytest.raises(KeyboardInterrupt):
-        polyfed.run(made, tmp_path / "cut", listeners=[_interrupt])
-    again = polyfed.run(made, tmp_path / "cut", resume=True)
+        polyfed.run(made, folder / "cut", listeners=[_interrupt])
+    again = polyfed.run(made, folder / "cut", resume=True)
     assert again.result["state_sha256"] == whole.result["state_sha256"]
     assert again.result["privacy"] == whole.result["privacy"]
+    return whole
 
 
 def _interrupt(event: str, **facts: Any) -> None:

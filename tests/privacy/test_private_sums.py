@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import polyfed
 from federation.test_secure_aggregation import captured, secured
 from polyfed.core.errors import RecipeError
 from polyfed.core.gaussian import Clip
@@ -22,7 +21,7 @@ from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.privacy.fixed_point import Scale
 from polyfed.privacy.mechanism import Mechanism
-from privacy.test_private_runs import _interrupt, private
+from privacy.test_private_runs import private, uninterrupted
 from world import furthest, played
 
 
@@ -58,13 +57,7 @@ def test_the_sums_change_nothing_but_the_rounding(kind: str) -> None:
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
-    made = both()
-    whole = polyfed.run(made, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        polyfed.run(made, tmp_path / "cut", listeners=[_interrupt])
-    again = polyfed.run(made, tmp_path / "cut", resume=True)
-    assert again.result["state_sha256"] == whole.result["state_sha256"]
-    assert again.result["privacy"] == whole.result["privacy"]
+    uninterrupted(both(), tmp_path)
 
 
 def test_the_check_says_who_has_to_be_trusted_with_the_clipping() -> None:

@@ -116,7 +116,7 @@ class Devices(VerticalOptions):
             z = masked(context.model.features(w, batch), batch.present)
             terms = [(z[m] * slope[batch.rows]).flatten(1).sum(1) for m, slope in got.gradients.items()]
             value = batch.mean(torch.stack(terms).sum(0))
-            return value + self.mu / 2 * squared_distance(pulled, w) if self.mu and pulled else value
+            return self._pulled(value, pulled, w)
 
         fit = self._fit(data.at(got.rows), loss, encoders, set(encoders))
         after = local | {name: fit.params[name] for name in encoders}
@@ -139,9 +139,13 @@ class Devices(VerticalOptions):
             own = context.model.features(w, batch) if fresh else {}
             peers = {m: h[batch.rows] for m, h in got.embeddings.items() if m not in own}
             value = context.loss(w, batch, peers | own)
-            return value + self.mu / 2 * squared_distance(anchors, w) if self.mu and anchors else value
+            return self._pulled(value, anchors, w)
 
         return loss
+
+    def _pulled(self, value: Tensor, anchors: Tree, w: Tree) -> Tensor:
+        """Return a loss with the proximal term mu/2 ||w - anchors||^2, or the loss itself if nothing pulls."""
+        return value + self.mu / 2 * squared_distance(anchors, w) if self.mu and anchors else value
 
     def _fit(
         self,
