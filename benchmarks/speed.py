@@ -40,6 +40,9 @@ REST = 0.05
 """Seconds between two rounds: the OpenMP threads of a program keep spinning for some milliseconds after its last
 operation, on cores that the next program needs."""
 
+WARM_UP = 10
+"""Rounds of each program that are not counted. With six steps a round, polyfed rewrites the steps from round 8 on."""
+
 
 @dataclass
 class Program:
@@ -158,14 +161,14 @@ def busy_cores() -> Iterator[None]:
 
 
 def measure(setting: Setting, what: Sequence[Wanted], rounds: int, cache: Path) -> list[Program]:
-    """Run rounds in turns; the first two of each program are a warm-up and are not counted."""
+    """Run rounds in turns. The first `WARM_UP` rounds of each program are not counted."""
     arrays(setting, cache / "data")
     with tempfile.TemporaryDirectory() as logs:
         running = started(setting, cache, what, Path(logs))
         try:
-            for number in range(2 + rounds):
+            for number in range(WARM_UP + rounds):
                 for program in running:
-                    program.round(count=number >= 2)
+                    program.round(count=number >= WARM_UP)
                     time.sleep(REST)
         finally:
             for program in running:

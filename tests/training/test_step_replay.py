@@ -22,7 +22,7 @@ from polyfed.experiment import checkpoint
 from polyfed.experiment.recipe import EngineSpec
 from polyfed.federation.federation import Federation
 from polyfed.model import ModelSpec, build_model
-from polyfed.training import StackedClientData, TrainingResult, stacked
+from polyfed.training import StackedClientData, TrainingResult
 from polyfed.training import step_replay as replay
 from polyfed.training.optimisers import Train
 from polyfed.training.step_memory import calls
@@ -42,7 +42,7 @@ Loss = Callable[[Tree, Batch], Any]
 @pytest.fixture(autouse=True)
 def short_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs take the steps of short local trainings too, so that the tests need only a few steps."""
-    monkeypatch.setattr(stacked, "FEW", 2)
+    monkeypatch.setattr(replay, "FEW", 2)
 
 
 @pytest.fixture
@@ -61,9 +61,15 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def trained(
-    loss: Loss, counts: tuple[int, ...] = EQUAL, *, replays: bool = True, train: Train | None = None, **options: Any
+    loss: Loss,
+    counts: tuple[int, ...] = EQUAL,
+    *,
+    replays: bool = True,
+    train: Train | None = None,
+    number: int = 1,
+    **options: Any,
 ) -> TrainingResult:
-    """The stack of clients after a local training from one initial model."""
+    """The stack of clients after a local training from one initial model in round `number`."""
     starts = torch.tensor([0, *counts]).cumsum(0)
     rows = Rows.pad([torch.arange(int(starts[k]), int(starts[k + 1])) for k in range(len(counts))])
     client_keys = tuple(keys.key("client", k) for k in range(len(counts)))
@@ -71,7 +77,7 @@ def trained(
     fits: list[TrainingResult] = []
 
     def task(lane: Tensor) -> tuple[Tree, Tensor, Tree]:
-        view = StackedClientData(COLUMNS, rows, client_keys, lane, ("a", "b"), MODEL, 1, 1, replays=replays)
+        view = StackedClientData(COLUMNS, rows, client_keys, lane, ("a", "b"), MODEL, number, 9, replays=replays)
         fit = view.minimise(loss, first, train=train or Train(lr=0.1, batch_size=8, epochs=2), **options)
         fits.append(fit)
         return fit.params, fit.loss, {name: torch.as_tensor(value) for name, value in fit.carry.items()}
@@ -106,6 +112,26 @@ def test_every_algorithm_is_the_plain_one_up_to_rounding(name: str, encoders: An
     for client, tree in parts.engine.locals.items():
         assert furthest(tree, plain.engine.locals[client]) < 10 * ROWS[name].tolerance
     assert ledger == other_ledger
+
+
+def test_short_trainings_use_programs_after_as_many_rounds_as_pay_for_them(
+    replayed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the limits as they are shipped
+    short, once = Train(lr=0.1, batch_size=8, epochs=1), Train(lr=0.1, steps=16)  # 60 rows: 8 steps and 16 steps
+    used = []
+    for number in range(1, 9):
+        replay._known.clear()
+        before = replay._known.copy()
+        trained(plain, train=short, number=number)
+        used.append(replay._known != before)
+    assert used == [False] * 5 + [True] * 3, "5 earlier rounds of 8 steps are 40 steps"
+    replay._known.clear()
+    trained(plain, train=once)
+    assert replay._known, "16 steps use a program in the first round"
+    replay._known.clear()
+    trained(plain, train=replace(short, lr_schedule="cosine", lr_end=0.01), number=9)
+    assert not replay._known, "a rate that changes in each round needs 32 steps"
 
 
 @pytest.mark.parametrize("name", ["fedprox", "moon"])

@@ -45,13 +45,6 @@ Kind = tuple[bool, bool]
 
 WHOLE: Kind = (True, True)
 
-FEW = 16
-"""Fewest steps of a local training that programs take. A program costs as much as 10 to 20 direct steps
-(docs/decisions/0009-replayed-steps.md), so from here on it pays in the first round."""
-
-MANY = 32
-"""The same where each round has another learning rate. The rate is part of a program, so each round makes its own."""
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -193,7 +186,7 @@ class StackedClientData(ClientData):
         # a trace does not record autocast's decisions, nor a `vmap` inside of the step
         if not self.replays or job.train.precision != "float32" or self.privacy is not None:
             return None
-        if num_steps < (MANY if job.train.lr_schedule in WHOLE_RUN_SCHEDULES else FEW):
+        if not replay.pays(num_steps, self.round, new_rate=job.train.lr_schedule in WHOLE_RUN_SCHEDULES):
             return None
         label, columns = self.columns.label, [self.columns.modalities[m] for m in self.modalities]
         present = {m: self.columns.present[m] for m in self.modalities if m in self.columns.present}

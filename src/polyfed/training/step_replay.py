@@ -30,6 +30,17 @@ from polyfed.training.step_rewrite import rewrite
 from polyfed.training.step_source import Source
 from polyfed.training.step_trace import Layout, Tampers, Tracer
 
+FEW = 16
+"""Fewest steps of a local training that programs take from the first round on. A program costs as much as 10 to 20
+direct steps (docs/decisions/0009-replayed-steps.md), so with this many steps it pays in the first round."""
+
+EARLIER = 40
+"""Programs take the steps of a shorter local training once the earlier rounds had this many steps. A program saves
+about a third of a step, so these rounds could have paid for one. Short runs therefore make no program."""
+
+MANY = 32
+"""Fewest steps if each round has another learning rate. The rate is part of a program, so each round makes its own."""
+
 PROGRAMS = 256
 """The largest number of sources and layouts whose programs are stored. Sources differ with the size of the stack."""
 
@@ -65,6 +76,21 @@ class Known:
 _known: OrderedDict[Hashable, dict[Hashable, Known | None]] = OrderedDict()
 """For each source and layout of the state: programs by kind of step and by the tensors that a training shares. None
 stands for a step that has no program."""
+
+
+def pays(num_steps: int, number: int, *, new_rate: bool) -> bool:
+    """Whether programs take the steps of a local training with `num_steps` steps in round `number`, counted from 1.
+
+    The answer must not depend on which programs are known, so that a resumed run gives the same bits.
+
+    Args:
+        num_steps: steps of the local training.
+        number: the round, from 1.
+        new_rate: whether each round has another learning rate.
+    """
+    if new_rate:
+        return num_steps >= MANY
+    return num_steps >= FEW or num_steps * (number - 1) >= EARLIER
 
 
 def run(
@@ -130,6 +156,7 @@ class Replay:
         """Look up the programs for this layout of the state."""
         key = self._key, _layout(*_below(pytree.tree_leaves(state))), pytree.tree_structure(state)
         self._here = _known.setdefault(key, {})
+        _known.move_to_end(key)
         if len(_known) > PROGRAMS:
             _known.popitem(last=False)
 
