@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from environments import PEERS
-from settings import COHORTS, SETTINGS, SIZES, Setting
+from settings import COHORTS, CONVOLVED, SETTINGS, SIZES, Setting
 from speed import BARE, CACHE, Program, Wanted, measure, times_faster, wanted
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "speed.md"
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 
 OURS = ("polyfed sequential", "polyfed vectorised")
+
+TABLES = ("food", "small", *CONVOLVED)
 
 SWEEP_ROUNDS = 8
 """Counted rounds of each program at a point of the plot; the tables use more."""
@@ -60,7 +62,7 @@ def ratio(found: Sequence[Sequence[Program]], name: str, than: str) -> float | N
 
 def table(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all programs on a setting: times, and each engine's ratios to the other programs."""
-    what = wanted(max(cores()), options.peers)
+    what = wanted(max(cores()), () if setting.name in CONVOLVED else options.peers)
     found = repeated(setting, what, options.rounds, options.runs)
     rows: dict[str, dict[str, Any]] = {}
     for place, one in enumerate(what):
@@ -118,7 +120,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         | {"python": platform.python_version(), "peers": [peer.name for peer in PEERS]},
         "runs": options.runs,
         "rounds": options.rounds,
-        "tables": {name: table(SETTINGS[name], options) for name in options.setting or ("food", "small")},
+        "tables": {name: table(SETTINGS[name], options) for name in options.setting or TABLES},
         "curves": {} if options.tables_only else all_curves(options),
     }
 
@@ -238,7 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="runs of each program; medians count")
     parser.add_argument("--rounds", type=int, default=15, help="counted rounds of each run")
-    parser.add_argument("--setting", action="append", choices=("food", "small"), help="of the tables; default: both")
+    parser.add_argument("--setting", action="append", choices=TABLES, help="of the tables; default: all")
     parser.add_argument("--peers", nargs="*", default=["pfl", "flower"], help="pfl, flower; none: only our own")
     parser.add_argument("--tables-only", action="store_true", help="with --check: leave out the plot")
     parser.add_argument("--check", action="store_true", help="compare with the recorded ratios, and write nothing")

@@ -51,10 +51,11 @@ def population(setting: Setting, folder: Path) -> Population:
 
 def model(setting: Setting) -> Model:
     """The same network as in run_bare.py."""
-    encoder = {"kind": "mlp", "hidden": [setting.hidden]}
+    options = {"mlp": {"hidden": [setting.hidden]}, "conv-gru": {"dropout": 0.0}}
+    encoder = {"kind": setting.encoder, **options.get(setting.encoder, {})}
     spec = ModelSpec(encoders={"a": encoder, "b": encoder}, embedding=setting.embedding)
-    shapes = {"a": (setting.features[0],), "b": (setting.features[1],)}
-    return build_model(spec, shapes, setting.classes)
+    a, b = setting.shapes or tuple((width,) for width in setting.features)
+    return build_model(spec, {"a": a, "b": b}, setting.classes)
 
 
 class Ours:

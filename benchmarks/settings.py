@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Setting:
-    """One size of federation: two modalities of vectors, one two-layer encoder each, one linear head over both.
+    """One size of federation: two modalities, one encoder each, and one linear head over both embeddings.
 
     Attributes:
         clients: in the population.
@@ -19,6 +19,9 @@ class Setting:
         embedding: width of each encoder's output.
         classes: of the label.
         data: name of the setting whose data this one uses; empty for its own data.
+        encoder: `mlp` has two layers for vectors. `cnn4` and `conv-gru` are the encoders of the recipes fedavg-cg-mnist
+            and fedavg-ucihar, without dropout.
+        shapes: shape of a sample of each modality, for encoders that do not read vectors.
     """
 
     name: str
@@ -32,16 +35,44 @@ class Setting:
     batch_size: int = 16
     lr: float = 0.1
     data: str = ""
+    encoder: str = "mlp"
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_parameters(self) -> int:
         """What the model must have; every program checks it."""
-        encoders = [f * self.hidden + self.hidden + (self.hidden + 1) * self.embedding for f in self.features]
+        if self.encoder == "cnn4":
+            encoders = [self._cnn4(channels) for channels, _, _ in self.shapes]
+        elif self.encoder == "conv-gru":
+            encoders = [self._conv_gru(width) for _, width in self.shapes]
+        else:
+            encoders = [f * self.hidden + self.hidden + (self.hidden + 1) * self.embedding for f in self.features]
         return sum(encoders) + (2 * self.embedding + 1) * self.classes
+
+    def _cnn4(self, channels: int) -> int:
+        convolutions = (25 * channels + 1) * 32 + (9 * 32 + 1) * 32 + (9 * 32 + 1) * 64 + (9 * 64 + 1) * 64
+        return 2 * channels + convolutions + (64 + 1) * self.embedding
+
+    def _conv_gru(self, width: int) -> int:
+        convolutions = (5 * width + 1) * 32 + (5 * 32 + 1) * 64 + (5 * 64 + 1) * 128
+        return convolutions + 3 * self.embedding * (128 + self.embedding + 2)
 
 
 FOOD = Setting("food", 200, 20, 288, (1280, 768), 128, 64, 101)
 SMALL = Setting("small", 500, 50, 96, (74, 300), 32, 16, 7)
+
+CG_MNIST = Setting(
+    "cg-mnist",
+    *(12, 6, 128, (784, 2352), 0, 512, 10),
+    batch_size=64,
+    lr=0.01,
+    encoder="cnn4",
+    shapes=((1, 28, 28), (3, 28, 28)),
+)
+UCIHAR = Setting("ucihar", 105, 10, 58, (384, 384), 0, 128, 6, lr=0.05, encoder="conv-gru", shapes=((128, 3), (128, 3)))
+
+CONVOLVED = ("cg-mnist", "ucihar")
+"""Settings whose models convolve. pfl and Flower have no program for them."""
 
 COHORTS = [replace(SMALL, name=f"small-{n}-clients", cohort=n, data="small") for n in (5, 20, 50, 200, 500)]
 """`small` with other numbers of clients in a round."""
@@ -52,11 +83,11 @@ SIZES = [
 ]
 """`small` with other sizes of the model."""
 
-SETTINGS = {s.name: s for s in (FOOD, SMALL, *COHORTS, *SIZES)}
+SETTINGS = {s.name: s for s in (FOOD, SMALL, CG_MNIST, UCIHAR, *COHORTS, *SIZES)}
 
 
 def arrays(setting: Setting, folder: Path) -> tuple[list[np.ndarray], np.ndarray]:
-    """Features of the two modalities, float32 (clients * rows, F), and labels; created once and kept in `folder`.
+    """Samples of the two modalities, float32 (clients * rows, *shape), and labels; created once and kept in `folder`.
 
     Client k holds rows k * rows to (k + 1) * rows. Labels depend on the features, so that training has a slope.
     """
@@ -69,4 +100,6 @@ def arrays(setting: Setting, folder: Path) -> tuple[list[np.ndarray], np.ndarray
         maps = [draw.standard_normal((width, setting.classes), dtype=np.float32) for width in setting.features]
         np.savez(path, a=x[0], b=x[1], y=(x[0] @ maps[0] + x[1] @ maps[1]).argmax(1))
     with np.load(path) as file:
-        return [file["a"], file["b"]], file["y"].astype(np.int64)
+        shapes = setting.shapes or tuple((width,) for width in setting.features)
+        x = [file[name].reshape(-1, *shape) for name, shape in zip("ab", shapes, strict=True)]
+        return x, file["y"].astype(np.int64)
