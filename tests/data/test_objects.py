@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from polyfed.core.errors import DataError, PolyfedError, RecipeError
 from polyfed.data import Column, Columns
 from polyfed.data.objects import Given, table_of
+from polyfed.data.split_objects import refuse_other_columns
 
 
 class Pairs(Dataset):
@@ -152,6 +153,13 @@ TWICE = frame().assign(again=0.0).rename(columns={"again": "audio_1"})
         ({"audio": AUDIO}, {"labels": LABEL, "split": ["trian"] * ROWS}, "split column holds 'trian'; allowed: train"),
         ({"audio": AUDIO}, {"labels": LABEL, "present": {"audoi": HAS_TEXT}}, "'audoi' is no modality"),
         ({"audio": AUDIO}, {"labels": WHO, "class_names": ["s0", "s1", "s2"]}, "holds 's3', which is none"),
+        ({"audio": AUDIO, "text": None}, {"labels": LABEL}, r"data\['text'\] is None: give an array.*leave 'text' out"),
+        ({"audio": {"x": AUDIO}}, {"labels": LABEL}, r"data\['audio'\] is a dict: give an array, a tensor or a list"),
+        ({"audio": AUDIO}, {"labels": [[0, 1], [2]] * 20}, "the label column: the rows differ in length. Give one"),
+        (frame(), {"labels": [[0, 1], [2]] * 20}, "labels: the rows differ in length. Give one"),
+        (frame(), {"labels": LABEL[1:]}, "data has 40 rows, labels has 39. Give one entry for each row$"),
+        (frame(), {"clients": np.int64(5)}, "clients is np.int64.5.: give one entry for each row, or the name of a"),
+        (frame(), {"clients": AUDIO}, r"client column must hold integers or strings, one a row; it is float32 .40, 3"),
         (AUDIO, {"labels": LABEL}, "name its modality"),
         (3, {}, "data is a int; allowed"),
         (Endless(), {}, "without a length"),
@@ -196,3 +204,22 @@ def test_standardising_can_be_for_some_modalities():
     with pytest.raises(DataError, match="did you mean 'audio'"):
         table_of({"audio": AUDIO}, Given(labels=LABEL), standardise=["audoi"])
     assert replace(made).notes
+
+
+def test_labels_of_several_targets_beside_a_data_frame_are_targets():
+    targets = np.where(np.arange(2 * ROWS).reshape(ROWS, 2) % 7 == 0, np.nan, 2 * AUDIO[:, 1:])
+    for given in (targets, torch.from_numpy(targets).requires_grad_(), pd.DataFrame(targets)):
+        found = table_of(frame(), Given(labels=given))
+        np.testing.assert_array_equal(found.label.numpy(), targets.astype(np.float32))
+        assert list(found.modalities) == ["audio", "text"]
+    lists = table_of(frame().assign(label=[[row % 2, row % 3] for row in range(ROWS)]), Given())
+    assert lists.label[:3].tolist() == [[0, 0], [1, 1], [0, 2]]
+
+
+def test_the_columns_of_each_split_are_read_once(monkeypatch):
+    calls = []
+    rename = pd.DataFrame.rename
+    monkeypatch.setattr(pd.DataFrame, "rename", lambda self, *a, **k: calls.append(1) or rename(self, *a, **k))
+    wide = pd.DataFrame(np.random.default_rng(0).normal(size=(3, 50)))
+    refuse_other_columns({"train": wide, "test": wide}, None, ())
+    assert len(calls) == 2

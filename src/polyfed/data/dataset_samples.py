@@ -104,7 +104,10 @@ def _of_keys(
     parts = {str(name): value for name, value in sample.items()}
     for role, key in keys.items():
         if key in (form.modalities or ()):
-            raise RecipeError(f"'{key}' is the key of the {role} and also one of the modalities. Name it once")
+            raise RecipeError(
+                f"'{key}' is the key of the {role} and also one of the modalities. Leave it out of the modalities, or "
+                f"name another key in {role}="
+            )
         if key not in parts and (role != "labels" or form.labelled):
             raise DataError(f"data: sample {row} has no '{key}'; it has {', '.join(parts)}. Name it in {role}=")
     facts = {role: parts.pop(key, None) for role, key in keys.items()}

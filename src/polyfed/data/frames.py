@@ -240,7 +240,7 @@ def _labels(frame: "pd.DataFrame", roles: Roles, where: str) -> tuple[Any, tuple
     if not roles.labels:
         return None
     if not isinstance(roles.label, str):
-        cure = "Several columns of labels are targets, which are numbers. Name one column, if the labels are words"
+        cure = "Several columns of labels are targets, which are numbers. If the labels are words, name one column"
         targets = [_numbers(frame, column, f"{where}: the labels", cure) for column in roles.labels]
         return np.stack(targets, 1), None
     found, kind = _facts(frame, roles.label), frame[roles.label].dtype

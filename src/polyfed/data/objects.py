@@ -144,8 +144,7 @@ def _of_arrays(data: Mapping[str, Any], given: Given) -> Draft:
 
 def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
     """Make a draft from a data frame. Labels, clients and splits are names of columns, or arrays."""
-    if given.modalities is not None:
-        given = replace(given, modalities=column_names(given.modalities))
+    modalities = None if given.modalities is None else column_names(given.modalities)
     arrays: dict[str, Any] = {} if given.class_names is None else {"class_names": given.class_names}
     words: dict[str, Any] = {}
     optional = ["ids"]
@@ -170,7 +169,7 @@ def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
             else:
                 arrays[role] = array  # several targets for each row fit in no column
             words[column], frame = "", frame.drop(columns=column, errors="ignore")
-    roles = Roles(modalities=given.modalities, partial=given.partial, optional=tuple(optional), **words)
+    roles = Roles(modalities=modalities, partial=given.partial, optional=tuple(optional), **words)
     return drafted(frame, "data", "data", roles, problems, **arrays)
 
 
@@ -235,6 +234,8 @@ def _has_labels(sample: Any, given: Given) -> bool:
         return True
     if isinstance(sample, Mapping):
         return "label" in sample
+    if isinstance(sample[0], Mapping):
+        return len(sample) > 1
     return given.modalities is None or len(sample) != len(given.modalities)
 
 

@@ -144,7 +144,7 @@ def as_array(values: Any, where: str) -> NDArray[Any]:
         return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
     except ValueError:
         raise DataError(
-            f"{where} has rows of different lengths. Give one entry for each row; or several targets, the same number "
+            f"{where}: the rows differ in length. Give one entry for each row; or several targets, the same number "
             "for each row"
         ) from None
 

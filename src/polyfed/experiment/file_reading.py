@@ -87,8 +87,8 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
         frame = read(found, problems)
         problems.raise_all()
         table = {"path": str(path)} | _of_table(frame, str(found), options, notes, remarks, needs_labels)
-        source = build("[data]", Table, table)
-        columns = source.columns_of(frame, found, problems)
+        reader: Table = build("[data]", Table, table)
+        source, columns = reader, reader.columns_of(frame, found, problems)
     notes += columns.notes
     if "standardise" not in table and (uneven := _uneven(columns)):
         table["standardise"] = uneven

@@ -31,9 +31,10 @@ class DataOptions(TypedDict, total=False):
         labels: labels of the rows (N,): words, class numbers or floats. For data frames, datasets and files: the name
             of a column or key, default `label`.
         clients: natural client of each row (N,), so that each becomes a client; or the number of clients; or the
-            section [clients] as a dictionary. For data frames and files also the name of a column.
-        split: split of each row, `train`, `test`, `validation` or their codes; or the name of a column.
-        modalities: modality -> columns of a data frame or file; or names of the parts of a dataset's samples.
+            section [clients] as a dictionary. For data frames, datasets and files also the name of a column or key.
+        split: split of each row, `train`, `test`, `validation` or their codes; or the name of a column or key.
+        modalities: modality -> columns of a data frame or file; or names of the parts of a dataset's samples. If these
+            samples are dictionaries, their other keys are not read.
         present: modality -> bool (N,), false where a row lacks the modality.
         class_names: names of the classes.
         ids: sample ids of the rows, or `rows`; devices of silos match their rows by them.

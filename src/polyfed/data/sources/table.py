@@ -3,6 +3,7 @@
 import csv
 import json
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -217,7 +218,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _cells(path: Path, separator: str, header: Sequence[str]) -> "pd.DataFrame":
-    """Return the rows of a CSV file. Empty cells beyond the last column, as of a trailing comma, have no effect.
+    """Return the rows of a CSV file. A comma at the end of each row has no effect, with or without one in the header.
 
     Raises:
         DataError: rows hold more cells than the header has names.
@@ -229,13 +230,15 @@ def _cells(path: Path, separator: str, header: Sequence[str]) -> "pd.DataFrame":
         # `index_col=False` it drops the last cells
         warnings.simplefilter("error", pd.errors.ParserWarning)
         try:
-            return pd.read_csv(path, sep=separator, index_col=False)
+            frame = pd.read_csv(path, sep=separator, index_col=False)
         except pd.errors.ParserWarning:
             raise DataError(
                 f"'{path}' has rows with more cells than the header has names ({len(header)}: "
                 f"{', '.join(map(repr, header[:5]))}{', ...' if len(header) > 5 else ''}). Name every column in the "
-                "header, or remove the other cells"
+                "header, or remove the other cells and their separators"
             ) from None
+    nameless = [column for column, name in zip(frame.columns, header, strict=False) if not name]
+    return frame.drop(columns=[column for column in nameless if frame[column].isna().all()])
 
 
 def _header(path: Path, separator: str, problems: Problems) -> list[str]:
@@ -253,7 +256,7 @@ def _header(path: Path, separator: str, problems: Problems) -> list[str]:
             f"'{path}' has one column, {header[0]!r}: its cells seem to be separated by {found[0]!r}, and polyfed "
             f"reads {wanted} in {path.suffix} files. Save it with {wanted} (and decimal points)"
         )
-    if doubled := sorted({name for name in header if header.count(name) > 1}):
+    if doubled := sorted(name for name, count in Counter(header).items() if count > 1 and name):
         names = ", ".join(map(repr, doubled))
         problems.add(DataError(f"'{path}' has several columns named {names}. Rename or remove the copies"))
     return header
