@@ -78,6 +78,7 @@ def test_sections_and_objects_are_options() -> None:
     own = polyfed.make_recipe(DATA, labels=LABEL, algorithm=FedProx(mu=0.7))
     assert own.algorithm == FedProx(mu=0.7)
     assert own.clients.num == 10
+    assert polyfed.make_recipe(DATA, labels=LABEL, rounds=np.int64(3), train={"lr": np.float32(0.5)}).rounds == 3
     for three in (3, np.int64(3)):
         assert polyfed.make_recipe(DATA, labels=LABEL, clients=three).clients.num == 3
     assert polyfed.make_recipe(CgDigits(), clients=4).data == CgDigits()

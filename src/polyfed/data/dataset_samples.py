@@ -1,6 +1,6 @@
 """Reads the samples of a PyTorch dataset: the modalities of each sample, and its label, natural client and split."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,8 @@ class SampleForm:
         """
         if modalities is None:
             return cls(keys=keys, labelled=labelled)
-        names = () if isinstance(modalities, str | Mapping) else tuple(modalities)
+        listed = modalities.tolist() if hasattr(modalities, "tolist") else modalities
+        names = tuple(listed) if isinstance(listed, Iterable) and not isinstance(listed, str | Mapping) else ()
         if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
             raise RecipeError(
                 f"modalities = {modalities!r}: for a dataset, give a list of distinct names, as in "

@@ -1,6 +1,6 @@
 """Makes a table from objects in memory: tensors, arrays, data frames, and datasets of PyTorch and Hugging Face."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from polyfed.data.column_grouping import column_names
 from polyfed.data.columns import Columns
 from polyfed.data.dataset_samples import SampleForm, read_samples
 from polyfed.data.frames import Modalities, Partial, Roles, drafted
+from polyfed.data.reading_options import ReadingOptions, with_masks
 from polyfed.data.row_facts import SPLITS, as_array, plain
 from polyfed.data.split_objects import is_frame, is_hugging_face, join_arrays, refuse_other_columns, same_order
 from polyfed.data.table_draft import Draft, columns_of
@@ -83,19 +84,28 @@ def table_of(
         if given_too:
             raise RecipeError(f"{given_too[0]} is given, but `Columns` hold labels, clients and splits already")
         return data
+    options = ReadingOptions.of(
+        class_names=given.class_names,
+        layout=given.layout,
+        partial=given.partial,
+        standardise=standardise,
+        test_share=test_share,
+    )
+    given = replace(given, class_names=options.class_names, layout=options.layout)
     problems = Problems()
     draft = _draft(data, given, problems)
-    extra = {
-        name: value
-        for name in ("present", "layout", "class_names", "ids")
-        if (value := getattr(given, name)) is not None
+    extra: dict[str, Any] = {
+        name: value for name in ("layout", "class_names", "ids") if (value := getattr(given, name)) is not None
     }
+    extra["present"] = with_masks(draft.present, given.present)
     if isinstance(given.ids, str) and given.ids != "rows":
         problems.add(RecipeError(f"ids = '{given.ids}': give an array with one integer for each row, or 'rows'"))
     if strange := [m for name in ("present", "layout") for m in extra.get(name, ()) if m not in draft.modalities]:
         problems.add(RecipeError(f"'{strange[0]}' is no modality of the data; it has {', '.join(draft.modalities)}"))
     draft = replace(draft, **extra)
-    return columns_of(draft, test_share=test_share, seed=seed, standardise=standardise, problems=problems)
+    return columns_of(
+        draft, test_share=options.test_share, seed=seed, standardise=options.standardise, problems=problems
+    )
 
 
 def _draft(data: Any, given: Given, problems: Problems) -> Draft:
@@ -103,7 +113,9 @@ def _draft(data: Any, given: Given, problems: Problems) -> Draft:
         return _of_frame(data, given, problems)
     if is_hugging_face(data):
         return _of_frame(
-            data.to_pandas(), replace(given, class_names=given.class_names or _names(data, given)), problems
+            data.to_pandas(),
+            given if given.class_names is not None else replace(given, class_names=_names(data, given)),
+            problems,
         )
     if isinstance(data, Dataset):
         return _of_dataset(data, given)
@@ -182,7 +194,7 @@ def _are_columns(value: Any, frame: Any) -> bool:
 def _has_rows(values: Any) -> bool:
     """Whether a value has a length and is no text, so that it can have an entry for each row."""
     try:
-        return not isinstance(values, str | bytes | Mapping) and len(values) >= 0
+        return not isinstance(values, str | bytes | Mapping | Set) and len(values) >= 0
     except TypeError:  # None, a number, an array or a tensor without axes
         return False
 
@@ -205,14 +217,14 @@ def _of_dataset(data: Any, given: Given) -> Draft:
     form = SampleForm.of(given.modalities, {"labels": "label"} | keys, labelled)
     modalities, facts = read_samples(samples, form)
     found: dict[str, Any] = {}
-    present = {name: value for name, value in (given.present or {}).items()}
+    present: dict[str, Any] = {}
     notes, problems = [], Problems()
     for name, cells in modalities.items():
         with problems.noting():
             found[name], there, note = array_of(list(map(_cell, cells)), f"data: modality '{name}'")
             notes += [f"modality '{name}': {note}"] if note else []
             if not there.all():
-                present.setdefault(name, there)
+                present[name] = there
     problems.raise_all()
     roles = {**keys, **({"labels": ""} if labelled else {})}
     read = {role: as_array(list(map(_cell, facts[role])), f"data: the {role}") for role in roles}
@@ -247,9 +259,10 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
     """Make a draft from one data frame or dataset for each split."""
     if strange := [name for name in data if str(name).lower() not in SPLITS]:
         raise RecipeError(f"data has a part '{strange[0]}', which is no split. Allowed: {', '.join(SPLITS)}")
-    if any(isinstance(value, Tensor | np.ndarray | list) for value in (given.labels, given.clients, given.split)):
+    targets = list(given.labels) if isinstance(given.labels, list | tuple) else [given.labels]
+    if not all(isinstance(value, str | None) for value in (*targets, given.clients, given.split)):
         raise RecipeError("data is given by split: name the columns or keys of labels and clients, not arrays")
-    refuse_other_columns(data, given.modalities, (given.labels, given.clients))
+    refuse_other_columns(data, given.modalities, (*targets, given.clients))
     drafts = {name: _draft(part, given, problems) for name, part in same_order(data).items()}
     names = list(dict.fromkeys(name for draft in drafts.values() for name in draft.modalities))
     for name, draft in drafts.items():

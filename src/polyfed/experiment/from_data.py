@@ -217,8 +217,8 @@ def _algorithm(algorithm: Any, table: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_values(given: Mapping[str, Any]) -> None:
     """Refuse values for each row beside a file, which needs the names of its arrays or columns."""
     for name, value in given.items():
-        words = value if name == "labels" and isinstance(value, list | tuple) else [value]
-        named = bool(words) and all(isinstance(word, str | None) for word in words)
+        several = name == "labels" and isinstance(value, list | tuple) and bool(value)
+        named = value is None or all(isinstance(word, str) for word in (value if several else [value]))
         wrong = name in ("labels", "clients", "split", "ids") and not named
         is_array = hasattr(value, "dtype") and not np.isscalar(value)
         if is_array or wrong:
