@@ -42,7 +42,7 @@ class ReadingOptions:
         """
         if options.get("layout") is not None:
             _refuse_no_dictionary("layout", options["layout"], "'HWC'")
-        names = options.get("class_names")
+        names: Any = options.get("class_names")
         names = names.tolist() if hasattr(names, "tolist") else names
         if isinstance(names, Sequence) and not isinstance(names, str):
             options["class_names"] = [str(name) if isinstance(name, Integral) else name for name in names]
