@@ -127,8 +127,8 @@ class Trace:
 class Unrecordable(Exception):
     """A step is about to do what a record cannot repeat.
 
-    It is about to write into a tensor that it closes over, to change the shape of a tensor in place, or to read a number
-    or a shape out of a tensor's entries. The record would keep the number or the shape of this one step.
+    It is about to write into a tensor that it closes over, to change the shape of a tensor in place, or to read a
+    number or a shape out of a tensor's entries. The record would keep the number or the shape of this one step.
     """
 
 
