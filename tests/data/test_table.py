@@ -9,7 +9,7 @@ import pytest
 import torch
 from pairs import AUDIO, HAS_TEXT, LABEL, ROWS, TEXT, frame
 
-from polyfed.core.errors import DataError, PolyfedError, RecipeError
+from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning, RecipeError
 from polyfed.core.problems import Problems
 from polyfed.data import SOURCES
 from polyfed.data.sources.table import read
@@ -155,6 +155,14 @@ def test_a_comma_at_the_end_of_each_row_moves_no_column(tmp_path, first, header)
     assert found.column("x").values.tolist() == [[row + 0.5, row % 3] for row in range(12)]
     assert found.label.tolist() == [row % 2 for row in range(12)]
     assert len(found.client.unique()) == 12
+
+
+def test_the_row_numbers_that_pandas_writes_are_no_feature(tmp_path):
+    frame().to_csv(tmp_path / "mine.csv")
+    with pytest.warns(
+        PolyfedWarning, match="left out, because the header has no name for it: column 1. .* index=False"
+    ):
+        assert list(read(tmp_path / "mine.csv", Problems())) == list(frame())
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085", "\x0c"])

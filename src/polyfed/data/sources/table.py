@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
 from polyfed.data.checks import require
@@ -218,7 +218,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _cells(path: Path, separator: str, header: Sequence[str]) -> "pd.DataFrame":
-    """Return the rows of a CSV file. A comma at the end of each row has no effect, with or without one in the header.
+    """Return the rows of a CSV file, without columns that have no name.
+
+    A comma at the end of each row therefore has no effect, with or without one at the end of the header.
 
     Raises:
         DataError: rows hold more cells than the header has names.
@@ -237,8 +239,17 @@ def _cells(path: Path, separator: str, header: Sequence[str]) -> "pd.DataFrame":
                 f"{', '.join(map(repr, header[:5]))}{', ...' if len(header) > 5 else ''}). Name every column in the "
                 "header, or remove the other cells and their separators"
             ) from None
-    nameless = [column for column, name in zip(frame.columns, header, strict=False) if not name]
-    return frame.drop(columns=[column for column in nameless if frame[column].isna().all()])
+    nameless = {
+        place: column for place, column in enumerate(frame.columns) if place < len(header) and not header[place]
+    }
+    if held := [str(place + 1) for place, column in nameless.items() if not frame[column].isna().all()]:
+        warnings.warn(
+            f"'{path}': left out, because the header has no name for it: column {', '.join(held)}. Such a column often "
+            "holds row numbers, as pandas writes them without index=False. To use the column, name it in the header",
+            PolyfedWarning,
+            stacklevel=3,
+        )
+    return frame.drop(columns=list(nameless.values()))
 
 
 def _header(path: Path, separator: str, problems: Problems) -> list[str]:
