@@ -12,6 +12,7 @@ from pairs import AUDIO, HAS_TEXT, LABEL, ROWS, TEXT, frame
 from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning, RecipeError
 from polyfed.core.problems import Problems
 from polyfed.data import SOURCES
+from polyfed.data.features import listing
 from polyfed.data.sources.table import read
 
 NUMBERS = ["audio_0", "audio_1", "audio_2", "text.a", "text.b"]
@@ -171,6 +172,7 @@ def test_a_text_with_a_separator_of_lines_stays_in_its_json_line(tmp_path, mark)
     (tmp_path / "a.jsonl").write_text("\r\n".join(lines), encoding="utf-8", newline="")
     found = load(str(tmp_path / "a.jsonl"), modalities={"x": "x"})
     assert found.column("x").values[:, 0].tolist() == [row / 2 for row in range(8)]
+    assert listing.lines(tmp_path / "a.jsonl", "hateful-memes") == lines
 
 
 def test_targets_are_numbers_and_may_be_unknown(tmp_path):
