@@ -282,7 +282,7 @@ def test_the_scores_of_silos_are_those_of_predict_across_their_devices(options: 
 @pytest.mark.parametrize("name", ["hfm", "vfl"])
 def test_a_silo_without_a_common_test_sample_has_no_score(name: str) -> None:
     """Each device has test rows, but the devices of the second silo have no test row in common."""
-    clients = ClientsSpec(partition="silos", silos=2, silo_sizes=[15.0, 1.0], silo_overlap=0.2, personal_test=0.2)
+    clients = ClientsSpec(partition="silos", silos=2, silo_sizes=[7.0, 1.0], silo_overlap=0.1, personal_test=0.2)
     made = recipe(method(name, **PERSONAL, overlap="common"), clients=clients, egress=INSIDE, rounds=1)
     parts = assemble(made)
     test = parts.population.test
@@ -297,7 +297,9 @@ def test_a_silo_without_a_common_test_sample_has_no_score(name: str) -> None:
 
 def test_the_device_that_scores_a_silo_holds_a_usable_sample() -> None:
     """Device 0 has no sample in common with device 2, so device 1 computes the score."""
-    world = Silos([40], [[["a"], ["a"], ["b"]]], ids={0: list(range(10)), 1: list(range(10, 40)), 2: list(range(20, 40))})
+    world = Silos(
+        [40], [[["a"], ["a"], ["b"]]], ids={0: list(range(10)), 1: list(range(10, 40)), 2: list(range(20, 40))}
+    )
     world.population = replace(world.population, test=world.population.train)
     algorithm = method(**PERSONAL, overlap="common")
     fed, _ = world.federation(algorithm)

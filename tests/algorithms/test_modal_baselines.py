@@ -191,7 +191,9 @@ def test_nearest_prototype_adds_distances_of_modalities() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_row_that_lacks_all_modalities_with_prototypes_is_predicted_by_the_model(engine: str) -> None:
-    parts = lacking(made("fedproto", engine, ClientsSpec(partition="iid", num=4, personal_test=0.4), mode="original"), 2)
+    parts = lacking(
+        made("fedproto", engine, ClientsSpec(partition="iid", num=4, personal_test=0.4), mode="original"), 2
+    )
     near = {"b": torch.randn(4, 6, generator=torch.Generator().manual_seed(1))}  # there are none of modality a yet
     parts.fed.begin(1)
     told = parts.fed.ask(parts.algorithm.score_own, range(4), Shared({}, near))

@@ -16,7 +16,6 @@ from attacks.smuggling import ENGINES, up
 from attacks.test_shared_block import CLIENTS, exposed, recovered
 from engines.devices import RECIPE, Devices
 from polyfed.algorithms.averaging import Averaging
-from polyfed.cli import main
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import Tree
 from polyfed.deploy.device import limits_on, node_from

@@ -17,7 +17,6 @@ from federation.test_secure_aggregation import secured, small
 from laws.test_laws import world as law_world
 from polyfed.algorithms.averaging import Update
 from polyfed.algorithms.base import Broadcast
-from polyfed.cli import main
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import digest
 from polyfed.deploy.device import node_from, requirements_on

@@ -160,7 +160,8 @@ def study(tmp_path):
                 if metric == "mae":
                     result["task"] = {"name": "regression", "score": "mae", "best": "mae", "rising": False}
                 (folder / "result.json").write_text(json.dumps(result))
-                rows = [json.loads(line) | {"metrics": result["metrics"]} for line in (folder / "rounds.jsonl").open()]
+                lines = (folder / "rounds.jsonl").read_text().splitlines()
+                rows = [json.loads(line) | {"metrics": result["metrics"]} for line in lines]
                 (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
                 run = {"folder": folder.name, "method": method, "scenario": scenario}
                 runs.append(run | {"tuning": False, "state": "finished"})
@@ -173,7 +174,7 @@ def study(tmp_path):
 def test_each_scenario_is_ranked_and_written_by_its_own_metric(study, listed):
     if listed:
         facts = json.loads((study / "study.json").read_text())
-        facts["metrics"] = dict.fromkeys(SCORES, ["global.accuracy", "global.mae"])
+        facts["metrics"] = {scenario: ["global.accuracy", "global.mae"] for scenario in SCORES}
         (study / "study.json").write_text(json.dumps(facts))
     comparison = compare([study])
     proof = evidence(comparison)
@@ -184,7 +185,7 @@ def test_each_scenario_is_ranked_and_written_by_its_own_metric(study, listed):
     assert proof.table()["metrics"] == {"classes": "global.accuracy", "numbers": "global.mae"}
     sheet = comparison_tables.scenarios_sheet(comparison, proof)
     assert sheet.best == {(0, 1), (0, 2)}
-    assert [row[1:3] for row in sheet.rows][0] == ["91.5 ± 0.7", "1.015 ± 0.007071"]
+    assert sheet.rows[0][1:3] == ["91.5 ± 0.7", "1.015 ± 0.007071"]
     assert sheet.headings == ["method", "classes, global.accuracy", "numbers, global.mae", "mean rank"]
     assert sheet.title.startswith("global.accuracy (%) or global.mae by scenario")
     differences = {(row[0], row[1]): row[3] for row in comparison_tables.differences_sheet(proof).rows}
@@ -194,7 +195,9 @@ def test_each_scenario_is_ranked_and_written_by_its_own_metric(study, listed):
 def test_the_figures_and_charts_of_a_scenario_have_its_metric(study, tmp_path):
     comparison = compare([study])
     write_figures(comparison, evidence(comparison), tmp_path / "figures")
-    numbers, classes = ((tmp_path / "figures" / f"differences-{name}.svg").read_text() for name in ("numbers", "classes"))
+    numbers, classes = (
+        (tmp_path / "figures" / f"differences-{name}.svg").read_text() for name in ("numbers", "classes")
+    )
     assert "global.mae minus that of fedavg; filled" in numbers
     assert "global.accuracy minus that of fedavg (points); filled" in classes
     units = {chart.title: chart.unit for chart in price_charts(comparison)}

@@ -102,7 +102,10 @@ def differences_sheet(proof: Evidence) -> Sheet | None:
         f"p by {test}, then after Holm's correction over {sum(d.p is not None for d in proof.differences)} tests"
     )
     headings = ["method", *(["scenario"] if several else []), "n", "difference", "95 % interval", "p", "p (Holm)"]
-    rows = [[d.method, *([d.scenario] if several else []), *_difference(d, _unit(proof, d.scenario))] for d in proof.differences]
+    rows = [
+        [d.method, *([d.scenario] if several else []), *_difference(d, _unit(proof, d.scenario))]
+        for d in proof.differences
+    ]
     return Sheet("differences", title, headings, rows)
 
 

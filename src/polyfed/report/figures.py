@@ -148,7 +148,9 @@ def _differences(figure_of: Any, proof: Evidence, scenario: str) -> Any:
     axes.set_yticks(range(len(rows)), [row.method for row in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
     unit = " (points)" if proof.share(scenario) else ""
-    axes.set_xlabel(f"{proof.metrics[scenario].name} minus that of {rows[0].baseline}{unit}; filled: p < 0.05 after Holm")
+    axes.set_xlabel(
+        f"{proof.metrics[scenario].name} minus that of {rows[0].baseline}{unit}; filled: p < 0.05 after Holm"
+    )
     axes.set_title(scenario, fontsize=9)
     axes.grid(True, axis="x", linewidth=0.5)
     return figure
