@@ -2,21 +2,18 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.report.compare import Comparison, Group
 from polyfed.report.labels import flat
-from polyfed.report.scores import Headline, is_error, is_share
+from polyfed.report.scores import Metric, first_metric
 from polyfed.report.significance import MeanRanks, Test, holm, mean_ranks, paired
 
 DEFAULTS = ("global.accuracy", "personal.mean")
 """The default metrics. If neither the user nor a study names a metric, the first of these that every run has is
 tested."""
-
-OF_MAIN_SCORE = ("personal", "unimodal")
-"""The groups of result.json that hold values of a run's main metric, such as its accuracy or its MAE."""
 
 
 @dataclass(frozen=True)
@@ -47,31 +44,12 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Metric:
-    """The metric by which the runs of a scenario are compared.
-
-    Attributes:
-        name: the metric. If some runs have only a later metric of the list, all metrics that were used, with "or".
-        lowest: whether a smaller value is better.
-        share: whether the values are written in percent.
-    """
-
-    name: str
-    lowest: bool
-    share: bool
-
-    @property
-    def title(self) -> str:
-        """Return the name, with the unit if it is percent."""
-        return f"{self.name} (%)" if self.share else self.name
-
-
-@dataclass(frozen=True)
 class Evidence:
     """The tests of a comparison.
 
     Attributes:
-        metrics: the metric of each scenario.
+        metrics: the metric of each scenario. If some runs have only a later metric of the study's list, the name holds
+            all metrics that were used.
         test: "t" or "wilcoxon".
         differences: one for each scenario and each method other than the baseline.
         methods: the ranked methods.
@@ -173,9 +151,8 @@ def scores_of(group: Group, metrics: Sequence[str]) -> dict[tuple[int, str], flo
     """Return (seed, fold) -> the first of these metrics that the run has. Repeated seeds are averaged."""
     found: dict[tuple[int, str], list[float]] = {}
     for folder, seed, fold in zip(group.folders, group.seeds, group.folds, strict=True):
-        numbers = flat(folder.result.get("metrics", {}))
-        if (metric := _first(numbers, metrics)) is not None:
-            found.setdefault((seed, fold), []).append(float(numbers[metric]))
+        if (first := first_metric(folder.result, metrics)) is not None:
+            found.setdefault((seed, fold), []).append(first[1])
     return {run: statistics.fmean(values) for run, values in found.items()}
 
 
@@ -195,11 +172,6 @@ def metrics_of(comparison: Comparison, metric: str | None = None) -> list[tuple[
     return [group.metrics or (default,) for group in comparison.groups]
 
 
-def _first(numbers: Mapping[str, Any], metrics: Sequence[str]) -> str | None:
-    """Return the first of these metrics that a run has, or None."""
-    return next((metric for metric in metrics if numbers.get(metric) is not None), None)
-
-
 def metric_by_scenario(comparison: Comparison, metrics: Sequence[Sequence[str]]) -> dict[str, Metric]:
     """Return scenario -> its metric, given the metrics of each group as `metrics_of` returns them."""
     found: dict[str, list[tuple[Group, Sequence[str]]]] = {}
@@ -210,13 +182,9 @@ def metric_by_scenario(comparison: Comparison, metrics: Sequence[Sequence[str]])
 
 def _metric_of(groups: Sequence[tuple[Group, Sequence[str]]]) -> Metric:
     """Return the metric of a scenario. Its direction and unit are those of the first metric that a run has."""
-    results = [(folder.result, words) for group, words in groups for folder in group.folders]
-    firsts = ((_first(flat(result.get("metrics", {})), words), result) for result, words in results)
-    used = {metric: result for metric, result in firsts if metric is not None} or {groups[0][1][0]: {}}
-    judged, result = next(iter(used.items()))
-    if judged.partition(".")[0] in OF_MAIN_SCORE:
-        judged = Headline.of(result.get("task")).score
-    return Metric(" or ".join(used), is_error(judged), is_share(judged))
+    firsts = (first_metric(folder.result, words) for group, words in groups for folder in group.folders)
+    used = [first[0] for first in firsts if first is not None] or [Metric.of(groups[0][1][0])]
+    return replace(used[0], name=" or ".join(dict.fromkeys(metric.name for metric in used)))
 
 
 def _rising(
