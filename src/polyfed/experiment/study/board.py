@@ -140,9 +140,10 @@ class Board:
         found = (entry.score(metrics) for entry in self.reported.get(number, []) if entry.state == "finished")
         return [score for score in found if score is not None]
 
-    def metric(self, entries: Sequence[Entry]) -> Metric | None:
-        """Return the metric by which these runs of one scenario are scored, or None if no run has a score."""
-        firsts = (first_metric(entry.result, self.metrics[entry.cell.scenario]) for entry in entries)
+    def metric(self, number: int, entries: Sequence[Entry]) -> Metric | None:
+        """Return the metric by which these runs of a cell are scored, or None if no run has a score."""
+        metrics = self.metrics[self.cells[number].scenario]
+        firsts = (first_metric(entry.result, metrics) for entry in entries)
         return next((first[0] for first in firsts if first is not None), None)
 
     def summary(self, number: int) -> tuple[float, float, int] | None:

@@ -101,7 +101,7 @@ def cell_text(board: Board, number: int) -> str:
     metric.
     """
     found, reported = board.summary(number), board.reported.get(number, [])
-    metric = board.metric(reported)
+    metric = board.metric(number, reported)
     if found is None or metric is None:
         groups = next((entry.result["metrics"] for entry in reported if entry.state == "finished"), None)
         if groups is None:

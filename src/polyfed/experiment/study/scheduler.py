@@ -132,7 +132,7 @@ class _Sweep:
             if any(e.state == "finished" and e.score(metrics) is None for entries in batch for e in entries):
                 board.blocked[number] = f"its search stopped, because its runs have no metric {' or '.join(metrics)}"
                 return None
-            if (metric := board.metric([entry for entries in batch for entry in entries])) is not None:
+            if (metric := board.metric(number, [entry for entries in batch for entry in entries])) is not None:
                 searcher.lowest = metric.lowest
             searcher.tell(asked, [_mean(found) for found in scores])
         if searcher.best is None:
