@@ -13,7 +13,7 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from engines.devices import RECIPE, Devices
 from polyfed.cli import main
 from polyfed.core.errors import DataError, TransportError
-from polyfed.core.files import AUDIT, EGRESS, PUBLIC_KEY
+from polyfed.core.files import AUDIT, EGRESS, PUBLIC_KEY, ROUNDS
 from polyfed.engines.protocol import ASK, FAILED, RequestId, reason
 from polyfed.experiment import checkpoint
 from polyfed.privacy import audit_log
@@ -204,6 +204,19 @@ def test_a_line_nested_too_deeply_is_named_and_ends_no_command_with_a_traceback(
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], "[" * 100_000 + "\n", *lines[1:]]))
     assert "line 2 cannot be read" in found(copied)
+
+
+@pytest.mark.parametrize("key", ["round", "ask", "client"])
+def test_a_row_at_infinity_and_a_missing_client_without_a_number_end_no_command_with_a_traceback(
+    key: str, copied: Path
+) -> None:
+    path = copied / "run" / AUDIT
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], json.dumps(json.loads(lines[1]) | {key: float("inf")}) + "\n", *lines[2:]]))
+    rounds = copied / "run" / ROUNDS
+    rows = [json.loads(line) | {"missing": {"nobody": "lost"}} for line in rounds.read_text().splitlines()]
+    rounds.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "does not follow from line" in found(copied)
 
 
 class Killed(BaseException):
