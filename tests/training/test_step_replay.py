@@ -287,6 +287,28 @@ def test_a_loss_that_turns_a_tensor_around_in_place_is_not_replayed(replayed: li
     assert equal(fit, trained(turned, replays=False))
 
 
+def _times_a_number(scale: Tensor) -> Loss:
+    return lambda w, batch: plain(w, batch) * float(scale[0])
+
+
+def _first_classes(scale: Tensor) -> Loss:
+    return lambda w, batch: plain(w, batch) + MODEL.logits(w, batch)[:, : int(scale[0])].square().mean()
+
+
+def _positive_classes(scale: Tensor) -> Loss:
+    return lambda w, batch: plain(w, batch) + MODEL.logits(w, batch)[:, scale > 0].square().mean()
+
+
+@pytest.mark.parametrize("make", [_times_a_number, _first_classes, _positive_classes])
+def test_a_loss_that_reads_a_number_or_a_shape_from_a_tensor_is_not_replayed(
+    make: Callable[[Tensor], Loss], replayed: list[int]
+) -> None:
+    """A program would keep the number of the first round: the next round has the same layouts and other entries."""
+    for scale in (torch.tensor([1.0, -1.0, -1.0]), torch.tensor([3.0, 1.0, 1.0])):
+        assert equal(trained(make(scale)), trained(make(scale), replays=False))
+    assert not replayed
+
+
 def test_a_carry_that_is_no_tensor_is_not_replayed(replayed: list[int]) -> None:
     def counting(grads: Tree, w: Tree, aux: Any, carry: Any) -> tuple[Tree, Any]:
         return grads, {"steps": carry["steps"] + 1}

@@ -28,7 +28,7 @@ from polyfed.training.step_check import agree, reproduces
 from polyfed.training.step_program import Program
 from polyfed.training.step_rewrite import rewrite
 from polyfed.training.step_source import Source
-from polyfed.training.step_trace import Layout, Tampers, Tracer
+from polyfed.training.step_trace import Layout, Tracer, Unrecordable
 
 FEW = 16
 """Fewest steps of a local training that programs take from the first round on. A program costs as much as 10 to 20
@@ -117,7 +117,7 @@ def run(
             replay.look(state)
             if replay.lacks(kinds[t]):
                 takes = [Recording(state, slices[t]) for _ in range(2)]
-                with suppress(Tampers):
+                with suppress(Unrecordable):
                     for take in takes:
                         with take.tracer:  # here, because a user who debugs a loss then sees a short stack
                             out = advance(kinds[t], take.state, slices[t])

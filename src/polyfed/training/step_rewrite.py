@@ -124,7 +124,9 @@ def fold_products(graph: fx.Graph) -> None:
         product, rest = _product_of(total)
         if product is None or form(product) != form(w):
             continue
-        memory, (x, y) = memory if memory.knows(w) else Memory(graph), args(product)
+        x, y = args(product)
+        if not all(memory.knows(tensor) for tensor in (w, x, y, rest) if isinstance(tensor, fx.Node)):
+            memory = Memory(graph)  # an earlier product was folded into one of them
         kept = memory.unchanged((x, y), product, node) and memory.unchanged((rest,), total, node)
         if not kept or memory.overlap(w, x) or memory.overlap(w, y):
             continue

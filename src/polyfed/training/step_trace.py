@@ -28,6 +28,7 @@ Layout = tuple[tuple[Any, ...], ...]
 """The data type, shape, strides and position of the client axis, for each of some tensors."""
 
 
+INDEX = torch.ops.aten.index.Tensor
 BATCH_NORMS = torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default
 
 
@@ -124,8 +125,12 @@ class Trace:
         return graph
 
 
-class Tampers(Exception):
-    """A step is about to write into a tensor that it closes over, or to change the shape of a tensor in place."""
+class Unrecordable(Exception):
+    """A step is about to do what a record cannot repeat.
+
+    It is about to write into a tensor that it closes over, to change the shape of a tensor in place, or to read a
+    number or a shape out of a tensor's entries. The record would keep the number or the shape of this one step.
+    """
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -145,10 +150,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Perform the operation and record it.
 
         Raises:
-            Tampers: the operation would change more than the step's own tensors. Nothing has happened yet.
+            Unrecordable: the operation changes more than the step's own tensors, or its result does not follow from the
+                layouts of its arguments. Nothing has happened yet.
         """
-        if torch.Tag.inplace_view in func.tags or any(map(self._outside, written(func, args))):
-            raise Tampers
+        if not _recordable(func) or _selects(func, args) or any(map(self._outside, written(func, args))):
+            raise Unrecordable
         out = func(*args, **(kwargs or {}))
         refs = self._refs(args)
         base = self._viewed(args[0]) if makes_view(func) else None
@@ -213,6 +219,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         base = self._base[slot]
         self._views.setdefault(_view(base, tensor), slot)
         return base
+
+
+@cache
+def _recordable(op: Any) -> bool:
+    """Return whether an operation keeps the shapes of its arguments and reads nothing out of their entries."""
+    tags = torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+    return op is INDEX or not any(tag in op.tags for tag in tags)  # only masks select, see `_selects`
+
+
+def _selects(op: Any, args: Sequence[Any]) -> bool:
+    """Return whether an operation selects entries by a mask, so that the size of its result depends on the mask."""
+    masks = (torch.bool, torch.uint8)
+    return op is INDEX and any(i is not None and i.dtype in masks for i in args[1])
 
 
 @cache
