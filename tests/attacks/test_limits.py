@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
-from attacks import node_check
 from attacks.smuggling import ENGINES, up
 from attacks.test_shared_block import CLIENTS, exposed, recovered
 from engines.devices import RECIPE, Devices
 from polyfed.algorithms.averaging import Averaging
+from polyfed.cli import main
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import Tree
 from polyfed.deploy.device import limits_on, node_from
@@ -165,11 +165,19 @@ def test_a_restart_of_the_server_does_not_reset_the_count(tmp_path: Path) -> Non
 
 
 def test_check_node_says_which_limits_a_recipe_breaks(tmp_path: Path, capsys: Any) -> None:
-    texts, said = node_check.refused(device(tmp_path, "min_batch_size = 1000\nmax_rounds = 1"), "a", capsys)
-    for told in texts:
+    devices = device(tmp_path, "min_batch_size = 1000\nmax_rounds = 1")
+    place = devices.places[1]
+    config = f'data="{place}/data.npz" client=1 modalities="a" policy="{place}/policy.toml"'
+    for words in (("--node", config), ("--node", f"{place}/policy.toml")):
+        with pytest.raises(SystemExit) as stop:
+            main(("check", str(devices.recipe), *words))
+        assert stop.value.code == 3
+        told = " ".join(capsys.readouterr().out.split())
         assert "would be refused by [limits] max_rounds = 1 of the device, and this is round 2" in told
         assert "[limits] min_batch_size = 1000 of the device" in told
-    assert len(said["breaches"]) == 2
+    with pytest.raises(SystemExit):
+        main(("check", str(devices.recipe), "--node", config, "--json"))
+    assert len(json.loads(capsys.readouterr().out)["breaches"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -194,14 +202,18 @@ STATED = "[limits]\nmin_batch_size = 16\nmax_rounds = 5\nmin_rows = 3\n"
 
 def test_a_recipe_states_limits_and_the_devices_own_win(tmp_path: Path, capsys: Any) -> None:
     devices = device(tmp_path, "min_batch_size = 4\nmax_rounds = 3", RECIPE.replace("[engine]", STATED + "[engine]"))
-    config = node_check.config_of(devices, "a")
-    code, out = node_check.checked(devices, config, capsys, "--json")
-    assert not code
-    found = json.loads(out)
+    place = devices.places[1]
+    config = f'data="{place}/data.npz" client=1 modalities="a" policy="{place}/policy.toml"'
+    with pytest.raises(SystemExit) as stop:
+        main(("check", str(devices.recipe), "--node", config, "--json"))
+    assert not stop.value.code
+    found = json.loads(capsys.readouterr().out)
     limits = {"min_rows = 3 (of the recipe)", "min_batch_size = 16 (of the recipe)", "max_rounds = 3 (of the device)"}
     assert set(found["limits"]) == limits
     assert found["breaches"] == []
-    assert "[limits] max_rounds = 3 (of the device)" in node_check.checked(devices, config, capsys)[1]
+    with pytest.raises(SystemExit):
+        main(("check", str(devices.recipe), "--node", config))
+    assert "[limits] max_rounds = 3 (of the device)" in capsys.readouterr().out
     assert devices.serve(tmp_path / "run")["rounds"] == 2
 
 

@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
-from attacks.node_check import refused
 from engines.devices import Devices
 from federation.test_secure_aggregation import secured, small
 from laws.test_laws import world as law_world
 from polyfed.algorithms.averaging import Update
 from polyfed.algorithms.base import Broadcast
+from polyfed.cli import main
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import digest
 from polyfed.deploy.device import node_from, requirements_on
@@ -275,10 +275,19 @@ def test_a_run_ends_with_the_words_of_the_device(tmp_path: Path) -> None:
 
 
 def test_check_node_says_what_the_recipe_lacks(tmp_path: Path, capsys: Any) -> None:
-    texts, said = refused(device(tmp_path, EPSILON, text("")), "a,b", capsys)
-    for told in texts:
+    devices = device(tmp_path, EPSILON, text(""))
+    place = devices.places[1]
+    config = f'data="{place}/data.npz" client=1 modalities="a,b" policy="{place}/policy.toml"'
+    for words in (("--node", config), ("--node", f"{place}/policy.toml")):
+        with pytest.raises(SystemExit) as stop:
+            main(("check", str(devices.recipe), *words))
+        assert stop.value.code == 3
+        told = " ".join(capsys.readouterr().out.split())
         assert "[require] max_epsilon = 2.5 (of the device)" in told
         assert "would be refused by [require] max_epsilon = 2.5 of the device, and the recipe has no section" in told
+    with pytest.raises(SystemExit):
+        main(("check", str(devices.recipe), "--node", config, "--json"))
+    said = json.loads(capsys.readouterr().out)
     assert said["required"] == ["max_epsilon = 2.5", "delta = 0.001", "unit = client"]
     assert len(said["breaches"]) == 1
     assert not any(row["allowed"] for row in said["planned"] if row["kind"] == "parameters")
