@@ -198,7 +198,7 @@ class _Loop:
         return state, row
 
     def summarise(self, row: dict[str, Any], state: Any) -> None:
-        """Add what the algorithm reports about its state to the row: the loss, logged numbers and tables."""
+        """Add to the row what the algorithm reports about its state: the loss, logged numbers and tables."""
         algorithm = self.recipe.algorithm
         row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
         row |= privacy_after(self.assembly.guarantee, row["round"] + self.repeated, state)
