@@ -93,7 +93,7 @@ class _Loop:
 
     @contextmanager
     def interruptible(self, round: int) -> Iterator[None]:
-        """Enclose a round. If an exception ends the round, everything that crossed is still written to the ledger."""
+        """Enclose a round. If an exception ends the round, the ledger's entries of the round are still written."""
         self.emit("round-started", round=round)
         self._started = time.perf_counter()
         try:

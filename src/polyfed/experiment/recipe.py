@@ -45,7 +45,7 @@ class Recipe(ShownRecipe):
     Data, algorithm, encoders, selector, partition and tracker may be objects of your own classes.
 
     Attributes:
-        data: a source: anything with `load() -> Columns`.
+        data: the data source: an object with the method `load() -> Columns`.
         algorithm: the algorithm; its fields hold the sections [train], [selection], [server] and [evaluate].
         model: the section [model].
         clients: the section [clients].

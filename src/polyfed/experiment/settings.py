@@ -34,8 +34,8 @@ class EngineSpec:
         min_nodes: flower: if fewer clients have connected after `enrol_seconds`, the run ends before its first round
             with exit code 4; 0 means all `nodes`. A client that contradicts the others (another sample shape, too many
             classes) is left out. Set `min_nodes` if the run may go on without such a client.
-        enrol_seconds: flower: how long to wait for clients before the first round, in seconds. With `on_refusal` =
-            "drop", the wait ends earlier if all `nodes` have enrolled or refused, and `min_nodes` have enrolled.
+        enrol_seconds: flower: how long to wait for clients before the first round, in seconds. If `on_refusal` is
+            `drop`, the wait ends earlier when all `nodes` have enrolled or refused, and `min_nodes` have enrolled.
         classes: flower: the number of classes of a deployment; a client with larger labels is left out. 0 means the
             smallest number that covers the labels of more than half of the clients, and also those of the server's own
             rows. Set the number if some clients lack classes.
@@ -47,8 +47,9 @@ class EngineSpec:
         reply_seconds: flower: how long a client may take to reply, in seconds; a later reply is ignored. The server
             asks a client that missed a deadline again. But for the next 2 requests (then 4, ..., 64 if the client
             misses again), it waits for this client only a tenth longer than the others took.
-        close_at: flower: the server closes a request as soon as this share of the asked clients has replied. Below 1
-            the result depends on which clients are fast; [clients] overselect asks more clients than needed.
+        close_at: flower: the server closes a request as soon as this share of the asked clients has replied. If the
+            share is below 1, the result depends on which clients are fast. Use [clients] overselect to ask more clients
+            than needed.
         away_seconds: flower: how long the server waits for the return of a client whose node signed off or is offline,
             within `reply_seconds`.
         on_refusal: flower: if a client's policy refuses a reply, `stop` ends the run (exit code 3) and `drop` leaves

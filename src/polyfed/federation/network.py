@@ -267,7 +267,7 @@ class Clock:
             enough: how many replies close the request. At equal times, the client with the lower number comes first.
 
         Returns:
-            The clients whose replies come after the closing, each with the reason.
+            The clients whose replies come after the request has closed, each with the reason.
         """
         if self.round == 0 or len(clients) <= enough:
             return {}

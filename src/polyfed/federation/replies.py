@@ -19,8 +19,8 @@ MOST = 64
 hardly save time."""
 
 Piece = tuple[tuple[int, ...], Tensor]
-"""A pair of K clients and a tensor (K, ...). The tensor stacks the values that these clients sent under one name of a
-tree."""
+"""The numbers of K clients, and a tensor (K, ...). The tensor stacks the values that these clients sent under one name
+of a tree."""
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class ResNet18(EncoderSpec):
     """ResNet-18 without its classifier (He et al., CVPR 2016, Table 1), for any number of channels.
 
     It reads images (H, W), (C, H, W) or (H, W, C), and clips (C, T, H, W), whose frames are encoded one by one and
-    averaged. A linear map follows if the last width differs from the embedding.
+    averaged. A linear map follows if the last width differs from that of the embedding.
 
     Attributes:
         stem: first layers. `imagenet` is a 7 x 7 convolution with stride 2 and a max-pool. `cifar` is a 3 x 3
