@@ -154,10 +154,8 @@ def membership(found: Capture, shadows: int, seed: int) -> Iterator[Finding]:
 def candidates_of(found: Capture, seed: int) -> dict[int, Candidates]:
     """Return the candidates of each attacked client.
 
-    Only clients that share their training rows get the same public rows.
-
-    If all clients had the same public rows, the guesses about all clients would depend on how difficult these few rows
-    are.
+    Only clients that share their training rows get the same public rows. If all clients had the same public rows, the
+    guesses about all clients would depend on how difficult these few rows are.
 
     Args:
         found: the captured replies.
