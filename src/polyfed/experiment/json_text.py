@@ -15,5 +15,5 @@ def json_ready(value: Any) -> Any:
 
 
 def to_json(content: Any) -> str:
-    """Indented JSON without NaN or infinity, as in result.json; `polyfed run --json` prints the same."""
+    """Return indented JSON without NaN or infinity: the format of result.json and of `polyfed run --json`."""
     return json.dumps(json_ready(content), indent=1, allow_nan=False)

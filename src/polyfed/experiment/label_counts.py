@@ -7,7 +7,7 @@ import torch
 from polyfed.data import Population
 
 MOST_COUNTS = 100_000
-"""The largest number of counts of classes in run.json, which take about 300 kB."""
+"""The largest number of counts of classes in run.json. So many counts take about 300 kB."""
 
 
 def label_counts(population: Population, client: int) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def label_counts(population: Population, client: int) -> dict[str, Any]:
 
 
 def dealt_classes(population: Population, partition: Any, client: int) -> dict[str, Any]:
-    """The class numbers of a client, or its main class, if the partition assigns them."""
+    """Return the classes, or the main class, that the partition assigned to a client. Other partitions assign none."""
     if partition not in ("classes-per-client", "main-class"):
         return {}
     rows = torch.cat([shards[client] for shards in (population.train, population.test) if shards is not None])

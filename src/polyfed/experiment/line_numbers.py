@@ -28,8 +28,8 @@ def in_file(errors: Sequence[PolyfedError], path: Path, text: str, overrides: Se
         overrides: `section.key=value` from the command line. They replace lines of the file.
 
     Returns:
-        An exception whose text names the file. If there are several faults, the text has one line for each. This line
-        names the wrong line of the file or the wrong override.
+        An exception whose text names the file. If there are several faults, the text has one line for each. Each of
+        these lines names the wrong line of the file or the wrong override.
     """
     lines: dict[Key, int] = {}
     for key, number in _places(text):
@@ -59,7 +59,7 @@ def _line(key: Key, lines: dict[Key, int]) -> int | None:
 
 
 def _places(text: str) -> Iterator[tuple[Key, int]]:
-    """The line number, from 1, of each section and each key of a TOML text, without lines inside of long values."""
+    """Yield the line number, from 1, of each section and key of a TOML text. Lines inside long values are skipped."""
     section: Key = ()
     value = ""
     for number, line in enumerate(text.splitlines(), 1):

@@ -93,7 +93,7 @@ class _Loop:
 
     @contextmanager
     def interruptible(self, round: int) -> Iterator[None]:
-        """Enclose a round. If an exception ends the round, everything that crossed is still written to the ledger."""
+        """Enclose a round. If an exception ends the round, the ledger's entries of the round are still written."""
         self.emit("round-started", round=round)
         self._started = time.perf_counter()
         try:
@@ -198,7 +198,7 @@ class _Loop:
         return state, row
 
     def summarise(self, row: dict[str, Any], state: Any) -> None:
-        """Add what the algorithm reports about its state to the row: the loss, logged numbers and tables."""
+        """Add to the row what the algorithm reports about its state: the loss, logged numbers and tables."""
         algorithm = self.recipe.algorithm
         row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
         row |= privacy_after(self.assembly.guarantee, row["round"] + self.repeated, state)

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
-"""The files in which Linux lists the limits of a container."""
+"""The folder of the files in which Linux lists the limits of a container."""
 
 
 CORES = "POLYFED_CORES"

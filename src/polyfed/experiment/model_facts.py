@@ -1,4 +1,4 @@
-"""Facts about the trained models of a run that need predictions: the calibration, and the success of a backdoor."""
+"""Facts about a run's trained models that follow from predictions: the calibration, and the success of a backdoor."""
 
 import statistics
 from typing import Any
@@ -33,7 +33,7 @@ def facts_of_models(models: Models, recipe: Recipe, population: Population) -> d
 def backdoor_of(models: Models, attack: Attack, population: Population, seed: int) -> dict[str, Any] | None:
     """Return the group `backdoor` of result.json: how often the trigger makes a model predict the target class.
 
-    Only test rows of other classes count. If the method trains a global model, the function measures this model.
+    Only test rows of other classes count. If the algorithm trains a global model, the function measures this model.
     Otherwise, the result is the mean over the honest clients whose models read the modality of the trigger.
 
     Args:
@@ -44,8 +44,8 @@ def backdoor_of(models: Models, attack: Attack, population: Population, seed: in
 
     Returns:
         The target, the modality, the number of rows, and the share of rows that the model assigns to the target with
-        the trigger (`success`) and without it (`without_trigger`). None if there is no test row of another class, or no
-        model to measure.
+        the trigger (`success`) and without it (`without_trigger`). The result is None if there is no test row of
+        another class, or no model to measure.
     """
     columns, trigger = population.columns, attack.trigger(population)
     rows = population.test_rows.cpu()

@@ -24,7 +24,7 @@ class Models:
     Attributes:
         algorithm: the algorithm's name.
         spec: the [model] section.
-        model: the model, as functions of a Tree.
+        model: the model, as functions of a Tree of parameters.
         task: what the model learnt to predict; `task.decided` turns predictions into decisions, such as classes.
         predictor: how a client's own model predicts.
         shared: the global model, or None; see `params`.
@@ -84,12 +84,12 @@ class Models:
         """Compute predictions exactly as the evaluation of the run computed them: for classes, logits (n, C).
 
         Args:
-            x: modality -> samples (n, ...) as the data set gives them, standardised if it standardises. A modality
-                that is left out counts as a zero feature. So does a row of NaN.
+            x: modality -> samples (n, ...) in the form in which the data set gives them, for example standardised. A
+                modality that is left out counts as a zero feature. A row of NaN also counts as a zero feature.
             client: predict with the model of this client: its own model if the algorithm trains one per client,
                 otherwise its part of the global model. Modalities that this model does not read are ignored. None
                 selects the global model.
-            present: modality -> bool (n,), for a modality that some of these rows lack.
+            present: modality -> which rows have it, bool (n,). Give this for each modality that some rows lack.
 
         Raises:
             RecipeError: there is no global model or no such client, or `x` does not fit the model.
@@ -108,7 +108,7 @@ class Models:
             client: whose model; see `predict`.
 
         Raises:
-            RecipeError: there is no such model, or it predicts by more than its logits.
+            RecipeError: there is no such model, or its predictions depend on more than its logits.
         """
         if client is None:
             return PlainModule(self.model, self.params, self.model.modalities)
@@ -133,7 +133,7 @@ class Models:
         return self.tree_of(int(client))
 
     def check_here(self) -> None:
-        """Raise a RecipeError if the clients have own models and these are not here."""
+        """Raise a RecipeError if the clients have models of their own that are not on this machine."""
         if self.own and self.elsewhere:
             raise RecipeError(self.elsewhere)
 
@@ -141,7 +141,7 @@ class Models:
 class ClientModalities(Mapping[int, tuple[str, ...]]):
     """Client number -> the modalities that the client's model reads, without the clients that have no modality.
 
-    Each value is computed on access, because a dictionary of a million clients would take 150 MB.
+    Each value is computed on access, because a dictionary for a million clients would take 150 MB.
 
     Args:
         registry: the facts about all clients.
@@ -201,7 +201,7 @@ class Personal(Mapping[int, Tree]):
 
 
 def _allowed(clients: Sequence[int]) -> str:
-    """Which client numbers there are."""
+    """Describe, for an error, which client numbers exist."""
     if not clients:
         return "There are no clients"
     if len(clients) == clients[-1] + 1:

@@ -89,7 +89,7 @@ def apply(table: dict[str, Any], override: str) -> None:
         override: the override. Its value is TOML, or a word without quotes.
 
     Raises:
-        RecipeError: the override names no key, assigns a value to a section, or its value is not valid TOML.
+        RecipeError: the override names no key or assigns a value to a section, or its value is not valid TOML.
     """
     path, _, text = override.partition("=")
     names, value = _path(path, override), _value(text, override)
@@ -121,7 +121,7 @@ def _path(text: str, override: str) -> list[str]:
 
 
 def _value(text: str, override: str) -> Any:
-    """Return the value of an override: TOML, else a number such as `.5` that TOML refuses, else a word."""
+    """Return an override's value: TOML if it is valid TOML, else a number if it is one (such as `.5`), else a word."""
     text = text.strip()
     try:
         found = tomllib.loads(f"value = {text}")

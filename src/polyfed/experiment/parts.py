@@ -47,7 +47,7 @@ def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
         given: fields that are written in another section.
 
     Raises:
-        RecipeError: an unknown option, a wrong value, or a required option is missing.
+        RecipeError: an option is unknown or has a wrong value, or a required option is missing.
     """
     values, problems = sifted(where, cls, table, frozenset(given))
     if problems.found:

@@ -1,4 +1,4 @@
-"""Determines which methods can honour [privacy] and [secure_aggregation], from the declarations of the methods."""
+"""Determines which algorithms can honour [privacy] and [secure_aggregation], from the algorithms' declarations."""
 
 import itertools
 from collections.abc import Iterator
@@ -18,7 +18,10 @@ ANY = "any"
 
 
 def methods_that_honour(unit: str) -> str:
-    """List the methods that can honour a unit of [privacy]. Methods that also send unprotected kinds come last."""
+    """List the algorithms that can honour a unit of [privacy].
+
+    Algorithms that also send unprotected kinds come last.
+    """
     able = {name: unprotected(cls(), unit) for name, cls in sorted(ALGORITHMS.items()) if cls.honours(unit)}
     found = [name for name, kinds in able.items() if not kinds]
     found += [f"{name} with unprotected = {_listed(kinds)}" for name, kinds in able.items() if kinds]
@@ -26,11 +29,11 @@ def methods_that_honour(unit: str) -> str:
 
 
 def unprotected(method: Algorithm, unit: str) -> tuple[str, ...]:
-    """Return the kinds of data that the method sends and that [privacy] does not protect, in the order of `KINDS`.
+    """Return the kinds of data that the algorithm sends and that [privacy] does not protect, in the order of `KINDS`.
 
     Args:
-        method: the method with its options.
-        unit: the unit of [privacy], which the method can honour.
+        method: the algorithm with its options.
+        unit: the unit of [privacy], which the algorithm can honour.
     """
     covered = {*method.honours(unit), *method.spare}
     kinds = {types_of(task)[1].kinds[field] for name, task, field in sent(method) if f"{name}.{field}" not in covered}
@@ -38,7 +41,7 @@ def unprotected(method: Algorithm, unit: str) -> tuple[str, ...]:
 
 
 def sent(method: Algorithm, *, tested: bool = False) -> Iterator[tuple[str, Task, str]]:
-    """Yield every field that a reply can hold under some policy: name of the task, the task, name of the field."""
+    """Yield (name of the task, the task, name of the field) for every field that a reply can hold under some policy."""
     for name, task in tasks_of(method).items():
         if method.will_ask(name, tested=tested):
             for field in types_of(task)[1].kinds:
@@ -54,7 +57,7 @@ def can_send(method: Algorithm, task: str, field: str) -> bool:
 
 
 def privacy_in_words(cls: type[Algorithm], unit: str) -> str:
-    """Describe whether a method, with its default options, can honour a unit of [privacy], and if not, why."""
+    """Describe whether an algorithm, with its default options, can honour a unit of [privacy], and if not, why."""
     if not cls.honours(unit):
         return f"no: {cls.dishonour(unit)}"
     method, wanted = cls(), []
@@ -66,7 +69,7 @@ def privacy_in_words(cls: type[Algorithm], unit: str) -> str:
 
 
 def secure_in_words(cls: type[Algorithm]) -> str:
-    """Describe whether a method, with its default options, can use [secure_aggregation], and if not, why."""
+    """Describe whether an algorithm, with its default options, can use [secure_aggregation], and if not, why."""
     method = cls()
     if method.single_replies:
         return f"no: {method.single_replies}"
@@ -75,10 +78,10 @@ def secure_in_words(cls: type[Algorithm]) -> str:
 
 
 def read_singly(method: Algorithm, *, tested: bool) -> tuple[str, str] | None:
-    """Return a task and the field of its reply that the server reads for every single client, or None.
+    """Return a task and a field of its reply that the server reads separately for each client, or None.
 
     Args:
-        method: the method with its options.
+        method: the algorithm with its options.
         tested: whether some clients have their own test rows.
     """
     secure = method.secure_aggregation

@@ -16,10 +16,10 @@ from polyfed.selection import Uniform
 from polyfed.training.optimisers import ServerOptimiser
 
 _TEMPLATE = ("model_spec", "round", "update", "local", "outgoing", "direction", "reply", "merge", "own_params")
-"""Hooks of `Averaging`. A method that overrides one of them computes with whole parameters."""
+"""Hooks of `Averaging`. An algorithm that overrides one of them computes with whole parameters."""
 
 _COMBINING = ("round", "merge")
-"""Hooks of `Averaging` that combine the replies by the rule of `[server] aggregate`."""
+"""Hooks of `Averaging` that combine the replies according to the rule of `[server] aggregate`."""
 
 _NEEDS_ADAPTERS = (
     "the model has no LoRA adapters that train. Give an encoder of kind 'hf' the option lora, e.g. lora = { r = 8, "
@@ -48,7 +48,7 @@ def client_ranks(recipe: Recipe, model: Model, num_clients: int) -> ClientRanks:
 
 
 def _unfit_way(recipe: Recipe, server: ServerOptimiser, has_adapters: bool) -> str:
-    """Return why the server cannot use the rule for adapters that `[server] aggregate` names, or ""."""
+    """Return why the server cannot use the rule for adapters that `[server] aggregate` names, or "" if it can."""
     method = recipe.algorithm
     if not has_adapters:
         return _NEEDS_ADAPTERS
@@ -64,7 +64,7 @@ def _unfit_way(recipe: Recipe, server: ServerOptimiser, has_adapters: bool) -> s
 
 
 def _unfit_values(ranks: list[int], model_ranks: list[int], num_clients: int) -> str:
-    """Return why the ranks do not fit the adapters or the number of clients, or ""."""
+    """Return why the ranks do not fit the adapters or the number of clients, or "" if they fit."""
     if not model_ranks:
         return _NEEDS_ADAPTERS
     largest = max(model_ranks)
@@ -78,7 +78,7 @@ def _unfit_values(ranks: list[int], model_ranks: list[int], num_clients: int) ->
 
 
 def _unfit(recipe: Recipe, model: Model, way: str) -> str:
-    """Return why the other sections do not allow clients to have their own ranks, or ""."""
+    """Return why the other sections do not allow clients to have their own ranks, or "" if they do."""
     method = recipe.algorithm
     kind = type(method)
     name = name_of(method, ALGORITHMS)
@@ -105,7 +105,7 @@ def _unfit(recipe: Recipe, model: Model, way: str) -> str:
 
 
 def rank_facts(ranks: ClientRanks) -> dict[str, Any]:
-    """Return the fact `ranks` of run.json: the bytes of each block at a client of each rank; empty without ranks."""
+    """Return the fact `ranks` of run.json: for each rank, the bytes of each block at a client. Empty without ranks."""
     if not ranks.ranks:
         return {}
     found: dict[str, dict[str, int]] = {}

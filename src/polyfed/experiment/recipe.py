@@ -1,7 +1,7 @@
-"""Recipes: a TOML file, or the same as Python objects, checked before anything runs.
+"""Recipes, as TOML files or as Python objects. polyfed checks a recipe before the run starts.
 
-Each section is the frozen dataclass of the part it configures, so there is no second schema. An unknown key is an error
-that suggests the nearest one; pydantic checks each value against the field's type in strict mode.
+The schema of each section is the frozen dataclass of the part that the section configures. An unknown key is an error,
+which suggests the nearest known key. Pydantic checks each value against the field's type in strict mode.
 """
 
 import dataclasses
@@ -40,25 +40,27 @@ ELSEWHERE = ("participation", "overselect", "train")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe(ShownRecipe):
-    """A run as objects. Data, algorithm, encoders, selector, partition and tracker may be of your own classes.
+    """The description of a run, as Python objects.
+
+    Data, algorithm, encoders, selector, partition and tracker may be objects of your own classes.
 
     Attributes:
-        data: a source: anything with `load() -> Columns`.
+        data: the data source: an object with the method `load() -> Columns`.
         algorithm: the algorithm; its fields hold the sections [train], [selection], [server] and [evaluate].
         model: the section [model].
         clients: the section [clients].
-        task: the section [task], or None, so that the labels decide.
+        task: the section [task], or None if the labels decide.
         seed: the seed of every random draw.
         rounds: the number of rounds.
         engine: the section [engine].
         checkpoint: the section [checkpoint].
         egress: the policy table, `{block: {destination: [kinds]}}`.
-        limits: the section [limits]: floors that every device keeps in this run, besides its own.
-        stack: new modality -> modalities it is stacked from (early fusion, `data.stacking`); `stack` in [data].
-        network: the section [network], or None for no simulated time.
-        attack: the section [attack], or None for honest clients.
-        privacy: the section [privacy], or None for no differential privacy.
-        tracking: the tracker that receives the numbers of the run, or None.
+        limits: the section [limits]: limits for every device in this run, in addition to the device's own limits.
+        stack: the key `stack` of [data]: new modality -> the modalities that form it (early fusion, `data.stacking`).
+        network: the section [network], or None if the run has no simulated time.
+        attack: the section [attack], or None if all clients are honest.
+        privacy: the section [privacy], or None if the run has no differential privacy.
+        tracking: the tracker that receives the numbers of the run, or None if there is no tracker.
         name: the name of the output folder, unless the user gives one.
     """
 
@@ -81,7 +83,7 @@ class Recipe(ShownRecipe):
     name: str = "run"
 
     def __post_init__(self) -> None:
-        """Refuse a negative seed or number of rounds and a breach of the limits, and fill in the number of clients."""
+        """Refuse a negative seed or number of rounds, and breaches of the limits. Fill in the number of clients."""
         problems = Problems()
         for name in ("rounds", "seed"):
             if getattr(self, name) < 0:
@@ -129,8 +131,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         overrides: `section.key=value` as on the command line; the value is TOML, or a word without quotes.
 
     Raises:
-        RecipeError: with the file, the section, the key, what is allowed and the nearest name; for all faults at once,
-            each with the number of its line.
+        RecipeError: the recipe has faults. The text names the file, and for each fault the line number, the section,
+            the key, what is allowed and the nearest name.
     """
     path, problems = Path(path), Problems()
     text = _text(path)
@@ -142,10 +144,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a recipe's file as a table and apply overrides; classes that it names are not imported.
+    """Read a recipe's file as a table and apply overrides. Classes that the file names are not imported.
 
     Raises:
-        RecipeError: the file cannot be read, is not valid TOML, or an override does not fit it.
+        RecipeError: the file cannot be read or is not valid TOML, or an override does not fit the file.
     """
     return _overridden(_parsed(_text(path), path), overrides)
 
@@ -176,10 +178,10 @@ def _overridden(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, An
 
 
 def recipe_of(given: Recipe | str | Path) -> Recipe:
-    """The recipe that is given, or the one at the path that is given.
+    """Return the given recipe, or read the recipe at the given path.
 
     Raises:
-        RecipeError: it is neither, or the file is not a valid recipe.
+        RecipeError: the argument is neither a recipe nor a path, or the file is not a valid recipe.
     """
     if isinstance(given, Recipe):
         return given
@@ -198,7 +200,8 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
         name: the name of the output folder, unless the user gives one.
 
     Raises:
-        RecipeError: with the section, the key, what is allowed and the nearest name.
+        RecipeError: the table has faults. The text names for each fault the section, the key, what is allowed and the
+            nearest name.
     """
     problems = Problems()
     top: dict[str, Any] = {key: table[key] for key in ("seed", "rounds") if key in table}
@@ -210,7 +213,7 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
         refuse_no_training(top, sections.get("train", {}))
 
     def built(section: str, cls: type | None) -> Any:
-        """The object of a section whose class is fixed, or for None of a section that names its class."""
+        """Build the object of a section. `cls` is its class, or None if the section names the class."""
         entry = sections[section] if cls is None else sections.get(section, {})
         made, rest = (cls, entry) if cls is not None else class_of(f"[{section}]", *_NAMED[section], entry)
         return build(f"[{section}]", made, rest)
@@ -248,18 +251,18 @@ _FIXED: Mapping[str, type] = {
 """Sections with one class each, which are fields of `Recipe`."""
 
 _ALWAYS = ("clients", "model", "engine", "checkpoint", "limits")
-"""Sections that have defaults where a recipe leaves them out."""
+"""Sections that have defaults if a recipe leaves them out."""
 
 _NAMED: Mapping[str, tuple[Mapping[str, type], type]] = {
     "data": (SOURCES, Source),
     "task": (OBJECTIVES, Objective),
     "tracking": (TRACKERS, Tracker),
 }
-"""Sections that name their class: the registry, and the base of the user's own."""
+"""Sections that name their class, with the registry of the classes and the base class of user-defined ones."""
 
 
 def _sections(table: Mapping[str, Any], top: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """The sections that exist and are tables; the others are noted as problems."""
+    """Return the known sections that are tables. Unknown keys and sections of other types are noted as problems."""
     kept: dict[str, Any] = {}
     for key, value in table.items():
         if key in top or key == "versions":  # a resolved recipe names the versions it ran with, and can be run again
@@ -273,7 +276,7 @@ def _sections(table: Mapping[str, Any], top: Mapping[str, Any], problems: Proble
 
 
 def as_table(part: Any) -> dict[str, Any]:
-    """A section's dataclass as a TOML table, without fields that are None; any other object gives an empty table."""
+    """Return a section's dataclass as a TOML table, without fields that are None. Other objects give an empty table."""
     if not dataclasses.is_dataclass(part):
         return {}
     return {f.name: _toml(value) for f in fields(part) if f.init and (value := getattr(part, f.name)) is not None}
@@ -286,7 +289,7 @@ def model_table(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _toml(value: Any) -> Any:
-    """A value as TOML can hold it; a value that it cannot becomes a string."""
+    """Convert a value to a form that TOML can hold. If there is no such form, the value becomes a string."""
     if dataclasses.is_dataclass(value):
         return as_table(value)
     if isinstance(value, Mapping):

@@ -25,10 +25,10 @@ FLOWER = "flower"
 """The name of the engine whose clients keep their state outside of this process."""
 
 CLASSES = {"name": "classification", "class_weights": [], "ranking": False}
-"""The section [task] of runs whose folder has none."""
+"""The section [task] that is assumed for a run whose recipe.toml has none."""
 
 MAY_CHANGE = ("rounds", "engine", "checkpoint", "tracking")
-"""The parts of a recipe that may change when a run is resumed. They do not change the results of its rounds."""
+"""The parts of a recipe that may change when a run is resumed. They do not change the results of rounds."""
 
 
 _T = TypeVar("_T")
@@ -147,7 +147,7 @@ class Records:
         """Cut `rounds.jsonl` and `egress.jsonl` back to their sizes at a checkpoint, and note this in the audit log.
 
         Args:
-            places: file name -> size in bytes. A file without entry is emptied.
+            places: file name -> size in bytes. A file without an entry is emptied.
             round: the round of the checkpoint, or 0 for a run that starts.
 
         Returns:
@@ -194,7 +194,8 @@ class Records:
     def places(self) -> dict[str, int]:
         """The sizes of `rounds.jsonl` and `egress.jsonl` in bytes, after flushing both to the disk.
 
-        Both files are flushed, because after a power failure no checkpoint may hold sizes whose lines were lost.
+        Both files are flushed, because otherwise a power failure could remove lines that the sizes in a checkpoint
+        include.
         """
         there = {name: path for name in (ROUNDS, EGRESS) if (path := self.folder / name).exists()}
         for path in there.values():

@@ -1,4 +1,4 @@
-"""Facts about rounds and runs: what follows from the ledger, times, logged matrices, versions."""
+"""Facts about rounds and runs: facts that follow from the ledger, times, logged numbers and tables, and versions."""
 
 import platform
 import statistics
@@ -13,7 +13,7 @@ from polyfed.privacy.ledger import TO_CLIENT, Entry
 
 
 def facts_of_round(round: int, entries: Sequence[Entry]) -> dict[str, Any]:
-    """The facts about a round that follow from the ledger: its cohort, who trained which block, bytes up and down."""
+    """The facts about a round that follow from the ledger: cohort, trainers of each block, bytes up and down."""
     asked: set[int] = set()
     trained: dict[str, set[int]] = {}
     up = down = 0
@@ -41,7 +41,7 @@ def seconds_of(rounds: Sequence[float]) -> dict[str, float]:
     """The times of result.json, in seconds: the first round, which also warms up, and the median of the others.
 
     Args:
-        rounds: the time of each round. The median of a single round is its own time.
+        rounds: the time of each round. If there is only one round, its time is also the median.
     """
     if not rounds:
         return {"seconds_per_round": 0.0}
@@ -78,9 +78,10 @@ def versions() -> dict[str, str]:
 
 
 def warn_silent(rounds: Sequence[Mapping[str, Any]]) -> None:
-    """Warn after training of clients whose replies were missing in every round in which they were asked.
+    """Warn, after training, about clients whose replies were missing in every round in which they were asked.
 
-    Clients whose replies only came late are no fault: the recipe's [network] or `overselect` drops their replies.
+    The function does not warn about clients whose replies were only late, because the recipe wants this: its [network]
+    or `overselect` drops late replies.
 
     Args:
         rounds: the rows of rounds.jsonl.

@@ -46,7 +46,7 @@ class Run:
         result: the content of result.json.
         rounds: the rows of rounds.jsonl.
         state: the final server state.
-        model: the model, as functions of a Tree.
+        model: the model, as functions of a Tree of parameters.
         folder: the folder of the run's files, or None if it wrote none.
         models: the trained models; `params`, `personal`, `predict` and `export` use them.
     """
@@ -71,7 +71,7 @@ class Run:
 
     @property
     def history(self) -> "pd.DataFrame":
-        """One row per round; nested values have dotted names, as `metrics.global.accuracy`."""
+        """One row per round. Nested values have dotted names, such as `metrics.global.accuracy`."""
         import pandas as pd  # here: it takes half a second, and a client may start a process per request
 
         return pd.json_normalize(self.rounds)
@@ -107,21 +107,22 @@ class Run:
     def predict(
         self, x: Mapping[str, Any], client: int | None = None, *, present: Mapping[str, Any] | None = None
     ) -> Tensor:
-        """Compute predictions with the model that the run evaluated, so its metrics are those of these predictions.
+        """Compute predictions with the model that the run evaluated, so that they agree with the run's metrics.
 
-        For classes these are logits (n, C); docs/evaluation.md#choose-a-task has the other tasks. `models.task.decided`
-        turns them into decisions, such as classes.
+        For classes these are logits (n, C); docs/evaluation.md#choose-a-task describes the other tasks.
+        `models.task.decided` turns them into decisions, such as classes.
 
         Args:
-            x: modality -> samples (n, ...) as the data set gives them, standardised if it standardises. A modality
-                that is left out counts as a zero feature, as for a client that lacks it. So does a row of NaN.
+            x: modality -> samples (n, ...) in the form in which the data set gives them, for example standardised. A
+                modality that is left out counts as a zero feature, as for a client that lacks it. A row of NaN also
+                counts as a zero feature.
             client: predict with the model of this client: its own model if the algorithm trains one per client,
                 otherwise the global model as this client uses it. Modalities that the client lacks are ignored. None
                 selects the global model.
-            present: modality -> bool (n,), for a modality that some of these rows lack.
+            present: modality -> which rows have it, bool (n,). Give this for each modality that some rows lack.
 
         Raises:
-            RecipeError: there is no global model, no such client, or `x` does not fit the model.
+            RecipeError: there is no global model or no such client, or `x` does not fit the model.
         """
         logits = self.models.predict(x, client, present=present)
         if self.models.own and client is not None and client not in self._participants:
@@ -138,7 +139,7 @@ class Run:
 
         Args:
             folder: the folder.
-            onnx: whether to write each model as an ONNX file as well; needs the extra `onnx`.
+            onnx: whether to write each model as an ONNX file as well. ONNX files need the extra `onnx`.
 
         Returns:
             The folder's absolute path.
@@ -158,7 +159,7 @@ class Run:
 
 
 def best_round(rounds: Sequence[dict[str, Any]], objective: Objective = CLASSES) -> dict[str, Any] | None:
-    """The first round with the best validation score, and its metrics; None without validation.
+    """Return the first round with the best validation score, and its metrics. None if there is no such score.
 
     Args:
         rounds: rows of rounds.jsonl.
@@ -245,16 +246,17 @@ class _NoClients:
 
 
 def load_run(folder: str | Path) -> Run:
-    """Load a finished run, with its models, from the folder that `polyfed run --out` wrote; its data is not needed.
+    """Load a finished run, with its models, from the folder that `polyfed run --out` wrote. Its data set is not needed.
 
-    Classes of your own that the folder's recipe.toml names are imported, which runs their code: load what you trust.
+    If the folder's recipe.toml names user-defined classes, this function imports them, which runs their code. Load only
+    runs that you trust.
 
     Args:
         folder: the folder of the run.
 
     Raises:
         RecipeError: the folder holds no finished run, or its recipe names a class that cannot be imported.
-        CheckpointError: its files are damaged, or a version of polyfed wrote them that kept no models.
+        CheckpointError: the files are damaged, or were written by a version of polyfed that kept no models.
     """
     folder = Path(folder).expanduser()
     if not (folder / RESULT).exists() or not (folder / RECIPE).exists():

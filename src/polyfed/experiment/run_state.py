@@ -1,6 +1,7 @@
-"""What the checkpoint of a run holds, read back and checked before anything uses it.
+"""The content of a run's checkpoint, which is checked before a resumed run uses it.
 
-`polyfed.experiment.checkpoint` reads and writes any nest of values; this file knows which values a run keeps.
+`polyfed.experiment.checkpoint` reads and writes any nested structure of values. This file knows which values a run
+keeps.
 """
 
 import os
@@ -24,17 +25,17 @@ OF_CLIENTS = ("num_rows", "holds", "silo")
 """The facts about clients: fields of `ClientRegistry`."""
 
 CLIENTS = "clients-{}.safetensors"
-"""The name of the file with these facts, which contains the first 16 digits of the file's SHA-256."""
+"""The name of the file with these facts. The name contains the first 16 digits of the file's SHA-256."""
 
 TOTALS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
-"""Sums over all rounds that a resumed run continues."""
+"""Sums over the rounds of a run, which a resumed run continues."""
 
 
 def kept_facts(fed: Federation, class_names: tuple[str, ...] | None, folder: Path) -> dict[str, Any]:
-    """The facts about clients and model that let `load_run` do without the data.
+    """Return the facts about clients and model with which `load_run` can load a run without its data.
 
     The facts about clients are written to a file in the folder of the checkpoints. They never change during a run, so
-    every checkpoint only names this file. A million clients have 10 MB of such facts.
+    every checkpoint only names this file. For a million clients, the file takes 10 MB.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -84,15 +85,15 @@ def _read_clients(folder: Path, place: dict[str, Any]) -> dict[str, Tensor | Non
 def load_content(
     folder: Path, algorithm: Algorithm, device: torch.device | str = "cpu"
 ) -> tuple[int, dict[str, Any]] | None:
-    """The newest checkpoint of a run as (round, content), or None where there is none.
+    """Return the newest checkpoint of a run as (round, content), or None if there is no checkpoint.
 
     Args:
         folder: the run's `checkpoint` folder.
-        algorithm: the run's; dataclasses of its modules may occur in the state.
-        device: where tensors go.
+        algorithm: the algorithm of the run. Dataclasses of its modules may occur in the state.
+        device: the device for the tensors.
 
     Raises:
-        CheckpointError: it is damaged, or does not hold what a run keeps.
+        CheckpointError: the checkpoint is damaged, or lacks an entry that every run keeps.
     """
     found = checkpoint.load(folder, checkpoint.modules_of(algorithm), device)
     if found is None:
@@ -107,7 +108,7 @@ def load_content(
 
 
 def _wrong_key(content: Any) -> str:
-    """The first entry that is missing or of another type; empty where there is none."""
+    """Return the first entry that is missing or has a wrong type, or "" if all entries are right."""
     if not isinstance(content, dict):
         return "run"
     checks = {
@@ -123,7 +124,7 @@ def _wrong_key(content: Any) -> str:
 
 
 def _is_locals(value: Any) -> bool:
-    """Whether this maps numbers of clients to Trees."""
+    """Whether the value maps client numbers to Trees."""
     return isinstance(value, dict) and all(
         type(client) is int and isinstance(tree, dict) and all(isinstance(v, Tensor) for v in tree.values())
         for client, tree in value.items()
@@ -131,7 +132,7 @@ def _is_locals(value: Any) -> bool:
 
 
 def _are_numbers(value: Any, types: tuple[type, ...], names: tuple[str, ...] = ()) -> bool:
-    """Whether this maps names, these among them, to numbers of 0 or more."""
+    """Whether the value maps strings to numbers of 0 or more, and has all of these names."""
     return (
         isinstance(value, dict)
         and set(names) <= set(value)
@@ -140,7 +141,7 @@ def _are_numbers(value: Any, types: tuple[type, ...], names: tuple[str, ...] = (
 
 
 def _are_facts(value: Any) -> bool:
-    """Whether this is what `kept_facts` made."""
+    """Whether the value has the form of the facts that `kept_facts` returns."""
     if not isinstance(value, dict):
         return False
     shapes, names = value.get("shapes"), value.get("class_names")
@@ -157,14 +158,15 @@ def _are_facts(value: Any) -> bool:
 
 
 def num_kept(state: Any, engine: Engine) -> dict[str, int]:
-    """How many numbers a method keeps from round to round; where the model is kept, it is counted.
+    """Count the numbers that an algorithm keeps from round to round, including those of a kept model.
 
     Args:
         state: the server's state.
         engine: the engine, for the clients' local states.
 
     Returns:
-        `server`, and `client`, the most that a client keeps. `client` is absent where clients keep it elsewhere.
+        The count of the server (`server`), and the largest count of a client (`client`). `client` is absent if the
+        clients keep their state elsewhere.
     """
     kept = {"server": num_numbers(state)}
     if engine.keeps_locals:

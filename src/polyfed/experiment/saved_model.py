@@ -161,7 +161,8 @@ def load_model(
 
     Raises:
         DataError: the folder holds no saved model, or a damaged one.
-        NotAllowed: `model.json` names a class that is not in `imports`, or a pretrained model not in `backbones`.
+        NotAllowed: `model.json` names a class that is not in `imports`, or a pretrained model that is not in
+            `backbones`.
         RecipeError: a class that `model.json` names cannot be imported.
     """
     folder = Path(folder).expanduser()
@@ -179,7 +180,7 @@ def _check_allowed(folder: Path, said: Mapping[str, Any], allowance: Allowance) 
     """Refuse code and pretrained models that the caller of `load_model` has not allowed.
 
     Raises:
-        NotAllowed: the caller has not allowed them. The text contains the argument that would.
+        NotAllowed: the caller has not allowed them. The text contains the argument that would allow them.
     """
     encoders = list(said["model"]["encoders"].values())
     classes = [str(encoder["kind"]) for encoder in encoders]
@@ -257,7 +258,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
 
 
 def _read_tree(path: Path, wanted: str, model: Model, modalities: Sequence[str], device: torch.device | str) -> Tree:
-    """A Tree of the model, or of its part for these modalities."""
+    """Read a Tree of the model, or of the model's part for these modalities."""
     try:
         if sha256_of(path) != wanted:
             raise ValueError(f"its SHA-256 differs from the one in {DESCRIPTION}")

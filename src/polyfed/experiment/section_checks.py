@@ -13,7 +13,10 @@ from polyfed.training.optimisers import Train
 
 
 def refuse_no_training(top: Mapping[str, Any], train: Mapping[str, Any]) -> None:
-    """Refuse a file that trains nothing. Only a recipe made in Python may do so, to inspect an initial state."""
+    """Refuse a recipe file that trains nothing.
+
+    Only a recipe made in Python may train nothing, to inspect an initial state.
+    """
     for where, key, table in (("", "rounds", top), ("[train] ", "epochs", train), ("[train] ", "steps", train)):
         value = table.get(key)
         if isinstance(value, Real) and value == 0 and not (key == "epochs" and "steps" in train):
@@ -29,7 +32,7 @@ def refuse_breaches(limits: Limits, train: Train, rounds: int, rows: int | None 
         limits: the section [limits].
         train: the section [train].
         rounds: the rounds of the recipe.
-        rows: training rows of a client. None if they are not known yet.
+        rows: number of training rows of a client. None if the number is not known yet.
         whose: the client that has the rows.
 
     Raises:
@@ -40,7 +43,7 @@ def refuse_breaches(limits: Limits, train: Train, rounds: int, rows: int | None 
 
 
 def check_model(method: Algorithm, model: Model) -> None:
-    """Refuse a model that the method cannot use, or whose logits `unimodal = "head"` cannot split by modality.
+    """Refuse a model that the algorithm cannot use, or whose logits `unimodal = "head"` cannot split by modality.
 
     Raises:
         RecipeError: the model does not fit. The text lists what is allowed.

@@ -13,41 +13,44 @@ class EngineSpec:
 
     Attributes:
         name: `vectorised`, `sequential` or `flower`.
-        device: `cpu`, `cuda`, or `auto` (CUDA when there is one).
-        workers: the number of processes that train clients on a CPU; 0 takes one for each core, and only this process
-            for requests too small to share. The result does not depend on the number. Worker processes need Linux.
-        threads: the number of threads that PyTorch uses on the CPU, in this process and in each worker process. 0 keeps
-            PyTorch's default in this process, and uses 1 for requests that worker processes could share: a thread for
-            each operation spends more time waiting than it saves, above all on a busy machine.
-        stack: the largest number of clients in one stack of the vectorised engine; 0 chooses it by a memory budget,
-            and on a CPU does not stack models with large 2-d convolutions, which run slower when stacked.
+        device: `cpu`, `cuda`, or `auto` (CUDA if the machine has it, else the CPU).
+        workers: the number of processes that train clients on a CPU; 0 means one process for each core, but small
+            requests run in this process alone. The result does not depend on the number. Worker processes need Linux.
+        threads: the number of threads that PyTorch uses on the CPU, in this process and in each worker process. 0 means
+            one thread for requests that worker processes could share, and PyTorch's default for all other work of this
+            process. On small operations, several threads lose more time by waiting than they save, above all on a busy
+            machine.
+        stack: the largest number of clients in one stack of the vectorised engine. 0 means that the engine chooses the
+            number by a memory budget. On a CPU, it then does not stack models with large 2-d convolutions, because
+            these run more slowly in a stack.
         replay: whether the vectorised engine records a training step, rewrites it and replays it, which is faster.
             Results may differ in their last bits. Switch it off for a loss of your own that depends on more than its
             parameters, its batch and the values that it closes over.
-        min_replies: if fewer clients reply in a round, the run ends with exit code 4; if fewer clients are asked, all
-            must reply.
-        debug: raise a client's exception instead of leaving the client out, with client, round, task and shapes.
+        min_replies: if fewer clients reply in a round, the run ends with exit code 4. If fewer clients are asked, all
+            of them must reply.
+        debug: whether an exception in a client ends the run, with an error that names client, round, task and shapes.
+            Otherwise, the round only leaves the client out.
         nodes: flower: the number of clients to wait for before the first round of a deployment; 0 means [clients] num.
         min_nodes: flower: if fewer clients have connected after `enrol_seconds`, the run ends before its first round
-            with exit code 4; 0 means all `nodes`.
-            A client that contradicts the others (another sample shape, too many classes) is left out, so a run that
-            may go on without it needs a `min_nodes`.
-        enrol_seconds: flower: how long to wait for clients before the first round, in seconds. With `on_refusal` =
-            "drop", the wait ends earlier if all `nodes` have enrolled or refused, and `min_nodes` have enrolled.
-        classes: flower: the number of classes of a deployment; a client with larger labels is left out. 0 takes the
-            smallest number that holds the labels of more than half of the clients, or that of the server's own rows
-            if it is larger. Set it where clients lack classes.
-        shapes: flower: modality -> shape of its samples, as in `{ image = [1, 28, 28] }`; a client with another
-            shape is left out. For a modality that is not listed, the server's own rows decide, or more than half of
-            the clients that have it.
-        rows_cap: flower: the rows that a client reports count at most this many times the median of all clients,
-            because rows are weights and cannot be checked; 0 removes the limit.
-        reply_seconds: flower: how long a client may take to reply, in seconds; a later reply is ignored. A client that
-            missed a deadline is asked again, but for the next 2, then 4, ..., 64 requests the server waits for it only
-            a tenth longer than the others took.
-        close_at: flower: the server closes a request as soon as this share of the asked clients has replied. Below 1
-            the result depends on which clients are fast; [clients] overselect asks more clients than needed.
-        away_seconds: flower: how long the server waits for a client whose node signed off or is offline to come back,
+            with exit code 4; 0 means all `nodes`. A client that contradicts the others (another sample shape, too many
+            classes) is left out. Set `min_nodes` if the run may go on without such a client.
+        enrol_seconds: flower: how long to wait for clients before the first round, in seconds. If `on_refusal` is
+            `drop`, the wait ends earlier when all `nodes` have enrolled or refused, and `min_nodes` have enrolled.
+        classes: flower: the number of classes of a deployment; a client with larger labels is left out. 0 means the
+            smallest number that covers the labels of more than half of the clients, and also those of the server's own
+            rows. Set the number if some clients lack classes.
+        shapes: flower: modality -> shape of its samples, as in `{ image = [1, 28, 28] }`; a client with another shape
+            is left out. The shape of a modality that is not listed is that of the server's own rows, or else that of
+            more than half of the clients that have the modality.
+        rows_cap: flower: the server limits the number of rows that a client reports to this many times the median of
+            all clients, because the numbers are weights and the server cannot check them; 0 removes the limit.
+        reply_seconds: flower: how long a client may take to reply, in seconds; a later reply is ignored. The server
+            asks a client that missed a deadline again. But for the next 2 requests (then 4, ..., 64 if the client
+            misses again), it waits for this client only a tenth longer than the others took.
+        close_at: flower: the server closes a request as soon as this share of the asked clients has replied. If the
+            share is below 1, the result depends on which clients are fast. Use [clients] overselect to ask more clients
+            than needed.
+        away_seconds: flower: how long the server waits for the return of a client whose node signed off or is offline,
             within `reply_seconds`.
         on_refusal: flower: if a client's policy refuses a reply, `stop` ends the run (exit code 3) and `drop` leaves
             the client out of the request.
@@ -90,7 +93,8 @@ class CheckpointSpec:
     """The [checkpoint] section.
 
     Attributes:
-        every: write a checkpoint after every so many rounds, and always after the last one; 0 means only the last.
+        every: number of rounds from one checkpoint to the next; 0 means no checkpoints before the last round. The last
+            round always has a checkpoint.
     """
 
     every: Annotated[int, EVERY] = 1

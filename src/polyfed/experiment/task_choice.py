@@ -1,4 +1,4 @@
-"""Which task does a run train: the section [task], or what the labels suggest; and can its algorithm train it?"""
+"""Finds the task of a run, from the section [task] or the labels, and checks that the algorithm can train this task."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from polyfed.objective import CLASSES, OBJECTIVES, Classification, Objective, gu
 
 
 def with_task(recipe: Recipe, columns: Columns) -> Recipe:
-    """The recipe with its task; without a section [task], the labels decide."""
+    """Return the recipe with its task. If the recipe has no section [task], the labels decide."""
     return recipe if recipe.task is not None else replace(recipe, task=guessed(columns))
 
 
@@ -29,7 +29,7 @@ def needs_labels(task: str | None) -> bool:
 
 
 def task_of(recipe: Recipe) -> Objective:
-    """The task of a recipe whose data nobody guesses about: without a section [task], classes, as in a deployment."""
+    """Return the recipe's task without looking at the labels. If there is no section [task], it is classification."""
     return recipe.task or CLASSES
 
 
@@ -54,7 +54,7 @@ def refuse_unfit(recipe: Recipe, population: Population) -> None:
     """Refuse a task that the algorithm cannot train, or whose options do not fit the labels.
 
     Raises:
-        RecipeError: with the reason, and the algorithms that train the task.
+        RecipeError: the task does not fit. The text gives the reason, and the algorithms that can train the task.
     """
     objective, algorithm = task_of(recipe), recipe.algorithm
     objective.check_size(population.columns.num_classes)

@@ -54,7 +54,8 @@ class TensorBoard(Tracker):
     """Curves in TensorBoard: `tensorboard --logdir runs`. Needs the extra `polyfed[tracking]`.
 
     Attributes:
-        folder: the folder of the event files. If empty, `tensorboard` in the folder of the run.
+        folder: the folder of the event files. If empty, the files are in the subfolder `tensorboard` of the run's
+            folder.
     """
 
     folder: str = ""
@@ -72,7 +73,7 @@ class MLflow(Tracker):
 
     Attributes:
         uri: where MLflow stores its runs: a database such as `sqlite:///runs/mlflow.db`, or the address of a server,
-            which then receives the numbers. If empty, the file `mlflow.db` in the folder of the run.
+            which then receives the numbers. If empty, MLflow uses the file `mlflow.db` in the folder of the run.
         experiment: the name of the experiment that the run belongs to.
     """
 
@@ -95,7 +96,8 @@ class WandB(Tracker):
         mode: `offline` writes files, which `wandb sync` uploads later. `online` sends the numbers to the server that
             was set by `wandb login`.
         project: the project that the run belongs to.
-        folder: the folder that will contain the subfolder `wandb` with the files. If empty, the folder of the run.
+        folder: the folder that will contain the subfolder `wandb` with the files. If empty, it is the folder of the
+            run.
     """
 
     mode: Literal["offline", "online"] = "offline"
@@ -114,7 +116,10 @@ class WandB(Tracker):
 
 
 class _Curves:
-    """Writes the scalars of a run. When a run is resumed, TensorBoard hides the scalars of rounds that run again."""
+    """Writes the scalars of a run.
+
+    When a run is resumed, TensorBoard hides the earlier scalars of the rounds that run again.
+    """
 
     def __init__(self, recipe: Mapping[str, Any], folder: Path, make: type["SummaryWriter"]) -> None:
         self.recipe, self.folder, self.make = recipe, folder, make
@@ -243,7 +248,7 @@ def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def settings(recipe: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """The keys of a resolved recipe with a single value, by paths such as `train/lr`."""
+    """Return the keys of a resolved recipe whose value is not a list or table, by paths such as `train/lr`."""
     return {name: value for name, value in _leaves(recipe) if isinstance(value, bool | int | float | str)}
 
 

@@ -15,7 +15,7 @@ from polyfed.federation.replies import Replies
 
 
 def block_norms(new: Tree | None, old: Tree | None) -> dict[str, float]:
-    """Return the 2-norm of `new - old` in each block, over the floating-point tensors in both; empty without a model.
+    """Return the 2-norm of `new - old` in each block, over the floating-point tensors of both. Empty without a model.
 
     Args:
         new: the global model after a round.

@@ -54,7 +54,7 @@ def aggregate(
     server: ServerOptimiser,
     private: PrivateMean | None = None,
 ) -> Tree:
-    """Combine the trees that one field holds in all replies, by the rule of `[server] aggregate`.
+    """Combine the trees that one field holds in all replies, according to the rule of `[server] aggregate`.
 
     Args:
         replies: the replies.
@@ -191,9 +191,9 @@ def geometric_median(group: Group, server: ServerOptimiser) -> Tensor:
 def norm_clip(group: Group, server: ServerOptimiser) -> Tensor:
     """Return the weighted mean of the replies, after clipping the norm of each update to at most `max_norm`.
 
-    An update is the difference between a reply and the model that the server sent. With `max_norm = 0`, the limit is
-    the median norm of the updates. Source: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated
-    Learning?", 2019, Section 4. The median as the limit is polyfed's own choice.
+    An update is the difference between a reply and the model that the server sent. If `max_norm` is 0, the limit is the
+    median norm of the updates. Source: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?",
+    2019, Section 4. The median as the limit is polyfed's own choice.
     """
     updates = group.values - group.centre
     norms = updates.norm(dim=1)

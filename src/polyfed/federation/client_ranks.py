@@ -84,7 +84,7 @@ class ClientRanks:
 
 
 def _narrowed(msg: Message, shapes: Mapping[str, Shape]) -> Any:
-    """Return a message whose parameters and gradients have these shapes."""
+    """Return the message with its parameters and gradients cut to these shapes."""
 
     def own(name: str, value: Any) -> Any:
         if msg.kinds[name] not in OF_THE_MODEL or not shapes.keys() & value.keys():

@@ -70,7 +70,7 @@ class Federation:
         privacy: how replies are protected under [privacy], or None.
         round: the current round, from 1; 0 before the first.
         asked: number of requests so far in this round.
-        watch: called with what was sent and the usable replies of every request.
+        watch: called after every request, with the messages that were sent and the usable replies.
     """
 
     clients: ClientRegistry
@@ -138,7 +138,7 @@ class Federation:
             accept: an additional check of valid replies. `accept(client, reply)` returns a reason to drop the reply,
                 or a falsy value to keep it.
             enough: how many replies close the request, without waiting for slower clients. None waits for all.
-            secure: whether sum-only replies are summed under [secure_aggregation]; its own steps pass False.
+            secure: whether sum-only replies are summed under [secure_aggregation]. The protocol's own steps pass False.
 
         Returns:
             The replies. Under secure aggregation, these are `SummedReplies`, and `accept` has no effect.
@@ -265,7 +265,7 @@ class Federation:
 
         Args:
             x: modality -> values, (n, ...) float32.
-            y: labels, int64 (n,), or targets, float32 (n, T). With None, all labels are class 0.
+            y: labels, int64 (n,), or targets, float32 (n, T). If None, all labels are class 0.
             present: modality -> which rows have it, bool (n,); only for modalities that some rows lack.
             number: a different number for each dataset made in a round, so that their batch orders differ.
         """
@@ -285,7 +285,7 @@ class Federation:
         return SingleClientData(columns, rows, tuple(x), self.context.model, key, self.round, self.rounds)
 
     def _in_time(self, request: Request, parts: list[ReplyStack], missing: dict[int, str]) -> list[ReplyStack]:
-        """Drop the clients whose replies come too late in simulated time: after the deadline or after the closing."""
+        """Drop clients whose replies come too late in simulated time: after the deadline or the end of the request."""
         if self.clock is None:
             return parts
         replied = [client for part in parts for client in part.clients]

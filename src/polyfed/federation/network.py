@@ -48,8 +48,8 @@ class Network:
         cell_radius_m: radius of the disc in which devices are placed uniformly, at least 1 m from its centre.
         fading: whether the channel has Rayleigh fading. Without fading, the gain equals its mean.
         log_base: base of the logarithm in Shannon's formula. Base 2 gives bits per second.
-        rate_up_bps: rate from client to server with `channel = "fixed"`.
-        rate_down_bps: rate from server to client with `channel = "fixed"`.
+        rate_up_bps: rate from client to server if `channel` is `fixed`.
+        rate_down_bps: rate from server to client if `channel` is `fixed`.
         latency_s: delay of each message in either direction, independent of its size.
         compute_flops_per_s: a device's speed.
         stragglers: share of the devices that compute more slowly. polyfed draws them once for the run.
@@ -162,11 +162,11 @@ class Timetable:
     deadline_s: float | None = None
 
     def barriers(self) -> float:
-        """Return the seconds of a round in which each request starts after all replies to the previous one."""
+        """Return the duration, in seconds, of a round in which each request follows all replies to the one before."""
         return self._limited(sum(max(of.values(), default=0.0) for of in self.seconds.values()))
 
     def chains(self, waited_for: Iterable[int]) -> float:
-        """Return the seconds of a round in which clients do not wait for each other between requests.
+        """Return the duration, in seconds, of a round in which clients do not wait for each other between requests.
 
         Args:
             waited_for: the clients for which the server waits.
@@ -267,7 +267,7 @@ class Clock:
             enough: how many replies close the request. At equal times, the client with the lower number comes first.
 
         Returns:
-            The clients whose replies come after the closing, each with the reason.
+            The clients whose replies come after the request has closed, each with the reason.
         """
         if self.round == 0 or len(clients) <= enough:
             return {}

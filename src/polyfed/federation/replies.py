@@ -19,8 +19,8 @@ MOST = 64
 hardly save time."""
 
 Piece = tuple[tuple[int, ...], Tensor]
-"""A pair of K clients and a tensor (K, ...). The tensor stacks the values that these clients sent under one name of a
-tree."""
+"""The numbers of K clients, and a tensor (K, ...). The tensor stacks the values that these clients sent under one name
+of a tree."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _mean(pieces: list[Piece], weights: Mapping[int, float], total: float) -> Te
 
 
 def _ascending(pieces: list[Piece]) -> list[Piece]:
-    """Return the same rows in pieces of at most `MOST` clients, with the clients in ascending order."""
+    """Return the same stacked tensors in pieces of at most `MOST` clients, with the clients in ascending order."""
     clients = [client for group, _ in pieces for client in group]
     order = sorted(range(len(clients)), key=clients.__getitem__)
     whole = pieces[0][1] if len(pieces) == 1 else torch.cat([stack for _, stack in pieces])

@@ -222,7 +222,10 @@ class ReplyValidator:
         return ""
 
     def _group(self, name: str) -> tuple[str, bool]:
-        """Return the block of a name, and whether it is a buffer. A client sends all names of such a group or none."""
+        """Return a name's block, and whether the tensor is a buffer.
+
+        A client sends all names of such a group or none.
+        """
         return block_of(name), self.model.is_buffer(name)
 
 

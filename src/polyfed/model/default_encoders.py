@@ -28,7 +28,7 @@ def default_encoder(shape: Shape, vocabulary: int | None = None, embedding: int 
     | time series (T, F) | `conv-gru`, with fewer stages if T is below 8; `mlp` if T is 1 |
     | image (C, H, W), clip (C, T, H, W) | `resnet18` with few channels and group normalisation |
 
-    Group normalisation has no statistics of the batch, so every method can train it on few rows.
+    Group normalisation has no statistics of the batch, so every algorithm can train the encoder on few rows.
 
     Args:
         shape: shape of one sample.

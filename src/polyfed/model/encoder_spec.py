@@ -37,7 +37,7 @@ class EncoderSpec:
             sequence: whether the module should keep the time axis, if this kind of encoder has one.
 
         Returns:
-            A module from (B, *shape) to (B, E), or to (B, T, E) with `sequence`.
+            A module from (B, *shape) to (B, E), or to (B, T, E) if it keeps the time axis.
 
         Raises:
             ModelError: this kind of encoder cannot read samples of this shape.

@@ -134,9 +134,10 @@ class Sum(Fusion):
 class Gated(Fusion):
     """Gated fusion: head(sigmoid(W1 z1) * W2 z2).
 
-    Source: Kiela et al., "Efficient Large-Scale Multi-Modal Classification", AAAI 2018; PMR and OGM-GE compare with it.
-    The first modality of the model is the gate. With more than two modalities, the first modality gates the sum of the
-    others. If a row lacks the gate or all other modalities, the linear maps of its modalities are not gated.
+    Source: Kiela et al., "Efficient Large-Scale Multi-Modal Classification", AAAI 2018; the papers of PMR and OGM-GE
+    compare with this fusion. The first modality of the model is the gate. With more than two modalities, the first
+    modality gates the sum of the others. If a row lacks the gate or all other modalities, the linear maps of its
+    modalities are not gated.
     """
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float, gate: str) -> None:

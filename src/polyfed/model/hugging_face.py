@@ -19,17 +19,17 @@ from polyfed.model.recompute import recompute_layers
 class HuggingFace(EncoderSpec):
     """A pre-trained backbone with a linear map from its pooled output to the embedding.
 
-    The encoder reads token ids (T,), which the data kind "tokens" gives, images (3, H, W), or log-mel spectra (F, T) as
-    Whisper's encoder does. For text, the pooled output is the mean of the last hidden layer over real tokens. For
-    sound, it is the mean over all time steps. For images, it is the backbone's own pooled output, or the mean over
-    patches if the backbone has none. If a model has two towers, such as CLIP, the encoder uses the tower that reads the
-    samples. From Whisper, it uses the encoder. Nothing is downloaded. Dropout of the backbone's attention weights is
-    off. Its other dropout layers are active in training, unless the backbone is frozen.
+    The encoder reads token ids (T,) (the data kind "tokens"), images (3, H, W), or log-mel spectra (F, T) in the layout
+    of Whisper's encoder. For text, the pooled output is the mean of the last hidden layer over real tokens. For sound,
+    it is the mean over all time steps. For images, it is the backbone's own pooled output, or the mean over patches if
+    the backbone has none. If a model has two towers, such as CLIP, the encoder uses the tower that reads the samples.
+    From Whisper, it uses the encoder. Nothing is downloaded. Dropout of the backbone's attention weights is off. Its
+    other dropout layers are active in training, unless the backbone is frozen.
 
     Attributes:
         path: folder of a saved model, or its name in the hub's local cache.
-        frozen: whether the backbone keeps its weights. A frozen backbone is in no Tree. It is neither trained nor sent,
-            and only the linear map trains.
+        frozen: whether the backbone keeps its weights unchanged. A frozen backbone is in no Tree. It is neither trained
+            nor sent, and only the linear map trains.
         lora: a table with the fields of `polyfed.model.lora.Lora`. It trains small matrices (adapters) beside layers of
             the frozen backbone. Only these matrices and the linear map are trained and sent. Needs the extra `lora`.
         checkpointing: whether the backbone's layers compute their activations again in the backward pass, to save
@@ -56,7 +56,7 @@ class HuggingFace(EncoderSpec):
                 raise ModelError("lora trains beside a frozen backbone: remove frozen = false, or lora.")
 
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
-        """Make the module; see `EncoderSpec.build`. With `sequence`, text has one embedding for each token."""
+        """Make the module; see `EncoderSpec.build`. If `sequence` is true, text has one embedding for each token."""
         kind = _KINDS.get(len(shape))
         if kind is None or (kind is _Picture and shape[0] != 3):
             raise ModelError(
@@ -96,7 +96,7 @@ def _tower(backbone: Any, kind: "type[_Reader]") -> Any:
 class _Reader(nn.Module):
     """Base class of the readers. It keeps the library's layers in evaluation mode.
 
-    If the backbone trains, the layers that `adopt` has replaced follow the mode of the batch.
+    If the backbone trains, the replacement layers that `adopt` has inserted follow the mode of the batch.
     """
 
     reads = ""
@@ -128,7 +128,7 @@ class _Text(_Reader):
         self.causal = self._is_causal(torch.arange(shape[0]) % config.vocab_size)
 
     def _is_causal(self, ids: Tensor) -> bool:
-        """Whether a token attends only to the tokens before it, found by comparison with the library's own mask.
+        """Whether tokens attend to no later token, found by comparing results with those of the library's own mask.
 
         Raises:
             ModelError: the library's mask is neither causal nor bidirectional.
@@ -184,4 +184,4 @@ class _Sound(_Reader):
 
 
 _KINDS: dict[int, type[_Reader]] = {1: _Text, 2: _Sound, 3: _Picture}
-"""The reader of samples with this number of dimensions."""
+"""Number of dimensions of a sample -> the class that reads such samples."""

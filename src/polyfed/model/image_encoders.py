@@ -19,7 +19,7 @@ def channels_of(shape: Shape) -> int:
     Images with three axes are channel-last only if the last axis has at most four entries and the first axis has more.
 
     Raises:
-        ModelError: the shape has not two, three or four axes.
+        ModelError: the shape does not have two, three or four axes.
 
     >>> channels_of((28, 28)), channels_of((3, 28, 28)), channels_of((28, 28, 3))
     (1, 3, 3)
@@ -121,13 +121,13 @@ class ResNet18(EncoderSpec):
     """ResNet-18 without its classifier (He et al., CVPR 2016, Table 1), for any number of channels.
 
     It reads images (H, W), (C, H, W) or (H, W, C), and clips (C, T, H, W), whose frames are encoded one by one and
-    averaged. A linear map follows if the last width differs from the embedding.
+    averaged. A linear map follows if the last width differs from that of the embedding.
 
     Attributes:
         stem: first layers. `imagenet` is a 7 x 7 convolution with stride 2 and a max-pool. `cifar` is a 3 x 3
             convolution with stride 1 (docs/algorithms/hfm.md).
         widths: channels of the four stages. HFM uses [16, 32, 64, 64].
-        norm: `batch`, or `group` with two groups, which divides every even width.
+        norm: `batch`, or `group` with two groups, which fits every even width.
     """
 
     kind: Literal["resnet18"] = "resnet18"

@@ -1,8 +1,8 @@
 """Prepares an ordinary PyTorch module for federated training by replacing layers that depend on the batch.
 
-The layers of `layers.py` replace batch normalisation, dropout, GRU, LSTM and attention of `torch.nn`. They have the
-same parameters and the same results. Layers that cannot run under `torch.func.vmap`, or that draw from a global random
-generator, are refused. The error says what to use instead.
+The layers of `layers.py` replace batch normalisation, dropout, GRU, LSTM and attention of `torch.nn`. Each replacement
+has the same parameters and the same results as the original layer. Layers that cannot run under `torch.func.vmap`, or
+that draw from a global random generator, are refused. The error says what to use instead.
 """
 
 from torch import nn

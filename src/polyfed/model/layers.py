@@ -1,10 +1,10 @@
-"""Replacements for PyTorch layers: BatchNorm and dropout depend on the batch. GRU, LSTM and attention support `vmap`.
+"""Replacements for PyTorch's BatchNorm, dropout, GRU, LSTM and attention, all of which support `vmap`.
 
-In PyTorch, the mode (training or evaluation) belongs to the module, padding counts as data, and dropout draws from a
-global generator. Here, the batch decides all three. Every BatchNorm and dropout layer of a model holds the same `Rows`
-object. The model fills this object before a call (`see`) and empties it in a `finally` (`clear`). Outside of a call,
-these layers are in evaluation mode. A layer that its encoder keeps in evaluation mode (its `training` is False after
-`train()`) is always in this mode.
+In PyTorch, the mode (training or evaluation) of BatchNorm and dropout belongs to the module, padding counts as data,
+and dropout draws from a global generator. Here, the batch decides all three. Every BatchNorm and dropout layer of a
+model holds the same `Rows` object. The model fills this object before a call (`see`) and empties it in a `finally`
+(`clear`). Outside of a call, these layers are in evaluation mode. A layer that its encoder keeps in evaluation mode
+(its `training` is False after `train()`) is always in this mode.
 """
 
 from typing import Any, Self
@@ -24,7 +24,7 @@ class Rows:
         key: dropout key. None in evaluation mode.
         ok: False for rows that must not enter batch statistics, bool (B,); None if all rows count.
         draws: how many masks each dropout layer has drawn in this call, by stream.
-        bound: whether the parameters of the call are only bound to the modules until it ends.
+        bound: whether the modules use the parameters of this call only until the call ends.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Rows:
         self.bound = True
 
     def see(self, batch: Batch, present: Tensor | None = None) -> None:
-        """Set the current batch. Rows that lack the modality according to `present`, bool (B,), do not count either."""
+        """Set the current batch. Rows for which `present`, bool (B,), is False lack the modality and do not count."""
         both = batch.ok is not None and present is not None
         self.key = batch.key
         self.ok = batch.ok & present if both else (batch.ok if present is None else present)  # type: ignore[operator]

@@ -63,8 +63,8 @@ def read(table: Mapping[str, Any]) -> Lora:
 def pairs(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
     """Return the names of the matrices A and B of every adapter in a Tree.
 
-    A is (r, inputs) and B is (outputs, r). The matrices of a convolution have two more axes. Those of A have the size
-    of the kernel.
+    A is (r, inputs) and B is (outputs, r). The matrices of a convolution have two more axes. In A, these axes have the
+    size of the kernel.
     """
     known = dict.fromkeys(names)
     named = ((name, _MATRIX_A.sub(r"\1B.", name)) for name in known)

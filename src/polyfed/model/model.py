@@ -242,8 +242,8 @@ class Model(Named):
             features: the result of `features`; only the embeddings of `modality` are used.
             modality: the modality.
             batch: the rows.
-            mode: `head` returns W_m z + b / M, where M is the number of modalities of the model. Over all
-                modalities, these add up to the full logits. `zero` sets the embeddings of all other modalities to zero.
+            mode: `head` returns W_m z + b / M, where M is the number of modalities of the model. The sum of these terms
+                over all modalities gives the full logits. `zero` sets the embeddings of all other modalities to zero.
 
         Raises:
             ModelError: the mode is `head`, but the logits are not linear in the embeddings.
@@ -279,7 +279,7 @@ class Model(Named):
         return self._slots.bound(w)
 
     def _check_owned(self, w: Mapping[str, Tensor], modalities: Iterable[str], kind: str) -> None:
-        """Check that the Tree holds these blocks. Otherwise they would run on the model's own, meaningless values."""
+        """Check that the Tree holds these blocks. Missing ones would run on the model's own, meaningless values."""
         for modality in modalities:
             name = self._first[kind].get(modality)
             assert name is None or name in w, f"the Tree lacks the block of {modality!r}, which the batch has"

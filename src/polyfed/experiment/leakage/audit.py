@@ -54,10 +54,10 @@ class LeakageAudit:
         seed: the seed of the run.
         rounds: the number of rounds that were run again.
         clients: the number of clients whose replies were attacked.
-        shadows: the number of LiRA's shadow models for each client. With 0, membership is inferred only from the loss.
+        shadows: the number of LiRA's shadow models for each client. If 0, membership is inferred only from the loss.
         defences: the sections of the recipe that change the replies.
-        findings: the findings: one for each attack, kind, block, destination and method.
-        notes: sentences without a full stop that a reader of the findings must know.
+        findings: one finding for each attack, kind, block, destination and method.
+        notes: facts that a reader of the findings must know, as sentences without a full stop.
     """
 
     folder: Path
@@ -86,7 +86,7 @@ def audit(folder: str | Path, *, rounds: int = 3, clients: int = 20, shadows: in
         folder: the folder of the run, which may be unfinished. The data of its recipe must be on this machine.
         rounds: the number of rounds to run again.
         clients: the largest number of clients to attack. These are the first clients that reply.
-        shadows: the number of LiRA's shadow models for each client. With 0, the only membership attack is the loss
+        shadows: the number of LiRA's shadow models for each client. If 0, the only membership attack is the loss
             threshold.
 
     Raises:
@@ -144,11 +144,11 @@ def write(result: LeakageAudit) -> Path:
 def findings_of(
     found: Capture, crossed: Collection[tuple[str, str, str]], shadows: int, seed: int
 ) -> Iterator[Finding]:
-    """Carry out all attacks. For each other pair of attack and kind, give the reason why there is no number.
+    """Carry out all attacks. If an attack had nothing to attack, its finding gives the reason instead of numbers.
 
     Args:
         found: the captured replies.
-        crossed: everything in the ledger of the run: (block, kind, destination).
+        crossed: (block, kind, destination) of all data that the ledger of the run lists.
         shadows: see `audit`.
         seed: the seed of the run.
     """
@@ -178,7 +178,7 @@ def _crossed(finding: Finding, crossed: Collection[tuple[str, str, str]]) -> boo
 
 
 def _blocks(found: Capture, attack: str, kind: str) -> tuple[str, ...]:
-    """Return the blocks from which an attack could read a kind."""
+    """Return the blocks from which an attack could read this kind of data."""
     modalities = tuple(found.population.columns.modalities)
     if attack == properties.HELD:
         return (ALL,)

@@ -108,7 +108,7 @@ class Capture:
 
     @property
     def owners(self) -> dict[int, int] | None:
-        """Return a map from each client to its silo, or None without silos. The devices of a silo share their rows."""
+        """Map each client to its silo, or return None if there are no silos. The devices of a silo share their rows."""
         silo = self.population.silo
         return None if silo is None else dict(enumerate(silo.tolist()))
 
@@ -140,7 +140,10 @@ class Capture:
 
 
 def tree_of(msg: Message, kind: str) -> Tree:
-    """Return the tensors of a message's trees of this kind, by name. If fields share a name, the first field counts."""
+    """Return the tensors of a message's trees of this kind, by name.
+
+    If two fields hold a tensor of the same name, the tensor of the first field is returned.
+    """
     found: Tree = {}
     for name, key, value in tensors(msg):
         if key is not None and msg.kinds[name] == kind:
@@ -149,7 +152,7 @@ def tree_of(msg: Message, kind: str) -> Tree:
 
 
 def masked_names(values: Tree, known: Tree) -> set[str]:
-    """The names of the tensors that hold integers, although the model has floating-point numbers there."""
+    """Return the names of the tensors that hold integers here, but floating-point numbers in the model."""
     shared = {name for name in values if name in known and known[name].is_floating_point()}
     return {name for name in shared if not values[name].is_floating_point()}
 

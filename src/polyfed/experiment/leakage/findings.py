@@ -158,10 +158,11 @@ def measured(
 def interval(tallies: Sequence[Tally]) -> tuple[float, float]:
     """Return the 95 % interval of the advantage.
 
-    With at least three clients, the bootstrap resamples clients (percentiles), because guesses about one client depend
-    on each other. Clients with the same rows count as one client. With fewer clients, or if all clients agree exactly,
-    the method depends on the guesses. If each guess is either right or wrong, the interval is the exact binomial
-    interval (Clopper and Pearson, 1934). Otherwise, the bootstrap resamples guesses.
+    If there are at least three clients, the interval is a percentile bootstrap that resamples clients, because guesses
+    about one client depend on each other. Clients with the same rows count as one client. If there are fewer clients,
+    or if all clients have the same mean advantage, the method depends on the guesses. If each guess is either right or
+    wrong, the interval is the exact binomial interval (Clopper and Pearson, 1934). Otherwise, the bootstrap resamples
+    guesses.
 
     Args:
         tallies: at least one tally with at least one guess.
@@ -178,7 +179,7 @@ def interval(tallies: Sequence[Tally]) -> tuple[float, float]:
 
 
 def _bootstrap(gains: NDArray[np.float64], sizes: NDArray[np.float64]) -> tuple[float, float]:
-    """The percentile interval of sum(gains) / sum(sizes), resampled in pairs."""
+    """The percentile interval of sum(gains) / sum(sizes). Each gain is drawn together with its size."""
     draws = keys.generator(keys.key("bootstrap")).integers(0, len(gains), (RESAMPLES, len(gains)))
     means = gains[draws].sum(1) / sizes[draws].sum(1)
     low, high = np.quantile(means.clip(-1.0, 1.0), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])

@@ -31,12 +31,13 @@ present."""
 
 
 def output_scores(gradient: Mapping[str, Tensor], num_classes: int) -> Tensor | None:
-    """Score the classes of a batch by the gradient of the output layer, float64 (C,); None without such a layer.
+    """Score the classes of a batch, float64 (C,), by the gradient of the output layer. None if there is no such layer.
 
     The gradient of the bias is the mean of p - y over rows, so an entry below 0 belongs to a present class. Zhao,
-    Mopuri, Bilen, "iDLG", 2020, use this for one row, and Wainakh et al., "User-Level Label Leakage from Gradients",
-    PoPETs 2022, for batches. Without a bias, the gradient of the weights is nearly an outer product of p - y and the
-    mean input. Its first left singular vector then scores the classes, with the sign of its largest entry.
+    Mopuri, Bilen, "iDLG", 2020, use this fact for one row, and Wainakh et al., "User-Level Label Leakage from
+    Gradients", PoPETs 2022, for batches. If the layer has no bias, the scores come from the gradient of the weights,
+    which is nearly an outer product of p - y and the mean input. The scores are then its first left singular vector,
+    with the sign that makes the entry of largest absolute value positive.
 
     Args:
         gradient: the gradients of one block, or known parameters minus new ones, by name.
@@ -74,8 +75,8 @@ def classes_of_clients(found: Capture) -> Iterator[Finding]:
 def presence(scores: Scores, truth: Mapping[int, Tensor]) -> dict[int, Tally]:
     """Measure how often a class that a client holds scores higher than a class that it lacks. Ties count as half.
 
-    Without scores, the best guess is a random ranking, or a ranking by how many other clients hold the class if that is
-    better. Clients that hold all classes or none are left out.
+    The best guess without the message is a random ranking of the classes, or a ranking by how many other clients hold
+    each class if this ranking is better. Clients that hold all classes, and clients that hold no class, are left out.
 
     Args:
         scores: client -> scores (C,).
@@ -92,13 +93,13 @@ def presence(scores: Scores, truth: Mapping[int, Tensor]) -> dict[int, Tally]:
 
 
 def _ranked(score: Tensor, held: Tensor) -> float:
-    """Return the share of pairs of a held and another class in which the held class has the higher score."""
+    """Return how often a held class scores higher than another class, over all such pairs. Ties count as half."""
     differences = score[held][:, None] - score[~held][None, :]
     return float(((differences > 0).double() + 0.5 * (differences == 0).double()).mean())
 
 
 def most_frequent(scores: Scores, truth: Mapping[int, Tensor]) -> dict[int, Tally]:
-    """Guess that the class with the largest score has the most rows. If several classes do, each of them is right."""
+    """Guess that the class with the largest score has the most rows. If several classes have the most, any is right."""
     top = {client: counts == counts.max() for client, counts in truth.items()}
     guess = float(torch.stack(list(top.values())).double().mean(0).max())
     return {client: Tally.of(float(top[client][scores[client].argmax()]), guess) for client in scores}

@@ -40,7 +40,7 @@ Losses = Callable[[Tree, Tensor], Tensor]
 
 
 def public_rows(found: Capture) -> tuple[Tensor, str]:
-    """The rows that no client trained on, and their name: the validation rows, or else the test rows."""
+    """Return rows that no client trained on, and their name. These are the validation rows, or else the test rows."""
     population = found.population
     if len(population.validation_rows) >= FEWEST_PUBLIC:
         return population.validation_rows.cpu(), "validation rows"
@@ -49,10 +49,12 @@ def public_rows(found: Capture) -> tuple[Tensor, str]:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Members and an equal number of other rows. In tasks with classes, both have equally many rows of each class.
+    """Members and an equal number of other rows.
+
+    In tasks with classes, both numbers are also equal within each class.
 
     Attributes:
-        rows: row numbers, int64 (2n,): first the members.
+        rows: row numbers, int64 (2n,), with the members first.
         member: bool (2n,).
     """
 
@@ -61,12 +63,13 @@ class Candidates:
 
     @classmethod
     def draw(cls, members: Tensor, others: Tensor, labels: Tensor, key: int) -> "Candidates":
-        """Draw the same number of rows from both sides, as many as possible.
+        """Draw the same number of members and of other rows, as many as possible.
 
         Args:
             members: row numbers of the members.
             others: row numbers of the other rows.
-            labels: the labels of the whole table. If they are classes, the sides are matched by class.
+            labels: the labels of the whole table. If they are classes, the two numbers are also equal within each
+                class.
             key: the random key.
         """
         groups = [(members, others)]
@@ -83,7 +86,7 @@ class Candidates:
 
 
 def loss_threshold(loss: Tensor, member: Tensor) -> Tally:
-    """Guess that the rows with the smaller half of the losses are members.
+    """Guess that the half of the rows with the smaller losses are members.
 
     Args:
         loss: the loss of each candidate, (2n,).
@@ -93,7 +96,7 @@ def loss_threshold(loss: Tensor, member: Tensor) -> Tally:
 
 
 def likelihood_ratio(own: Tensor, shadows: Tensor, inside: Tensor, member: Tensor) -> Tally:
-    """Guess by LiRA that the candidates with the larger half of the likelihood ratios are members.
+    """Guess by LiRA that the half of the candidates with the larger likelihood ratios are members.
 
     For each candidate, the attack fits two normal distributions: one to the confidences of the shadow models that
     trained on the candidate, and one to the confidences of the other shadow models. All candidates share the same two
@@ -127,7 +130,7 @@ def membership(found: Capture, shadows: int, seed: int) -> Iterator[Finding]:
 
     Args:
         found: the captured replies.
-        shadows: number of LiRA's shadow models for each client. With 0, the attack uses only the loss.
+        shadows: number of LiRA's shadow models for each client. If 0, the attack uses only the loss.
         seed: the seed of the run.
     """
     candidates, remark = candidates_of(found, seed), f"against {public_rows(found)[1]}"
@@ -149,10 +152,10 @@ def membership(found: Capture, shadows: int, seed: int) -> Iterator[Finding]:
 
 
 def candidates_of(found: Capture, seed: int) -> dict[int, Candidates]:
-    """Return the candidates of each attacked client. Clients that do not share their rows have different public rows.
+    """Return the candidates of each attacked client.
 
-    If all clients had the same public rows, the guesses about all clients would depend on how difficult these few rows
-    are.
+    Only clients that share their training rows get the same public rows. If all clients had the same public rows, the
+    guesses about all clients would depend on how difficult these few rows are.
 
     Args:
         found: the captured replies.
@@ -240,7 +243,10 @@ def batch_of(found: Capture, read: Sequence[str], rows: Tensor) -> Batch:
 
 
 def _lira(found: Capture, reply: CapturedReply, candidates: Candidates, shadows: int, seed: int) -> Tally | None:
-    """Attack with shadow models: from the received parameters, each trains on a random half of the candidates."""
+    """Attack with shadow models.
+
+    Each shadow model starts from the received parameters and trains on a random half of the candidates.
+    """
     context, columns = found.assembly.engine.context(reply.client), found.population.columns
     read = [m for m in context.modalities if m in context.model.modalities]
     total = len(candidates.rows)

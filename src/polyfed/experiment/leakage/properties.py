@@ -38,7 +38,7 @@ def modalities_held(found: Capture) -> Iterator[Finding]:
 
 
 def _shown(reply: CapturedReply, model: Model) -> set[str]:
-    """Return the blocks of a reply, without the blocks of fields that are sent with all their blocks (`whole`)."""
+    """Return the blocks of a reply. In `whole` fields, which hold all blocks, tensors of the head do not count."""
     msg, head = reply.message, {*model.head()}
     blocks = {part.block for part in crossings(msg) if part.field not in msg.whole}
     return blocks | {block_of(key) for name, key, _ in tensors(msg) if name in msg.whole and key and key not in head}

@@ -55,7 +55,7 @@ def first_layer_rows(gradient: Mapping[str, Tensor], features: int) -> Tensor:
         features: F, entries of a flattened sample.
 
     Returns:
-        Rebuilt rows, float64 (k, F) with k at most `NEURONS`; (0, F) without such a layer.
+        Rebuilt rows, float64 (k, F), where k is at most `NEURONS`. If the block has no such layer, k is 0.
     """
     for name, weight in gradient.items():
         bias = gradient.get(name.removesuffix("weight") + "bias") if name.endswith("weight") else None
@@ -72,7 +72,7 @@ def match_gradient(
 ) -> dict[str, Tensor]:
     """Rebuild a batch by matching its gradient: minimise 1 - cosine similarity over the samples.
 
-    Geiping, Bauermeister, Dröge, Moeller, "Inverting Gradients - How easy is it to break privacy in federated
+    Source: Geiping, Bauermeister, Dröge, Moeller, "Inverting Gradients - How easy is it to break privacy in federated
     learning?", NeurIPS 2020, Eq. 4, without their prior for images. Zhu, Liu, Han, "Deep Leakage from Gradients",
     NeurIPS 2019, minimise the squared distance instead.
 
@@ -106,7 +106,9 @@ def match_gradient(
 
 
 def nearest(rebuilt: Tensor, rows: Tensor, public: Tensor) -> Tally:
-    """Compare rebuilt rows with the nearest rows of a client. The best guess is the mean public row, or any public row.
+    """Compare rebuilt rows with the nearest rows of a client.
+
+    The best guess without the message is the mean public row, or a random public row if that is closer.
 
     Args:
         rebuilt: (k, F).
@@ -157,7 +159,7 @@ def inverted(z: Tensor, x: Tensor, key: int) -> Tally | None:
     Returns:
         A tally with one guess for each row of the other half. The quality is 1 minus the squared error of the rebuilt
         row, divided by the mean squared distance from the mean known row. The best guess without the message is the
-        mean known row. None if there are fewer than eight rows.
+        mean known row. The result is None if there are fewer than eight rows.
     """
     if len(z) < 8:
         return None
@@ -209,7 +211,7 @@ def _by_matching(found: Capture, kind: str, seed: int) -> Iterator[Finding]:
 
 
 def _matched(found: Capture, reply: CapturedReply, kind: str, key: int) -> dict[str, Tensor]:
-    """Match the gradient of a reply with a batch of as many rows as the client used, at most `DUMMIES`."""
+    """Match the gradient of a reply. The rebuilt batch has as many rows as the client used, but at most `DUMMIES`."""
     context, columns = found.assembly.engine.context(reply.client), found.population.columns
     trainable = context.model.trainable(reply.known)
     gradient = {n: v for n, v in reply.update(kind).items() if n in trainable and bool((v != 0).any())}

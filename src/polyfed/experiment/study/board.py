@@ -16,7 +16,7 @@ from polyfed.report.scores import Metric, first_metric
 State = Literal["left", "running", "finished", "failed"]
 
 DIVERGED = 4
-"""The exit code of a run whose training diverged or whose clients gave no usable reply. The cause is the setting."""
+"""The exit code of a run whose training diverged or whose clients gave no usable reply. It would fail again."""
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Entry:
         round: The last round that is done.
         rounds: The number of rounds.
         kept: Whether an earlier sweep finished the run.
-        tries: How often the process of the run was killed since its last finished round.
+        tries: How often the process of the run was killed since the run's last finished round.
         remarks: The warnings of the run.
         result: The content of result.json. Empty if the run is not finished.
     """

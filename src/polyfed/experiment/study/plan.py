@@ -27,7 +27,7 @@ WITHOUT_EFFECT = ("checkpoint", "tracking", "versions")
 
 @dataclass(frozen=True)
 class Cell:
-    """A line of the table of results in one scenario: a method, with one combination of the grid.
+    """A method with one combination of the grid, in one scenario: a line in the scenario's table of results.
 
     Attributes:
         method: The name of the method.
@@ -175,7 +175,7 @@ def edit(table: dict[str, Any], changes: Mapping[str, Any], removed: list[str]) 
 
 
 def quiet(table: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a table without warnings, because the run itself warns.
+    """Build the recipe that a table describes. Give no warnings, because the run itself warns.
 
     Raises:
         RecipeError: the recipe is wrong.
@@ -201,7 +201,7 @@ def value_text(value: Any) -> str:
 
 
 def _holds(match: Mapping[str, Any], table: Mapping[str, Any], names: Mapping[str, str]) -> bool:
-    """Return whether all entries of a condition hold. A list holds if one of its values holds."""
+    """Return whether all entries of a condition hold. An entry with a list holds if one of the list's values does."""
     for key, wanted in match.items():
         value = names[key] if key in NAMES else at(table, key)
         if value not in (wanted if isinstance(wanted, list) else [wanted]):

@@ -42,7 +42,7 @@ class Worker:
 
 @dataclass
 class Message:
-    """A worker's message about a run: the event `round` or `done`, with its facts."""
+    """A worker's message about a run: the event `round`, `done` or `killed`, with its facts."""
 
     job: str
     event: str
@@ -51,7 +51,7 @@ class Message:
 
 @dataclass
 class Pool:
-    """The processes of a sweep. As a context manager, the pool ends all of them.
+    """The processes of a sweep. At the end of a `with` block, the pool kills all of them.
 
     Attributes:
         folder: The folder of the study. The logs of the processes are in its subfolder `logs`.

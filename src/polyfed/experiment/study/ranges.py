@@ -24,7 +24,7 @@ class Range:
         high: The largest number.
         step: The distance between neighbouring numbers.
         count: The number of values, which are evenly spaced.
-        scale: With "log", neighbours have the same ratio, and a search draws their logarithm evenly.
+        scale: If "log", the ratio of neighbouring numbers is constant, and a search draws the logarithm uniformly.
     """
 
     low: float | int

@@ -1,4 +1,4 @@
-"""The files of a study's folder: finished, failed and unfinished runs (`index.html`, `study.json`), and all numbers."""
+"""The files of a study's folder: its page, its finished, failed and unfinished runs, and a table of all numbers."""
 
 import json
 import os
@@ -115,7 +115,7 @@ def cell_text(board: Board, number: int) -> str:
 
 
 def _reported(board: Board) -> Iterator[tuple[int, Entry]]:
-    """The number of each cell with each of its reported runs."""
+    """Yield every reported run, with the position of its cell among all cells."""
     for number, entries in sorted(board.reported.items()):
         for entry in entries:
             yield number, entry

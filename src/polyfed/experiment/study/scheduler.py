@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 KILLS = 6
-"""A run whose process was killed so often, without a finished round in between, has failed: memory may be too short for
-it even alone. Fewer would blame the run for kills from outside: five of them may all hit one run."""
+"""A run has failed if its process was killed this number of times without a finished round in between. The memory may
+then be too small for this run, even if it runs alone. With a smaller number, kills from outside could also make a run
+fail: five of them may all hit one run."""
 
 PATIENCE = 0.5
 """Seconds between two looks at the free memory."""
@@ -54,7 +55,8 @@ def sweep(
         One row for each reported run, finished or not: method, scenario, the values of grid and search, seed, state,
         why, folder, and the numbers of result.json under dotted names.
 
-    Raises: PolyfedError: one of `polyfed.core.errors`; its text names all problems of the study.
+    Raises:
+        PolyfedError: one of `polyfed.core.errors`; its text names all problems of the study.
     """
     loaded = load_study(study)
     if jobs is not None and jobs < 1:
@@ -151,7 +153,7 @@ class _Sweep:
         return self.board.entries[name]
 
     def _advance(self, number: int, needs: Needs, last: list[Entry]) -> None:
-        """Advance a cell while all runs that it needs have ended, and queue those that have not."""
+        """Advance a cell until it needs runs that have not ended, and queue these runs."""
         while all(entry.ended for entry in last):
             try:
                 last = next(needs)

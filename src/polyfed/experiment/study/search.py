@@ -29,8 +29,8 @@ class Searcher:
     Attributes:
         search: The section [search].
         space: The searched keys with their lists or ranges.
-        lowest: Whether the smallest score is the best one. The results of the runs tell this, so it is set before the
-            scores of the first batch are reported.
+        lowest: Whether the smallest score is the best one. This follows from the results of the runs, so the attribute
+            is set before the scores of the first batch are reported.
         trials: The settings that were tried, with their scores. The score is None if training diverged.
     """
 
@@ -64,7 +64,7 @@ class Searcher:
 
     @property
     def best(self) -> Values | None:
-        """Return the setting with the best score, the first of equal ones, or None if all diverged."""
+        """Return the setting with the best score, or None if all diverged. Of equal scores, the first counts."""
         scored = [(values, score) for values, score in self.trials if score is not None]
         if not scored:
             return None

@@ -48,7 +48,7 @@ def parse_study(table: Mapping[str, Any], name: str = "study", folder: Path = Pa
 
     Args:
         table: the sections, as `tomllib` reads them.
-        name: the name of its folder.
+        name: the name of the study's folder.
         folder: the folder to which paths to recipes are relative.
 
     Raises:
@@ -89,7 +89,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def tried(problems: list[str], where: str, make: Callable[[], Any]) -> Any:
-    """What `make` returns, or None after adding its RecipeError to the problems."""
+    """Return what `make` returns. If `make` raises a RecipeError, add the error to the problems and return None."""
     try:
         return make()
     except RecipeError as error:

@@ -1,4 +1,4 @@
-"""The dataclasses of a study: each section of the file is one of them, and their fields are its keys."""
+"""The dataclasses of a study. Each section of the file has a dataclass, whose fields are the keys of the section."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One line of the table of results.
+    """A method of the comparison, which is one line of the table of results.
 
     Attributes:
         set: Keys of the recipe and their values. Without `algorithm.name`, the name of the method is also the name of
@@ -70,7 +70,7 @@ class Search:
     """How settings are chosen: each method gets the same number of trials on validation rows, with separate seeds.
 
     Attributes:
-        trials: Settings that are tried for each method in each scenario.
+        trials: The number of settings that are tried for each method in each scenario.
         seeds: The seeds of each trial. They must differ from the reported seeds.
         keys: Keys that are searched for every method, with their lists or ranges.
         sampler: Optuna's sampler: "tpe", "random", "qmc" or "grid". "grid" needs lists, or ranges with `count` or
@@ -101,7 +101,7 @@ class Study:
         recipe: The recipe from which every run starts, as a path relative to the study's file. A scenario may have its
             own recipe.
         seeds: The reported seeds: a list or a range.
-        metric: The metric of result.json at the last round that is reported. If it is a list, the first metric that a
+        metric: The reported metric of result.json, at the last round. If this key is a list, the first metric that a
             run has is reported.
         set: Keys of the recipe and their values, for every run.
         unset: Keys or sections that are removed from every recipe.

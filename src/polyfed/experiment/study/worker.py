@@ -24,7 +24,7 @@ from polyfed.experiment.recipe import parse_recipe
 from polyfed.experiment.records import Records
 
 LEAVE = 30.0
-"""The number of seconds to wait for a process that still writes to the folder of a run."""
+"""The number of seconds to wait for another process that still writes to the folder of a run."""
 
 REFUSED = 1
 """The exit code for an exception that is not polyfed's own."""
