@@ -117,6 +117,7 @@ def assemble(
     *,
     population: Population | None = None,
     engine: Callable[..., Engine] | None = None,
+    one_device: bool = False,
 ) -> Assembly:
     """Build all parts of a run.
 
@@ -126,6 +127,8 @@ def assemble(
         emit: called with every event.
         population: the clients. By default, they come from the recipe's data.
         engine: the engine's constructor. By default, the recipe names the engine.
+        one_device: whether only one device of a deployment is known: the device that checks the recipe. The checks that
+            need all clients are then left out.
 
     Raises:
         PolyfedError: recipe, data or model are wrong, or do not fit each other.
@@ -133,7 +136,7 @@ def assemble(
     emit = emit or Emitter()
     population = population or population_of(recipe)
     columns, was_guessed = population.columns, recipe.task is None
-    recipe, policy, guesses = _completed(recipe, population)
+    recipe, policy, guesses = _completed(recipe, population, one_device)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model = model_of(recipe, shapes, columns.num_classes, policy)
     check_model(recipe.algorithm, model)
@@ -168,14 +171,16 @@ def assemble(
         attack=recipe.attack,
         ranks=client_ranks(recipe, model, population.num_clients),
     )
-    refuse_small_cohorts(recipe, fed)
-    recipe, guarantee = _protected(recipe, fed, held)
+    if not one_device:
+        refuse_small_cohorts(recipe, fed)
+    recipe, guarantee = _protected(recipe, guarantee_of(recipe, fed, held, one_device=one_device), fed, held)
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
 
 
-def _protected(recipe: Recipe, fed: Federation, engine: Engine) -> tuple[Recipe, Guarantee | None]:
+def _protected(
+    recipe: Recipe, guarantee: Guarantee | None, fed: Federation, engine: Engine
+) -> tuple[Recipe, Guarantee | None]:
     """Apply [privacy] to engine and federation. The returned recipe ends with the round that spends the budget."""
-    guarantee = guarantee_of(recipe, fed, engine)
     if guarantee is None:
         return recipe, None
     engine.privacy = fed.privacy = guarantee.mechanism
@@ -183,7 +188,7 @@ def _protected(recipe: Recipe, fed: Federation, engine: Engine) -> tuple[Recipe,
     return replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved), guarantee
 
 
-def _completed(recipe: Recipe, population: Population) -> tuple[Recipe, Policy, tuple[str, ...]]:
+def _completed(recipe: Recipe, population: Population, one_device: bool) -> tuple[Recipe, Policy, tuple[str, ...]]:
     """Return the recipe with its task and all encoders, its policy, and the guesses. All faults are raised together."""
     columns, problems = population.columns, Problems()
     policy = problems.attempt(lambda: Policy.parse(recipe.egress, columns.modalities))
@@ -191,7 +196,7 @@ def _completed(recipe: Recipe, population: Population) -> tuple[Recipe, Policy, 
     tasked = problems.attempt(lambda: with_task(recipe, columns))
     if tasked is not None:
         problems.attempt(lambda: refuse_unfit(tasked, population))
-        problems.attempt(lambda: refuse_clients(tasked, population))
+        problems.attempt(lambda: refuse_clients(tasked, population, one_device=one_device))
     problems.raise_all()
     assert policy is not None
     assert filled is not None
