@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.fields import KINDS
-from polyfed.core.schema import POSITIVE, Within, check_ranges
+from polyfed.core.schema import INSIDE, POSITIVE, Within, check_ranges
 
-OPEN = Within("above 0 and below 1, such as 1e-3 or 0.5", lambda value: (value > 0) & (value < 1))
+DELTA = Within(f"{INSIDE.words}, such as 1e-3", INSIDE.holds)
 
 NOISE = Within("above 0, at most 1e6", lambda value: (value > 0) & (value <= 1e6))
 
@@ -46,12 +46,12 @@ class Privacy:
     """
 
     unit: Literal["client", "example"]
-    delta: Annotated[float, OPEN]
+    delta: Annotated[float, DELTA]
     epsilon: Annotated[float | None, POSITIVE] = None
     noise_multiplier: Annotated[float | None, NOISE] = None
     clip_norm: Annotated[float, POSITIVE] = 1.0
     clip: Literal["joint", "per-block", "adaptive"] = "joint"
-    clip_quantile: Annotated[float, OPEN] = 0.5
+    clip_quantile: Annotated[float, INSIDE] = 0.5
     clip_lr: Annotated[float, POSITIVE] = 0.2
     count_noise: Annotated[float | None, POSITIVE] = None
     noise_at: Literal["server", "client"] = "server"
