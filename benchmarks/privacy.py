@@ -39,6 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedavg, local": {"noise_at": "client"},
     "fedavg, rows": {"unit": "example", "delta": 1e-4},
     "partialfl (embeddings unprotected)": {"unprotected": ["embeddings", "statistic", "raw"]},
+    "fedpmr": {},
     "cmsfed": {"unprotected": ["prototypes", "gradients", "statistic"]},
 }
 """Row of the table -> what its section [privacy] has besides epsilon. The first word is the method."""

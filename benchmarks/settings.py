@@ -22,6 +22,8 @@ class Setting:
         encoder: `mlp` has two layers for vectors. `cnn4` and `conv-gru` are the encoders of the recipes fedavg-cg-mnist
             and fedavg-ucihar, without dropout.
         shapes: shape of a sample of each modality, for encoders that do not read vectors.
+        warm_up: rounds of each program that are not counted. With the six steps of `small`, polyfed rewrites the steps
+            from round 8 on.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Setting:
     data: str = ""
     encoder: str = "mlp"
     shapes: tuple[tuple[int, ...], ...] = ()
+    warm_up: int = 10
 
     @property
     def num_parameters(self) -> int:
@@ -68,8 +71,16 @@ CG_MNIST = Setting(
     lr=0.01,
     encoder="cnn4",
     shapes=((1, 28, 28), (3, 28, 28)),
+    warm_up=2,
 )
-UCIHAR = Setting("ucihar", 105, 10, 58, (384, 384), 0, 128, 6, lr=0.05, encoder="conv-gru", shapes=((128, 3), (128, 3)))
+UCIHAR = Setting(
+    "ucihar",
+    *(105, 10, 58, (384, 384), 0, 128, 6),
+    lr=0.05,
+    encoder="conv-gru",
+    shapes=((128, 3), (128, 3)),
+    warm_up=2,
+)
 
 CONVOLVED = ("cg-mnist", "ucihar")
 """Settings whose models convolve. pfl and Flower have no program for them."""

@@ -40,9 +40,6 @@ REST = 0.05
 """Seconds between two rounds: the OpenMP threads of a program keep spinning for some milliseconds after its last
 operation, on cores that the next program needs."""
 
-WARM_UP = 10
-"""Rounds of each program that are not counted. With six steps a round, polyfed rewrites the steps from round 8 on."""
-
 
 @dataclass
 class Program:
@@ -161,14 +158,14 @@ def busy_cores() -> Iterator[None]:
 
 
 def measure(setting: Setting, what: Sequence[Wanted], rounds: int, cache: Path) -> list[Program]:
-    """Run rounds in turns. The first `WARM_UP` rounds of each program are not counted."""
+    """Run rounds in turns. The warm-up rounds of each program are not counted."""
     arrays(setting, cache / "data")
     with tempfile.TemporaryDirectory() as logs:
         running = started(setting, cache, what, Path(logs))
         try:
-            for number in range(WARM_UP + rounds):
+            for number in range(setting.warm_up + rounds):
                 for program in running:
-                    program.round(count=number >= WARM_UP)
+                    program.round(count=number >= setting.warm_up)
                     time.sleep(REST)
         finally:
             for program in running:

@@ -28,6 +28,7 @@ Layout = tuple[tuple[Any, ...], ...]
 """The data type, shape, strides and position of the client axis, for each of some tensors."""
 
 
+INDEX = torch.ops.aten.index.Tensor
 BATCH_NORMS = torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default
 
 
@@ -224,13 +225,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _recordable(op: Any) -> bool:
     """Return whether an operation keeps the shapes of its arguments and reads nothing out of their entries."""
     tags = torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
-    return not any(tag in op.tags for tag in tags)
+    return op is INDEX or not any(tag in op.tags for tag in tags)  # only masks select, see `_selects`
 
 
 def _selects(op: Any, args: Sequence[Any]) -> bool:
     """Return whether an operation selects entries by a mask, so that the size of its result depends on the mask."""
     masks = (torch.bool, torch.uint8)
-    return op is torch.ops.aten.index.Tensor and any(i is not None and i.dtype in masks for i in args[1])
+    return op is INDEX and any(i is not None and i.dtype in masks for i in args[1])
 
 
 @cache
