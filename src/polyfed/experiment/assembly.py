@@ -127,14 +127,12 @@ def assemble(
         emit: called with every event.
         population: the clients. By default, they come from the recipe's data.
         engine: the engine's constructor. By default, the recipe names the engine.
-        one_device: whether only one device of a deployment is known: the device that checks the recipe. The checks that
-            need all clients are then left out.
+        one_device: whether only the device that checks the recipe is known. Checks of all clients are then left out.
 
     Raises:
         PolyfedError: recipe, data or model are wrong, or do not fit each other.
     """
-    emit = emit or Emitter()
-    population = population or population_of(recipe)
+    emit, population = emit or Emitter(), population or population_of(recipe)
     columns, was_guessed = population.columns, recipe.task is None
     recipe, policy, guesses = _completed(recipe, population, one_device)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
@@ -171,16 +169,15 @@ def assemble(
         attack=recipe.attack,
         ranks=client_ranks(recipe, model, population.num_clients),
     )
-    if not one_device:
-        refuse_small_cohorts(recipe, fed)
-    recipe, guarantee = _protected(recipe, guarantee_of(recipe, fed, held, one_device=one_device), fed, held)
+    recipe, guarantee = _protected(recipe, fed, held, one_device)
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
 
 
-def _protected(
-    recipe: Recipe, guarantee: Guarantee | None, fed: Federation, engine: Engine
-) -> tuple[Recipe, Guarantee | None]:
-    """Apply [privacy] to engine and federation. The returned recipe ends with the round that spends the budget."""
+def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool) -> tuple[Recipe, Guarantee | None]:
+    """Check [secure_aggregation] and apply [privacy]. The returned recipe ends with the round that spends the budget."""
+    if not one_device:
+        refuse_small_cohorts(recipe, fed)
+    guarantee = guarantee_of(recipe, fed, engine, one_device=one_device)
     if guarantee is None:
         return recipe, None
     engine.privacy = fed.privacy = guarantee.mechanism
