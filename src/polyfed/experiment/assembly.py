@@ -174,7 +174,7 @@ def assemble(
 
 
 def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool) -> tuple[Recipe, Guarantee | None]:
-    """Check [secure_aggregation] and apply [privacy]. The returned recipe ends with the round that spends the budget."""
+    """Check the cohorts and apply [privacy]. The returned recipe ends with the round that spends the budget."""
     if not one_device:
         refuse_small_cohorts(recipe, fed)
     guarantee = guarantee_of(recipe, fed, engine, one_device=one_device)
