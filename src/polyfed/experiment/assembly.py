@@ -167,7 +167,7 @@ def assemble(
         emit=emit,
         clock=clock,
         attack=recipe.attack,
-        ranks=client_ranks(recipe, model, population.num_clients),
+        ranks=client_ranks(recipe, model, None if one_device else population.num_clients),
     )
     recipe, guarantee = _protected(recipe, fed, held, one_device)
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
