@@ -170,6 +170,10 @@ def test_positions_and_means_of_samples() -> None:
     assert [everything.own_rows(batch, c).tolist() for c in (0, 1, 2)] == [[2], [1, 0], [0]]
     assert everything.pooled(batch, sent)["b"].tolist() == [[2.0], [4.0]]
     assert SiloSamples.of(0, ids, owned, "all", [1]).count == 2  # only device 1 has labels
+    apart = SiloSamples.of(0, {0: ids[0], 1: ids[1][1:]}, owned, "common", [0, 1])
+    assert (apart.count, apart.rows(0), apart.rows(1)) == (0, 0, 0)
+    totals = everything.per_holder(torch.tensor([[6.0], [6.0]]), batch, [1, 2])
+    assert totals.tolist() == [[3.0], [6.0]]  # devices 1 and 2 both hold 9; only device 1 holds 5
 
 
 # silos and devices that drop out
@@ -273,6 +277,38 @@ def test_the_scores_of_silos_are_those_of_predict_across_their_devices(options: 
         logits = run.predict(x, client=int(first), present=there)
         assert run.models.clients[int(first)] == ("a", "b")
         assert float((logits.argmax(1) == columns.label[rows]).double().mean()) == pytest.approx(score, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["hfm", "vfl"])
+def test_a_silo_without_a_common_test_sample_has_no_score(name: str) -> None:
+    """Each device has test rows, but the devices of the second silo have no test row in common."""
+    clients = ClientsSpec(partition="silos", silos=2, silo_sizes=[7.0, 1.0], silo_overlap=0.1, personal_test=0.2)
+    made = recipe(method(name, **PERSONAL, overlap="common"), clients=clients, egress=INSIDE, rounds=1)
+    parts = assemble(made)
+    test = parts.population.test
+    assert test is not None
+    common = [torch.isin(test[k], test[k + 1]).sum().item() for k in (0, 2)]
+    assert common[0] > 0
+    assert common[1] == 0
+    assert all(len(test[k]) for k in range(4))
+    run = polyfed.run(made)
+    assert set(run.rounds[-1]["personal_accuracy"]) == {"0"}
+
+
+def test_the_device_that_scores_a_silo_holds_a_usable_sample() -> None:
+    """Device 0 has no sample in common with device 2, so device 1 computes the score."""
+    world = Silos(
+        [40], [[["a"], ["a"], ["b"]]], ids={0: list(range(10)), 1: list(range(10, 40)), 2: list(range(20, 40))}
+    )
+    world.population = replace(world.population, test=world.population.train)
+    algorithm = method(**PERSONAL, overlap="common")
+    fed, _ = world.federation(algorithm)
+    fed.begin(0)
+    state = algorithm.init(fed, world.initial)
+    seen = spied(fed)
+    measured = algorithm.evaluate(state, fed)
+    assert set(seen["to score_silo"]) == {1}
+    assert set(measured.personal) == {0}
 
 
 def test_numbers_of_rows_do_not_pass_as_ids(tmp_path: Any) -> None:

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from algorithms.test_partialfl import lacking
 from oracles import baselines as oracle
 from polyfed.algorithms.fedmsplit import FedMSplit
 from polyfed.algorithms.fedogm import FedOgm, coefficient, modality_score
 from polyfed.algorithms.fedpmr import modality_weights
-from polyfed.algorithms.fedproto import prototype_distance, prototype_scores
+from polyfed.algorithms.fedproto import Shared, prototype_distance, prototype_scores
 from polyfed.core.batch import Batch
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import select
@@ -186,6 +187,29 @@ def test_nearest_prototype_adds_distances_of_modalities() -> None:
     scores = prototype_scores(near, z, batch([0, 0]))
     assert scores.argmax(1).tolist() == [0, 0], "a class without a prototype is never the nearest"
     assert bool(scores.isfinite().all())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_row_that_lacks_all_modalities_with_prototypes_is_predicted_by_the_model(engine: str) -> None:
+    parts = lacking(
+        made("fedproto", engine, ClientsSpec(partition="iid", num=4, personal_test=0.4), mode="original"), 2
+    )
+    near = {"b": torch.randn(4, 6, generator=torch.Generator().manual_seed(1))}  # there are none of modality a yet
+    parts.fed.begin(1)
+    told = parts.fed.ask(parts.algorithm.score_own, range(4), Shared({}, near))
+    columns, test = parts.population.columns, parts.population.test
+    by_model = 0
+    for client, reply in told.items():
+        rows = test[client]
+        x, there = {m: columns.modalities[m].take(rows) for m in "ab"}, columns.present["b"][rows]
+        part = Batch(x, columns.label[rows], torch.arange(len(rows)), present={"b": there})
+        z = parts.model.vectors(parts.initial, part)
+        scores = prototype_scores({"b": Prototypes.received(near["b"])}, z, part)
+        logits = parts.model.logits(parts.initial, part)
+        right = torch.where(there, scores.argmax(1), logits.argmax(1)) == part.y
+        assert float(reply.sums.sum()) == float(right.sum())
+        by_model += int((logits.argmax(1) != 0)[~there].sum())
+    assert by_model > 0, "the model predicts some of these rows as another class than the first"
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -13,7 +13,8 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 from engines.devices import RECIPE, Devices
 from polyfed.cli import main
 from polyfed.core.errors import DataError, TransportError
-from polyfed.core.files import AUDIT, EGRESS, PUBLIC_KEY
+from polyfed.core.files import AUDIT, EGRESS, PUBLIC_KEY, ROUNDS
+from polyfed.engines.protocol import ASK, FAILED, RequestId, reason
 from polyfed.experiment import checkpoint
 from polyfed.privacy import audit_log
 from polyfed.privacy.audit_log import HEAD, PRIVATE_KEY
@@ -153,6 +154,33 @@ def test_rows_removed_from_the_ledger_are_told_by_the_report(copied: Path, capsy
     assert json.loads(capsys.readouterr().out)["error"]["kind"] == "DataError"
 
 
+@pytest.mark.parametrize(
+    "damage", ["XX", "[1, 2]", "3", "[" * 100_000, ""], ids=["text", "list", "number", "deep", "empty"]
+)
+def test_a_damaged_line_of_the_ledger_is_a_finding_and_ends_no_command_with_a_traceback(
+    damage: str, copied: Path, capsys: Any
+) -> None:
+    ledger = copied / "run" / EGRESS
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join([lines[0], f"{damage}\n", *lines[2:]]))
+    result = reconcile(copied / "run", states(copied))
+    assert len(result.findings) == 2
+    assert result.findings[0].startswith(f"{ledger}, line 2 is damaged: ")
+    assert result.findings[1] == f"{ledger} lacks 1 rows of the audit log: it was changed, or cut off"
+    with pytest.raises(SystemExit) as stop:
+        main(("audit-log", "reconcile", str(copied / "run")))
+    assert stop.value.code == 5
+    assert "line 2 is damaged" in " ".join(capsys.readouterr().err.split())
+
+
+def test_many_damaged_lines_of_the_ledger_are_counted(copied: Path) -> None:
+    ledger = copied / "run" / EGRESS
+    ledger.write_text(ledger.read_text() + "XX\n" * 30)
+    findings = reconcile(copied / "run").findings
+    assert len(findings) == 6
+    assert findings[-1] == f"{ledger}: 25 more lines are damaged"
+
+
 @pytest.mark.parametrize("whose", ["run", "nodes/1/polyfed-state"])
 def test_a_broken_chain_is_told_by_the_report(whose: str, copied: Path) -> None:
     path = copied / whose / AUDIT
@@ -176,6 +204,19 @@ def test_a_line_nested_too_deeply_is_named_and_ends_no_command_with_a_traceback(
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], "[" * 100_000 + "\n", *lines[1:]]))
     assert "line 2 cannot be read" in found(copied)
+
+
+@pytest.mark.parametrize("key", ["round", "ask", "client"])
+def test_a_row_at_infinity_and_a_missing_client_without_a_number_end_no_command_with_a_traceback(
+    key: str, copied: Path
+) -> None:
+    path = copied / "run" / AUDIT
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], json.dumps(json.loads(lines[1]) | {key: float("inf")}) + "\n", *lines[2:]]))
+    rounds = copied / "run" / ROUNDS
+    rows = [json.loads(line) | {"missing": {"nobody": "lost"}} for line in rounds.read_text().splitlines()]
+    rounds.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "does not follow from line" in found(copied)
 
 
 class Killed(BaseException):
@@ -268,3 +309,25 @@ def test_an_unanswered_request_and_a_dropped_reply_are_no_findings(tmp_path: Pat
     result = reconcile(tmp_path / "run", states(tmp_path))
     assert result.findings == ()
     assert any("rows left in replies that the server says it left out" in text for text in result.remarks)
+
+
+@pytest.mark.filterwarnings("ignore:.*gave no usable reply in any round")
+def test_a_request_that_never_arrived_does_not_count_as_agreeing(tmp_path: Path) -> None:
+    devices = Devices(tmp_path, RECIPE + "min_replies = 2\n")
+    handler = devices.handler
+
+    def deaf(packet: Any, config: Any) -> Any:
+        if config["client"] == 1 and packet.header["want"] == ASK and RequestId.read(packet.header).round == 2:
+            return reason(FAILED, RequestId.read(packet.header), "the request was lost")
+        return handler(packet, config)
+
+    devices.handler = deaf  # type: ignore[assignment]
+    devices.serve(tmp_path / "run")
+    result = reconcile(tmp_path / "run", states(tmp_path))
+    assert result.findings == ()
+    rows = [row for row in rows_of(tmp_path / "run") if row.get("client") == 1]
+    lost = {row["ask"] for row in rows if row["round"] == 2}
+    assert [text for text in result.remarks if text.startswith("client 1")] == [
+        f"client 1: {sum(row['round'] == 1 for row in rows)} rows agree",
+        f"client 1: {len(lost)} requests were sent and never arrived there",
+    ]

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from polyfed.core.errors import DataError, PolyfedError, RecipeError
 from polyfed.data import Column, Columns
 from polyfed.data.objects import Given, table_of
+from polyfed.data.split_objects import refuse_other_columns
 
 
 class Pairs(Dataset):
@@ -152,6 +153,22 @@ TWICE = frame().assign(again=0.0).rename(columns={"again": "audio_1"})
         ({"audio": AUDIO}, {"labels": LABEL, "split": ["trian"] * ROWS}, "split column holds 'trian'; allowed: train"),
         ({"audio": AUDIO}, {"labels": LABEL, "present": {"audoi": HAS_TEXT}}, "'audoi' is no modality"),
         ({"audio": AUDIO}, {"labels": WHO, "class_names": ["s0", "s1", "s2"]}, "holds 's3', which is none"),
+        ({"audio": AUDIO, "text": None}, {"labels": LABEL}, r"data\['text'\] is None: give an array.*leave 'text' out"),
+        ({"audio": {"x": AUDIO}}, {"labels": LABEL}, r"data\['audio'\] is a dict: give an array, a tensor or a list"),
+        ({"audio": AUDIO}, {"labels": [[0, 1], [2]] * 20}, "the label column: the rows differ in length. Give one"),
+        (frame(), {"labels": [[0, 1], [2]] * 20}, "labels: the rows differ in length. Give one"),
+        (frame(), {"labels": LABEL[1:]}, "data has 40 rows, labels has 39. Give one entry for each row$"),
+        (frame(), {"clients": np.int64(5)}, "clients is np.int64.5.: give one entry for each row, or the name of a"),
+        (frame(), {"clients": AUDIO}, r"client column must hold integers or strings, one a row; it is float32 .40, 3"),
+        (frame(), {"layout": {"audio": "XYZ"}}, r"data: layout.audio = .*: must be .*'HWC'"),
+        (frame(), {"layout": "F"}, "layout is of the type str: give a dictionary with an entry for each modality"),
+        (frame(), {"present": HAS_TEXT}, r"present is of the type ndarray: .* as in present=\{'image': mask\}"),
+        (frame(), {"present": {"text": WHO}}, r"present\['text'\] holds other values than true and false. Give an arr"),
+        (frame(), {"present": {"text": HAS_TEXT[1:]}}, r"`present` has shape \(39,\); it needs one entry for each row"),
+        (frame(), {"class_names": "cat"}, "data: class_names = 'cat': must be a list"),
+        (frame(), {"partial": "drop"}, "data: partial = 'drop': must be 'refuse' or 'absent'"),
+        ({"train": frame(), "test": frame()}, {"labels": LABEL}, "given by split: name the columns or keys of labels"),
+        ({"train": frame(), "test": frame()}, {"clients": 3}, "given by split: name the columns or keys of labels and"),
         (AUDIO, {"labels": LABEL}, "name its modality"),
         (3, {}, "data is a int; allowed"),
         (Endless(), {}, "without a length"),
@@ -196,3 +213,60 @@ def test_standardising_can_be_for_some_modalities():
     with pytest.raises(DataError, match="did you mean 'audio'"):
         table_of({"audio": AUDIO}, Given(labels=LABEL), standardise=["audoi"])
     assert replace(made).notes
+
+
+def test_labels_of_several_targets_beside_a_data_frame_are_targets():
+    targets = np.where(np.arange(2 * ROWS).reshape(ROWS, 2) % 7 == 0, np.nan, 2 * AUDIO[:, 1:])
+    for given in (targets, torch.from_numpy(targets).requires_grad_(), pd.DataFrame(targets)):
+        found = table_of(frame(), Given(labels=given))
+        np.testing.assert_array_equal(found.label.numpy(), targets.astype(np.float32))
+        assert list(found.modalities) == ["audio", "text"]
+    lists = table_of(frame().assign(label=[[row % 2, row % 3] for row in range(ROWS)]), Given())
+    assert lists.label[:3].tolist() == [[0, 0], [1, 1], [0, 2]]
+
+
+def test_the_columns_of_each_split_are_read_once(monkeypatch):
+    calls = []
+    rename = pd.DataFrame.rename
+    monkeypatch.setattr(pd.DataFrame, "rename", lambda self, *a, **k: calls.append(1) or rename(self, *a, **k))
+    wide = pd.DataFrame(np.random.default_rng(0).normal(size=(3, 50)))
+    refuse_other_columns({"train": wide, "test": wide}, None, ())
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("make", ["data frame", "dataset", "arrays"])
+def test_a_mask_of_one_modality_keeps_the_rows_that_the_data_lacks(make):
+    audio = np.arange(ROWS) % 3 > 0
+    rows = np.flatnonzero(audio | HAS_TEXT)
+    data = {
+        "data frame": frame().iloc[rows],
+        "dataset": torch.utils.data.Subset(Pairs(), rows.tolist()),
+        "arrays": {"audio": AUDIO[rows], "text": np.where(HAS_TEXT[:, None], TEXT, np.nan)[rows]},
+    }[make]
+    given = Given(labels=WORDS[rows] if make == "arrays" else None, present={"audio": audio[rows]})
+    found = table_of(data, given)
+    assert torch.equal(found.present["audio"], torch.from_numpy(audio[rows]))
+    assert torch.equal(found.present["text"], torch.from_numpy(HAS_TEXT[rows]))
+    both = table_of(data, replace(given, present={"text": [1] * len(rows)}))
+    assert torch.equal(both.present["text"], torch.from_numpy(HAS_TEXT[rows]))
+
+
+def test_options_of_numpy_and_pandas_are_read():
+    levels = table_of(
+        {"audio": AUDIO}, Given(labels=LABEL, class_names=np.array(["a", "b", "c"])), test_share=np.float32(0.5)
+    )
+    assert levels.class_names == ("a", "b", "c")
+    assert int((levels.split == 1).sum()) == sum(round(0.5 * count) for count in np.bincount(LABEL).tolist())
+    numbers = table_of({"audio": AUDIO}, Given(labels=LABEL, class_names=pd.Index([3, 4, 5])))
+    assert numbers.class_names == ("3", "4", "5")
+    for wrong in ({"standardise": None}, {"standardise": [1]}, {"test_share": 2.0}, {"test_share": "x"}):
+        with pytest.raises(RecipeError, match=f"data: {next(iter(wrong))}"):
+            table_of({"audio": AUDIO}, Given(labels=LABEL), **wrong)
+
+
+def test_several_columns_of_labels_can_be_named_for_splits():
+    held = frame().drop(columns="label").assign(fever=2 * AUDIO[:, 0], cough=3 * AUDIO[:, 1])
+    found = table_of({"train": held, "test": held[:8]}, Given(labels=["fever", "cough"]))
+    assert found.class_names == ("fever", "cough")
+    assert found.label.shape == (ROWS + 8, 2)
+    assert list(found.modalities) == ["audio", "text"]

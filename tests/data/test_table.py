@@ -9,8 +9,11 @@ import pytest
 import torch
 from pairs import AUDIO, HAS_TEXT, LABEL, ROWS, TEXT, frame
 
-from polyfed.core.errors import DataError, PolyfedError, RecipeError
+from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning, RecipeError
+from polyfed.core.problems import Problems
 from polyfed.data import SOURCES
+from polyfed.data.features import listing
+from polyfed.data.sources.table import read
 
 NUMBERS = ["audio_0", "audio_1", "audio_2", "text.a", "text.b"]
 MODALITIES = {"audio": "audio_*", "text": ["text.a", "text.b"]}
@@ -124,6 +127,9 @@ def test_bad_tables_are_told_with_their_cure(tmp_path, change, options, words):
         ("a.csv", b"", "cannot be read as .csv"),
         ("a.csv", b"x_1,x_1,label\n1,2,0\n", "several columns named 'x_1'"),
         ("a.csv", b"x_1,label\n1,0\n1,2,3,4\n", "cannot be read as .csv"),
+        ("a.csv", b"x_1,x_2,label\n1,2,0,7\n3,4,1,8\n", r"more cells than the header has names \(3: 'x_1', 'x_2', "),
+        ("a.csv", b"x_1,x_2,label\n1,2,0,\n3,4,1,8\n", "more cells .* Name every column in the header, or remove"),
+        ("a.tsv", b"x_1\tx_2\tlabel\n1\t2\t0\t7\n3\t4\t1\n", "rows with more cells than the header has names"),
         ("a.csv", b"\xff\xfe\x00x", "cannot be read as .csv"),
         ("a.parquet", b"PAR1 no", "is damaged or no parquet file|cannot be read as .parquet"),
         ("a.jsonl", b'{"x": 1, "label": 0}\n{"x": 1', "line 2 is not JSON"),
@@ -138,6 +144,47 @@ def test_damaged_files_are_told_apart(tmp_path, name, content, words):
         load(str(tmp_path / name), modalities={"x": "x*"})
     with pytest.raises(DataError, match="does not exist"):
         load(str(tmp_path / "nowhere.csv"))
+
+
+@pytest.mark.parametrize("header", ["", ",", ",,"])
+@pytest.mark.parametrize("first", ["", "word-"])
+def test_a_comma_at_the_end_of_each_row_moves_no_column(tmp_path, first, header):
+    rows = "".join(f"{first}{row},{row}.5,{row % 2},{row % 3},{header[1:]}\n" for row in range(12))
+    (tmp_path / "commas.csv").write_text(f"who,x_1,label,x_2{header}\n{rows}")
+    assert list(read(tmp_path / "commas.csv", Problems())) == ["who", "x_1", "label", "x_2"]
+    found = load(str(tmp_path / "commas.csv"), modalities={"x": "x_*"}, client="who", test_share=0.0)
+    assert found.column("x").values.tolist() == [[row + 0.5, row % 3] for row in range(12)]
+    assert found.label.tolist() == [row % 2 for row in range(12)]
+    assert len(found.client.unique()) == 12
+
+
+def test_the_row_numbers_that_pandas_writes_are_no_feature(tmp_path):
+    frame().to_csv(tmp_path / "mine.csv")
+    with pytest.warns(
+        PolyfedWarning, match="left out, because the header has no name for it: column 1. .* index=False"
+    ):
+        assert list(read(tmp_path / "mine.csv", Problems())) == list(frame())
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085", "\x0c"])
+def test_a_text_with_a_separator_of_lines_stays_in_its_json_line(tmp_path, mark):
+    lines = [json.dumps({"x": row / 2, "label": row % 2, "note": f"a{mark}b"}, ensure_ascii=False) for row in range(8)]
+    (tmp_path / "a.jsonl").write_text("\r\n".join(lines), encoding="utf-8", newline="")
+    found = load(str(tmp_path / "a.jsonl"), modalities={"x": "x"})
+    assert found.column("x").values[:, 0].tolist() == [row / 2 for row in range(8)]
+    assert listing.lines(tmp_path / "a.jsonl", "hateful-memes") == lines
+
+
+def test_targets_are_numbers_and_may_be_unknown(tmp_path):
+    held = frame().assign(fever=pd.array([1, None] * (ROWS // 2), dtype="Int64"), who="x")
+    found = load(
+        written(held, tmp_path, ".parquet"), label=["fever", "audio_0"], modalities={"x": ["audio_1", "audio_2"]}
+    )
+    assert found.label[:2, 0].isnan().tolist() == [False, True]
+    with pytest.raises(
+        DataError, match=r"the labels: column 'who' holds 'x' at row 0 .* If the labels are words, name"
+    ):
+        load(written(held, tmp_path, ".csv"), label=["fever", "who"])
 
 
 def test_parquet_without_its_library_names_the_extra(tmp_path, monkeypatch):

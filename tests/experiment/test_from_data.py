@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -11,6 +12,8 @@ import polyfed
 from polyfed.algorithms.fedprox import FedProx
 from polyfed.core.errors import DataError, PolyfedError, RecipeError
 from polyfed.data.sources import CgDigits, Npz
+from polyfed.experiment.file_reading import read_file
+from polyfed.experiment.from_data import with_data
 from polyfed.training.optimisers import Train
 
 ROWS = 90
@@ -21,6 +24,7 @@ TEXT = (DRAW.normal(size=(3, 4))[LABEL] + DRAW.normal(size=(ROWS, 4))).astype(np
 WHO = np.arange(ROWS) % 5
 DATA: dict[str, Any] = {"audio": torch.from_numpy(AUDIO), "text": TEXT}
 OPTIONS: dict[str, Any] = {"labels": LABEL, "clients": WHO, "rounds": 2}
+FRAME = pd.DataFrame(AUDIO[:, :3], columns=["a_0", "a_1", "b_0"])
 
 
 def npz(folder: Path) -> Path:
@@ -74,7 +78,9 @@ def test_sections_and_objects_are_options() -> None:
     own = polyfed.make_recipe(DATA, labels=LABEL, algorithm=FedProx(mu=0.7))
     assert own.algorithm == FedProx(mu=0.7)
     assert own.clients.num == 10
-    assert polyfed.make_recipe(DATA, labels=LABEL, clients=3).clients.num == 3
+    assert polyfed.make_recipe(DATA, labels=LABEL, rounds=np.int64(3), train={"lr": np.float32(0.5)}).rounds == 3
+    for three in (3, np.int64(3)):
+        assert polyfed.make_recipe(DATA, labels=LABEL, clients=three).clients.num == 3
     assert polyfed.make_recipe(CgDigits(), clients=4).data == CgDigits()
 
 
@@ -89,6 +95,9 @@ def test_sections_and_objects_are_options() -> None:
         ({"train": {"lr": "x"}, "rounds": 0, "model": {"embeding": 3}}, r"3 problems:\n"),
         ({"algorithm": FedProx(), "train": {"lr": 0.1}}, "train is given beside an algorithm object"),
         ({"clients": True}, "give one client for each row"),
+        ({"clients": 3.0}, "clients = 3.0: give one client for each row, the name of a column, or the number"),
+        ({"algorithm": FedProx}, r"algorithm is the class FedProx: give an object, as in FedProx\(\)"),
+        ({"algorithm": None}, "algorithm = None: give its name, an object such as FedAvg"),
         ({"egress": {"audoi": {"server": []}}}, "no row 'audoi'; did you mean 'audio'"),
         ({"model": {"encoders": {"video": {"kind": "mlp"}}}}, "the data has no such modality"),
     ],
@@ -112,3 +121,54 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         polyfed.run(data=npz(tmp_path), labels=LABEL)
     with pytest.raises(RecipeError, match="labels is given, but a source reads its own"):
         polyfed.make_recipe(Npz(path=str(npz(tmp_path)), modalities=("audio",)), labels=LABEL)
+
+
+@pytest.mark.parametrize("data", [DATA, FRAME], ids=["arrays", "data frame"])
+@pytest.mark.parametrize("clients", [3, np.int64(3), {"num": 3}, {"ids": WHO, "missing": {"text": 0.3}}])
+def test_beside_a_recipe_clients_is_only_the_natural_client_of_each_row(data: Any, clients: Any) -> None:
+    recipe = polyfed.make_recipe(DATA, **OPTIONS)
+    with pytest.raises(RecipeError, match=r"clients gives '(num|missing)' beside a recipe, which has the section \[cl"):
+        polyfed.run(recipe, data=data, labels=LABEL, clients=clients)
+    found = with_data(recipe, data, {"labels": LABEL, "clients": {"ids": WHO}})
+    assert found.data.load().client.tolist() == WHO.tolist()
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".npz"])
+@pytest.mark.parametrize("option", ["labels", "clients", "split", "ids"])
+def test_lists_of_values_beside_a_file_are_refused(tmp_path: Path, option: str, suffix: str) -> None:
+    path = npz(tmp_path)
+    if suffix == ".csv":
+        path = tmp_path / "data.csv"
+        FRAME.assign(label=LABEL).to_csv(path, index=False)
+    with pytest.raises(RecipeError, match=f"{option} is a list, but data is a file: name the array or column"):
+        polyfed.make_recipe(path, **{option: list(range(ROWS))})  # type: ignore[misc]
+    if option != "clients":  # 3 is the number of clients
+        with pytest.raises(RecipeError, match=f"{option} is 3, but data is a file"):
+            polyfed.make_recipe(path, **{option: 3})  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("form", ["data frame", "file"])
+def test_modalities_of_a_table_are_a_dictionary(tmp_path: Path, form: str) -> None:
+    data: Any = FRAME.assign(label=LABEL)
+    if form == "file":
+        data.to_csv(tmp_path / "data.csv", index=False)
+        data = tmp_path / "data.csv"
+    with pytest.raises(RecipeError, match=r"modalities = \['a_\*'\]: for a data frame or a table, give a dictionary"):
+        polyfed.make_recipe(data, modalities=["a_*"])
+    for wrong in (None, 3.5, [None], []):
+        with pytest.raises(RecipeError, match=r"modalities\['a'\] = .*: give the name of a column, a pattern with"):
+            polyfed.make_recipe(data, modalities={"a": wrong})
+    numbered = FRAME.rename(columns={"a_0": 0, "a_1": 1}).assign(label=LABEL)
+    found = polyfed.make_recipe(numbered, modalities={"a": [0, 1]}).data.load()
+    assert torch.equal(found.column("a").values, torch.from_numpy(AUDIO[:, :2]))
+
+
+def test_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Any] = []
+    read_csv = pd.read_csv
+    monkeypatch.setattr(pd, "read_csv", lambda *args, **options: reads.append(args) or read_csv(*args, **options))
+    FRAME.assign(label=LABEL, a_0=100 + 5 * AUDIO[:, 0]).to_csv(tmp_path / "data.csv", index=False)
+    reading = read_file(tmp_path / "data.csv", {})
+    assert len(reads) == 1
+    assert reading.source.standardise == ("a",)
+    assert reading.columns.fingerprint() == reading.source.load().fingerprint()

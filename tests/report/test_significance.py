@@ -1,5 +1,6 @@
 """The tests of a comparison agree with SciPy, with published tables, and with plain sums."""
 
+import json
 import math
 
 import numpy as np
@@ -8,7 +9,8 @@ from sample import write_run
 from scipy import stats
 
 from polyfed.core.errors import RecipeError
-from polyfed.report import compare, evidence
+from polyfed.report import compare, comparison_tables, evidence, write_figures
+from polyfed.report.score_against_cost import price_charts
 from polyfed.report.significance import critical_difference, holm, mean_ranks, paired
 
 
@@ -138,3 +140,72 @@ def test_scenarios_are_ranked_over_and_tested_apart(tmp_path):
         ("made-up num=20", "fedprox"),
         ("made-up num=20", "moon"),
     ]
+
+
+SCORES = {"classes": ("accuracy", {"fedavg": 0.9, "fedprox": 0.8, "moon": 0.7}),
+          "numbers": ("mae", {"fedavg": 1.0, "fedprox": 2.0, "moon": 3.0})}  # fmt: skip
+"""Scenario -> its metric and the score of each method. The first method is the best in both scenarios."""
+
+
+@pytest.fixture
+def study(tmp_path):
+    """The folder of a study on two seeds, whose scenarios have different metrics."""
+    runs = []
+    for scenario, (metric, scores) in SCORES.items():
+        for method, score in scores.items():
+            for seed in (1, 2):
+                folder = write_run(tmp_path / f"{scenario}-{method}-{seed}", seed=seed, algorithm=method, rounds=4)
+                result = json.loads((folder / "result.json").read_text())
+                result["metrics"] = {"global": {metric: score + seed / 100}, "personal": {"mean": score + seed / 100}}
+                if metric == "mae":
+                    result["task"] = {"name": "regression", "score": "mae", "best": "mae", "rising": False}
+                (folder / "result.json").write_text(json.dumps(result))
+                lines = (folder / "rounds.jsonl").read_text().splitlines()
+                rows = [json.loads(line) | {"metrics": result["metrics"]} for line in lines]
+                (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+                run = {"folder": folder.name, "method": method, "scenario": scenario}
+                runs.append(run | {"tuning": False, "state": "finished"})
+    metrics = {scenario: [f"global.{metric}"] for scenario, (metric, _) in SCORES.items()}
+    (tmp_path / "study.json").write_text(json.dumps({"metrics": metrics, "runs": runs}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["a-metric-of-each-scenario", "one-list-for-all-scenarios"])
+def test_each_scenario_is_ranked_and_written_by_its_own_metric(study, listed):
+    if listed:
+        facts = json.loads((study / "study.json").read_text())
+        facts["metrics"] = {scenario: ["global.accuracy", "global.mae"] for scenario in SCORES}
+        (study / "study.json").write_text(json.dumps(facts))
+    comparison = compare([study])
+    proof = evidence(comparison)
+    assert proof.methods == ("fedavg", "fedprox", "moon")
+    assert proof.ranks.ranks == (1.0, 2.0, 3.0)
+    assert [proof.lowest(scenario) for scenario in SCORES] == [False, True]
+    assert [proof.share(scenario) for scenario in SCORES] == [True, False]
+    assert proof.table()["metrics"] == {"classes": "global.accuracy", "numbers": "global.mae"}
+    sheet = comparison_tables.scenarios_sheet(comparison, proof)
+    assert sheet.best == {(0, 1), (0, 2)}
+    assert sheet.rows[0][1:3] == ["91.5 ± 0.7", "1.015 ± 0.007071"]
+    assert sheet.headings == ["method", "classes, global.accuracy", "numbers, global.mae", "mean rank"]
+    assert sheet.title.startswith("global.accuracy (%) or global.mae by scenario")
+    differences = {(row[0], row[1]): row[3] for row in comparison_tables.differences_sheet(proof).rows}
+    assert (differences["moon", "classes"], differences["moon", "numbers"]) == ("-20.0", "+2")
+
+
+def test_the_figures_and_charts_of_a_scenario_have_its_metric(study, tmp_path):
+    comparison = compare([study])
+    write_figures(comparison, evidence(comparison), tmp_path / "figures")
+    numbers, classes = (
+        (tmp_path / "figures" / f"differences-{name}.svg").read_text() for name in ("numbers", "classes")
+    )
+    assert "global.mae minus that of fedavg; filled" in numbers
+    assert "global.accuracy minus that of fedavg (points); filled" in classes
+    units = {chart.title: chart.unit for chart in price_charts(comparison)}
+    assert units == {"Score against bytes, classes": "share", "Score against bytes, numbers": "number"}
+
+
+def test_a_personal_score_has_the_direction_of_the_runs_main_metric(study):
+    comparison = compare([study])
+    proof = evidence(comparison, "personal.mean")
+    assert proof.ranks.ranks == (1.0, 2.0, 3.0)
+    assert [proof.share(scenario) for scenario in SCORES] == [True, False]

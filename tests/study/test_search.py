@@ -27,6 +27,16 @@ def test_a_search_is_repeatable_and_spends_its_budget(sampler):
     assert carried_out(sampler, lowest=True).best["train.lr"] != first.best["train.lr"]
 
 
+@pytest.mark.parametrize("sampler", ["tpe", "grid"])
+def test_the_direction_may_be_known_only_after_the_first_batch(sampler):
+    searcher = Searcher(Search(trials=2, seeds=[9], sampler=sampler, batch=2), {"algorithm.mu": [0.1, 1.0]})
+    asked = searcher.ask()
+    searcher.lowest = True
+    searcher.tell(asked, [2.0, 1.0])
+    assert searcher.best == asked[1]
+    assert searcher.trials == [(asked[0], 2.0), (asked[1], 1.0)]
+
+
 def test_a_grid_has_no_more_trials_than_settings():
     space = {"train.lr": {"low": 0.1, "high": 0.3, "step": 0.1}, "algorithm.mu": [0.1, 1.0]}
     searcher = Searcher(Search(trials=20, seeds=[9], sampler="grid", batch=4), space, lowest=False)

@@ -125,6 +125,18 @@ def test_a_run_that_fails_says_why_and_stops_no_other(tmp_path, here):
     assert "the policy forbids what this algorithm sends" in (tmp_path / "out" / "index.html").read_text()
 
 
+@pytest.mark.parametrize("metric", [["global.accuracy", "global.mae"], "personal.mean"])
+def test_a_search_takes_the_smallest_error_and_the_page_writes_it_as_a_number(tmp_path, here, metric):
+    """The first metric of the list is a share, but the runs have only the error; and their personal score is one."""
+    changes = {"data": {"name": "objective.made:Made"}, "clients.partition": "by-client", "clients.personal_test": 0.3}
+    search = {"trials": 2, "seeds": [11], "sampler": "grid", "keys": {"train.lr": [1e-6, 0.05]}}
+    study = table(tmp_path, seeds=[1], methods={"fedavg": {}}, metric=metric, search=search)
+    frame = polyfed.sweep(study | {"set": changes, "unset": ["clients.num"]}, tmp_path / "out", jobs=1)
+    assert frame["train.lr"][0] == 0.05, "with the other rate, the model has not trained"
+    mae = frame["metrics.global.mae" if isinstance(metric, list) else "metrics.personal.mean"][0]
+    assert f"{mae:.3f}" in (tmp_path / "out" / "index.html").read_text()
+
+
 def test_a_metric_that_no_run_has_is_named_with_those_that_there_are(tmp_path, here):
     study = table(tmp_path, seeds=[1], methods={"fedavg": {}}, metric="global.acuracy")
     polyfed.sweep(study, tmp_path / "out", jobs=1)

@@ -79,7 +79,7 @@ class NearestPrototype(Predictor):
 
     The Tree holds the prototypes (C, D) as `<modality>.prototype`.
 
-    If a sample has only modalities without prototypes in the Tree, the client's model predicts.
+    If a row has none of the modalities with prototypes in the Tree, the client's model predicts this row.
 
     Attributes:
         feature_norm: length to which features are scaled first. 0 does not scale them.
@@ -88,11 +88,17 @@ class NearestPrototype(Predictor):
     feature_norm: float = 0.0
 
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
-        """Return scores (B, C); see `prototype_scores`."""
+        """Return scores (B, C): `prototype_scores`, and the model's logits for rows that lack all prototypes."""
         near = {m: Prototypes.received(w[m + PROTOTYPE]) for m in batch.x if m + PROTOTYPE in w}
         if not near:
             return model.logits(w, batch)
-        return prototype_scores(near, prototypes.at_length(model.vectors(w, batch), self.feature_norm), batch)
+        features = model.features(w, batch)
+        z = {m: model.vector(value) for m, value in features.items()}
+        scores = prototype_scores(near, prototypes.at_length(z, self.feature_norm), batch)
+        if not batch.present:  # every row has every modality
+            return scores
+        compared = torch.stack([there(batch, m) for m in near]).any(0)
+        return torch.where(compared.unsqueeze(-1), scores, model.fuse(w, features, batch))
 
 
 @dataclass(frozen=True, kw_only=True)

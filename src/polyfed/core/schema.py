@@ -169,7 +169,7 @@ def sifted(
             continue
         try:
             # through JSON, so that strict mode accepts an array for a tuple, but still refuses "5" for 5
-            values[key] = TypeAdapter(hints[key]).validate_json(json.dumps(value, default=str), strict=True)
+            values[key] = TypeAdapter(hints[key]).validate_json(json.dumps(value, default=_written), strict=True)
         except ValidationError as error:
             inside = value if isinstance(value, Mapping) else ()
             spot = "".join(
@@ -184,6 +184,11 @@ def sifted(
             problems.add(RecipeError(f"{where} {key} = {fault}".lstrip(), key_of(where, key)))
             del values[key]
     return values, problems
+
+
+def _written(value: Any) -> Any:
+    """Return a value that JSON lacks in a form that JSON has: a number or a list for NumPy's types, else a text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _suggestion(where: str, key: str, allowed: Sequence[str]) -> str:

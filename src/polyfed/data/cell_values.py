@@ -15,7 +15,9 @@ Array = NDArray[Any]
 
 def is_missing(cell: Any) -> bool:
     """Whether a cell is empty: None, NaN, or the empty cell of a pandas column."""
-    return cell is None or type(cell).__name__ in ("NAType", "NaTType") or (isinstance(cell, float) and cell != cell)
+    if isinstance(cell, float | np.floating):
+        return bool(cell != cell)
+    return cell is None or type(cell).__name__ in ("NAType", "NaTType")
 
 
 def is_list(cell: Any) -> bool:

@@ -3,8 +3,10 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from numbers import Integral
+from typing import Any
 
-from polyfed.core.errors import DataError, did_you_mean
+from polyfed.core.errors import DataError, RecipeError, did_you_mean
 from polyfed.core.problems import Problems
 
 REST = "features"
@@ -41,7 +43,8 @@ def grouped(columns: Iterable[str], lists: Iterable[str] = ()) -> dict[str, list
     placed = {column for group in groups.values() for column in group}
     if rest := [column for column in columns if column not in placed]:
         groups.setdefault(REST, []).extend(rest)
-    groups = {name: sorted(group, key=columns.index) for name, group in groups.items()}
+    place = {column: number for number, column in enumerate(columns)}
+    groups = {name: sorted(group, key=place.__getitem__) for name, group in groups.items()}
     return _named(groups | {name: [name] for name in lists})
 
 
@@ -80,6 +83,28 @@ def identifier(name: str) -> str:
     """
     word = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
     return word if not word or (word.isidentifier() and word not in ("shared", "labels")) else f"m_{word}"
+
+
+def column_names(modalities: Any) -> dict[str, str | list[str]]:
+    """Return the caller's columns of each modality as words, since the names of columns may be numbers in pandas.
+
+    Raises:
+        RecipeError: `modalities` is no dictionary from names to columns.
+    """
+    if not isinstance(modalities, Mapping):
+        raise RecipeError(
+            f"modalities = {modalities!r}: for a data frame or a table, give a dictionary from the name of each "
+            "modality to its columns, as in modalities={'audio': 'audio_*'}"
+        )
+    found: dict[str, str | list[str]] = {}
+    for name, given in modalities.items():
+        group = [given] if isinstance(given, str | Integral) or not isinstance(given, Iterable) else list(given)
+        if not group or not all(isinstance(word, str | Integral) for word in group):
+            raise RecipeError(
+                f"modalities['{name}'] = {given!r}: give the name of a column, a pattern with `*`, or a list of these"
+            )
+        found[str(name)] = given if isinstance(given, str) else [str(word) for word in group]
+    return found
 
 
 def chosen(modalities: Mapping[str, str | Sequence[str]], columns: Sequence[str], where: str) -> dict[str, list[str]]:

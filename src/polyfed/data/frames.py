@@ -237,10 +237,12 @@ def _labels(frame: "pd.DataFrame", roles: Roles, where: str) -> tuple[Any, tuple
             return None
         hint = did_you_mean(lacking[0], list(frame.columns)[:50])
         raise DataError(f"{where} has no column '{lacking[0]}' for the labels; name the right one as label. {hint}")
-    if not isinstance(roles.label, str):
-        return frame[list(roles.labels)].to_numpy(np.float32), None
-    if not roles.label:
+    if not roles.labels:
         return None
+    if not isinstance(roles.label, str):
+        cure = "Several columns of labels are targets, which are numbers. If the labels are words, name one column"
+        targets = [_numbers(frame, column, f"{where}: the labels", cure) for column in roles.labels]
+        return np.stack(targets, 1), None
     found, kind = _facts(frame, roles.label), frame[roles.label].dtype
     if getattr(kind, "ordered", False):
         levels = tuple(map(str, kind.categories))  # only a Categorical is ordered
@@ -270,7 +272,8 @@ def _values(
     if len(group) == 1 and kind_of(frame[group[0]]) == "list":
         return array_of(frame[group[0]].tolist(), where)
     problems = Problems()
-    read = [problems.attempt(lambda column=column: _numbers(frame, column, where)) for column in group]  # type: ignore[misc]
+    cure = "You can also leave the column out: `modalities` names the columns to use"
+    read = [problems.attempt(lambda column=column: _numbers(frame, column, where, cure)) for column in group]  # type: ignore[misc]
     problems.raise_all()
     values = np.stack([column for column in read if column is not None], 1)
     empty: NDArray[np.bool_] = np.isnan(values)
@@ -291,8 +294,12 @@ def _values(
     return np.where(there[:, None], values, np.float32(0.0)), there, note
 
 
-def _numbers(frame: "pd.DataFrame", column: str, where: str) -> NDArray[np.float32]:
-    """Return a column of single numbers as float32, with NaN for empty cells."""
+def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> NDArray[np.float32]:
+    """Return a column of single numbers as float32, with NaN for empty cells.
+
+    Raises:
+        DataError: a cell is no number. The message ends with `otherwise`, another way to correct the fault.
+    """
     import pandas as pd  # imported here, because the import takes half a second
 
     numbers = pd.to_numeric(frame[column], errors="coerce") if frame[column].dtype.kind not in "iufb" else frame[column]
@@ -304,7 +311,6 @@ def _numbers(frame: "pd.DataFrame", column: str, where: str) -> NDArray[np.float
         comma = isinstance(cell, str) and "," in cell and _WRITTEN.fullmatch(cell)
         cure = "Write decimal points instead of decimal commas" if comma else "Give numbers only"
         raise DataError(
-            f"{where}: column '{column}' holds {cell!r} at row {row} among its numbers. {cure}, or leave the column "
-            "out: `modalities` names the columns to use"
+            f"{where}: column '{column}' holds {cell!r} at row {row} among its numbers. {cure}. {otherwise}"
         )
     return values

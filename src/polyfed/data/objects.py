@@ -1,6 +1,6 @@
 """Makes a table from objects in memory: tensors, arrays, data frames, and datasets of PyTorch and Hugging Face."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +11,12 @@ from torch.utils.data import Dataset, IterableDataset
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.problems import Problems
 from polyfed.data.cell_values import array_of
+from polyfed.data.column_grouping import column_names
 from polyfed.data.columns import Columns
+from polyfed.data.dataset_samples import SampleForm, read_samples
 from polyfed.data.frames import Modalities, Partial, Roles, drafted
-from polyfed.data.row_facts import SPLITS, plain
+from polyfed.data.reading_options import ReadingOptions, with_masks
+from polyfed.data.row_facts import SPLITS, as_array, plain
 from polyfed.data.split_objects import is_frame, is_hugging_face, join_arrays, refuse_other_columns, same_order
 from polyfed.data.table_draft import Draft, columns_of
 
@@ -23,16 +26,20 @@ ALLOWED = (
 )
 
 
+ROLES = ("labels", "clients", "split")
+"""The facts of a row, which a data set or the caller gives."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Given:
     """The caller's description of data in memory.
 
     Attributes:
         labels: labels of the rows. For data frames and datasets, also the name of a column or key, by default `label`.
-        clients: natural client of each row, or the name of a column.
-        split: split of each row, or the name of a column.
+        clients: natural client of each row, or the name of a column or key.
+        split: split of each row, or the name of a column or key.
         modalities: for data frames: modality -> a column, a pattern, or a list of these. For datasets: the names of the
-            parts of a sample.
+            parts of a sample. If a sample is a dictionary, its other keys are not read.
         present: modality -> bool (N,), False if a row lacks the modality.
         class_names: names of the classes in order of their numbers.
         ids: sample ids of the rows, distinct integers (N,); or `rows`, if row i of every array is the same sample.
@@ -77,19 +84,28 @@ def table_of(
         if given_too:
             raise RecipeError(f"{given_too[0]} is given, but `Columns` hold labels, clients and splits already")
         return data
+    options = ReadingOptions.of(
+        class_names=given.class_names,
+        layout=given.layout,
+        partial=given.partial,
+        standardise=standardise,
+        test_share=test_share,
+    )
+    given = replace(given, class_names=options.class_names, layout=options.layout)
     problems = Problems()
     draft = _draft(data, given, problems)
-    extra = {
-        name: value
-        for name in ("present", "layout", "class_names", "ids")
-        if (value := getattr(given, name)) is not None
+    extra: dict[str, Any] = {
+        name: value for name in ("layout", "class_names", "ids") if (value := getattr(given, name)) is not None
     }
+    extra["present"] = with_masks(draft.present, given.present)
     if isinstance(given.ids, str) and given.ids != "rows":
         problems.add(RecipeError(f"ids = '{given.ids}': give an array with one integer for each row, or 'rows'"))
     if strange := [m for name in ("present", "layout") for m in extra.get(name, ()) if m not in draft.modalities]:
         problems.add(RecipeError(f"'{strange[0]}' is no modality of the data; it has {', '.join(draft.modalities)}"))
     draft = replace(draft, **extra)
-    return columns_of(draft, test_share=test_share, seed=seed, standardise=standardise, problems=problems)
+    return columns_of(
+        draft, test_share=options.test_share, seed=seed, standardise=options.standardise, problems=problems
+    )
 
 
 def _draft(data: Any, given: Given, problems: Problems) -> Draft:
@@ -97,7 +113,9 @@ def _draft(data: Any, given: Given, problems: Problems) -> Draft:
         return _of_frame(data, given, problems)
     if is_hugging_face(data):
         return _of_frame(
-            data.to_pandas(), replace(given, class_names=given.class_names or _names(data, given)), problems
+            data.to_pandas(),
+            given if given.class_names is not None else replace(given, class_names=_names(data, given)),
+            problems,
         )
     if isinstance(data, Dataset):
         return _of_dataset(data, given)
@@ -119,6 +137,12 @@ def _of_arrays(data: Mapping[str, Any], given: Given) -> Draft:
     if given.modalities is not None:
         raise RecipeError("modalities is for data frames and datasets; a dictionary names its modalities by its keys")
     parts = {str(name): values for name, values in data.items()}
+    for name, values in parts.items():
+        if not _has_rows(values):
+            raise RecipeError(
+                f"data['{name}'] is {_shown(values)}: give an array, a tensor or a list with one sample for each row, "
+                f"or leave '{name}' out"
+            )
     return Draft(
         name="data",
         where="data",
@@ -132,9 +156,8 @@ def _of_arrays(data: Mapping[str, Any], given: Given) -> Draft:
 
 def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
     """Make a draft from a data frame. Labels, clients and splits are names of columns, or arrays."""
-    if given.modalities is not None and not isinstance(given.modalities, Mapping):
-        raise RecipeError("modalities of a data frame is a dictionary, as in modalities={'audio': 'audio_*'}")
-    arrays: dict[str, Any] = {}
+    modalities = None if given.modalities is None else column_names(given.modalities)
+    arrays: dict[str, Any] = {} if given.class_names is None else {"class_names": given.class_names}
     words: dict[str, Any] = {}
     optional = ["ids"]
     for role, column in (("labels", "label"), ("clients", "client"), ("split", "split")):
@@ -143,23 +166,41 @@ def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
             words[column] = column
             if role != "labels" or not given.needs_labels:
                 optional.append(column)
-        elif isinstance(value, str) or (role == "labels" and isinstance(value, list) and _are_columns(value, frame)):
+        elif isinstance(value, str) or (role == "labels" and _are_columns(value, frame)):
             words[column] = value
+        elif not _has_rows(value):
+            raise RecipeError(f"{role} is {_shown(value)}: give one entry for each row, or the name of a column")
         else:
-            arrays[role] = value
-            words[column] = column
-            frame = frame.assign(**{column: np.asarray(value)}) if len(value) == len(frame) else frame
-            if len(value) != len(frame):
-                problems.add(
-                    DataError(f"data has {len(frame)} rows, {role} has {len(value)}. Give one entry for each row")
-                )
-    roles = Roles(modalities=given.modalities, partial=given.partial, optional=tuple(optional), **words)
-    more = {} if given.class_names is None else {"class_names": given.class_names}
-    return drafted(frame, "data", "data", roles, problems, **more)
+            array = as_array(value, f"data: {role}")
+            if len(array) != len(frame):
+                text = f"data has {len(frame)} rows, {role} has {len(array)}. Give one entry for each row"
+                problems.add(DataError(text))
+            elif array.ndim == 1:
+                words[column], frame = column, frame.assign(**{column: array})
+                continue
+            else:
+                arrays[role] = array  # several targets for each row fit in no column
+            words[column], frame = "", frame.drop(columns=column, errors="ignore")
+    roles = Roles(modalities=modalities, partial=given.partial, optional=tuple(optional), **words)
+    return drafted(frame, "data", "data", roles, problems, **arrays)
 
 
-def _are_columns(value: Sequence[Any], frame: Any) -> bool:
-    return all(isinstance(word, str) for word in value) and set(value) <= {str(column) for column in frame.columns}
+def _are_columns(value: Any, frame: Any) -> bool:
+    if not (isinstance(value, list | tuple) and value and all(isinstance(word, str) for word in value)):
+        return False
+    return set(value) <= {str(column) for column in frame.columns}
+
+
+def _has_rows(values: Any) -> bool:
+    """Whether a value has a length and is no text, so that it can have an entry for each row."""
+    try:
+        return not isinstance(values, str | bytes | Mapping | Set) and len(values) >= 0
+    except TypeError:  # None, a number, an array or a tensor without axes
+        return False
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if value is None or np.isscalar(value) else f"a {type(value).__name__}"
 
 
 def _of_dataset(data: Any, given: Given) -> Draft:
@@ -171,29 +212,29 @@ def _of_dataset(data: Any, given: Given) -> Draft:
     if len(data) == 0:
         raise DataError("data has no rows. Check where it comes from")
     samples = [data[row] for row in range(len(data))]
-    key = given.labels if isinstance(given.labels, str) else "label"
     labelled = isinstance(given.labels, str) or (given.labels is None and _has_labels(samples[0], given))
-    rows = [_parts(sample, key, labelled, given, row) for row, sample in enumerate(samples)]
-    names = list(dict.fromkeys(name for parts, _ in rows for name in parts))
+    keys = {role: value for role in ROLES if isinstance(value := getattr(given, role), str)}
+    form = SampleForm.of(given.modalities, {"labels": "label"} | keys, labelled)
+    modalities, facts = read_samples(samples, form)
     found: dict[str, Any] = {}
-    present = {name: value for name, value in (given.present or {}).items()}
+    present: dict[str, Any] = {}
     notes, problems = [], Problems()
-    for name in names:
+    for name, cells in modalities.items():
         with problems.noting():
-            cells = [_cell(parts.get(name)) for parts, _ in rows]
-            found[name], there, note = array_of(cells, f"data: modality '{name}'")
+            found[name], there, note = array_of(list(map(_cell, cells)), f"data: modality '{name}'")
             notes += [f"modality '{name}': {note}"] if note else []
             if not there.all():
-                present.setdefault(name, there)
+                present[name] = there
     problems.raise_all()
-    labels = np.array([_cell(label) for _, label in rows]) if labelled else given.labels
+    roles = {**keys, **({"labels": ""} if labelled else {})}
+    read = {role: as_array(list(map(_cell, facts[role])), f"data: the {role}") for role in roles}
     return Draft(
         name="data",
         where="data",
         modalities=found,
-        labels=labels,
-        clients=given.clients,
-        split=given.split,
+        labels=read.get("labels", given.labels),
+        clients=read.get("clients", given.clients),
+        split=read.get("split", given.split),
         present=present,
         notes=tuple(notes),
     )
@@ -205,31 +246,9 @@ def _has_labels(sample: Any, given: Given) -> bool:
         return True
     if isinstance(sample, Mapping):
         return "label" in sample
+    if isinstance(sample[0], Mapping):
+        return len(sample) > 1
     return given.modalities is None or len(sample) != len(given.modalities)
-
-
-def _parts(sample: Any, key: str, labelled: bool, given: Given, row: int) -> tuple[dict[str, Any], Any]:
-    """Return the modalities and the label of one sample."""
-    label = None
-    if isinstance(sample, Sequence) and not isinstance(sample, str):
-        *inputs, label = sample if labelled else (*sample, None)
-        if len(inputs) == 1 and isinstance(inputs[0], Mapping):
-            return dict(inputs[0]), label
-        names = tuple(given.modalities) if given.modalities is not None else ("input",) if len(inputs) == 1 else ()
-        if len(names) != len(inputs):
-            raise RecipeError(
-                f"a sample of data has {len(inputs)} parts beside its label: name them in their order, as in "
-                f"modalities={[f'part{n}' for n in range(1, len(inputs) + 1)]}"
-            )
-        return dict(zip(names, inputs, strict=True)), label
-    if isinstance(sample, Mapping):
-        parts = dict(sample)
-        if labelled and key not in parts:
-            raise DataError(
-                f"data: sample {row} has no '{key}'; it has {', '.join(map(str, parts))}. Name it in labels="
-            )
-        return parts, parts.pop(key, None)
-    raise RecipeError(f"a sample of data is a {type(sample).__name__}: give (x, label) or a dictionary with '{key}'")
 
 
 def _cell(value: Any) -> Any:
@@ -240,9 +259,10 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
     """Make a draft from one data frame or dataset for each split."""
     if strange := [name for name in data if str(name).lower() not in SPLITS]:
         raise RecipeError(f"data has a part '{strange[0]}', which is no split. Allowed: {', '.join(SPLITS)}")
-    if any(isinstance(value, Tensor | np.ndarray | list) for value in (given.labels, given.clients, given.split)):
+    targets = list(given.labels) if isinstance(given.labels, list | tuple) else [given.labels]
+    if not all(isinstance(value, str | None) for value in (*targets, given.clients, given.split)):
         raise RecipeError("data is given by split: name the columns or keys of labels and clients, not arrays")
-    refuse_other_columns(data, given.modalities, (given.labels, given.clients))
+    refuse_other_columns(data, given.modalities, (*targets, given.clients))
     drafts = {name: _draft(part, given, problems) for name, part in same_order(data).items()}
     names = list(dict.fromkeys(name for draft in drafts.values() for name in draft.modalities))
     for name, draft in drafts.items():

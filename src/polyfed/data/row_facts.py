@@ -12,6 +12,7 @@ from torch import Tensor
 
 from polyfed.core.counts import counted
 from polyfed.core.errors import DataError, PolyfedWarning
+from polyfed.data.cell_values import is_missing
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 
 MANY_CLASSES = 1000
@@ -133,19 +134,34 @@ def splits_of(values: Any, where: str) -> Tensor:
     return torch.from_numpy(array.astype(np.int64)).clamp(-1, 127).to(torch.int8)
 
 
-def plain(values: Any, where: str) -> NDArray[Any]:
-    """Return an array of one plain type: booleans, whole numbers, floats or words.
+def as_array(values: Any, where: str) -> NDArray[Any]:
+    """Return a tensor, an array or a list as an array.
 
     Raises:
-        DataError: Entries are missing, or words and numbers are mixed.
+        DataError: The rows of a list differ in length.
     """
-    array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+    try:
+        return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+    except ValueError:
+        raise DataError(
+            f"{where}: the rows differ in length. Give one entry for each row; or several targets, the same number "
+            "for each row"
+        ) from None
+
+
+def plain(values: Any, where: str) -> NDArray[Any]:
+    """Return an array of one plain type: booleans, whole numbers, floats or words. Rows may be lists of equal length.
+
+    Raises:
+        DataError: Entries are missing, words and numbers are mixed, or the rows differ in length.
+    """
+    array = as_array(values, where)
     if array.dtype.kind == "S":
         return np.char.decode(array, "utf-8", "replace")
     if array.dtype.kind not in "OT":
         return array
     entries = array.reshape(-1).tolist()
-    gone = np.array([entry is None or entry != entry for entry in entries])
+    gone = np.array([is_missing(entry) for entry in entries])
     if gone.any():
         raise missing(gone, where)
     kinds = {"words" if isinstance(entry, str) else "numbers" for entry in entries}
@@ -156,7 +172,8 @@ def plain(values: Any, where: str) -> NDArray[Any]:
             f"{where} mixes words and numbers: '{entries[word]}' at row {word}, {entries[number]!r} at row {number}. "
             "Write all of them as words, or all as numbers"
         )
-    return np.array(entries).reshape(array.shape)
+    found = as_array(entries, where)
+    return found if array.ndim == 1 else found.reshape(array.shape)
 
 
 def _words(array: NDArray[Any], where: str, names: Sequence[str] | None) -> Labels:

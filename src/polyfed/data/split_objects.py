@@ -1,5 +1,6 @@
 """Joins data in memory that is given by split, with one data frame or data set for each split."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,19 +23,21 @@ def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Seq
         DataError: a split has no rows, or lacks a column that other splits have; the message lists all of them.
     """
     problems = Problems()
+    columns: dict[str, Counter[str]] = {}
     held: dict[str, set[str]] = {}
     for name, part in data.items():
         if not len(part):
             problems.add(DataError(f"data: split '{name}' has no rows. Leave it out, or check where it comes from"))
         elif is_frame(part):
             frame = part.rename(columns=str)
-            kinds = {column: kind_of(frame[column]) for column in frame if list(frame.columns).count(column) == 1}
+            columns[name] = Counter(frame.columns)
+            kinds = {column: kind_of(frame[column]) for column, count in columns[name].items() if count == 1}
             roles = {word for word in ("label", "client", *named) if isinstance(word, str)}
             held[name] = {column for column, kind in kinds.items() if kind != "text" or column in roles}
     if modalities is None:
         every = sorted(set().union(*held.values()))
         for name in held:
-            if lacking := [column for column in every if column not in data[name].rename(columns=str)]:
+            if lacking := [column for column in every if column not in columns[name]]:
                 other = next(part for part in held if lacking[0] in held[part])
                 listed = ", ".join(map(repr, lacking[:5]))
                 problems.add(
@@ -49,14 +52,15 @@ def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Seq
 def same_order(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the splits with their columns in the order of the first split, since features are read in this order."""
     parts = list(data.items())
-    first = list(getattr(parts[0][1], "columns" if is_frame(parts[0][1]) else "column_names", ()))
+    first = dict.fromkeys(getattr(parts[0][1], "columns" if is_frame(parts[0][1]) else "column_names", ()))
     found: dict[str, Any] = {}
     for name, part in parts:
         held = list(getattr(part, "columns" if is_frame(part) else "column_names", ()))
-        if len(set(held)) < len(held) or not first:
+        known = set(held)
+        if len(known) < len(held) or not first:
             found[name] = part
             continue
-        order = [column for column in first if column in held] + [column for column in held if column not in first]
+        order = [column for column in first if column in known] + [column for column in held if column not in first]
         found[name] = part[order] if is_frame(part) else part.select_columns(order) if held != order else part
     return found
 

@@ -16,6 +16,7 @@ from polyfed.core.problems import Problems
 from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.layout import laid_out, tensor_of
 from polyfed.data.leaked_labels import refuse_leaked_labels
+from polyfed.data.missing_rows import without_nan_rows
 from polyfed.data.row_facts import Labels, clients_of, ids_of, labels_of, splits_of, unlabelled
 from polyfed.data.splits import drawn
 
@@ -146,16 +147,13 @@ def _modality(draft: Draft, name: str, values: Any) -> tuple[Column, Tensor | No
         if marked.shape != there.shape:
             raise DataError(f"{where}: `present` has shape {tuple(marked.shape)}; it needs one entry for each row")
         there = marked
-    if tensor.is_floating_point():
-        empty = tensor.isnan().flatten(1)
-        there = there & ~empty.all(1)
-        if bool((partly := empty.any(1) & there).any()):
-            count = counted(int(partly.sum()), "row has", "rows have")
-            raise DataError(
-                f"{where}: {count} only some values (others are NaN), first row "
-                f"{int(partly.nonzero()[0, 0])}. Fill these in, or make the whole sample NaN where it is missing"
-            )
-        tensor = tensor if bool(there.all()) else torch.where(there.view(-1, *[1] * (tensor.dim() - 1)), tensor, 0.0)
+    tensor, there, partly = without_nan_rows(tensor, there)
+    if bool(partly.any()):
+        count = counted(int(partly.sum()), "row has", "rows have")
+        raise DataError(
+            f"{where}: {count} only some values (others are NaN), first row "
+            f"{int(partly.nonzero()[0, 0])}. Fill these in, or make the whole sample NaN where it is missing"
+        )
     if not bool(there.any()):
         raise DataError(f"{where} is missing in every row. Leave it out, or look for the file or column it comes from")
     return laid_out(tensor, draft.layout.get(name), where), None if bool(there.all()) else there

@@ -9,6 +9,7 @@ from torch import Tensor
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.tree import Tree
+from polyfed.data.missing_rows import without_nan_rows
 from polyfed.evaluation.scores import Predictor
 from polyfed.model import Model
 from polyfed.objective import Objective
@@ -85,15 +86,13 @@ def _present_rows(modality: str, value: Tensor, present: Tensor | None) -> tuple
     Raises:
         RecipeError: a row that has the modality is partly NaN, or infinite.
     """
-    there = torch.ones(len(value), dtype=torch.bool, device=value.device) if present is None else present
-    if not value.is_floating_point():
-        return value, there
-    flat = value.flatten(1) if value.dim() > 1 else value[:, None]
-    there = there.to(value.device) & ~flat.isnan().all(1)
-    wrong = (there & ~flat.isfinite().all(1)).nonzero()[:, 0]
+    there = torch.ones(len(value), dtype=torch.bool) if present is None else present
+    value, there, partly = without_nan_rows(value, there)
+    infinite = value.isinf().flatten(1).any(1) if value.dim() > 1 else value.isinf()
+    wrong = (partly | infinite).nonzero()[:, 0]
     if len(wrong):
         raise RecipeError(
             f"x['{modality}'] has {len(wrong)} rows that are partly NaN or infinite, first row {int(wrong[0])}. Fill "
             "these values in, or make the whole row NaN if it lacks the modality"
         )
-    return torch.where(there.reshape(-1, *[1] * (value.dim() - 1)), value, torch.zeros_like(value)), there
+    return value, there

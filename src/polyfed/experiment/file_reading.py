@@ -4,19 +4,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polyfed.core.counts import counted
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.problems import Problems
 from polyfed.data import Columns
-from polyfed.data.columns import moments
+from polyfed.data.column_grouping import column_names
+from polyfed.data.columns import moments, standardised
 from polyfed.data.files import Arrays, existing
 from polyfed.data.frames import guessed, row_ids
 from polyfed.data.sources.npz import Npz
 from polyfed.data.sources.table import SUFFIXES, Table, read
 from polyfed.experiment.defaults import vocabulary_of
 from polyfed.experiment.parts import build
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 LABELS = ("label", "labels", "class", "target", "y", "category", "diagnosis", "emotion")
 CLIENTS = (
@@ -73,19 +77,26 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
         raise DataError(f"'{path}' is no file that polyfed reads. Allowed: {allowed}")
     notes: list[str] = []
     remarks: list[str] = []
-    guess = _of_arrays if is_arrays else _of_table
-    table = {"path": str(path)} | guess(found, options, notes, remarks, needs_labels)
-    kind: type[Npz] | type[Table] = Npz if is_arrays else Table
-    source: Npz | Table = build("[data]", kind, table)
-    columns = source.load()
+    source: Npz | Table
+    if is_arrays:
+        table = {"path": str(path)} | _of_arrays(found, options, notes, remarks, needs_labels)
+        source = build("[data]", Npz, table)
+        columns = source.load()
+    else:
+        problems = Problems()
+        frame = read(found, problems)
+        problems.raise_all()
+        table = {"path": str(path)} | _of_table(frame, str(found), options, notes, remarks, needs_labels)
+        reader: Table = build("[data]", Table, table)
+        source, columns = reader, reader.columns_of(frame, found, problems)
     notes += columns.notes
     if "standardise" not in table and (uneven := _uneven(columns)):
         table["standardise"] = uneven
         text = f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled (standardise)"
         notes.append(text)
         remarks.append(f"{text}. `predict` needs values that are standardised too; standardise=False turns this off")
-        source = build("[data]", kind, table)
-        columns = source.load()
+        source = replace(source, standardise=tuple(uneven))
+        columns = standardised(columns, uneven)
     return Reading(source, replace(columns, notes=tuple(notes)), table, tuple(remarks))
 
 
@@ -120,15 +131,19 @@ def _of_arrays(
 
 
 def _of_table(
-    path: Path, options: Mapping[str, Any], notes: list[str], remarks: list[str], needs_labels: bool
+    frame: "pd.DataFrame",
+    path: str,
+    options: Mapping[str, Any],
+    notes: list[str],
+    remarks: list[str],
+    needs_labels: bool,
 ) -> dict[str, Any]:
     """Return the keys of [data] for a table; add what was guessed to `notes` and `remarks`."""
-    problems = Problems()
-    frame = read(path, problems)
-    problems.raise_all()
     frame = frame.rename(columns=str)
     columns = list(frame.columns)
-    table = _roles(tuple(columns), options, str(path), needs_labels)
+    table = _roles(tuple(columns), options, path, needs_labels)
+    if "modalities" in table:
+        table["modalities"] = column_names(table["modalities"])
     label = table["label"]
     special = {*([label] if isinstance(label, str) else label), table.get("client", ""), table.get("split", "")}
     if "modalities" not in table:

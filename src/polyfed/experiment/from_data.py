@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 from warnings import warn
 
-from torch import Tensor
+import numpy as np
 
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
@@ -30,9 +31,10 @@ class DataOptions(TypedDict, total=False):
         labels: labels of the rows (N,): words, class numbers or floats. For data frames, datasets and files: the name
             of a column or key, default `label`.
         clients: natural client of each row (N,), so that each becomes a client; or the number of clients; or the
-            section [clients] as a dictionary. For data frames and files also the name of a column.
-        split: split of each row, `train`, `test`, `validation` or their codes; or the name of a column.
-        modalities: modality -> columns of a data frame or file; or names of the parts of a dataset's samples.
+            section [clients] as a dictionary. For data frames, datasets and files also the name of a column or key.
+        split: split of each row, `train`, `test`, `validation` or their codes; or the name of a column or key.
+        modalities: modality -> columns of a data frame or file; or names of the parts of a dataset's samples. If these
+            samples are dictionaries, their other keys are not read.
         present: modality -> bool (N,), false where a row lacks the modality.
         class_names: names of the classes.
         ids: sample ids of the rows, or `rows`; devices of silos match their rows by them.
@@ -102,7 +104,7 @@ def make_recipe(data: Any, **options: Unpack[DataOptions]) -> Recipe:
     given: dict[str, Any] = dict(options)
     _refuse_unknown(given)
     read = {name: given.pop(name) for name in ("labels", *OF_THE_DATA) if name in given}
-    natural, section = _clients(given.pop("clients", None), data)
+    natural, section = _clients(given.pop("clients", None))
     algorithm = given.pop("algorithm", "fedavg")
     table = {name: value for name, value in given.items() if name in ("rounds", "seed")}
     table |= {name: _section(name, value) for name, value in given.items() if name not in table}
@@ -131,15 +133,23 @@ def with_data(recipe: Recipe, data: Any, options: Mapping[str, Any]) -> Recipe:
     """The recipe with other data, such as that of a run whose data was in memory.
 
     Raises:
-        RecipeError: an option other than those of the data is given, which would contradict the recipe.
+        RecipeError: an option other than those of the data is given, which would contradict the recipe. `clients` may
+            give only the natural client of each row.
     """
     if strange := [name for name in options if name not in ("labels", "clients", *OF_THE_DATA)]:
         raise RecipeError(
             f"{strange[0]} is given beside a recipe, which has it already. Change the recipe, as in "
             "load_recipe(path, ['rounds=5']), or leave the recipe out"
         )
+    natural, section = _clients(options.get("clients"))
+    if section:
+        raise RecipeError(
+            f"clients gives '{next(iter(section))}' beside a recipe, which has the section [clients] already. Beside a "
+            "recipe, clients is only the natural client of each row, an array or the name of a column. Change the "
+            "recipe, as in load_recipe(path, ['clients.num=5']), or leave the recipe out"
+        )
     read = {name: value for name, value in options.items() if name != "clients"}
-    return replace(recipe, data=_source(data, read, options.get("clients"), recipe.task)[0])
+    return replace(recipe, data=_source(data, read, natural, recipe.task)[0])
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
@@ -159,17 +169,19 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
             raise RecipeError(f"{name} is a section: write its keys in a dictionary, as in {name}={keys}")
 
 
-def _clients(clients: Any, data: Any) -> tuple[Any, dict[str, Any]]:
+def _clients(clients: Any) -> tuple[Any, dict[str, Any]]:
     """Natural clients, or None; and the section [clients]."""
     if clients is None:
         return None, {}
-    if isinstance(clients, bool):
-        raise RecipeError(f"clients = {clients}: give one client for each row, or the number of clients")
-    if isinstance(clients, int):
-        return None, {"num": clients}
+    if isinstance(clients, Integral) and not isinstance(clients, bool):
+        return None, {"num": int(clients)}
     if isinstance(clients, Mapping):
         section = dict(clients)
         return section.pop("ids", None), section
+    if not isinstance(clients, str) and np.isscalar(clients):
+        raise RecipeError(
+            f"clients = {clients!r}: give one client for each row, the name of a column, or the number of clients"
+        )
     return clients, {}
 
 
@@ -190,16 +202,35 @@ def _algorithm(algorithm: Any, table: Mapping[str, Any]) -> dict[str, Any]:
         if written:
             raise RecipeError(f"{written[0]} is given beside an algorithm object, whose fields hold it. Give it there")
         return {"name": "fedavg"}  # a place holder: the object itself takes its place
-    return {"name": algorithm} if isinstance(algorithm, str) else dict(algorithm)
+    if isinstance(algorithm, str):
+        return {"name": algorithm}
+    if isinstance(algorithm, Mapping):
+        return dict(algorithm)
+    if isinstance(algorithm, type):
+        raise RecipeError(f"algorithm is the class {algorithm.__name__}: give an object, as in {algorithm.__name__}()")
+    raise RecipeError(
+        f"algorithm = {algorithm!r}: give its name, an object such as FedAvg(), or the section [algorithm] as a "
+        "dictionary"
+    )
+
+
+def _refuse_values(given: Mapping[str, Any]) -> None:
+    """Refuse values for each row beside a file, which needs the names of its arrays or columns."""
+    for name, value in given.items():
+        several = name == "labels" and isinstance(value, list | tuple) and bool(value)
+        named = value is None or all(isinstance(word, str) for word in (value if several else [value]))
+        wrong = name in ("labels", "clients", "split", "ids") and not named
+        is_array = hasattr(value, "dtype") and not np.isscalar(value)
+        if is_array or wrong:
+            kind = "an array" if is_array else repr(value) if np.isscalar(value) else f"a {type(value).__name__}"
+            raise RecipeError(f"{name} is {kind}, but data is a file: name the array or column of the file")
 
 
 def _source(data: Any, read: Mapping[str, Any], natural: Any, task: Objective | None) -> tuple[Any, Columns]:
     """The source of the data, and its table."""
     needs_labels = task is None or task.LABELLED
     if isinstance(data, str | Path):
-        given = read if natural is None else {**read, "clients": natural}
-        if arrays := [name for name, value in given.items() if isinstance(value, Tensor) or hasattr(value, "dtype")]:
-            raise RecipeError(f"{arrays[0]} is an array, but data is a file: name the array or column of the file")
+        _refuse_values(read if natural is None else {**read, "clients": natural})
         options = {"label": read["labels"]} if "labels" in read else {}
         options |= {"client": natural} if natural is not None else {}
         options |= {name: value for name, value in read.items() if name != "labels"}

@@ -1,6 +1,7 @@
 """Checks of a recipe's sections that involve more than one value."""
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from polyfed.algorithms.base import Algorithm
@@ -14,7 +15,8 @@ from polyfed.training.optimisers import Train
 def refuse_no_training(top: Mapping[str, Any], train: Mapping[str, Any]) -> None:
     """Refuse a file that trains nothing. Only a recipe made in Python may do so, to inspect an initial state."""
     for where, key, table in (("", "rounds", top), ("[train] ", "epochs", train), ("[train] ", "steps", train)):
-        if table.get(key) == 0 and not (key == "epochs" and "steps" in train):
+        value = table.get(key)
+        if isinstance(value, Real) and value == 0 and not (key == "epochs" and "steps" in train):
             raise RecipeError(
                 f"{where}{key} = 0: must be 1 or more, as nothing would be trained", key_of(where.strip(), key)
             )

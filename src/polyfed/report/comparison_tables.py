@@ -59,20 +59,20 @@ def scenarios_sheet(comparison: Comparison, proof: Evidence) -> Sheet | None:
         for (scenario, method), found in proof.scores.items()
         if found
     }
-    unit = _unit(proof)
     ranks = {} if proof.ranks is None else dict(zip(proof.methods, proof.ranks.ranks, strict=True))
     rows = [
-        [method, *(_text(cells.get((method, scenario)), unit) for scenario in scenarios), _rank(ranks.get(method))]
+        [method, *(_text(cells.get((method, s)), _unit(proof, s)) for s in scenarios), _rank(ranks.get(method))]
         for method in methods
     ]
     best = set()
     for place, scenario in enumerate(scenarios, 1):
         means = {row: cell.mean for row, method in enumerate(methods) if (cell := cells.get((method, scenario)))}
         if means:
-            top = min(means.values()) if proof.lowest else max(means.values())
+            top = min(means.values()) if proof.lowest(scenario) else max(means.values())
             best |= {(row, place) for row, mean in means.items() if mean == top}
     title = f"{_metric(proof)} by scenario: {MEANING}"
-    return Sheet("scenarios", title, ["method", *scenarios, "mean rank"], rows, frozenset(best))
+    columns = [f"{s}, {proof.metrics[s].name}" for s in scenarios] if proof.mixed else scenarios
+    return Sheet("scenarios", title, ["method", *columns, "mean rank"], rows, frozenset(best))
 
 
 def columns_sheet(comparison: Comparison, name: str, title: str, columns: Sequence[Column]) -> Sheet:
@@ -102,7 +102,10 @@ def differences_sheet(proof: Evidence) -> Sheet | None:
         f"p by {test}, then after Holm's correction over {sum(d.p is not None for d in proof.differences)} tests"
     )
     headings = ["method", *(["scenario"] if several else []), "n", "difference", "95 % interval", "p", "p (Holm)"]
-    rows = [[d.method, *([d.scenario] if several else []), *_difference(d, _unit(proof))] for d in proof.differences]
+    rows = [
+        [d.method, *([d.scenario] if several else []), *_difference(d, _unit(proof, d.scenario))]
+        for d in proof.differences
+    ]
     return Sheet("differences", title, headings, rows)
 
 
@@ -187,12 +190,16 @@ def _text(cell: Cell | None, unit: str) -> str:
     return MISSING if cell is None else cell.text(unit)
 
 
-def _unit(proof: Evidence) -> str:
-    return "share" if proof.share else "number"
+def _unit(proof: Evidence, scenario: str) -> str:
+    return "share" if proof.share(scenario) else "number"
 
 
 def _metric(proof: Evidence) -> str:
-    return f"{proof.metric} (%)" if proof.share else proof.metric
+    """Return the metrics with their units. If all scenarios have the same unit, it occurs once."""
+    metrics = list(proof.metrics.values())
+    if proof.mixed:
+        return " or ".join(dict.fromkeys(metric.title for metric in metrics))
+    return f"{proof.metric} (%)" if metrics[0].share else proof.metric
 
 
 def _rank(rank: float | None) -> str:

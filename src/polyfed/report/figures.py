@@ -110,7 +110,7 @@ def _curves(
     """Draw a score against its cost, with the mean and the range over runs."""
     figure = figure_of(figsize=(WIDTH, 3.2))
     axes = figure.subplots()
-    factor = 100.0 if proof.share else 1.0
+    factor = 100.0 if proof.share(scenario) else 1.0
     colours = DARK if dark else LIGHT
     for number, group in enumerate(groups):
         colour, dash = colours[number % len(colours)], DASHES[number // len(colours) % len(DASHES)]
@@ -124,7 +124,7 @@ def _curves(
         else:
             axes.errorbar(group.x[-1], mean[-1], [[mean[-1] - low[-1]], [high[-1] - mean[-1]]], color=colour, capsize=3)
     axes.set_xlabel(x_label)
-    axes.set_ylabel(f"{proof.metric} (%)" if proof.share else proof.metric)
+    axes.set_ylabel(proof.metrics[scenario].title)
     axes.set_title(scenario, fontsize=9)
     axes.grid(True, linewidth=0.5)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0)
@@ -137,7 +137,7 @@ def _differences(figure_of: Any, proof: Evidence, scenario: str) -> Any:
     figure = figure_of(figsize=(WIDTH, 0.7 + 0.28 * len(rows)))
     axes = figure.subplots()
     ink = axes.yaxis.label.get_color()
-    factor = 100.0 if proof.share else 1.0
+    factor = 100.0 if proof.share(scenario) else 1.0
     axes.axvline(0.0, color=ink, linewidth=0.8)
     for place, row in enumerate(rows):
         if row.low is not None and row.high is not None:
@@ -147,8 +147,10 @@ def _differences(figure_of: Any, proof: Evidence, scenario: str) -> Any:
         axes.plot(factor * row.mean, place, "o", color=ink, markerfacecolor=face, markersize=5)
     axes.set_yticks(range(len(rows)), [row.method for row in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    unit = " (points)" if proof.share else ""
-    axes.set_xlabel(f"{proof.metric} minus that of {rows[0].baseline}{unit}; filled: p < 0.05 after Holm")
+    unit = " (points)" if proof.share(scenario) else ""
+    axes.set_xlabel(
+        f"{proof.metrics[scenario].name} minus that of {rows[0].baseline}{unit}; filled: p < 0.05 after Holm"
+    )
     axes.set_title(scenario, fontsize=9)
     axes.grid(True, axis="x", linewidth=0.5)
     return figure

@@ -2,13 +2,13 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.report.compare import Comparison, Group
 from polyfed.report.labels import flat
-from polyfed.report.scores import is_error, is_share
+from polyfed.report.scores import Metric, first_metric
 from polyfed.report.significance import MeanRanks, Test, holm, mean_ranks, paired
 
 DEFAULTS = ("global.accuracy", "personal.mean")
@@ -48,7 +48,8 @@ class Evidence:
     """The tests of a comparison.
 
     Attributes:
-        metric: the metric that was tested. If there are several, the first that a scenario's runs have.
+        metrics: the metric of each scenario. If some runs have only a later metric of the study's list, the name holds
+            all metrics that were used.
         test: "t" or "wilcoxon".
         differences: one for each scenario and each method other than the baseline.
         methods: the ranked methods.
@@ -57,7 +58,7 @@ class Evidence:
         scores: (scenario, method) -> (seed, fold) -> score.
     """
 
-    metric: str
+    metrics: Mapping[str, Metric]
     test: Test
     differences: tuple[Difference, ...]
     methods: tuple[str, ...]
@@ -66,14 +67,22 @@ class Evidence:
     scores: Mapping[tuple[str, str], Mapping[tuple[int, str], float]]
 
     @property
-    def lowest(self) -> bool:
-        """Whether a smaller value of the metric is better."""
-        return is_error(self.metric)
+    def metric(self) -> str:
+        """Return the metrics of all scenarios, with "or" between them."""
+        return " or ".join(dict.fromkeys(metric.name for metric in self.metrics.values()))
 
     @property
-    def share(self) -> bool:
-        """Whether the metric is written in percent."""
-        return is_share(self.metric)
+    def mixed(self) -> bool:
+        """Return whether some scenarios have a metric in percent or an error metric, and others do not."""
+        return len({(metric.lowest, metric.share) for metric in self.metrics.values()}) > 1
+
+    def lowest(self, scenario: str) -> bool:
+        """Return whether a smaller score is better in a scenario."""
+        return self.metrics[scenario].lowest
+
+    def share(self, scenario: str) -> bool:
+        """Return whether the scores of a scenario are written in percent."""
+        return self.metrics[scenario].share
 
     def table(self) -> dict[str, Any]:
         """Return the tests in a form that JSON can hold."""
@@ -85,7 +94,14 @@ class Evidence:
                 "not_different": [[self.methods[place] for place in clique] for clique in self.ranks.cliques],
             }
         differences = [asdict(difference) for difference in self.differences]
-        return {"metric": self.metric, "test": self.test, "differences": differences, "mean_ranks": ranks}
+        metrics = {scenario: metric.name for scenario, metric in self.metrics.items()}
+        return {
+            "metric": self.metric,
+            "metrics": metrics,
+            "test": self.test,
+            "differences": differences,
+            "mean_ranks": ranks,
+        }
 
 
 def evidence(
@@ -126,19 +142,17 @@ def evidence(
         Difference(scenario, method, baseline, **vars(result), p_holm=p)
         for (scenario, method, result), p in zip(found, corrected, strict=True)
     )
-    words = list(dict.fromkeys(word for wanted in metrics for word in wanted))
-    ranked, ranks, blocks = _ranks(by_place, methods, scenarios, lowest=is_error(words[0]))
-    return Evidence(" or ".join(words), test, rows, ranked, ranks, blocks, by_place)
+    by_scenario = metric_by_scenario(comparison, metrics)
+    ranked, ranks, blocks = _ranks(_rising(by_place, by_scenario), methods, scenarios)
+    return Evidence(by_scenario, test, rows, ranked, ranks, blocks, by_place)
 
 
 def scores_of(group: Group, metrics: Sequence[str]) -> dict[tuple[int, str], float]:
     """Return (seed, fold) -> the first of these metrics that the run has. Repeated seeds are averaged."""
     found: dict[tuple[int, str], list[float]] = {}
     for folder, seed, fold in zip(group.folders, group.seeds, group.folds, strict=True):
-        numbers = flat(folder.result.get("metrics", {}))
-        value = next((numbers[metric] for metric in metrics if numbers.get(metric) is not None), None)
-        if value is not None:
-            found.setdefault((seed, fold), []).append(float(value))
+        if (first := first_metric(folder.result, metrics)) is not None:
+            found.setdefault((seed, fold), []).append(first[1])
     return {run: statistics.fmean(values) for run, values in found.items()}
 
 
@@ -158,19 +172,38 @@ def metrics_of(comparison: Comparison, metric: str | None = None) -> list[tuple[
     return [group.metrics or (default,) for group in comparison.groups]
 
 
+def metric_by_scenario(comparison: Comparison, metrics: Sequence[Sequence[str]]) -> dict[str, Metric]:
+    """Return scenario -> its metric, given the metrics of each group as `metrics_of` returns them."""
+    found: dict[str, list[tuple[Group, Sequence[str]]]] = {}
+    for group, words in zip(comparison.groups, metrics, strict=True):
+        found.setdefault(group.scenario, []).append((group, words))
+    return {scenario: _metric_of(groups) for scenario, groups in found.items()}
+
+
+def _metric_of(groups: Sequence[tuple[Group, Sequence[str]]]) -> Metric:
+    """Return the metric of a scenario. Its direction and unit are those of the first metric that a run has."""
+    firsts = (first_metric(folder.result, words) for group, words in groups for folder in group.folders)
+    used = [first[0] for first in firsts if first is not None] or [Metric.of(groups[0][1][0])]
+    return replace(used[0], name=" or ".join(dict.fromkeys(metric.name for metric in used)))
+
+
+def _rising(
+    scores: Mapping[tuple[str, str], Mapping[tuple[int, str], float]], metrics: Mapping[str, Metric]
+) -> dict[tuple[str, str], dict[tuple[int, str], float]]:
+    """Return the scores with the opposite sign where a smaller score is better."""
+    signs = {scenario: -1.0 if metric.lowest else 1.0 for scenario, metric in metrics.items()}
+    return {place: {run: signs[place[0]] * score for run, score in own.items()} for place, own in scores.items()}
+
+
 def _differences(own: dict[tuple[int, str], float] | None, other: dict[tuple[int, str], float] | None) -> list[float]:
     """Return the differences for the seeds and folds that both methods have."""
     return [] if own is None or other is None else [own[run] - other[run] for run in own if run in other]
 
 
 def _ranks(
-    by_place: dict[tuple[str, str], dict[tuple[int, str], float]],
-    methods: Sequence[str],
-    scenarios: Sequence[str],
-    *,
-    lowest: bool,
+    by_place: dict[tuple[str, str], dict[tuple[int, str], float]], methods: Sequence[str], scenarios: Sequence[str]
 ) -> tuple[tuple[str, ...], MeanRanks | None, str]:
-    """Mean ranks of the methods that have a score in every block.
+    """Mean ranks of the methods that have a score in every block. The largest score gets rank 1.
 
     If there are several scenarios, they are the blocks, and the score is the mean over seeds, because the seeds of one
     scenario are not independent data sets. In a single scenario, the seeds are the blocks.
@@ -191,4 +224,4 @@ def _ranks(
         return ranked, None, blocks
     order = sorted(wanted)
     rows = [[columns[method][block] for method in ranked] for block in order]
-    return ranked, mean_ranks(rows, lowest=lowest), blocks
+    return ranked, mean_ranks(rows), blocks

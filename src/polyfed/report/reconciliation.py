@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import DataError
-from polyfed.core.files import AUDIT
+from polyfed.core.files import AUDIT, EGRESS
 from polyfed.core.json_and_toml import parse_json
 from polyfed.report.run_folder import Folder
 
 WHAT = ("message", "field", "kind", "block", "destination", "dtype", "shape", "bytes", "sha256")
 """The keys of a row that describe the data that was sent. The other keys describe the time, the sender and the
 receiver."""
+
+MOST_DAMAGED = 5
+"""The largest number of damaged lines of the ledger that are named. The other damaged lines are counted."""
 
 Place = tuple[int, int]
 """(round, number of the request in the round)"""
@@ -85,7 +88,7 @@ def reconcile(run: str | Path, devices: Sequence[Path] = ()) -> Reconciliation:
     findings += _ledger_differences(folder, rows)
     name = str(folder.facts.get("run"))
     server, seals = _by_client(rows, name), _seals(rows)
-    excused = {(int(row["round"]), int(client)) for row in folder.rounds() for client in row.get("missing", ())}
+    excused = {(int(row["round"]), client) for row in folder.rounds() for client in row.get("missing", ())}
     seen: set[int] = set()
     for place in devices:
         if not _verified(place, remarks, findings):
@@ -142,7 +145,7 @@ def _by_client(rows: Sequence[Mapping[str, Any]], run: str) -> dict[int, _Client
             continue
         try:
             client, place = int(row["client"]), (int(row["round"]), int(row["ask"]))
-        except (KeyError, ValueError, TypeError):
+        except (KeyError, ValueError, TypeError, OverflowError):  # JSON may hold Infinity
             continue
         way = found[client].down if row.get("destination") == "client" else found[client].up
         way[place, tuple(str(row.get(key)) for key in WHAT)] += 1
@@ -162,20 +165,21 @@ def _compare(
     client: int,
     server: _Client,
     device: _Client,
-    excused: set[tuple[int, int]],
+    excused: set[tuple[int, str]],
     remarks: list[str],
     findings: list[str],
 ) -> None:
     """Compare the rows of one client in both logs."""
+    agreed = len(server.up.keys() & device.up.keys()) + len(server.down.keys() & device.down.keys())
     sent = [row for row in server.down if row not in device.down]
     lacking = [row for row in server.up if row not in device.up]
     lacking += [row for row in sent if row[0] in server.answered]
+    foreign = [row for row in device.up if row not in server.up]
+    dropped = [row for row in foreign if (row[0][0], str(client)) in excused]
     surplus = [row for row in device.down if row not in server.down]
-    surplus += [row for row in device.up if row not in server.up]
-    dropped = [row for row in surplus if (row[0][0], client) in excused and row in device.up]
-    surplus = [row for row in surplus if row not in dropped]
+    surplus += [row for row in foreign if (row[0][0], str(client)) not in excused]
     unanswered = {row[0] for row in sent if row[0] not in server.answered}
-    remarks.append(f"client {client}: {len(server.up) + len(server.down) - len(lacking):,} rows agree")
+    remarks.append(f"client {client}: {agreed:,} rows agree")
     if unanswered:
         remarks.append(f"client {client}: {len(unanswered)} requests were sent and never arrived there")
     if dropped:
@@ -198,20 +202,35 @@ def _shown(rows: Sequence[Row]) -> str:
 
 
 def _ledger_differences(folder: Folder, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Compare the run's ledger with the rows of its audit log that are not superseded."""
+    """Compare the run's ledger with the rows of its audit log that are not superseded, and name damaged lines."""
     kept: list[Mapping[str, Any]] = []
     for row in rows:
         if type(back := row.get("resumed_after")) is int:
             kept = [old for old in kept if type(old.get("round")) is int and old["round"] <= back]
         elif "verdict" in row:
             kept.append(row)
-    logged, booked = Counter(map(_plain, kept)), Counter[str]()
-    for _, line in folder.egress_lines():
-        booked[_plain(parse_json(line))] += 1
+    damaged: list[str] = []
+    logged, booked = Counter(map(_plain, kept)), Counter(map(_plain, _ledger_rows(folder, damaged)))
+    yield from damaged[:MOST_DAMAGED]
+    if len(damaged) > MOST_DAMAGED:
+        yield f"{folder.path / EGRESS}: {len(damaged) - MOST_DAMAGED} more lines are damaged"
     for more, fewer, words in ((logged, booked, "lacks"), (booked, logged, "has")):
         if difference := (more - fewer).total():
             tail = "of the audit log" if words == "lacks" else "that the audit log lacks"
-            yield f"{folder.path}/egress.jsonl {words} {difference} rows {tail}: it was changed, or cut off"
+            yield f"{folder.path / EGRESS} {words} {difference} rows {tail}: it was changed, or cut off"
+
+
+def _ledger_rows(folder: Folder, damaged: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the readable lines of the ledger, and add a sentence about each other line to `damaged`."""
+    for number, line in folder.egress_lines():
+        try:
+            row = parse_json(line)
+            if not isinstance(row, dict):
+                raise ValueError("it is not a JSON object")
+        except ValueError as error:
+            damaged.append(f"{folder.path / EGRESS}, line {number} is damaged: {error}")
+        else:
+            yield row
 
 
 def _plain(row: Mapping[str, Any]) -> str:

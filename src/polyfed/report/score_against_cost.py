@@ -7,8 +7,7 @@ from itertools import accumulate
 from polyfed.report import history
 from polyfed.report.charts import Chart, Series, Unit
 from polyfed.report.compare import Comparison, Group
-from polyfed.report.paired_differences import metrics_of
-from polyfed.report.scores import is_share
+from polyfed.report.paired_differences import metric_by_scenario, metrics_of
 
 COSTS = {
     "rounds": ("round", 1.0),
@@ -64,13 +63,14 @@ def progressions(comparison: Comparison, metric: str | None = None) -> dict[str,
 def price_charts(comparison: Comparison, metric: str | None = None) -> list[Chart]:
     """Charts for the page: the score against bytes and simulated seconds, one chart for each scenario and cost."""
     charts: list[Chart] = []
-    unit: Unit = "share" if is_share(metrics_of(comparison, metric)[0][0]) else "number"
+    tested = metric_by_scenario(comparison, metrics_of(comparison, metric))
     for cost, groups in progressions(comparison, metric).items():
         if cost == "rounds":  # `curves_of` draws it
             continue
         for scenario in dict.fromkeys(group.scenario for group in groups):
             own = [group for group in groups if group.scenario == scenario]
             x = sorted({place for group in own for place in group.x})
+            unit: Unit = "share" if tested[scenario].share else "number"
             title = f"Score against {cost}" + (f", {scenario}" if scenario else "")
             caption = "Mean over runs. The x axis is the total since round 1, training messages only."
             series = [

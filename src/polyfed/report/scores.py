@@ -1,6 +1,6 @@
 """The names and units of metrics, and the main metric of a run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,6 +49,9 @@ NUMBERS = {
 
 ERRORS = {"loss", "mae", "rmse"}
 """The metrics of which a smaller value is better."""
+
+OF_MAIN_SCORE = ("personal", "unimodal")
+"""The groups of result.json that hold values of a run's main metric, such as its accuracy or its MAE."""
 
 
 def is_error(metric: str) -> bool:
@@ -104,3 +107,47 @@ class Headline:
     def shown(self) -> tuple[str, ...]:
         """The metrics to show for the best round."""
         return tuple(dict.fromkeys((self.score, self.best)))
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of result.json, as the runs of one scenario have it.
+
+    Attributes:
+        name: the metric, such as `global.uar`.
+        lowest: whether a smaller value is better.
+        share: whether the values are written in percent.
+    """
+
+    name: str
+    lowest: bool
+    share: bool
+
+    @property
+    def title(self) -> str:
+        """Return the name, with the unit if it is percent."""
+        return f"{self.name} (%)" if self.share else self.name
+
+    @classmethod
+    def of(cls, name: str, task: Mapping[str, Any] | None = None) -> "Metric":
+        """Return the facts about a metric, given the entry `task` of the run's result.json."""
+        score = Headline.of(task).score if name.partition(".")[0] in OF_MAIN_SCORE else name
+        return cls(name, is_error(score), is_share(score))
+
+
+def first_metric(result: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Metric, float] | None:
+    """Return the first of these metrics that a run has, with its value.
+
+    Args:
+        result: the content of the run's result.json.
+        metrics: names such as `global.accuracy`.
+
+    Returns:
+        The metric and its value, or None if the run has none of these metrics.
+    """
+    for name in metrics:
+        group, _, word = name.partition(".")
+        value = result.get("metrics", {}).get(group, {}).get(word)
+        if value is not None:
+            return Metric.of(name, result.get("task")), float(value)
+    return None

@@ -20,7 +20,7 @@ class SiloSamples:
     """The samples of a silo that take part in training, and each device's row of every sample.
 
     Attributes:
-        count: N_m, the number of samples.
+        count: N_m, the number of samples. It is 0 if no sample can be used.
         places: by device, the position of each sample among the device's own rows, int64 (N_m,). A sample that the
             device lacks has the position -1.
     """
@@ -47,8 +47,7 @@ class SiloSamples:
             labelled: the devices that hold labels.
 
         Raises:
-            DataError: under `exact`, two devices hold different samples. Otherwise, a device holds an id twice, or no
-                sample can be used.
+            DataError: under `exact`, two devices hold different samples. Otherwise, a device holds an id twice.
             TooFewReplies: no device sent its ids.
         """
         if overlap == "exact":
@@ -70,11 +69,6 @@ class SiloSamples:
             groups = [[ids[c] for c in ids if c in labelled]]
         for group in groups:
             used = used[torch.isin(used, torch.cat(group))] if group else used[:0]
-        if not len(used):
-            raise DataError(
-                f"silo {silo}: its devices {', '.join(map(str, ids))} have no usable sample: under [algorithm] overlap "
-                f"= '{overlap}' {_needed(overlap)}. Compare the ids of the devices, or leave the silo out"
-            )
         return cls(len(used), {client: _positions(used, own) for client, own in ids.items()})
 
     def rows(self, client: int) -> int:
@@ -105,10 +99,16 @@ class SiloSamples:
                 by_modality.setdefault(m, []).append((client, h))
         return {m: self._mean(batch, parts) for m, parts in by_modality.items()}
 
-    def holders(self, batch: Tensor, clients: Collection[int]) -> Tensor:
-        """Return how many of these devices hold each sample of a mini-batch, float32 (B_m,)."""
-        held = [self.held(batch, client) for client in clients]
-        return torch.stack(held).sum(0).to(torch.float32) if held else torch.zeros(len(batch))
+    def per_holder(self, values: Tensor, batch: Tensor, clients: Collection[int]) -> Tensor:
+        """Divide each sample's values by the number of these devices that hold the sample.
+
+        Args:
+            values: values of the samples of a mini-batch, (B_m, ...). A sample that no device holds keeps its values.
+            batch: the mini-batch, positions among the samples, int64 (B_m,).
+            clients: the devices, at least one.
+        """
+        counts = torch.stack([self.held(batch, client) for client in clients]).sum(0).clamp(min=1)
+        return values / counts.to(values).view(-1, *(1,) * (values.dim() - 1))
 
     def _mean(self, batch: Tensor, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
         (client, first), *others = parts
@@ -117,8 +117,7 @@ class SiloSamples:
         total = first.new_zeros((len(batch), *first.shape[1:]))
         for client, h in parts:
             total[self.held(batch, client).to(h.device)] += h
-        counts = self.holders(batch, [client for client, _ in parts]).to(total).clamp(min=1)
-        return total / counts.view(-1, *(1,) * (total.dim() - 1))
+        return self.per_holder(total, batch, [client for client, _ in parts])
 
 
 def _positions(ids: Tensor, own: Tensor) -> Tensor:
@@ -130,7 +129,12 @@ def _positions(ids: Tensor, own: Tensor) -> Tensor:
     return torch.where(values[at] == ids, order[at], -1)
 
 
-def _needed(overlap: Overlap) -> str:
-    if overlap == "common":
-        return "a sample counts if every modality of the silo has it and a device with labels holds it"
-    return "a sample counts if a device with labels holds it"
+def no_usable_sample(silo: int, devices: Collection[int], overlap: Overlap) -> DataError:
+    """Return the error for a silo whose devices hold no sample that can be used."""
+    needed = "every modality of the silo has it and a device with labels holds it"
+    if overlap == "all":
+        needed = "a device with labels holds it"
+    return DataError(
+        f"silo {silo}: its devices {', '.join(map(str, devices))} have no usable sample: under [algorithm] overlap = "
+        f"'{overlap}' a sample counts if {needed}. Compare the ids of the devices, or leave the silo out"
+    )

@@ -1,7 +1,8 @@
 """Evaluation of a silo's model on the silo's own test rows, across the devices of the silo.
 
-Embeddings of these rows are exchanged as in training. One device computes the score: the first device of the silo, or
-with `labels_at` the first device with labels. The score covers the test samples that this device holds.
+Embeddings of these rows are exchanged as in training. One device computes the score: the first device with labels that
+holds a usable sample. Without `labels_at`, every device has labels. The score covers the test samples that this device
+holds.
 """
 
 from collections.abc import Mapping
@@ -63,7 +64,7 @@ class SiloScores(Devices):
     ) -> tuple[dict[str, float], dict[int, float]]:
         """Score every silo on its own test rows, under the number of its first device.
 
-        A silo is left out if one of its devices does not answer or has no test rows.
+        A silo is left out if one of its devices does not answer or has no test rows, or if no test sample can be used.
 
         Args:
             fed: the federation.
@@ -82,12 +83,14 @@ class SiloScores(Devices):
             labelled = [client for client in members if self.holds_labels(owned[client])]
             ids = {client: one.ids for client, one in there.items()}
             samples = SiloSamples.of(silo, ids, owned, self.overlap, labelled)
+            if not samples.count:
+                continue
             batch = torch.arange(samples.count)
             sent = {
                 c: {m: h[samples.own_rows(batch, c).to(h.device)] for m, h in one.embeddings.items()}
                 for c, one in there.items()
             }
-            scorer = labelled[0]
+            scorer = next(client for client in labelled if samples.rows(client))
             held = samples.held(batch, scorer)
             known = {m: h[held.to(h.device)] for m, h in samples.pooled(batch, sent).items()}
             send[scorer] = Exchange(heads[silo], known, samples.own_rows(batch, scorer))

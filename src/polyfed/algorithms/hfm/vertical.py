@@ -34,7 +34,7 @@ from polyfed.algorithms.hfm.exchange import (
     shuffled_peers,
     whole_batch,
 )
-from polyfed.algorithms.hfm.samples import SiloSamples
+from polyfed.algorithms.hfm.samples import SiloSamples, no_usable_sample
 from polyfed.algorithms.hfm.silo_scores import SiloScores
 from polyfed.algorithms.hfm.state import SiloState, Turn
 from polyfed.core import keys
@@ -105,7 +105,7 @@ class Vertical(SiloScores):
         """Match the rows of the devices of each silo, and leave out silos that cannot take part yet.
 
         Raises:
-            DataError: see `SiloSamples.of`.
+            DataError: see `SiloSamples.of`; or the devices of a silo hold no sample that can be used.
         """
         found = {}
         for silo, members in self.devices(fed).items():
@@ -114,6 +114,8 @@ class Vertical(SiloScores):
             labelled = [client for client in ids if self.holds_labels(owned[client])]
             if labelled:
                 found[silo] = SiloSamples.of(silo, ids, owned, self.overlap, labelled)
+                if not found[silo].count:
+                    raise no_usable_sample(silo, ids, self.overlap)
         return found
 
     def vertical(
@@ -251,9 +253,8 @@ class Vertical(SiloScores):
                 own = {}
                 for m in owned:
                     if m in by_modality:  # an embedding is a mean over devices, which divides the gradient of each
-                        h = by_modality[m]
-                        count = samples.holders(batch, [k for k in sent if m in fed.clients.owned(k)]).to(h)
-                        own[m] = (h / count.clamp(min=1).view(-1, *(1,) * (h.dim() - 1)))[held.to(h.device)]
+                        holders = [k for k in sent if m in fed.clients.owned(k)]
+                        own[m] = samples.per_holder(by_modality[m], batch, holders)[held.to(by_modality[m].device)]
                 if own:
                     send[c] = Guidance(own, request[c].rows)
         followed, more = self._asked(fed, self.follow, send, turn, heads=False, quorum=False)

@@ -102,7 +102,8 @@ def lines(path: Path, what: str) -> list[str]:
     if not path.is_file():
         raise DataError(f"{what}: file '{path}' is missing. See the layout in `polyfed data {what}`")
     # published files contain a byte order mark and stray bytes of other encodings, but never in a name or a label
-    found = [line for line in path.read_text("utf-8-sig", errors="replace").splitlines() if line.strip()]
+    # `splitlines` would also split a text at U+2028 or U+0085, which JSON allows inside of a string
+    found = [line for line in path.read_text("utf-8-sig", errors="replace").split("\n") if line.strip()]
     if not found:
         raise DataError(f"'{path}' is empty. Copy it again from the data set")
     return found

@@ -2,12 +2,14 @@
 
 import csv
 import json
-from collections.abc import Mapping
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
 from polyfed.data.checks import require
@@ -16,7 +18,7 @@ from polyfed.data.files import existing
 from polyfed.data.frames import Partial, Roles, drafted, guessed
 from polyfed.data.layout import Layout
 from polyfed.data.sources.base import Facts, Source
-from polyfed.data.table_draft import columns_of
+from polyfed.data.table_draft import columns_of as checked_columns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,7 +79,19 @@ class Table(Source):
         """Read and check the table."""
         path = existing(self.path, "table")
         problems = Problems()
-        frame = read(path, problems)
+        return self.columns_of(read(path, problems), path, problems)
+
+    def columns_of(self, frame: "pd.DataFrame", path: Path, problems: Problems) -> Columns:
+        """Check the table that `read` returned for the file, so that a caller who has it need not read it again.
+
+        Args:
+            frame: the table.
+            path: the file that it comes from, for the name of the data and for messages.
+            problems: the faults found so far. They are raised together with the faults found here.
+
+        Raises:
+            PolyfedError: the table has faults; the message lists all of them.
+        """
         if not self.modalities:
             groups = guessed(frame, self.roles.meaning).groups
             lines = ", ".join(f"{name} = {_toml(group)}" for name, group in groups.items())
@@ -90,7 +104,7 @@ class Table(Source):
         more = {"class_names": self.class_names} if self.class_names else {}
         draft = drafted(frame, f"'{path}'", path.stem, self.roles, problems, layout=axes | dict(self.layout), **more)
         draft = replace(draft, modalities=self._shaped(draft.modalities, problems))
-        return columns_of(
+        return checked_columns(
             draft, test_share=self.test_share, seed=self.seed, standardise=self.standardise, problems=problems
         )
 
@@ -155,8 +169,8 @@ def read(path: Path, problems: Problems) -> "pd.DataFrame":
             frame = pd.DataFrame.from_records(_lines(path))
         else:
             separator = "\t" if path.suffix == ".tsv" else ","
-            _check_header(path, separator, problems)
-            frame = pd.read_csv(path, sep=separator)
+            header = _header(path, separator, problems)
+            frame = _cells(path, separator, header)
     except UnicodeDecodeError as error:
         raise DataError(
             f"'{path}' cannot be read as {path.suffix}, because it is not UTF-8 text ({error}). Save it as UTF-8"
@@ -185,23 +199,61 @@ def _parquet(path: Path) -> "pd.DataFrame":
 def _lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a JSON-lines file."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"'{path}', line {number} is not JSON ({error}). Each line must be one object") from None
-        if not isinstance(row, dict):
-            raise DataError(f"'{path}', line {number} is a {type(row).__name__}. Each line must be one object")
-        rows.append(row)
+    with path.open(encoding="utf-8-sig") as stream:  # `str.splitlines` would also split a text at U+2028 or U+0085
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(
+                    f"'{path}', line {number} is not JSON ({error}). Each line must be one object"
+                ) from None
+            if not isinstance(row, dict):
+                raise DataError(f"'{path}', line {number} is a {type(row).__name__}. Each line must be one object")
+            rows.append(row)
     if not rows:
         raise DataError(f"'{path}' has no rows")
     return rows
 
 
-def _check_header(path: Path, separator: str, problems: Problems) -> None:
-    """Check the first line of a file, and add a fault for columns that occur twice, because pandas would rename them.
+def _cells(path: Path, separator: str, header: Sequence[str]) -> "pd.DataFrame":
+    """Return the rows of a CSV file, without columns that have no name.
+
+    A comma at the end of each row therefore has no effect, with or without one at the end of the header.
+
+    Raises:
+        DataError: rows hold more cells than the header has names.
+    """
+    import pandas as pd
+
+    with warnings.catch_warnings():
+        # pandas only warns about rows that are too long: by default it moves every cell to another column, and with
+        # `index_col=False` it drops the last cells
+        warnings.simplefilter("error", pd.errors.ParserWarning)
+        try:
+            frame = pd.read_csv(path, sep=separator, index_col=False)
+        except pd.errors.ParserWarning:
+            raise DataError(
+                f"'{path}' has rows with more cells than the header has names ({len(header)}: "
+                f"{', '.join(map(repr, header[:5]))}{', ...' if len(header) > 5 else ''}). Name every column in the "
+                "header, or remove the other cells and their separators"
+            ) from None
+    nameless = {
+        place: column for place, column in enumerate(frame.columns) if place < len(header) and not header[place]
+    }
+    if held := [str(place + 1) for place, column in nameless.items() if not frame[column].isna().all()]:
+        warnings.warn(
+            f"'{path}': left out, because the header has no name for it: column {', '.join(held)}. Such a column often "
+            "holds row numbers, as pandas writes them without index=False. To use the column, name it in the header",
+            PolyfedWarning,
+            stacklevel=3,
+        )
+    return frame.drop(columns=list(nameless.values()))
+
+
+def _header(path: Path, separator: str, problems: Problems) -> list[str]:
+    """Return the names of the columns, and add a fault for names that occur twice, because pandas would rename them.
 
     Raises:
         DataError: the file has one column, whose name holds another separator.
@@ -215,9 +267,10 @@ def _check_header(path: Path, separator: str, problems: Problems) -> None:
             f"'{path}' has one column, {header[0]!r}: its cells seem to be separated by {found[0]!r}, and polyfed "
             f"reads {wanted} in {path.suffix} files. Save it with {wanted} (and decimal points)"
         )
-    if doubled := sorted({name for name in header if header.count(name) > 1}):
+    if doubled := sorted(name for name, count in Counter(header).items() if count > 1 and name):
         names = ", ".join(map(repr, doubled))
         problems.add(DataError(f"'{path}' has several columns named {names}. Rename or remove the copies"))
+    return header
 
 
 def _toml(group: list[str]) -> str:

@@ -11,6 +11,7 @@ from polyfed.core.json_and_toml import parse_json
 from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.experiment.study.plan import Cell
 from polyfed.report.run_schema import RUN_RESULT, parse_as
+from polyfed.report.scores import Metric, first_metric
 
 State = Literal["left", "running", "finished", "failed"]
 
@@ -67,13 +68,9 @@ class Entry:
         return self.state in ("finished", "failed")
 
     def score(self, metrics: Sequence[str]) -> float | None:
-        """The first of these metrics that the run has."""
-        found = self.result.get("metrics", {})
-        for metric in metrics:
-            group, _, name = metric.partition(".")
-            if (value := found.get(group, {}).get(name)) is not None:
-                return float(value)
-        return None
+        """Return the value of the first of these metrics that the run has, or None."""
+        found = first_metric(self.result, metrics)
+        return None if found is None else found[1]
 
 
 @dataclass
@@ -142,6 +139,12 @@ class Board:
         metrics = self.metrics[self.cells[number].scenario]
         found = (entry.score(metrics) for entry in self.reported.get(number, []) if entry.state == "finished")
         return [score for score in found if score is not None]
+
+    def metric(self, number: int, entries: Sequence[Entry]) -> Metric | None:
+        """Return the metric by which these runs of a cell are scored, or None if no run has a score."""
+        metrics = self.metrics[self.cells[number].scenario]
+        firsts = (first_metric(entry.result, metrics) for entry in entries)
+        return next((first[0] for first in firsts if first is not None), None)
 
     def summary(self, number: int) -> tuple[float, float, int] | None:
         """Return mean, sample standard deviation and number of a cell's scores, or None if there are no scores."""

@@ -13,7 +13,6 @@ from polyfed.experiment.study.plan import short, value_text
 from polyfed.experiment.study.study_schema import Study
 from polyfed.report.page import render, write_page
 from polyfed.report.run_folder import numbers_of
-from polyfed.report.scores import is_share
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,14 +101,15 @@ def cell_text(board: Board, number: int) -> str:
     metric.
     """
     found, reported = board.summary(number), board.reported.get(number, [])
-    if found is None:
+    metric = board.metric(number, reported)
+    if found is None or metric is None:
         groups = next((entry.result["metrics"] for entry in reported if entry.state == "finished"), None)
         if groups is None:
             return ""
         has = [f"{group}.{name}" for group, values in groups.items() for name in values]
         return f"no {' or '.join(board.metrics[board.cells[number].scenario])}, only {', '.join(has) or 'no metrics'}"
     mean, spread, count = found
-    factor, digits = (100, 1) if is_share(board.metrics[board.cells[number].scenario][0]) else (1, 3)
+    factor, digits = (100, 1) if metric.share else (1, 3)
     words = [f"{factor * value:.{digits}f}" for value in ((mean, spread) if count > 1 else (mean,))]
     return " ± ".join(words) + (f" (n={count} of {len(reported)})" if count < len(reported) else "")
 

@@ -16,7 +16,6 @@ from polyfed.experiment.study.plan import Cell, Planner
 from polyfed.experiment.study.pool import Message, Pool
 from polyfed.experiment.study.search import Searcher
 from polyfed.experiment.study.study_file import load_study
-from polyfed.report.scores import is_error
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -120,7 +119,7 @@ class _Sweep:
         board, study = self.board, self.planner.study
         assert study.search is not None
         metrics = board.metrics[cell.scenario]
-        searcher = Searcher(study.search, cell.space, is_error(metrics[0]))
+        searcher = Searcher(study.search, cell.space)
         board.trials[number] = searcher.trials
         while asked := searcher.ask():
             batch = [[self._entry(cell, s, values, tuning=True) for s in study.tuning_seeds] for values in asked]
@@ -133,6 +132,8 @@ class _Sweep:
             if any(e.state == "finished" and e.score(metrics) is None for entries in batch for e in entries):
                 board.blocked[number] = f"its search stopped, because its runs have no metric {' or '.join(metrics)}"
                 return None
+            if (metric := board.metric(number, [entry for entries in batch for entry in entries])) is not None:
+                searcher.lowest = metric.lowest
             searcher.tell(asked, [_mean(found) for found in scores])
         if searcher.best is None:
             board.blocked[number] = (

@@ -29,13 +29,14 @@ class Searcher:
     Attributes:
         search: The section [search].
         space: The searched keys with their lists or ranges.
-        lowest: Whether the smallest score is the best one.
+        lowest: Whether the smallest score is the best one. The results of the runs tell this, so it is set before the
+            scores of the first batch are reported.
         trials: The settings that were tried, with their scores. The score is None if training diverged.
     """
 
     search: Search
     space: Mapping[str, Any]
-    lowest: bool
+    lowest: bool = False
     trials: list[tuple[Values, float | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -54,9 +55,7 @@ class Searcher:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            self._study = optuna.create_study(
-                direction="minimize" if self.lowest else "maximize", sampler=self._sampler()
-            )
+            self._study = optuna.create_study(direction="maximize", sampler=self._sampler())
 
     @property
     def budget(self) -> int:
@@ -88,7 +87,7 @@ class Searcher:
             if score is None:
                 self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
             else:
-                self._study.tell(trial, score)
+                self._study.tell(trial, -score if self.lowest else score)
 
     def _sampler(self) -> Any:
         samplers, seed = optuna.samplers, self.search.sampler_seed
