@@ -20,6 +20,7 @@ from polyfed.core.errors import CheckpointError, DataError, TooFewReplies
 from polyfed.deploy.enrolment import Admission, capped_rows
 from polyfed.deploy.membership import MEMBERS, Membership
 from polyfed.deploy.server import serve
+from polyfed.engines.base import registry_of
 from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.flower.node_keys import device_of
 from polyfed.engines.protocol import ENROL, Enrolment, hello, one_line
@@ -137,6 +138,8 @@ def test_claimed_rows_count_up_to_a_multiple_of_the_median_and_the_log_says_so(t
     assert notes == ["WARNING: client 1 reports 1099511627775 rows; 1100 count ([engine] rows_cap = 10)"]
     assert capped_rows(known, 0.0, emit)[1] == 2**40 - 1
     assert capped_rows(known[:2], 10.0, emit)[1] == 900, "of two clients the smaller one is the median"
+    population = Admission.of(blind(), known, 3, Emitter()).population(Emitter())
+    assert population.limited == registry_of(population).limited == {1}
 
 
 class Nodes(DirectGrid):

@@ -22,7 +22,6 @@ from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
 from polyfed.deploy.handlers import runtime_of
 from polyfed.deploy.secrets_once import admit_secrets
-from polyfed.engines import Sequential
 from polyfed.engines.protocol import REPLY, Facts, RequestId, versions
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.assembly import assemble
@@ -38,7 +37,7 @@ from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.accounting import Accounting
 from polyfed.privacy.guarantee import Guarantee
 from polyfed.privacy.mechanism import Mechanism
-from privacy.test_private_runs import private
+from privacy.test_private_runs import deployed, private
 
 # differential privacy
 
@@ -127,11 +126,6 @@ def test_a_deployed_run_that_repeats_rounds_counts_them(tmp_path: Path) -> None:
     """
     made = private("central", rounds=3, checkpoint=CheckpointSpec(every=3))
 
-    def deployed(*args: Any, **options: Any) -> Any:
-        engine = Sequential(*args, **options)
-        engine.deployed = True
-        return engine
-
     def stop(event: str, **facts: Any) -> None:
         if event == "round-started" and facts["round"] == 3:
             raise KeyboardInterrupt
@@ -141,6 +135,30 @@ def test_a_deployed_run_that_repeats_rounds_counts_them(tmp_path: Path) -> None:
     done = execute(made, Records(tmp_path / "run", resume=True), Emitter([]), engine=deployed)
     accounting = Accounting("rdp", 0.01)
     assert done.result["privacy"]["epsilon"] >= accounting.epsilon(0.7, 5)
+
+
+def test_a_deployed_run_that_is_interrupted_in_its_first_round_counts_this_round_twice(tmp_path: Path) -> None:
+    """The server dies after it has sent the requests of round 1, so that no row of the round is in the folder."""
+    made, accounting = private("central", rounds=2), Accounting("rdp", 0.01)
+
+    def dying(*args: Any, **options: Any) -> Any:
+        engine = deployed(*args, **options)
+        answer = engine.answer
+
+        def sent(request: Any, clients: Any, send: Any) -> Any:
+            answer(request, clients, send)
+            raise KeyboardInterrupt
+
+        engine.answer = sent
+        return engine
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            execute(made, Records(tmp_path / "run", resume=True), Emitter([]), engine=dying)
+    done = execute(made, Records(tmp_path / "run", resume=True), Emitter([]), engine=deployed)
+    assert done.result["privacy"]["epsilon"] == accounting.epsilon(0.7, 4)
+    again = execute(made, Records(tmp_path / "run", resume=True), Emitter([]), engine=deployed)
+    assert again.result["privacy"]["epsilon"] == accounting.epsilon(0.7, 4), "no round was interrupted this time"
 
 
 def test_a_damaged_count_of_repeated_rounds_is_named_and_not_taken_for_none(tmp_path: Path) -> None:

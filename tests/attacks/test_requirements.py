@@ -2,7 +2,8 @@
 
 import json
 import re
-from dataclasses import asdict
+import tomllib
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import digest
 from polyfed.deploy.device import node_from, requirements_on
 from polyfed.deploy.device_check import inspect
-from polyfed.deploy.privacy_budget import SPENT
+from polyfed.deploy.privacy_budget import SPENT, spend
 from polyfed.engines.protocol import REFUSED, REPLY, Facts, RequestId, hello, versions
 from polyfed.experiment.assembly import assemble
-from polyfed.experiment.recipe import load_recipe
+from polyfed.experiment.demands import release_of, unmet
+from polyfed.experiment.recipe import load_recipe, parse_recipe
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.accounting import Accounting, epsilon_of_all
 from polyfed.privacy.requirements import Requirements
@@ -157,6 +159,20 @@ def test_a_recipe_whose_training_breaks_the_accounting_is_refused(train: str, wo
     assert answer.header["verdict"] == REFUSED
     assert words in str(answer.header["reason"])
     assert not left(server.devices)
+
+
+@pytest.mark.parametrize("epsilon", ["", "epsilon = 2.0\n"])
+def test_training_without_epochs_is_refused_before_its_epsilon_is_counted(epsilon: str, tmp_path: Path) -> None:
+    """With `epochs = 0`, the accountant would count no use of a row, and `steps` would still use the rows."""
+    made = parse_recipe(tomllib.loads(text(EXAMPLE + (epsilon or NOISE), "epochs = 0\nsteps = 5")))
+    required = Requirements(max_epsilon=9.0, delta=1e-3, unit="example")
+    found = list(unmet(required, made, shared=False))
+    assert len(found) == 1
+    assert "[train] steps: clients would pass over their rows" in found[0]
+    idle = replace(made, algorithm=replace(made.algorithm, train=replace(made.algorithm.train, steps=None)))
+    assert not list(unmet(required, idle, shared=False)), "without steps, no row is used"
+    spend(required, release_of(required, idle), tmp_path, 0)
+    spend(required, release_of(required, idle), tmp_path, 0)
 
 
 def test_a_field_without_protection_is_refused_unless_the_device_accepts_its_kind(tmp_path: Path) -> None:
@@ -314,7 +330,8 @@ def test_the_section_is_checked(lines: str, words: str, tmp_path: Path) -> None:
 
 def test_the_epsilon_of_a_device_is_that_of_the_library() -> None:
     assert epsilon_of_all({2.0: 2}, 1e-3) == SPEND
-    assert epsilon_of_all({}, 1e-3) == 0.0
+    assert epsilon_of_all({}, 1e-3) == epsilon_of_all({2.0: 0}, 1e-3) == 0.0
+    assert epsilon_of_all({2.0: 2, 3.0: 0}, 1e-3) == SPEND
     mixed = epsilon_of_all({2.0: 2, 1.0: 1}, 1e-3)
     assert max(SPEND, epsilon_of_all({1.0: 1}, 1e-3)) < mixed
     # Gaussian mechanisms compose to one with the root of the sum of their inverse squared noise

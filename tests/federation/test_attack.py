@@ -1,6 +1,7 @@
 """Simulated attacks: who attacks, what they send, and that a robust rule withstands what the mean does not."""
 
 import math
+import re
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from rich.console import Console
 
 import polyfed
+from laws.test_laws import world as law_world
+from polyfed.algorithms.hfm.exchange import Copy, Exchange
 from polyfed.cli.tables import result_table
 from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.request import Request
@@ -19,6 +22,8 @@ from polyfed.experiment.assembly import assemble, population_of
 from polyfed.experiment.recipe import Recipe, parse_recipe
 from polyfed.federation.attack import Attack
 from polyfed.federation.backdoor import Trigger
+from polyfed.federation.replies import Answer, Replies, stacked
+from polyfed.objective import MultiLabel, Regression, Retrieval
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import ServerOptimiser, Train
 from world import algorithm, played, recipe, same
@@ -70,6 +75,57 @@ def test_a_little_is_enough_follows_the_paper() -> None:
         torch.testing.assert_close(after[0][key], expected, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(after[2][key], after[0][key])
     assert same(before[4], after[4])
+
+
+def test_a_little_is_enough_in_any_field_of_parameters() -> None:
+    """Copy.head, the reply of HFM's devices, holds parameters under another name than `params`. Counters stay."""
+    draws = torch.Generator().manual_seed(1)
+    trees = [{"shared.w": torch.randn(3, generator=draws), "shared.count": torch.tensor(client)} for client in range(4)]
+    replies = {client: Copy(tree, torch.tensor(0.0), torch.tensor(0.0)) for client, tree in enumerate(trees)}
+    honest = Answer.of(stacked(dict(replies)), {})
+    got = Exchange({name: value * 0 for name, value in trees[0].items()}, {}, torch.zeros(0, dtype=torch.int64))
+    found = Replies(Attack(name="alie", clients=(0, 1)).falsify(honest, got, (0, 1)).parts)
+    lie = torch.stack([trees[0]["shared.w"], trees[1]["shared.w"]])
+    z = 0.0  # n = 4 replies, m = 2 attackers: s = 4 // 2 + 1 - 2 = 1, share (4 - 2 - 1) / (4 - 2) = 0.5
+    for client in (0, 1):
+        expected = lie.mean(0) - z * lie.std(0, correction=0)
+        torch.testing.assert_close(found[client].head["shared.w"], expected)
+        assert int(found[client].head["shared.count"]) == client
+    for client in (2, 3):
+        assert same(dict(found[client].head), trees[client])
+
+
+def test_a_little_is_enough_runs_with_a_method_whose_parameters_are_in_another_field() -> None:
+    made = replace(law_world("hfm"), attack=Attack(name="alie", share=0.5), rounds=1)
+    assert all(bool(value.isfinite().all()) for value in played(made)[1].params.values())
+
+
+@pytest.mark.parametrize("task", [MultiLabel(), Regression(), Retrieval()], ids=lambda task: task.NAME)
+def test_labels_that_are_no_classes_cannot_be_flipped(task: Any) -> None:
+    honest = population_of(attacked(None))
+    table = honest.columns
+    if not isinstance(task, Retrieval):
+        table = replace(table, label=torch.rand(len(table), 3).round(), num_classes=3)
+    population = replace(honest, columns=task.prepared(table))
+    with pytest.raises(
+        RecipeError, match="'label-flip' exchanges classes, and the labels of this task are no"
+    ) as error:
+        Attack(name="label-flip", clients=(1,)).poison(population, 1)
+    assert error.value.key == ("attack", "name")
+
+
+def test_a_share_of_no_client_and_a_single_client_that_hides_among_attackers() -> None:
+    for num in (3, 6, 7, 40, 1000):
+        attack = Attack(name="sign-flip", share=0.4 / num)
+        with pytest.raises(RecipeError, match=rf"of {num} clients, this share rounds to 0 attackers") as error:
+            attack.attackers(num, 1)
+        cure = re.search(r"set share = ([0-9.e-]+), or", str(error.value))
+        assert cure is not None
+        assert len(Attack(name="sign-flip", share=float(cure[1])).attackers(num, 1)) == 1
+    with pytest.raises(RecipeError, match="rounds to 0 attackers"):
+        assemble(attacked(Attack(name="scaling", share=0.05)))
+    with pytest.warns(PolyfedWarning, match="'alie' has one attacker and therefore no effect"):
+        assemble(attacked(Attack(name="alie", clients=(2,))))
 
 
 def test_label_flip_changes_the_training_labels_of_attackers_only() -> None:

@@ -2,8 +2,9 @@
 
 import json
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from polyfed.experiment.check import check
 from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
 from polyfed.experiment.settings import EngineSpec
 from polyfed.federation.attack import Attack
-from polyfed.federation.replies import Answer, Replies
+from polyfed.federation.replies import Answer, Replies, stacked
 from polyfed.federation.secure_aggregation import messages as sent
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.secure_aggregation.state import SECRETS, Refusal, cohort_in, seeds_of
@@ -495,6 +496,48 @@ def test_a_client_that_reveals_a_wrong_share_cannot_put_garbage_into_the_model()
     secure.engine.answer = lying  # type: ignore[method-assign]
     with pytest.raises(TooFewReplies, match="out of range"):
         updates(secure)
+
+
+def changing(parts: Assembly, client: int, change: Callable[[Any], Any]) -> None:
+    """Have one client send another masked reply than the honest one."""
+    answer = parts.engine.answer
+
+    def hostile(request: Request, clients: Sequence[int], send: Send) -> Answer:
+        got = answer(request, clients, send)
+        if not request.name.endswith("update"):
+            return got
+        replies = {c: reply for part in got.parts for c, reply in Replies([part]).items()}
+        replies[client] = change(replies[client])
+        return Answer.of(stacked(replies), got.missing)
+
+    parts.engine.answer = hostile  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("liar", [0, 4])
+@pytest.mark.parametrize(
+    "change", [lambda tree: {}, lambda tree: {name: v for name, v in tree.items() if block_of(name) != "a"}]
+)
+def test_a_client_that_sends_another_form_is_dropped_and_the_others_stay(liar: int, change: Any) -> None:
+    """Also if it is the client with the lowest number, whose reply the server reads first."""
+    secure = assemble(secured(small()))
+    changing(secure, liar, lambda reply: replace(reply, params=change(reply.params)))
+    summed = updates(secure)
+    assert list(summed) == [client for client in range(10) if client != liar]
+    assert "another form than the other clients" in summed.missing[liar]
+
+
+def test_a_client_that_lies_about_its_rows_does_not_end_the_run() -> None:
+    secure = assemble(secured(replace(small(), engine=EngineSpec(min_replies=0))))
+    changing(secure, 3, lambda reply: replace(reply, num_rows=reply.num_rows + 2**28))  # one more row
+    summed = updates(secure)
+    assert not summed
+    assert re.search(
+        r"given up: the clients' weights \(num_rows\) add up to (\d+), and those of the client", summed.missing[0]
+    )
+    secure.fed.clients = replace(secure.fed.clients, limited=frozenset({3}))
+    with pytest.raises(RecipeError, match=r"where \[engine\] rows_cap limits client 3\. .*: set it to 0") as error:
+        updates(secure)
+    assert error.value.key == ("engine", "rows_cap")
 
 
 # which recipes are refused

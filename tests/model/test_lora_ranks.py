@@ -309,6 +309,10 @@ def test_a_mistake_is_a_sentence_with_the_cure(changes: dict[str, Any], words: s
         assemble(made(folders, **changes))
 
 
+def test_a_device_that_checks_a_recipe_accepts_more_ranks_than_it_knows_clients(folders: dict[str, str]) -> None:
+    assert assemble(made(folders, ranks=[4] * 7), one_device=True).fed.ranks.ranks == (4,) * 7
+
+
 def test_ranks_without_adapters_and_other_conflicts_are_refused(folders: dict[str, str]) -> None:
     clients = ClientsSpec(num=6, ranks=[4])
     with pytest.raises(RecipeError, match=r"ranks = \[4\]: the model has no LoRA adapters that train. Give an encoder"):
@@ -329,7 +333,7 @@ def test_ranks_without_adapters_and_other_conflicts_are_refused(folders: dict[st
             replace(made(folders, "mean", MIXED), privacy=Privacy(unit="client", delta=1e-3, noise_multiplier=1.0))
         )
     with pytest.raises(RecipeError, match=r"\[attack\] 'alie' averages the updates"):
-        assemble(replace(made(folders, "mean", MIXED), attack=Attack(name="alie")))
+        assemble(replace(made(folders, "mean", MIXED), attack=Attack(name="alie", share=0.5)))
 
 
 def test_real_packets_give_the_same_run(folders: dict[str, str], tmp_path: Path) -> None:

@@ -14,16 +14,20 @@ import torch
 
 from federation.test_secure_aggregation import secured
 from polyfed.core.errors import RecipeError
-from polyfed.experiment.assembly import assemble
+from polyfed.core.gaussian import Clip
+from polyfed.core.request import Request
+from polyfed.experiment.assembly import Assembly, assemble
 from polyfed.experiment.check import check
 from polyfed.experiment.recipe import Recipe
 from polyfed.federation import private_mean
+from polyfed.federation.replies import Answer, Replies, stacked
 from polyfed.privacy.adaptive_clipping import AdaptiveClipping
 from polyfed.privacy.differential import Privacy
 from polyfed.report import write_report
+from polyfed.selection import Uniform
 from polyfed.training.optimisers import ServerOptimiser
 from privacy.test_private_runs import private, uninterrupted
-from world import algorithm, furthest, played
+from world import algorithm, furthest, played, through
 
 ADAPTIVE = {"clip": "adaptive", "clip_norm": 0.1, "count_noise": 0.6, "noise_multiplier": 0.7}
 
@@ -77,6 +81,40 @@ def test_updates_and_count_together_spend_what_the_accountant_counts(z: float, s
         return float(accountant.get_epsilon(1e-5))
 
     assert epsilon(rule.update_noise(z), 2 * sigma) == pytest.approx(epsilon(z), rel=1e-9)
+
+
+def sending_nothing(parts: Assembly, client: int) -> list[int]:
+    """Have a client send an update without parameters. The list fills with the client for each such reply."""
+    answer, sent = parts.engine.answer, list[int]()
+
+    def hostile(request: Request, asked: Any, send: Any) -> Answer:
+        got = answer(request, asked, send)
+        replies = {c: reply for part in got.parts for c, reply in Replies([part]).items()}
+        if client in replies:
+            replies[client] = replace(replies[client], params={})
+            sent.append(client)
+        return Answer.of(stacked(replies), got.missing)
+
+    parts.engine.answer = hostile  # type: ignore[method-assign]
+    return sent
+
+
+def test_an_empty_update_has_norm_zero_and_does_not_end_the_run() -> None:
+    everyone = {"selector": Uniform(participation=6)}
+    honest, hostile = (
+        assemble(adaptive(rounds=1, clip_norm=1e-4, count_noise=1.0, options=everyone)) for _ in range(2)
+    )
+    sent = sending_nothing(hostile, 2)
+    norms = [float(through(parts, 1).moments["clip_norm"]["clip_norm"]) for parts in (honest, hostile)]
+    assert sent == [2]
+    assert norms[1] == pytest.approx(norms[0] * math.exp(-0.2 / 6)), "one more of six updates is below the clip norm"
+    assert Clip(1.0).within({}, 3).tolist() == [True] * 3
+
+
+def test_clients_whose_blocks_are_all_private_send_an_empty_update() -> None:
+    parts, state, _ = played(adaptive(rounds=2, options={"private": ("shared", "a")}))
+    assert any(parts.fed.clients.owned(client) == ("a",) for client in parts.fed.clients)
+    assert float(state.moments["clip_norm"]["clip_norm"]) > 0
 
 
 def test_the_split_of_the_noise_has_sensible_limits() -> None:

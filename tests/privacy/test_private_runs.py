@@ -23,6 +23,7 @@ from polyfed.engines.protocol import Facts
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.assembly import assemble
 from polyfed.experiment.check import check, plan
+from polyfed.experiment.privacy_support import withheld_of
 from polyfed.experiment.protection import mechanism_of
 from polyfed.experiment.recipe import Recipe, load_recipe, parse_recipe
 from polyfed.experiment.run_result import Run
@@ -201,6 +202,34 @@ def test_what_counts_for_each_unit() -> None:
     assert counted("central", amplification=True) == Accounting("rdp", 0.01, swing=2.0, cohort=(4, 6))
 
 
+def test_a_block_has_its_own_epsilon_only_in_the_first_round_of_whole_clients() -> None:
+    """A row changes one step directly. A later step reads all blocks that this step has released."""
+    one_epoch = {"options": {"train": Train(lr=0.1, batch_size=16, epochs=1)}}
+    rows, clients = (
+        assemble(private(kind, clip="per-block", **one_epoch)).guarantee for kind in ("example", "central-per-block")
+    )
+    assert rows is not None
+    assert clients is not None
+    assert rows.accounting.uses == 1
+    assert rows.epsilon(1, "a") == rows.epsilon(1)
+    assert clients.epsilon(1, "a") < clients.epsilon(1)
+    assert clients.epsilon(2, "a") == clients.epsilon(2)
+
+
+def test_a_deployment_refuses_amplification_because_the_cohorts_are_no_secret() -> None:
+    made = private("central", amplification=True)
+    assert assemble(made).guarantee is not None
+    with pytest.raises(RecipeError, match="every request holds the seed of the run, so each device could compute all"):
+        assemble(made, engine=deployed)
+
+
+def test_clients_withhold_the_same_fields_everywhere() -> None:
+    """A selector that reads replies keeps them. Without it, clients fill the fields for the log with zeros."""
+    plain, reading = algorithm("fedavg"), algorithm("fedavg", selector=PowD(participation=2))
+    assert withheld_of(plain) == ("update.loss", "update.num_rows")
+    assert withheld_of(plain, ("statistic",)) == withheld_of(reading) == ()
+
+
 def test_denominators_are_constants_of_the_registry() -> None:
     parts = assemble(private())
     mechanism = parts.fed.privacy
@@ -236,6 +265,13 @@ def test_accepting_statistics_sends_them() -> None:
     assert any("NOT PROTECTED: Update.loss" in text for text in parts.guarantee.sentences())
 
 
+def deployed(*args: Any, **options: Any) -> Any:
+    """An engine as on the server of a deployment."""
+    engine = Sequential(*args, **options)
+    engine.deployed = True
+    return engine
+
+
 def test_devices_and_deployed_servers_draw_from_the_system(tmp_path: Path) -> None:
     made = private("local")
     parts = assemble(made)
@@ -246,11 +282,6 @@ def test_devices_and_deployed_servers_draw_from_the_system(tmp_path: Path) -> No
         runtime = runtime_of(parts.recipe, parts.population, facts, parts.policy, tmp_path, relay=relay)
         assert runtime.engine.privacy == replace(parts.fed.privacy, denominators={}, secure=secure)  # type: ignore[type-var]
     made = private("central")
-
-    def deployed(*args: Any, **options: Any) -> Any:
-        engine = Sequential(*args, **options)
-        engine.deployed = True
-        return engine
 
     first, again = (through(assemble(made, engine=deployed), 2).params for _ in range(2))
     assert not same(first, again)

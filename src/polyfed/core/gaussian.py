@@ -75,12 +75,17 @@ class Clip:
             groups.setdefault(block_of(name) if self.limits else "", []).append(squares)
         return {group: torch.stack(parts).sum(0).sqrt() for group, parts in groups.items()}
 
-    def within(self, stack: Mapping[str, Tensor]) -> Tensor:
-        """Return which of K trees exceed no limit, bool (K,). The entries are tensors (K, ...) by name."""
-        norms = self._norms(stack).items()
-        return torch.stack([norm <= (self.limits[group] if self.limits else self.total) for group, norm in norms]).all(
-            0
-        )
+    def within(self, stack: Mapping[str, Tensor], count: int) -> Tensor:
+        """Return which trees exceed no limit, bool (K,). A tree without entries has norm 0, so it exceeds no limit.
+
+        Args:
+            stack: K trees, tensors (K, ...) by name.
+            count: K, which a stack without entries does not tell.
+        """
+        inside = torch.ones(count, dtype=torch.bool)
+        for group, norm in self._norms(stack).items():
+            inside &= (norm <= (self.limits[group] if self.limits else self.total)).cpu()
+        return inside
 
 
 def scaled(stack: Tensor, factors: Tensor) -> Tensor:

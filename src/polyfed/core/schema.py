@@ -39,6 +39,7 @@ AT_LEAST_TWO = Within("2 or more", lambda value: value >= 2)
 EVERY = Within("0 (only the last round) or more", lambda value: value >= 0)
 PROBABILITY = Within("from 0 to 1", lambda value: (value >= 0) & (value <= 1))
 FRACTION = Within("above 0, at most 1", lambda value: (value > 0) & (value <= 1))
+INSIDE = Within("above 0 and below 1", lambda value: (value > 0) & (value < 1))
 BELOW_ONE = Within("from 0 up to, not including, 1", lambda value: (value >= 0) & (value < 1))
 BELOW_HALF = Within("from 0 up to, not including, 0.5", lambda value: (value >= 0) & (value < 0.5))
 

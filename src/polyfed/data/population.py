@@ -32,6 +32,7 @@ class Population:
         test_rows: Global test set, int64, ascending. If the data has no global test set, it is the union of the
             clients' own test rows.
         validation_rows: Pooled validation set, int64, ascending.
+        limited: Clients of a deployment that reported more rows than count for them ([engine] rows_cap).
     """
 
     columns: Columns
@@ -41,6 +42,7 @@ class Population:
     silo: Tensor | None
     test_rows: Tensor
     validation_rows: Tensor
+    limited: frozenset[int] = frozenset()
 
     @property
     def num_clients(self) -> int:

@@ -140,7 +140,7 @@ def _planned(
     if population is None and recipe.data == ELSEWHERE:
         return []
     try:
-        assembly = assemble(mine, population=population)
+        assembly = assemble(mine, population=population, one_device=True)
     except DataError:
         if population is not None:
             raise

@@ -178,6 +178,7 @@ class Admission:
             silo=silo if bool((silo >= 0).any()) else None,
             test_rows=columns.rows(TEST),
             validation_rows=columns.rows(VALIDATION),
+            limited=frozenset(told.client for told in self.clients if told.rows > counted[told.client]),
         )
 
     def _table(self) -> Columns:

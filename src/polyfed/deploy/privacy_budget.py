@@ -109,7 +109,9 @@ def _is_noise(text: str) -> bool:
 
 
 def _with(spent: dict[str, int], release: Release) -> dict[str, int]:
-    """Return the counts with one more reply."""
+    """Return the counts with one more reply. A reply that uses no row, as with no training, adds nothing."""
+    if not release.uses:
+        return spent
     key = f"{release.unit} {release.noise!r}"
     return spent | {key: spent.get(key, 0) + release.uses}
 

@@ -285,6 +285,7 @@ def registry_of(population: Population) -> ClientRegistry:
         holds=population.holds,
         silo=population.silo,
         tested=tested,
+        limited=population.limited,
     )
 
 

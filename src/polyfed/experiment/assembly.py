@@ -117,6 +117,7 @@ def assemble(
     *,
     population: Population | None = None,
     engine: Callable[..., Engine] | None = None,
+    one_device: bool = False,
 ) -> Assembly:
     """Build all parts of a run.
 
@@ -126,14 +127,14 @@ def assemble(
         emit: called with every event.
         population: the clients. By default, they come from the recipe's data.
         engine: the engine's constructor. By default, the recipe names the engine.
+        one_device: whether only the device that checks the recipe is known. Checks of all clients are then left out.
 
     Raises:
         PolyfedError: recipe, data or model are wrong, or do not fit each other.
     """
-    emit = emit or Emitter()
-    population = population or population_of(recipe)
+    emit, population = emit or Emitter(), population or population_of(recipe)
     columns, was_guessed = population.columns, recipe.task is None
-    recipe, policy, guesses = _completed(recipe, population)
+    recipe, policy, guesses = _completed(recipe, population, one_device)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model = model_of(recipe, shapes, columns.num_classes, policy)
     check_model(recipe.algorithm, model)
@@ -166,16 +167,17 @@ def assemble(
         emit=emit,
         clock=clock,
         attack=recipe.attack,
-        ranks=client_ranks(recipe, model, population.num_clients),
+        ranks=client_ranks(recipe, model, None if one_device else population.num_clients),
     )
-    refuse_small_cohorts(recipe, fed)
-    recipe, guarantee = _protected(recipe, fed, held)
+    recipe, guarantee = _protected(recipe, fed, held, one_device)
     return Assembly(recipe, population, model, policy, initial, ledger, held, fed, was_guessed, guesses, guarantee)
 
 
-def _protected(recipe: Recipe, fed: Federation, engine: Engine) -> tuple[Recipe, Guarantee | None]:
-    """Apply [privacy] to engine and federation. The returned recipe ends with the round that spends the budget."""
-    guarantee = guarantee_of(recipe, fed, engine)
+def _protected(recipe: Recipe, fed: Federation, engine: Engine, one_device: bool) -> tuple[Recipe, Guarantee | None]:
+    """Check the cohorts and apply [privacy]. The returned recipe ends with the round that spends the budget."""
+    if not one_device:
+        refuse_small_cohorts(recipe, fed)
+    guarantee = guarantee_of(recipe, fed, engine, one_device=one_device)
     if guarantee is None:
         return recipe, None
     engine.privacy = fed.privacy = guarantee.mechanism
@@ -183,7 +185,7 @@ def _protected(recipe: Recipe, fed: Federation, engine: Engine) -> tuple[Recipe,
     return replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved), guarantee
 
 
-def _completed(recipe: Recipe, population: Population) -> tuple[Recipe, Policy, tuple[str, ...]]:
+def _completed(recipe: Recipe, population: Population, one_device: bool) -> tuple[Recipe, Policy, tuple[str, ...]]:
     """Return the recipe with its task and all encoders, its policy, and the guesses. All faults are raised together."""
     columns, problems = population.columns, Problems()
     policy = problems.attempt(lambda: Policy.parse(recipe.egress, columns.modalities))
@@ -191,7 +193,7 @@ def _completed(recipe: Recipe, population: Population) -> tuple[Recipe, Policy, 
     tasked = problems.attempt(lambda: with_task(recipe, columns))
     if tasked is not None:
         problems.attempt(lambda: refuse_unfit(tasked, population))
-        problems.attempt(lambda: refuse_clients(tasked, population))
+        problems.attempt(lambda: refuse_clients(tasked, population, one_device=one_device))
     problems.raise_all()
     assert policy is not None
     assert filled is not None

@@ -11,8 +11,14 @@ from polyfed.experiment.sum_checks import refuse_single_replies, refuse_small_bl
 from polyfed.privacy.limits import NO_LIMITS
 
 
-def refuse_clients(recipe: Recipe, population: Population) -> None:
+def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool = False) -> None:
     """Refuse a recipe whose clients, or whose over-selection, do not fit the rest of it.
+
+    Args:
+        recipe: the recipe.
+        population: the clients.
+        one_device: whether the population holds only the device that checks the recipe. The number of clients is then
+            not checked.
 
     Raises:
         DataError: see `refuse_row_numbers`.
@@ -22,7 +28,8 @@ def refuse_clients(recipe: Recipe, population: Population) -> None:
     refuse_small_clients(recipe, population)
     refuse_overselect(recipe)
     refuse_single_replies(recipe, population)
-    refuse_small_blocks(recipe, population)
+    if not one_device:
+        refuse_small_blocks(recipe, population)
 
 
 def refuse_row_numbers(recipe: Recipe, population: Population) -> None:

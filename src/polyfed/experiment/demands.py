@@ -6,7 +6,7 @@ from typing import Any
 from polyfed.core.gaussian import LEAST_CLIP, MOST_CLIP
 from polyfed.core.tree import Tree
 from polyfed.data.sources.npz import Npz
-from polyfed.experiment.privacy_faults import faults_of_method, faults_of_model, faults_of_rows
+from polyfed.experiment.privacy_faults import faults_of_method, faults_of_model, faults_of_rows, faults_of_training
 from polyfed.experiment.protection import accounting_of, noise_and_rounds
 from polyfed.experiment.recipe import Recipe
 from polyfed.model import Model
@@ -94,6 +94,8 @@ def _unmet_noise(required: Requirements, recipe: Recipe, *, shared: bool) -> Ite
             f"noise. Set clip_norm between {LEAST_CLIP:g} and {MOST_CLIP:g} in the recipe"
         )
     faults = [*faults_of_method(recipe, spec), *_faults_of_sharing(spec, shared=shared), *_faults_of_data(recipe, spec)]
+    if spec.unit == "example":
+        faults += faults_of_training(recipe)
     yield from (f"{where} the recipe cannot honour [privacy]: {fault}" for fault in faults)
     if not faults:
         yield from _unmet_epsilon(required, recipe, spec)

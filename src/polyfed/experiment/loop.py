@@ -27,7 +27,7 @@ from polyfed.experiment.models import Models
 from polyfed.experiment.protection import privacy_after, privacy_facts
 from polyfed.experiment.recipe import Recipe
 from polyfed.experiment.records import Records, run_id
-from polyfed.experiment.repetition import rewound
+from polyfed.experiment.repetition import Repetitions
 from polyfed.experiment.round_facts import check_tables, facts_of_round, means_of, seconds_of, versions, warn_silent
 from polyfed.experiment.run_result import Run, best_round, models_of
 from polyfed.experiment.run_state import TOTALS, kept_facts, load_content, num_kept
@@ -82,13 +82,12 @@ class _Loop:
         self.assembly, self.records, self.emit = assembly, records, emit
         self.recipe, self.fed, self.ledger = assembly.recipe, assembly.fed, assembly.ledger
         self.rounds: list[dict[str, Any]] = []
-        self.repeated = 0  # rounds of a deployed run whose noise was drawn again
         self.missing: dict[str, str] = {}
         self.confusion: torch.Tensor | None = None
         self.updates = ClientUpdates()
         self.kept_facts = cache(partial(kept_facts, assembly.fed, assembly.population.columns.class_names))
         emit.listeners.append(self._note)
-        self._started = 0.0
+        self._started, self.repeated = 0.0, Repetitions(records, assembly)
         self.totals = dict.fromkeys(TOTALS, 0) | {"seconds": 0.0, "simulated_seconds": 0.0}
 
     @contextmanager
@@ -146,12 +145,12 @@ class _Loop:
             self.fed.template = getattr(state, "params", self.assembly.initial)
             if records is not None:  # only now: a run that is refused at its start must leave its folder free
                 records.note(table, facts)
-                _, self.repeated = rewound(records, {}, 0, self.assembly)
+                self.repeated.rewound(records, {}, 0)
             self._book(0)
             self._announce(1)
             return 1, state
         round, content = checkpointed
-        self.rounds, self.repeated = rewound(records, content["places"], round, self.assembly)
+        self.rounds = self.repeated.rewound(records, content["places"], round)
         self.totals = content["totals"]
         records.note(table, facts)
         engine.locals, state = content["locals"], content["state"]
@@ -180,6 +179,7 @@ class _Loop:
 
     def train(self, round: int, state: Any) -> tuple[Any, dict[str, Any]]:
         """Run the algorithm's round. Returns the new state and the first entries of the row for `rounds.jsonl`."""
+        self.repeated.begin(round)
         self.fed.begin(round)
         algorithm, self.updates = self.recipe.algorithm, ClientUpdates()
         before = algorithm.global_params(state)
@@ -201,7 +201,7 @@ class _Loop:
         """Add to the row what the algorithm reports about its state: the loss, logged numbers and tables."""
         algorithm = self.recipe.algorithm
         row |= {"train_loss": getattr(state, "train_loss", None), "logged": algorithm.observe(state)}
-        row |= privacy_after(self.assembly.guarantee, row["round"] + self.repeated, state)
+        row |= privacy_after(self.assembly.guarantee, row["round"] + self.repeated.rounds, state)
         if tables := algorithm.observe_tables(state):
             row["tables"] = check_tables(tables)
         if row["round"] == -(-self.recipe.rounds // 3):
@@ -303,7 +303,7 @@ class _Loop:
         result |= {"seed": self.recipe.seed, "rounds": self.recipe.rounds, "clients": headline["clients"]}
         result |= {"num_parameters": headline["num_parameters"], "num_kept": num_kept(state, self.assembly.engine)}
         result |= {"task": headline["task"], "metrics": measured}
-        result |= privacy_facts(self.assembly.guarantee, len(self.rounds) + self.repeated)
+        result |= privacy_facts(self.assembly.guarantee, len(self.rounds) + self.repeated.rounds)
         result |= facts_of_models(models, self.recipe, self.assembly.population)
         result |= {"best": best} if (best := best_round(self.rounds, self.fed.context.objective)) else {}
         result |= {"bytes_up": self.totals["bytes_up"], "bytes_down": self.totals["bytes_down"]}

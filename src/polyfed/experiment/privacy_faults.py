@@ -41,9 +41,20 @@ def faults_of_model(model: Model, initial: Tree) -> Iterator[str]:
         )
 
 
-def faults_of_mean(recipe: Recipe, spec: Privacy) -> Iterator[str]:
-    """Yield why a client could change the server's mean by more than the clip norm."""
+def faults_of_mean(recipe: Recipe, spec: Privacy, *, deployed: bool) -> Iterator[str]:
+    """Yield why a client could change the server's mean by more than the clip norm, or why a cohort is no secret.
+
+    Args:
+        recipe: the recipe.
+        spec: the section [privacy].
+        deployed: whether the clients are real devices.
+    """
     method: Any = recipe.algorithm
+    if spec.amplification and deployed:
+        yield (
+            "amplification needs a secret cohort. In a deployment, every request holds the seed of the run, so each "
+            "device could compute all cohorts: remove amplification"
+        )
     if not isinstance(method, Averaging):
         return
     selector = method.selector
@@ -59,9 +70,9 @@ def faults_of_mean(recipe: Recipe, spec: Privacy) -> Iterator[str]:
         yield "amplification needs clients without a state of their own, which would tell later who was in a cohort"
 
 
-def share_rows(fed: Federation, engine: Engine) -> bool:
-    """Return whether several clients hold the same rows. The server of a deployment knows only of silos."""
-    if engine.deployed:
+def share_rows(fed: Federation, engine: Engine, *, deployed: bool) -> bool:
+    """Return whether several clients hold the same rows. In a deployment, nobody knows more than who is in a silo."""
+    if deployed:
         return fed.clients.silo is not None
     rows = engine.population.train.rows
     return len(rows) > 0 and int(torch.bincount(rows).max()) > 1
@@ -75,14 +86,19 @@ def faults_of_rows(recipe: Recipe, model: Model, *, shared: bool) -> Iterator[st
         model: the model.
         shared: whether several clients hold the same rows.
     """
-    train, objective = recipe.algorithm.train, task_of(recipe)
     if shared:
         yield "several clients hold the same rows, as in silos, and epsilon counts the uses of a row by one client"
+    yield from faults_of_training(recipe)
+    if model.recomputes:
+        yield "gradient checkpointing computes layers again, which the gradients of single rows do not allow"
+
+
+def faults_of_training(recipe: Recipe) -> Iterator[str]:
+    """Yield the reasons of `faults_of_rows` that follow from the recipe alone, without the model and the clients."""
+    train, objective = recipe.algorithm.train, task_of(recipe)
     if mixes := objective.mixes_rows:
         yield f"[task] {objective.NAME}: {mixes}"
     if train.steps is not None:
         yield "[train] steps: clients would pass over their rows a different number of times. Give epochs"
-    if model.recomputes:
-        yield "gradient checkpointing computes layers again, which the gradients of single rows do not allow"
     if train.accumulate > 1:
         yield "[train] accumulate: set accumulate = 1"

@@ -1,7 +1,7 @@
 """Determines which algorithms can honour [privacy] and [secure_aggregation], from the algorithms' declarations."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging
@@ -12,6 +12,7 @@ from polyfed.core.request import Task
 from polyfed.core.tasks import parts, tasks_of, types_of
 from polyfed.core.tree import SHARED
 from polyfed.privacy.policy import Policy
+from polyfed.selection import Selector
 
 ANY = "any"
 """The name of an example modality, which is needed because there is no data that names modalities."""
@@ -35,9 +36,24 @@ def unprotected(method: Algorithm, unit: str) -> tuple[str, ...]:
         method: the algorithm with its options.
         unit: the unit of [privacy], which the algorithm can honour.
     """
-    covered = {*method.honours(unit), *method.spare}
+    covered = {*method.honours(unit), *withheld_of(method)}
     kinds = {types_of(task)[1].kinds[field] for name, task, field in sent(method) if f"{name}.{field}" not in covered}
     return tuple(kind for kind in KINDS if kind in kinds)
+
+
+def withheld_of(method: Algorithm, accepted: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the fields of replies that clients fill with zeros under [privacy], as names `task.field`.
+
+    The clients send these fields if the recipe accepts unprotected statistics. They also send them if the selector
+    reads the replies, because the selector may need them.
+
+    Args:
+        method: the method with its options.
+        accepted: the option `unprotected` of [privacy].
+    """
+    selector = getattr(method, "selector", None)
+    reads = isinstance(selector, Selector) and type(selector).learn is not Selector.learn
+    return () if reads or "statistic" in accepted else tuple(method.spare)
 
 
 def sent(method: Algorithm, *, tested: bool = False) -> Iterator[tuple[str, Task, str]]:

@@ -18,6 +18,7 @@ from polyfed.experiment.privacy_faults import (
     faults_of_rows,
     share_rows,
 )
+from polyfed.experiment.privacy_support import withheld_of
 from polyfed.experiment.recipe import Recipe
 from polyfed.federation.federation import Federation
 from polyfed.federation.private_mean import CLIP_NORM
@@ -30,13 +31,15 @@ from polyfed.privacy.mechanism import Mechanism
 from polyfed.selection import Selector
 
 
-def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine) -> Guarantee | None:
+def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine, *, one_device: bool = False) -> Guarantee | None:
     """Return the guarantee of a run, or None if the recipe has no section [privacy].
 
     Args:
         recipe: the recipe, with its task.
         fed: the federation, for facts about the clients.
         engine: the engine; an engine of a deployment draws noise from the operating system.
+        one_device: whether the registry holds only the device that checks the recipe. The numbers that depend on the
+            other clients are then left out: the denominators, adaptive clipping and the check of delta.
 
     Raises:
         RecipeError: the recipe cannot honour its section, or data crosses that it neither protects nor accepts.
@@ -45,15 +48,14 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine) -> Guarantee |
     if spec is None:
         return None
     model = engine.model
-    _refuse(recipe, spec, fed, engine)
+    _refuse(recipe, spec, fed, engine, deployed=engine.deployed or one_device)
     _refuse_own_test_rows(recipe, spec, engine.population)
     accounting = accounting_of(recipe, spec, fed)
-    _refuse_delta(spec, fed)
     noise, rounds = noise_and_rounds(recipe, spec, accounting)
-    made = mechanism_of(recipe, model, engine.initial, noise, secure=engine.deployed)
-    mechanism = replace(made, denominators=_denominators(recipe, fed) if spec.unit == "client" else {})
-    if spec.adaptive:
-        mechanism = _adaptive(spec, mechanism)
+    mechanism = mechanism_of(recipe, model, engine.initial, noise, secure=engine.deployed)
+    if not one_device:
+        _refuse_delta(spec, fed)
+        mechanism = _of_server(recipe, spec, mechanism, fed)
     parts = states_of(engine.announcement(fed.clients.modalities).rows, mechanism)
     open_parts = [part for part, state in parts if state == UNPROTECTED and part.kind not in spec.unprotected]
     if open_parts:
@@ -66,12 +68,16 @@ def guarantee_of(recipe: Recipe, fed: Federation, engine: Engine) -> Guarantee |
     return Guarantee(spec, accounting, mechanism, parts, rounds, recipe.rounds)
 
 
-def _adaptive(spec: Privacy, mechanism: Mechanism) -> Mechanism:
-    """Return the mechanism with adaptive clipping, as the server knows it.
+def _of_server(recipe: Recipe, spec: Privacy, mechanism: Mechanism, fed: Federation) -> Mechanism:
+    """Return the mechanism with the denominators and adaptive clipping, which only the server knows.
 
     Raises:
         RecipeError: the noise of the count does not fit the noise multiplier or the cohort.
     """
+    if spec.unit == "client":
+        mechanism = replace(mechanism, denominators=_denominators(recipe, fed))
+    if not spec.adaptive:
+        return mechanism
     options = spec.clip_quantile, spec.clip_lr, spec.count_noise
     found = replace(mechanism, adaptive=AdaptiveClipping.of(*options, mechanism.denominators[SHARED]))
     assert found.update_noise > mechanism.noise_multiplier, "the count spends a part of epsilon"
@@ -98,14 +104,13 @@ def mechanism_of(recipe: Recipe, model: Model, initial: Tree, noise: float | Non
         noise = 0.0  # the server adds the noise
     kept = method.private_names(model)
     own = blocks(name for name in initial if spec.unit == "example" or name not in kept)
-    spare = () if "statistic" in spec.unprotected or not _spares(method) else method.spare
     return Mechanism(
         unit=spec.unit,
         central=spec.central,
         clip=Clip.of(spec.clip_norm, own, by_block=spec.clip == "per-block"),
         noise_multiplier=noise,
         protected=_by_task(method.honours(spec.unit)),
-        withheld=_by_task(spare),
+        withheld=_by_task(withheld_of(method, spec.unprotected)),
         secure=secure,
         clients_clip=not spec.adaptive,
         releases=releases,
@@ -155,12 +160,6 @@ def _by_task(fields: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
         task, _, field = name.rpartition(".")
         found[task] = (*found.get(task, ()), field)
     return found
-
-
-def _spares(method: Any) -> bool:
-    """Return whether the selector reads no field of the replies, so that fields for the log can be withheld."""
-    selector = getattr(method, "selector", None)
-    return not isinstance(selector, Selector) or type(selector).learn is Selector.learn
 
 
 def accounting_of(recipe: Recipe, spec: Privacy, fed: Federation | None) -> Accounting:
@@ -217,13 +216,14 @@ def _refuse_delta(spec: Privacy, fed: Federation) -> None:
         )
 
 
-def _refuse(recipe: Recipe, spec: Privacy, fed: Federation, engine: Engine) -> None:
+def _refuse(recipe: Recipe, spec: Privacy, fed: Federation, engine: Engine, *, deployed: bool) -> None:
     """Refuse a method with which the mechanism does not hold, or else the model and the section; with all reasons."""
     reasons = [*faults_of_method(recipe, spec)]
     if not reasons:  # other options would not help a method that cannot honour the unit at all
         reasons += faults_of_model(engine.model, engine.initial)
-        of_mean = spec.unit == "client"
-        shared = share_rows(fed, engine)
-        reasons += faults_of_mean(recipe, spec) if of_mean else faults_of_rows(recipe, engine.model, shared=shared)
+        if spec.unit == "client":
+            reasons += faults_of_mean(recipe, spec, deployed=deployed)
+        else:
+            reasons += faults_of_rows(recipe, engine.model, shared=share_rows(fed, engine, deployed=deployed))
     if reasons:
         raise RecipeError(f'[privacy] unit = "{spec.unit}" cannot be honoured: ' + "; ".join(reasons), ("privacy",))

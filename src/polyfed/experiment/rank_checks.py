@@ -27,8 +27,13 @@ _NEEDS_ADAPTERS = (
 )
 
 
-def client_ranks(recipe: Recipe, model: Model, num_clients: int) -> ClientRanks:
+def client_ranks(recipe: Recipe, model: Model, num_clients: int | None) -> ClientRanks:
     """Return the ranks of the clients.
+
+    Args:
+        recipe: the recipe.
+        model: the model.
+        num_clients: number of clients, or None on a device that checks a recipe and does not know this number.
 
     Raises:
         RecipeError: the ranks, or the aggregation of adapters, do not fit the model or another section.
@@ -63,7 +68,7 @@ def _unfit_way(recipe: Recipe, server: ServerOptimiser, has_adapters: bool) -> s
     return ""
 
 
-def _unfit_values(ranks: list[int], model_ranks: list[int], num_clients: int) -> str:
+def _unfit_values(ranks: list[int], model_ranks: list[int], num_clients: int | None) -> str:
     """Return why the ranks do not fit the adapters or the number of clients, or "" if they fit."""
     if not model_ranks:
         return _NEEDS_ADAPTERS
@@ -72,7 +77,7 @@ def _unfit_values(ranks: list[int], model_ranks: list[int], num_clients: int) ->
         return f"the largest adapter has r = {largest}. Raise r in the option lora, or lower the ranks"
     if max(ranks) < largest:
         return f"no client would train the ranks above {max(ranks)} of the adapters. Set r = {max(ranks)} in lora"
-    if len(ranks) > num_clients:
+    if num_clients is not None and len(ranks) > num_clients:
         return f"there are {num_clients} clients, so only the first {num_clients} entries count. Remove the others"
     return ""
 

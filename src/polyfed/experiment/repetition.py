@@ -8,36 +8,52 @@ from polyfed.experiment.assembly import Assembly
 from polyfed.experiment.records import Records
 
 REPEATED = "repeated-rounds.json"
-"""The file in the folder of a deployed run that holds the number of repeated rounds."""
+"""The file in the folder of a deployed run that counts its repeated rounds. `rounds` is the number of repeated rounds,
+and `begun` is the newest round that has begun."""
 
 
-def rewound(
-    records: Records, places: dict[str, int], round: int, assembly: Assembly
-) -> tuple[list[dict[str, Any]], int]:
-    """Cut the records back to a checkpoint.
+class Repetitions:
+    """Counts the rounds that epsilon has to count in addition to the rounds of the run.
 
     A deployed run draws its noise from the operating system. A repeated round therefore releases a second result, and
-    epsilon counts both. The interrupted round counts too, because its result may have been released.
+    epsilon counts both. An interrupted round counts too, because its result may have been released.
 
     Args:
-        records: the records of the run.
-        places: file name -> size in bytes at the checkpoint.
-        round: the round of the checkpoint, or 0 without a checkpoint.
+        records: the records of the run, or None if the run writes no files.
         assembly: the parts of the run.
 
-    Returns:
-        The rows of the remaining rounds, and the number of additional rounds that epsilon has to count.
-
-    Raises:
-        CheckpointError: the files do not hold the rounds up to the checkpoint, or a file is damaged.
+    Attributes:
+        rounds: number of repeated and interrupted rounds. It is 0 without [privacy], and in a simulation.
     """
-    done = len(records.rounds())
-    left = records.rewind(places, round)
-    if assembly.guarantee is None or not assembly.engine.deployed:
-        return left, 0
-    path = records.folder / REPEATED
-    total = read_notes(path, int).get("rounds", 0)
-    if done:
-        total += done - round + 1
-        replace_text(path, json.dumps({"rounds": total}))
-    return left, total
+
+    def __init__(self, records: Records | None, assembly: Assembly) -> None:
+        counts = records is not None and assembly.guarantee is not None and assembly.engine.deployed
+        self._path = records.folder / REPEATED if records is not None and counts else None
+        self.rounds = 0
+
+    def begin(self, round: int) -> None:
+        """Note that a round begins, before its first request is sent."""
+        if self._path is not None:
+            replace_text(self._path, json.dumps({"rounds": self.rounds, "begun": round}))
+
+    def rewound(self, records: Records, places: dict[str, int], round: int) -> list[dict[str, Any]]:
+        """Cut the records back to a checkpoint, and count the rounds that had begun after it.
+
+        Args:
+            records: the records of the run.
+            places: file name -> size in bytes at the checkpoint.
+            round: the round of the checkpoint, or 0 without a checkpoint.
+
+        Returns:
+            The rows of the remaining rounds.
+
+        Raises:
+            CheckpointError: the files do not hold the rounds up to the checkpoint, or a file is damaged.
+        """
+        noted = {} if self._path is None else read_notes(self._path, int)
+        begun = max(noted.get("begun", 0), len(records.rounds()))
+        left = records.rewind(places, round)
+        if self._path is not None:
+            self.rounds = noted.get("rounds", 0) + max(begun - round, 0)
+            self.begin(round)
+        return left

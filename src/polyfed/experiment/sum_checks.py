@@ -5,7 +5,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.registry import name_of
 from polyfed.core.tasks import types_of
 from polyfed.data import Population
-from polyfed.experiment.privacy_support import read_singly, sent
+from polyfed.experiment.privacy_support import read_singly, sent, withheld_of
 from polyfed.experiment.recipe import Recipe
 from polyfed.federation.federation import Federation
 from polyfed.privacy.differential import Privacy
@@ -65,11 +65,11 @@ def _refuse_privacy(recipe: Recipe, privacy: Privacy) -> None:
             ("privacy", "clip"),
         )
     method = recipe.algorithm
-    spare = () if "statistic" in privacy.unprotected else method.spare
+    withheld = withheld_of(method, privacy.unprotected)
     for name, task, field in sent(method):
         kind = types_of(task)[1].masks
         by = None if kind is None else method.weight_of(field, kind)
-        if by is not None and f"{name}.{by}" in spare and f"{name}.{field}" not in spare:
+        if by is not None and f"{name}.{by}" in withheld and f"{name}.{field}" not in withheld:
             raise RecipeError(
                 f"[secure_aggregation] multiplies {field} by {by} at the clients, and under [privacy] clients send "
                 'zeros as their number of rows. Set [algorithm] aggregation = "uniform"',
@@ -85,12 +85,14 @@ def _advice(task: str) -> str:
 def refuse_small_cohorts(recipe: Recipe, fed: Federation) -> None:
     """Refuse secure aggregation if the cohort of a round has fewer clients than a sum needs.
 
+    Only the server can call this function, because a device that checks a recipe does not know the other clients.
+
     Raises:
         RecipeError: with the size of the cohort.
     """
     secure, selector = recipe.algorithm.secure_aggregation, getattr(recipe.algorithm, "selector", None)
-    if secure is None or not isinstance(selector, Selector) or len(fed.clients.eligible) == 1:
-        return  # a device that checks a recipe knows the rows of one client only: its own
+    if secure is None or not isinstance(selector, Selector):
+        return
     if (size := selector.size(fed)) < secure.min_clients:
         raise RecipeError(
             f"[secure_aggregation] min_clients = {secure.min_clients}: a round asks {size} clients only, so no sum "
@@ -102,6 +104,8 @@ def refuse_small_cohorts(recipe: Recipe, fed: Federation) -> None:
 def refuse_small_blocks(recipe: Recipe, population: Population) -> None:
     """Refuse secure aggregation if too few clients have a modality, so that its block would never be summed.
 
+    Only the server can call this function; see `refuse_small_cohorts`.
+
     Raises:
         RecipeError: with the modality and the number of its clients.
     """
@@ -109,8 +113,6 @@ def refuse_small_blocks(recipe: Recipe, population: Population) -> None:
     if secure is None:
         return
     trains = population.train.sizes > 0
-    if int(trains.sum()) == 1:  # see `refuse_small_cohorts`
-        return
     counts = dict(zip(population.columns.modalities, population.holds[trains].sum(0).tolist(), strict=True))
     counts["all"] = int(trains.sum())
     if few := {name: num for name, num in counts.items() if 0 < num < secure.min_clients}:

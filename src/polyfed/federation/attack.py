@@ -5,7 +5,8 @@ labels. With `backdoor`, it trains on rows with a trigger and may also change it
 only. docs/robustness.md describes them.
 """
 
-from collections.abc import Collection, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.core.messages import Message, map_fields
 from polyfed.core.request import Send
 from polyfed.core.schema import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, PROBABILITY, check_ranges
@@ -38,7 +39,8 @@ class Attack:
             flips all classes. `backdoor` trains on some rows with a trigger and the label `target`. It also multiplies
             the update by `scale`. With a large factor, this attack is called model replacement (Bagdasaryan et al.,
             "How To Backdoor Federated Learning", AISTATS 2020).
-        share: share of all clients that attack. polyfed draws these clients from the run's seed.
+        share: share of all clients that attack, rounded to a number of clients. polyfed draws these clients from the
+            run's seed.
         clients: the numbers of the clients that attack. If given, `share` has no effect.
         scale: the factor of `scaling`, `sign-flip` and `backdoor`.
         modality: the modality that carries the trigger of `backdoor`; empty for the first modality of the data.
@@ -72,31 +74,51 @@ class Attack:
         """Return the numbers of the clients that attack.
 
         Raises:
-            RecipeError: `clients` holds a number that no client has.
+            RecipeError: `clients` holds a number that no client has, or `share` is above 0 and rounds to no client.
         """
         if unknown := [client for client in self.clients if not 0 <= client < num_clients]:
             raise RecipeError(f"[attack] clients = {unknown[0]}: clients have the numbers 0 to {num_clients - 1}")
         if self.clients:
             return frozenset(self.clients)
-        return _drawn(num_clients, round(self.share * num_clients), seed)
+        count = round(self.share * num_clients)
+        if self.share and not count:
+            raise RecipeError(
+                f"[attack] share = {self.share:g}: of {num_clients} clients, this share rounds to 0 attackers. For one "
+                f"attacker, set share = {1 / num_clients:.2g}, or name it, as in clients = [0]",
+                ("attack", "share"),
+            )
+        return _drawn(num_clients, count, seed)
 
     def poison(self, population: Population, seed: int) -> Population:
         """Return the population, with the attackers' false rows if the attack is `label-flip` or `backdoor`.
 
         Raises:
-            RecipeError: clients share rows, as in silos, and one client alone could not change such a row. Or the
-                backdoor does not fit the data (`Trigger.of`, `poisoned`).
+            RecipeError: clients share rows, as in silos, and one client alone could not change such a row. The labels
+                are no classes, which `label-flip` exchanges. The backdoor does not fit the data (`Trigger.of`,
+                `poisoned`). The attackers are wrong (`attackers`).
         """
+        attackers = self.attackers(population.num_clients, seed)
+        if self.name == "alie" and len(attackers) == 1:
+            text = (
+                "[attack] name = 'alie' has one attacker and therefore no effect: it shifts the mean of the attackers "
+                "by their standard deviation, which is 0 for a single attacker. Raise share, or list more clients"
+            )
+            warnings.warn(text, PolyfedWarning, stacklevel=2)
         if self.name not in ("label-flip", "backdoor"):
             return population
         if population.silo is not None:
             raise RecipeError(f"[attack] name = '{self.name}' needs clients that share no rows, but silos do")
         columns = population.columns
         if self.name == "backdoor":
-            attackers = self.attackers(population.num_clients, seed)
             return poisoned(population, self.trigger(population), attackers, self.target, self.poisoned, seed)
+        if not columns.labelled or columns.label.is_floating_point():
+            raise RecipeError(
+                "[attack] name = 'label-flip' exchanges classes, and the labels of this task are no classes. Choose "
+                "another attack, such as 'sign-flip'",
+                ("attack", "name"),
+            )
         lies = torch.zeros(population.num_clients, dtype=torch.bool)
-        lies[list(self.attackers(population.num_clients, seed))] = True
+        lies[list(attackers)] = True
         label, train = columns.label.clone(), population.train
         flipped = train.rows[lies[train.owner]]
         label[flipped] = columns.num_classes - 1 - label[flipped]
@@ -123,7 +145,7 @@ class Attack:
         change = self._little_is_enough(answer, there) if self.name == "alie" else self._multiply
         return Answer([_changed(part, send, attackers, change) for part in answer.parts], answer.missing)
 
-    def _multiply(self, key: str, sent: Tensor, own: Tensor) -> Tensor:
+    def _multiply(self, field: str, key: str, sent: Tensor, own: Tensor) -> Tensor:
         factor = -self.scale if self.name == "sign-flip" else self.scale
         return sent + factor * (own - sent)
 
@@ -133,16 +155,15 @@ class Attack:
         supporters = num // 2 + 1 - lying
         share = (num - lying - supporters) / max(num - lying, 1)
         z = NormalDist().inv_cdf(min(max(share, 1e-3), 1 - 1e-3))
-        found: dict[str, list[Tensor]] = {}
+        found: dict[tuple[str, str], list[Tensor]] = {}
         for part in answer.parts:
-            for i, client in enumerate(part.clients):
-                if client in there:
-                    for key, stack in getattr(part.message, "params", {}).items():
-                        found.setdefault(key, []).append(stack[i])
-        false = {
-            key: torch.stack(own).mean(0) - z * torch.stack(own).std(0, correction=0) for key, own in found.items()
-        }
-        return lambda key, sent, own: false[key]
+            places = [i for i, client in enumerate(part.clients) if client in there]
+            for name, tree in _trees_of_parameters(part.message):
+                for key, stack in tree.items():
+                    found.setdefault((name, key), []).extend(stack[i] for i in places if stack.is_floating_point())
+        own_of = {entry: torch.stack(own) for entry, own in found.items() if own}
+        false = {entry: own.mean(0) - z * own.std(0, correction=0) for entry, own in own_of.items()}
+        return lambda field, key, sent, own: false[field, key]
 
 
 @lru_cache(maxsize=16)
@@ -151,14 +172,23 @@ def _drawn(num_clients: int, count: int, seed: int) -> frozenset[int]:
     return frozenset(keys.choice(keys.key(seed, "attackers"), num_clients, count))
 
 
+def _trees_of_parameters(message: Message) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """Yield the fields of a message that hold trees of parameters, with their names."""
+    for name, said in message.declared.items():
+        value = getattr(message, name)
+        if said.kind == "parameters" and not isinstance(value, Tensor):
+            yield name, value
+
+
 def _changed(part: ReplyStack, send: Send, attackers: Collection[int], change: Any) -> ReplyStack:
     """Return the stack with changed parameters at the positions of the attackers."""
     places = [i for i, client in enumerate(part.clients) if client in attackers]
     if not places:
         return part
+    fields = [name for name, _ in _trees_of_parameters(part.message)]
 
     def lie(name: str, value: Any) -> Any:
-        if part.message.declared[name].kind != "parameters" or isinstance(value, Tensor):
+        if name not in fields:
             return value
         new = {key: stack.clone() for key, stack in value.items()}
         for i in places:
@@ -166,7 +196,7 @@ def _changed(part: ReplyStack, send: Send, attackers: Collection[int], change: A
             sent = getattr(got, name, {})
             for key, stack in new.items():
                 if key in sent and stack.is_floating_point():
-                    stack[i] = change(key, sent[key], stack[i])
+                    stack[i] = change(name, key, sent[key], stack[i])
         return new
 
     return ReplyStack(part.clients, map_fields(part.message, lie))

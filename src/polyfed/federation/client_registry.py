@@ -78,6 +78,7 @@ class ClientRegistry:
         holds: whether each client has each modality, bool (K, M).
         silo: the silo of each client, int64 (K,), or None if the federation has no silos.
         tested: clients that have test rows of their own.
+        limited: clients that reported more rows than `num_rows` states, because [engine] rows_cap limits this number.
         eligible: clients that have training rows. The server never asks other clients to train.
     """
 
@@ -86,6 +87,7 @@ class ClientRegistry:
     holds: Tensor
     silo: Tensor | None = None
     tested: Sequence[int] = ()
+    limited: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         """Compute `eligible` once instead of in every round."""

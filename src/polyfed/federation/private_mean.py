@@ -60,7 +60,7 @@ class PrivateMean:
         count = 0.0
         for part in replies.parts:
             updates = {key: stack - sent[key] for key, stack in getattr(part.message, name).items()}
-            count += float((mechanism.clip.within(updates).double() - 0.5).sum())
+            count += float((mechanism.clip.within(updates, len(part.clients)).double() - 0.5).sum())
         base = None if mechanism.secure else self.key
         count += rule.count_noise * float(gaussian(base, "number of updates below the clip norm", (1,), "cpu"))
         norm = rule.after(mechanism.clip.total, count, mechanism.denominators[SHARED])

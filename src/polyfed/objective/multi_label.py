@@ -9,14 +9,12 @@ from torch import Tensor
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError
-from polyfed.core.schema import Within
+from polyfed.core.schema import INSIDE
 from polyfed.data.columns import Columns
 from polyfed.objective import ranking
 from polyfed.objective.base import UNDEFINED, Objective, not_counts, summed
 from polyfed.objective.classification import check_length, check_weights
 from polyfed.objective.targets import as_matrix, in_words, with_targets
-
-INSIDE = Within("above 0 and below 1", lambda value: (value > 0) & (value < 1))
 
 COUNTS = 4
 """Counts for each label: true positives, false positives, false negatives and true negatives."""

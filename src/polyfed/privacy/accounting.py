@@ -60,15 +60,16 @@ def epsilon_of_all(uses: Mapping[float, int], delta: float) -> float:
     """Return the epsilon of Gaussian mechanisms with different noise, counted by Renyi differential privacy.
 
     Args:
-        uses: noise multiplier -> number of mechanisms with this noise. The noise multiplier is the standard deviation
-            as a multiple of the largest change that one unit can cause.
+        uses: noise multiplier -> number of mechanisms with this noise, which may be 0. The noise multiplier is the
+            standard deviation as a multiple of the largest change that one unit can cause.
         delta: delta.
     """
     dp = _library()
     accountant = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_SPECIAL)
-    for noise_multiplier, count in uses.items():
+    composed = {noise_multiplier: count for noise_multiplier, count in uses.items() if count}
+    for noise_multiplier, count in composed.items():
         accountant.compose(dp.SelfComposedDpEvent(dp.GaussianDpEvent(noise_multiplier), count))
-    return float(accountant.get_epsilon(delta)) if uses else 0.0
+    return float(accountant.get_epsilon(delta)) if composed else 0.0
 
 
 def _library() -> Any:

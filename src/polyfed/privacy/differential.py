@@ -5,11 +5,9 @@ from typing import Annotated, Literal
 
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.fields import KINDS
-from polyfed.core.schema import POSITIVE, Within, check_ranges
+from polyfed.core.schema import INSIDE, POSITIVE, Within, check_ranges
 
-OPEN = Within("above 0 and below 1, such as 1e-3", lambda value: (value > 0) & (value < 1))
-
-OPEN_SHARE = Within("above 0 and below 1, such as 0.5", lambda value: (value > 0) & (value < 1))
+DELTA = Within(f"{INSIDE.words}, such as 1e-3", INSIDE.holds)
 
 NOISE = Within("above 0, at most 1e6", lambda value: (value > 0) & (value <= 1e6))
 
@@ -41,18 +39,19 @@ class Privacy:
         accountant: `rdp` (Renyi differential privacy) or `pld` (privacy loss distributions) of the library
             dp-accounting. `pld` gives a smaller epsilon and takes a few seconds.
         amplification: compute epsilon for cohorts that the server draws in secret. This needs `unit = "client"`,
-            `noise_at = "server"`, the selector `uniform` and `accountant = "rdp"`.
+            `noise_at = "server"`, the selector `uniform` and `accountant = "rdp"`. A deployment refuses this option,
+            because every device knows the seed of the run and could compute the cohorts.
         unprotected: kinds of data that may leave clients without protection. If unprotected data of any other kind
             would leave a client, polyfed refuses the run.
     """
 
     unit: Literal["client", "example"]
-    delta: Annotated[float, OPEN]
+    delta: Annotated[float, DELTA]
     epsilon: Annotated[float | None, POSITIVE] = None
     noise_multiplier: Annotated[float | None, NOISE] = None
     clip_norm: Annotated[float, POSITIVE] = 1.0
     clip: Literal["joint", "per-block", "adaptive"] = "joint"
-    clip_quantile: Annotated[float, OPEN_SHARE] = 0.5
+    clip_quantile: Annotated[float, INSIDE] = 0.5
     clip_lr: Annotated[float, POSITIVE] = 0.2
     count_noise: Annotated[float | None, POSITIVE] = None
     noise_at: Literal["server", "client"] = "server"

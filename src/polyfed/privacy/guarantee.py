@@ -47,11 +47,12 @@ class Guarantee:
     def epsilon(self, rounds: int, block: str | None = None) -> float:
         """Return the epsilon of this number of rounds, in total or on one block of the model.
 
-        A block has an epsilon of its own only after a single use of the data. From the second use on, its update
-        depends on what all other blocks have already revealed, so only the total is valid.
+        A block has an epsilon of its own only in the first round with `unit = "client"`. From the second round on, its
+        update depends on what all other blocks have already revealed, so only the total is valid. With
+        `unit = "example"`, the same is true for the second training step of the first epoch.
         """
         clip = self.mechanism.clip
-        alone = block is not None and rounds * self.accounting.uses <= 1
+        alone = self.spec.unit == "client" and rounds * self.accounting.uses <= 1
         relative = clip.limit(block) / clip.total if alone and block is not None else 1.0
         return self.accounting.epsilon(self.mechanism.noise_multiplier / relative, rounds)
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.fields import KINDS, Declared
 from polyfed.core.schema import AT_LEAST_TWO, POSITIVE, check_ranges, checked
-from polyfed.privacy.differential import OPEN
+from polyfed.privacy.differential import DELTA
 from polyfed.privacy.mechanism import Mechanism
 
 
@@ -43,7 +43,7 @@ class Requirements:
     secure_aggregation: bool = False
     min_clients: Annotated[int | None, AT_LEAST_TWO] = None
     max_epsilon: Annotated[float | None, POSITIVE] = None
-    delta: Annotated[float | None, OPEN] = None
+    delta: Annotated[float | None, DELTA] = None
     unit: Literal["client", "example"] = "client"
     unprotected: tuple[str, ...] = ()
 

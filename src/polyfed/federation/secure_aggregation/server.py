@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.masked import LONG
-from polyfed.core.messages import Message, tensors
+from polyfed.core.messages import Message
 from polyfed.core.request import Send, Task
 from polyfed.core.tasks import types_of
 from polyfed.core.tree import SHARED
@@ -24,9 +23,9 @@ from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.secure_aggregation.cohort import Cohort, Entry, Numbers, Vector, by_block
 from polyfed.federation.secure_aggregation.messages import Delivery, Opening, Roster, Unmasking, bytes_of_shape
+from polyfed.federation.secure_aggregation.reply_forms import alike
 from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.privacy import masks
-from polyfed.privacy.fixed_point import UNSIGNED
 
 
 class Summing(Protocol):
@@ -191,22 +190,13 @@ class SecureSum:
         return {client: Delivery(senders, every[:, place].contiguous(), bits) for client, place in places.items()}
 
     def _numbers(self, kind: type[Message], here: Session, replies: Replies, missing: dict[int, str]) -> None:
-        """Keep the masked integers of each client. Drop a client whose reply has a different form."""
-        groups, forms = here.cohort.summed(here.sent, self.options.min_clients), dict[str, Any]()
-        for client, reply in replies.items():
-            values = {(field, key): value for field, key, value in tensors(reply)}
-            listed = by_block(kind, values)
-            own = {block: [(e, values[e].shape, values[e].dtype) for e in listed.get(block, [])] for block in groups}
-            place = here.clients.index(client)
-            bits = {entry: 64 if kind.kinds[entry[0]] == LONG else self.options.bits for entry in values}
-            fine = all(values[entry].dtype.itemsize * 8 == bits[entry] for entry in values) and listed.keys() <= {
-                *groups
-            }
-            for block, form in own.items():
-                fine &= form == (forms.setdefault(block, form) if groups[block][place] else [])
-            if fine:
-                here.numbers[place] = {e: v.cpu().numpy().view(UNSIGNED[bits[e]]) for e, v in values.items()}
-            else:
+        """Keep the masked integers of each client. Drop a client whose reply differs from the form of most replies."""
+        groups = here.cohort.summed(here.sent, self.options.min_clients)
+        places = {client: here.clients.index(client) for client in replies}
+        sent = {places[client]: reply for client, reply in replies.items()}
+        here.numbers |= alike(kind, groups, sent, self.options.bits)
+        for client, place in places.items():
+            if place not in here.numbers:
                 missing[client] = "sent a masked reply of another form than the other clients"
 
     def _leave_out_small(self, here: Session) -> None:
@@ -273,7 +263,8 @@ class SecureSum:
         """Return the sums as real numbers.
 
         Raises:
-            Abandoned: a sum is out of range, so a mask was wrong.
+            Abandoned: a sum is out of range, so a mask was wrong, or see `_check_weights`.
+            RecipeError: see `_check_weights`.
         """
         alive = here.chosen(here.survivors)
         rows = self.registry.rows_of(alive)
@@ -302,12 +293,17 @@ class SecureSum:
         """Check that the clients multiplied their values by the weights by which the server divides the sums.
 
         Raises:
-            RecipeError: the sum of these weights differs from the sum in the client registry.
+            RecipeError: the sum of these weights is too large, because [engine] rows_cap limits the registry's weights.
+            Abandoned: the sum of these weights is wrong for another reason. A single client can cause this.
         """
         for by in {by for by in weighed.values() if by is not None and not self.withheld(by)}:
-            if round(float(real[by, None])) != sum(rows.values()):
+            told, known, limited = round(float(real[by, None])), sum(rows.values()), self.registry.limited & rows.keys()
+            text = f"the clients' weights ({by}) add up to {told}, and those of the client registry to {known}"
+            if told > known and limited:
                 raise RecipeError(
-                    f"the clients' weights ({by}) add up to {float(real[by, None]):.0f}, and those of the client "
-                    f"registry to {sum(rows.values())}. [engine] rows_cap cannot limit weights that the server does "
-                    "not see: set it to 0. If it is 0, a client's data has changed since it enrolled: start again"
+                    f"{text}, where [engine] rows_cap limits client {min(limited)}. It cannot limit weights that the "
+                    "server does not see: set it to 0, or leave out this client",
+                    ("engine", "rows_cap"),
                 )
+            if told != known:
+                raise Abandoned(f"{text}. A client lies, or its data has changed since it enrolled: start again")
