@@ -1,10 +1,19 @@
 """Reads the samples of a PyTorch dataset: the modalities of each sample, and its label, natural client and split."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyfed.core.errors import DataError, RecipeError, did_you_mean
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, did_you_mean
+from polyfed.core.problems import Problems
+from polyfed.data.cell_values import array_of
+from polyfed.data.given import ROLES, Given
+from polyfed.data.row_facts import as_array
+from polyfed.data.table_draft import Draft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +72,9 @@ def read_samples(samples: Sequence[Any], form: SampleForm) -> tuple[dict[str, li
     if lacking := [name for name in names if name not in held]:
         parts = samples[0] if isinstance(samples[0], Mapping) else samples[0][0]
         keys = [str(key) for key in parts if str(key) not in form.keys.values()]
+        inner = {str(key): cell for key, cell in parts.items() if isinstance(cell, Mapping) and lacking[0] in cell}
+        for key, cell in inner.items():
+            raise DataError(f"data: no sample has the modality '{lacking[0]}': its '{key}' {_nested(cell)}")
         raise DataError(f"data: no sample has the modality '{lacking[0]}'; {did_you_mean(lacking[0], keys)}")
     cells = {name: [parts.get(name) for parts, _ in rows] for name in names}
     return cells, {role: [facts[role] for _, facts in rows] for role in rows[0][1]}
@@ -115,3 +127,110 @@ def _of_keys(
     if form.modalities is not None:
         parts = {name: parts[name] for name in form.modalities if name in parts}
     return parts, facts
+
+
+def drafted_samples(data: Any, given: Given) -> Draft:
+    """Make a draft from a PyTorch dataset whose samples are (x, label), (x1, ..., label) or a dictionary."""
+    if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
+        raise RecipeError(
+            f"data is a {type(data).__name__} without a length: give a Dataset with len(data) and data[i]"
+        )
+    if len(data) == 0:
+        raise DataError("data has no rows. Check where it comes from")
+    samples = [data[row] for row in range(len(data))]
+    labelled = isinstance(given.labels, str) or (given.labels is None and _has_labels(samples[0], given))
+    named = {role: value for role in ROLES if isinstance(value := getattr(given, role), str)}
+    usual = _usual_keys(samples, given)
+    form = SampleForm.of(given.modalities, {"labels": "label"} | usual | named, labelled)
+    keys = named | {role: key for role, key in usual.items() if getattr(given, role) is None}
+    modalities, facts = read_samples(samples, form)
+    found: dict[str, Any] = {}
+    present: dict[str, Any] = {}
+    notes, problems = [], Problems()
+    for role, key in keys.items():
+        if role not in named:
+            meaning = "the natural client" if role == "clients" else "the split"
+            notes.append(f"the key '{key}' of the samples is {meaning} of each row, because {role}= names no other")
+            warnings.warn(
+                f"data: {notes[-1]}. To confirm this, write {role}='{key}'. If '{key}' is a modality, name all "
+                f"modalities, as in modalities=[{', '.join(map(repr, [*modalities, key]))}]",
+                PolyfedWarning,
+                stacklevel=4,
+            )
+    for name, cells in modalities.items():
+        with problems.noting():
+            _refuse_other_cells(name, cells)
+            found[name], there, note = array_of(list(map(_cell, cells)), f"data: modality '{name}'")
+            notes += [f"modality '{name}': {note}"] if note else []
+            if not there.all():
+                present[name] = there
+    problems.raise_all()
+    roles = {**keys, **({"labels": ""} if labelled else {})}
+    read = {role: as_array(list(map(_cell, facts[role])), f"data: the {role}") for role in roles}
+    return Draft(
+        name="data",
+        where="data",
+        modalities=found,
+        labels=read.get("labels", given.labels),
+        clients=read.get("clients", given.clients),
+        split=read.get("split", given.split),
+        present=present,
+        notes=tuple(notes),
+    )
+
+
+def _has_labels(sample: Any, given: Given) -> bool:
+    """Whether the samples of a dataset have a label. It may be missing only if the task needs no labels."""
+    if given.needs_labels:
+        return True
+    if isinstance(sample, Mapping):
+        return "label" in sample
+    if isinstance(sample[0], Mapping):
+        return len(sample) > 1
+    return given.modalities is None or len(sample) != len(given.modalities)
+
+
+def _usual_keys(samples: Sequence[Any], given: Given) -> dict[str, str]:
+    """Return role -> key, for clients and splits that samples hold under the usual keys and no argument names."""
+    found = {}
+    for role, key in (("clients", "client"), ("split", "split")):
+        free = not isinstance(getattr(given, role), str) and key not in (given.modalities or ())
+        if free and any(key in parts for sample in samples if isinstance(parts := _parts(sample), Mapping)):
+            found[role] = key
+    return found
+
+
+def _parts(sample: Any) -> Any:
+    """Return the dictionary of a sample, if it is or begins with one; otherwise the sample."""
+    return sample[0] if isinstance(sample, tuple | list) and sample else sample
+
+
+def _refuse_other_cells(name: str, cells: Sequence[Any]) -> None:
+    """Refuse cells of a modality that hold a word or a dictionary.
+
+    Raises:
+        DataError: such a cell exists; the message says what its key may be.
+    """
+    for row, cell in enumerate(cells):
+        where = f"data: modality '{name}', row {row}"
+        if isinstance(cell, str):
+            raise DataError(
+                f"{where} holds {cell[:40]!r}, which is no number and no list of numbers. If '{name}' is the natural "
+                f"client of a sample, write clients='{name}'. If it is the split, write split='{name}'. Otherwise, "
+                "name the keys to read, as in modalities=['image', 'audio']"
+            )
+        if isinstance(cell, Mapping) and "bytes" not in cell:  # a picture of the library `datasets` holds bytes
+            raise DataError(f"{where} {_nested(cell)}")
+
+
+def _nested(cell: Mapping[str, Any]) -> str:
+    """Return the part of an error text that says how to correct a dictionary inside a sample."""
+    return (
+        f"is a dictionary with the keys {', '.join(map(str, cell))}. A sample is one dictionary without others inside, "
+        "as in {'audio': a, 'text': t, 'label': y}; or a dictionary of the modalities and a label, as in "
+        "({'audio': a, 'text': t}, y)"
+    )
+
+
+def _cell(value: Any) -> Any:
+    return value.detach().cpu().numpy() if isinstance(value, Tensor) else value

@@ -1,8 +1,7 @@
 """Reads a pandas data frame: decides which columns are modalities, labels, natural clients and splits."""
 
-import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,17 +11,14 @@ from numpy.typing import NDArray
 from polyfed.core.counts import counted
 from polyfed.core.errors import DataError, PolyfedWarning, did_you_mean
 from polyfed.core.problems import Problems
-from polyfed.data.cell_values import array_of, is_list, is_missing
-from polyfed.data.column_grouping import chosen, grouped
-from polyfed.data.row_facts import missing
+from polyfed.data.cell_values import array_of, is_missing
+from polyfed.data.column_grouping import chosen
+from polyfed.data.column_guess import WRITTEN, Guess, guessed, kind_of, row_ids
+from polyfed.data.row_facts import missing, ordered_words
 from polyfed.data.table_draft import Draft
 
 if TYPE_CHECKING:
     import pandas as pd
-
-_WRITTEN = re.compile(r"\s*[-+]?(\d+([.,]\d*)?|[.,]\d+)([eE][-+]?\d+)?\s*")
-"""A number in words, with a decimal point or a decimal comma. A column in which at least half of the words are numbers,
-but not all, mixes words and numbers (ours)."""
 
 Partial = Literal["refuse", "absent"]
 Modalities = Mapping[str, str | Sequence[str]]
@@ -87,12 +83,16 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems
     groups, notes = _groups(frame, roles, where, problems)
     values: dict[str, Any] = {}
     present: dict[str, Any] = {}
+    cut: dict[str, Any] = {}
     for modality, group in groups.items():
         with problems.noting():
-            values[modality], there, note = _values(frame, group, f"{where}: modality '{modality}'", roles.partial)
-            if not there.all():
-                present[modality] = there
-            notes += [f"modality '{modality}': {note}"] if note else []
+            read = _values(frame, group, f"{where}: modality '{modality}'", roles.partial)
+            values[modality] = read.values
+            if not read.there.all():
+                present[modality] = read.there
+            if read.cut is not None:
+                cut[modality] = read.cut
+            notes += [f"modality '{modality}': {read.note}"] if read.note else []
     found: dict[str, Any] = {"labels": labels, "modalities": values}
     if labels is None and (roles.labels and "label" not in roles.optional):
         found["labels"] = np.zeros(len(frame), np.int64)  # the fault is among the problems
@@ -100,7 +100,9 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, roles: Roles, problems
     facts_of: dict[str, Any] = {"clients": facts["client"], "split": facts["split"], "class_names": names}
     ids = _fact(frame, "id", roles.ids, roles, where, problems)
     facts_of["ids"] = "rows" if ids is None else ids
-    return Draft(name=name, where=where, present=present, notes=tuple(notes), **(found | facts_of | more))
+    faulty = tuple(modality for modality in groups if modality not in values)
+    told: dict[str, Any] = {"present": present, "cut": cut, "faulty": faulty, "notes": tuple(notes)}
+    return Draft(name=name, where=where, **(told | found | facts_of | more))
 
 
 def _groups(
@@ -109,7 +111,7 @@ def _groups(
     """Return the columns of each modality, named or guessed, and sentences about the guess."""
     columns, special = list(frame.columns), {*roles.meaning}
     groups: Mapping[str, Sequence[str]]
-    guess = Guess({}, ())
+    guess = Guess({})
     if roles.modalities is None:
         guess = problems.attempt(lambda: guessed(frame, special)) or guess
         groups = guess.groups
@@ -119,75 +121,10 @@ def _groups(
     if not groups and not problems.found:
         beside = ", ".join(sorted(special & {*columns})) or "texts"
         problems.add(DataError(f"{where} has no column of numbers beside {beside}"))
-    if guess.texts and not problems.found:
-        warnings.warn(f"{where}: {guess.left_out}", PolyfedWarning, stacklevel=3)
+    if not problems.found:
+        for sentence in guess.left_out:
+            warnings.warn(f"{where}: {sentence}", PolyfedWarning, stacklevel=3)
     return groups, guess.notes
-
-
-@dataclass(frozen=True)
-class Guess:
-    """The guessed columns of each modality.
-
-    Attributes:
-        groups: modality -> its columns.
-        texts: columns that are left out, because they hold texts.
-    """
-
-    groups: dict[str, list[str]]
-    texts: tuple[str, ...]
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentences about the guess."""
-        notes = []
-        for modality, group in self.groups.items():
-            shown = group[0] if len(group) == 1 else f"{len(group)} columns {group[0]} to {group[-1]}"
-            notes.append(f"modality '{modality}': {shown}")
-        return [*notes, self.left_out] if self.texts else notes
-
-    @property
-    def left_out(self) -> str:
-        """A sentence on the columns that are left out; empty if there are none."""
-        if not self.texts:
-            return ""
-        return (
-            f"left out, because they hold texts: {', '.join(self.texts)}. If one of them names the client of a row, "
-            "name it as client. Texts to train on must be numbers or token ids; the source `hf` reads texts with a "
-            "pretrained model"
-        )
-
-
-def guessed(frame: "pd.DataFrame", special: Iterable[str]) -> Guess:
-    """Guess the columns of each modality from the names and types of the columns that are not in `special`.
-
-    Raises:
-        DataError: no valid name of a modality follows from the names of some columns.
-    """
-    found: dict[str, list[str]] = {"number": [], "list": [], "text": []}
-    for column in frame.columns:
-        if column in special:
-            continue
-        found[kind_of(frame[column])].append(column)
-    return Guess(grouped(found["number"], found["list"]), tuple(found["text"]))
-
-
-def kind_of(column: "pd.Series[Any]") -> Literal["number", "list", "text"]:
-    """Return what the cells of a column hold: single numbers, several numbers, or words.
-
-    A column that mixes numbers and words counts as a column of numbers. Reading the column then names the wrong cell.
-    """
-    if column.dtype.kind in "iufb":
-        return "number"
-    held = [cell for cell in column.tolist() if not is_missing(cell)]
-    if held and all(is_list(cell) for cell in held[:100]):
-        return "list"
-    single = [cell for cell in held if isinstance(cell, int | float | np.number)]
-    words = [cell for cell in held if isinstance(cell, str)]
-    if single:
-        return "number" if len(single) + len(words) == len(held) else "text"
-    written = sum(bool(_WRITTEN.fullmatch(word)) for word in words)
-    whole = written == len(words) and not any("," in word for word in words)
-    return "number" if written and 2 * written >= len(words) and not whole else "text"
 
 
 def _refuse_answers(groups: Mapping[str, Sequence[str]], roles: Roles, where: str, problems: Problems) -> None:
@@ -209,16 +146,6 @@ def _fact(frame: "pd.DataFrame", role: str, column: str, roles: Roles, where: st
         problems.add(DataError(f"{where} has no column '{column}' for the {role}s; {hint}"))
         return None
     return _facts(frame, column)
-
-
-IDS = ("id", "ids", "row_id")
-"""Names of columns of row ids."""
-
-
-def row_ids(frame: "pd.DataFrame", special: Iterable[str]) -> str:
-    """Return the column of the row ids, by its name in `IDS`; empty if there is none, or none holds numbers."""
-    names = (name for name in IDS if name in frame.columns and name not in special)
-    return next((name for name in names if kind_of(frame[name]) == "number"), "")
 
 
 def _ids_column(frame: "pd.DataFrame", roles: Roles) -> str:
@@ -243,10 +170,9 @@ def _labels(frame: "pd.DataFrame", roles: Roles, where: str) -> tuple[Any, tuple
         cure = "Several columns of labels are targets, which are numbers. If the labels are words, name one column"
         targets = [_numbers(frame, column, f"{where}: the labels", cure) for column in roles.labels]
         return np.stack(targets, 1), None
-    found, kind = _facts(frame, roles.label), frame[roles.label].dtype
-    if getattr(kind, "ordered", False):
-        levels = tuple(map(str, kind.categories))  # only a Categorical is ordered
-        return np.array([None if cell is None else str(cell) for cell in found.tolist()], dtype=object), levels
+    if (ordered := ordered_words(frame[roles.label])) is not None:
+        return ordered
+    found = _facts(frame, roles.label)
     if found.dtype.kind == "f" and len(found):
         gone = np.isnan(found)
         if gone.any() and (found[~gone] == np.round(found[~gone])).all():  # whole numbers, except for empty cells
@@ -265,12 +191,27 @@ def _facts(frame: "pd.DataFrame", column: str) -> NDArray[Any]:
     )
 
 
-def _values(
-    frame: "pd.DataFrame", group: Sequence[str], where: str, partial: Partial
-) -> tuple[Any, NDArray[np.bool_], str]:
-    """Return the values of a modality (N, ...), which rows have it, and a note."""
+@dataclass(frozen=True)
+class _Read:
+    """The values of a modality.
+
+    Attributes:
+        values: (N, ...).
+        there: bool (N,), which rows have the modality.
+        note: a sentence about the reading, or empty.
+        cut: bool (N,), the rows whose values were left out, because the row has only some of them; None if there are
+            none.
+    """
+
+    values: Any
+    there: NDArray[np.bool_]
+    note: str
+    cut: NDArray[np.bool_] | None = None
+
+
+def _values(frame: "pd.DataFrame", group: Sequence[str], where: str, partial: Partial) -> _Read:
     if len(group) == 1 and kind_of(frame[group[0]]) == "list":
-        return array_of(frame[group[0]].tolist(), where)
+        return _Read(*array_of(frame[group[0]].tolist(), where))
     problems = Problems()
     cure = "You can also leave the column out: `modalities` names the columns to use"
     read = [problems.attempt(lambda column=column: _numbers(frame, column, where, cure)) for column in group]  # type: ignore[misc]
@@ -291,7 +232,7 @@ def _values(
                 "without this modality"
             )
         there, note = there & ~partly, f"{text}; such rows count as rows without it"
-    return np.where(there[:, None], values, np.float32(0.0)), there, note
+    return _Read(np.where(there[:, None], values, np.float32(0.0)), there, note, partly if note else None)
 
 
 def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> NDArray[np.float32]:
@@ -308,7 +249,7 @@ def _numbers(frame: "pd.DataFrame", column: str, where: str, otherwise: str) -> 
     if (wrong := np.isnan(values) & ~gone).any():
         row = int(wrong.argmax())
         cell = frame[column].iloc[row]
-        comma = isinstance(cell, str) and "," in cell and _WRITTEN.fullmatch(cell)
+        comma = isinstance(cell, str) and "," in cell and WRITTEN.fullmatch(cell)
         cure = "Write decimal points instead of decimal commas" if comma else "Give numbers only"
         raise DataError(
             f"{where}: column '{column}' holds {cell!r} at row {row} among its numbers. {cure}. {otherwise}"

@@ -1,7 +1,17 @@
 """The rule for arrays and tensors: a row whose entries are all NaN lacks the modality."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
+
+from polyfed.core.counts import counted
+from polyfed.core.errors import DataError
+
+_PIECE = 256
+"""Rows that are read at a time (ours)."""
 
 
 def without_nan_rows(values: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -23,3 +33,61 @@ def without_nan_rows(values: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Ten
     if not bool(there.all()):
         values = torch.where(there.reshape(-1, *[1] * (values.dim() - 1)), values, 0.0)
     return values, there, empty.any(1) & there
+
+
+def zero_nan_rows(values: Tensor, where: str) -> Tensor | None:
+    """Set the rows of one modality that are all NaN to zero, in place, so that memory-mapped values are not copied.
+
+    Args:
+        values: samples (N, ...) with at least two axes, which nobody else uses.
+        where: the name of the values in messages.
+
+    Returns:
+        bool (N,), false for these rows; None if there are none.
+
+    Raises:
+        DataError: every row is NaN.
+    """
+    if not values.is_floating_point() or not values.numel():
+        return None
+    first = values[(slice(None), *[0] * (values.dim() - 1))]
+    rows = first.isnan().nonzero()[:, 0]  # only these rows can be all NaN, and they are few in most files
+    empty = torch.cat([part[values[part].isnan().flatten(1).all(1)] for part in torch.split(rows, _PIECE)])
+    if not len(empty):
+        return None
+    if len(empty) == len(values):
+        raise DataError(f"{where} is missing in every row. Leave it out, or look for the file or column it comes from")
+    values[empty] = 0.0
+    there = torch.ones(len(values), dtype=torch.bool)
+    there[empty] = False
+    return there
+
+
+def refuse_bare_rows(present: Mapping[str, Tensor], where: str, cut: Mapping[str, Any]) -> None:
+    """Refuse rows that lack every modality.
+
+    Args:
+        present: modality -> bool (N,), which rows have it, with an entry for every modality.
+        where: the name of the data in messages.
+        cut: modality -> bool (N,), the rows whose values were left out, because the row has only some of them.
+
+    Raises:
+        DataError: some rows lack every modality.
+    """
+    bare = ~torch.stack(list(present.values())).any(0) if present else torch.zeros(0, dtype=torch.bool)
+    if not bool(bare.any()):
+        return
+    text = (
+        f"{where}: {counted(int(bare.sum()), 'row lacks', 'rows lack')} every modality, first row "
+        f"{int(bare.nonzero()[0, 0])}. "
+    )
+    cure = "Leave these rows out"
+    for name, rows in cut.items():
+        if bool((partly := bare & torch.as_tensor(np.asarray(rows))).any()):
+            count = counted(int(partly.sum()), "of these rows has", "of these rows have")
+            text += (
+                f"{count} some cells of '{name}', which partial = 'absent' leaves out, first row "
+                f"{int(partly.nonzero()[0, 0])}. "
+            )
+            cure = "Fill in the empty cells of these rows, and leave out rows without any cell"
+    raise DataError(text + cure)

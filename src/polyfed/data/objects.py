@@ -1,22 +1,22 @@
 """Makes a table from objects in memory: tensors, arrays, data frames, and datasets of PyTorch and Hugging Face."""
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.problems import Problems
-from polyfed.data.cell_values import array_of
 from polyfed.data.column_grouping import column_names
 from polyfed.data.columns import Columns
-from polyfed.data.dataset_samples import SampleForm, read_samples
-from polyfed.data.frames import Modalities, Partial, Roles, drafted
+from polyfed.data.dataset_samples import drafted_samples
+from polyfed.data.frames import Roles, drafted
+from polyfed.data.given import Given
 from polyfed.data.reading_options import ReadingOptions, with_masks
-from polyfed.data.row_facts import SPLITS, as_array, plain
+from polyfed.data.row_facts import SPLITS, as_array, ordered_words, plain
 from polyfed.data.split_objects import is_frame, is_hugging_face, join_arrays, refuse_other_columns, same_order
 from polyfed.data.table_draft import Draft, columns_of
 
@@ -24,40 +24,6 @@ ALLOWED = (
     "a dictionary of tensors or arrays by modality, a pandas data frame, a torch.utils.data.Dataset, a data set of the "
     "Hugging Face library datasets, polyfed.data.Columns, or the path of a file"
 )
-
-
-ROLES = ("labels", "clients", "split")
-"""The facts of a row, which a data set or the caller gives."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Given:
-    """The caller's description of data in memory.
-
-    Attributes:
-        labels: labels of the rows. For data frames and datasets, also the name of a column or key, by default `label`.
-        clients: natural client of each row, or the name of a column or key.
-        split: split of each row, or the name of a column or key.
-        modalities: for data frames: modality -> a column, a pattern, or a list of these. For datasets: the names of the
-            parts of a sample. If a sample is a dictionary, its other keys are not read.
-        present: modality -> bool (N,), False if a row lacks the modality.
-        class_names: names of the classes in order of their numbers.
-        ids: sample ids of the rows, distinct integers (N,); or `rows`, if row i of every array is the same sample.
-        layout: modality -> axes of a sample, for modalities where the guess is wrong; see `laid_out`.
-        partial: what to do with rows of a data frame that have only some cells of a modality.
-        needs_labels: whether the task needs labels.
-    """
-
-    labels: Any = None
-    clients: Any = None
-    split: Any = None
-    modalities: Modalities | Sequence[str] | None = None
-    present: Mapping[str, Any] | None = None
-    class_names: Sequence[str] | None = None
-    ids: Any = None
-    layout: Mapping[str, str] | None = None
-    partial: Partial = "refuse"
-    needs_labels: bool = True
 
 
 def table_of(
@@ -92,6 +58,9 @@ def table_of(
         test_share=test_share,
     )
     given = replace(given, class_names=options.class_names, layout=options.layout)
+    if (ordered := ordered_words(given.labels)) is not None:
+        words, levels = ordered
+        given = replace(given, labels=words, class_names=given.class_names or levels)
     problems = Problems()
     draft = _draft(data, given, problems)
     extra: dict[str, Any] = {
@@ -118,7 +87,7 @@ def _draft(data: Any, given: Given, problems: Problems) -> Draft:
             problems,
         )
     if isinstance(data, Dataset):
-        return _of_dataset(data, given)
+        return drafted_samples(data, given)
     if isinstance(data, Mapping):
         if not data:
             raise RecipeError("data is an empty dictionary: give at least one modality, as in data={'image': x}")
@@ -203,58 +172,6 @@ def _shown(value: Any) -> str:
     return repr(value) if value is None or np.isscalar(value) else f"a {type(value).__name__}"
 
 
-def _of_dataset(data: Any, given: Given) -> Draft:
-    """Make a draft from a PyTorch dataset whose samples are (x, label), (x1, ..., label) or a dictionary."""
-    if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
-        raise RecipeError(
-            f"data is a {type(data).__name__} without a length: give a Dataset with len(data) and data[i]"
-        )
-    if len(data) == 0:
-        raise DataError("data has no rows. Check where it comes from")
-    samples = [data[row] for row in range(len(data))]
-    labelled = isinstance(given.labels, str) or (given.labels is None and _has_labels(samples[0], given))
-    keys = {role: value for role in ROLES if isinstance(value := getattr(given, role), str)}
-    form = SampleForm.of(given.modalities, {"labels": "label"} | keys, labelled)
-    modalities, facts = read_samples(samples, form)
-    found: dict[str, Any] = {}
-    present: dict[str, Any] = {}
-    notes, problems = [], Problems()
-    for name, cells in modalities.items():
-        with problems.noting():
-            found[name], there, note = array_of(list(map(_cell, cells)), f"data: modality '{name}'")
-            notes += [f"modality '{name}': {note}"] if note else []
-            if not there.all():
-                present[name] = there
-    problems.raise_all()
-    roles = {**keys, **({"labels": ""} if labelled else {})}
-    read = {role: as_array(list(map(_cell, facts[role])), f"data: the {role}") for role in roles}
-    return Draft(
-        name="data",
-        where="data",
-        modalities=found,
-        labels=read.get("labels", given.labels),
-        clients=read.get("clients", given.clients),
-        split=read.get("split", given.split),
-        present=present,
-        notes=tuple(notes),
-    )
-
-
-def _has_labels(sample: Any, given: Given) -> bool:
-    """Whether the samples of a dataset have a label. It may be missing only if the task needs no labels."""
-    if given.needs_labels:
-        return True
-    if isinstance(sample, Mapping):
-        return "label" in sample
-    if isinstance(sample[0], Mapping):
-        return len(sample) > 1
-    return given.modalities is None or len(sample) != len(given.modalities)
-
-
-def _cell(value: Any) -> Any:
-    return value.detach().cpu().numpy() if isinstance(value, Tensor) else value
-
-
 def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Draft:
     """Make a draft from one data frame or dataset for each split."""
     if strange := [name for name in data if str(name).lower() not in SPLITS]:
@@ -286,15 +203,18 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
     sizes = {name: len(next(iter(draft.modalities.values()))) for name, draft in drafts.items()}
     found = [np.asarray(draft.labels) for draft in labelled.values()]
     labels = np.concatenate(found) if len(labelled) == len(drafts) else None
-    first = next(iter(drafts.values()))
+    first, held = next(iter(drafts.values())), list(drafts.items())
     joined = {
         name: join_arrays([draft.modalities[name] for draft in drafts.values()], name, problems) for name in names
     }
-    present = {
-        name: np.concatenate([np.asarray(d.present.get(name, np.ones(sizes[n], bool))) for n, d in drafts.items()])
-        for name in names
-        if any(name in draft.present for draft in drafts.values())
-    }
+    present, cut = (
+        {
+            name: np.concatenate([np.asarray(getattr(d, role).get(name, np.full(sizes[n], rest))) for n, d in held])
+            for name in names
+            if any(name in getattr(draft, role) for draft in drafts.values())
+        }
+        for role, rest in (("present", True), ("cut", False))
+    )
     problems.raise_all()
     clients = [draft.clients for draft in drafts.values()]
     return replace(
@@ -305,6 +225,7 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
         clients=None if any(c is None for c in clients) else np.concatenate([np.asarray(c) for c in clients]),
         split=np.concatenate([np.full(size, SPLITS[str(name).lower()]) for name, size in sizes.items()]),
         present=present,
+        cut=cut,
     )
 
 

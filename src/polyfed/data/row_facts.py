@@ -19,6 +19,10 @@ MANY_CLASSES = 1000
 """Labels with more classes than rows, and more classes than this, are refused, because they cannot be classes
 (inferred)."""
 
+_UNEQUAL = (
+    "{}: the rows differ in length. Give one entry for each row; or several targets, the same number for each row"
+)
+
 SPLITS: Mapping[str, int] = {
     "train": TRAIN,
     "training": TRAIN,
@@ -57,7 +61,7 @@ def labels_of(values: Any, where: str, names: Sequence[str] | None = None) -> La
     numbers. Floats, and arrays with several targets for each row, become float32, with NaN for unknown targets.
 
     Args:
-        values: (N,) or (N, T).
+        values: (N,) or (N, T). Words, whole numbers and booleans of the shape (N, 1) are read like (N,).
         where: the name of the labels in messages.
         names: names of the classes in order of their numbers; None if they are not known.
 
@@ -65,6 +69,8 @@ def labels_of(values: Any, where: str, names: Sequence[str] | None = None) -> La
         DataError: The labels are neither numbers nor words, are mixed, or some are missing.
     """
     array = plain(values, where)
+    if array.ndim == 2 and array.shape[1] == 1 and array.dtype.kind in "iubU":
+        array = array[:, 0]
     if array.dtype.kind == "U":
         return _words(array, where, names)
     if array.dtype.kind not in "iubf":
@@ -92,7 +98,7 @@ def clients_of(values: Any, where: str) -> Tensor:
     Raises:
         DataError: The values are neither words nor whole numbers, or some are missing.
     """
-    array = plain(values, where)
+    array = _whole(plain(values, where), where, "integers or strings")
     if array.dtype.kind not in "iuU" or array.ndim != 1:
         raise DataError(f"{where} must hold integers or strings, one a row; it is {array.dtype} {array.shape}")
     return torch.from_numpy(np.unique(array, return_inverse=True)[1].astype(np.int64))
@@ -104,7 +110,7 @@ def ids_of(values: Any, where: str) -> Tensor:
     Raises:
         DataError: The values are no whole numbers, some are missing, or two rows have the same id.
     """
-    array = plain(values, where)
+    array = _whole(plain(values, where), where)
     if array.dtype.kind not in "iu" or array.ndim != 1:
         raise DataError(f"{where} must hold one whole number for each row; it is {array.dtype} {array.shape}")
     distinct, counts = np.unique(array, return_counts=True)
@@ -129,24 +135,57 @@ def splits_of(values: Any, where: str) -> Tensor:
         if unknown:
             raise DataError(f"{where} holds '{unknown[0]}'; allowed: {', '.join(SPLITS)}, or codes from 0 to 3")
         return torch.tensor([SPLITS[word.lower()] for word in array.tolist()], dtype=torch.int8)
+    array = _whole(array, where)
     if array.dtype.kind not in "iub" or array.ndim != 1:
         raise DataError(f"{where} must hold 0 train, 1 test, 2 validation or 3 left out, or words such as 'train'")
     return torch.from_numpy(array.astype(np.int64)).clamp(-1, 127).to(torch.int8)
 
 
+def _whole(array: NDArray[Any], where: str, wanted: str = "integers") -> NDArray[Any]:
+    """Return the array, unless it holds floats that say how to correct it.
+
+    Raises:
+        DataError: Entries are NaN, or all entries are whole numbers of a float type.
+    """
+    if array.dtype.kind == "f" and array.ndim == 1:
+        if (gone := np.isnan(array)).any():
+            raise missing(gone, where)
+        if (array == np.round(array)).all():
+            raise DataError(
+                f"{where} must hold {wanted}, and its whole numbers are of the type {array.dtype}. Convert them to "
+                "integers, as in values.astype(int)"
+            )
+    return array
+
+
+def ordered_words(values: Any) -> tuple[NDArray[Any], tuple[str, ...]] | None:
+    """Return the words (N,) and the levels of an ordered pandas Categorical; None for other values.
+
+    An empty entry is None. The levels are the names of the classes in order.
+
+    Args:
+        values: a Categorical, or a column or index of this type.
+    """
+    kind = getattr(values, "dtype", None)
+    if not getattr(kind, "ordered", False) or not hasattr(kind, "categories"):
+        return None
+    words = [None if is_missing(cell) else str(cell) for cell in values]
+    return np.array(words, dtype=object), tuple(map(str, kind.categories))
+
+
 def as_array(values: Any, where: str) -> NDArray[Any]:
-    """Return a tensor, an array or a list as an array.
+    """Return a tensor, an array or a list as an array. A list that contains words keeps the type of each entry.
 
     Raises:
         DataError: The rows of a list differ in length.
     """
     try:
-        return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+        array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+        # NumPy would turn the numbers of a list that mixes numbers and words into words
+        keeps = array.dtype.kind == "U" and isinstance(values, list | tuple)
+        return np.array(values, dtype=object) if keeps else array
     except ValueError:
-        raise DataError(
-            f"{where}: the rows differ in length. Give one entry for each row; or several targets, the same number "
-            "for each row"
-        ) from None
+        raise DataError(_UNEQUAL.format(where)) from None
 
 
 def plain(values: Any, where: str) -> NDArray[Any]:
@@ -172,7 +211,10 @@ def plain(values: Any, where: str) -> NDArray[Any]:
             f"{where} mixes words and numbers: '{entries[word]}' at row {word}, {entries[number]!r} at row {number}. "
             "Write all of them as words, or all as numbers"
         )
-    found = as_array(entries, where)
+    try:
+        found = np.asarray(entries)
+    except ValueError:
+        raise DataError(_UNEQUAL.format(where)) from None
     return found if array.ndim == 1 else found.reshape(array.shape)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from polyfed.core.errors import DataError
 from polyfed.core.problems import Problems
-from polyfed.data.frames import kind_of
+from polyfed.data.column_guess import UNNAMED, kind_of
 
 
 def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Sequence[Any]) -> None:
@@ -33,7 +33,8 @@ def refuse_other_columns(data: Mapping[str, Any], modalities: object, named: Seq
             columns[name] = Counter(frame.columns)
             kinds = {column: kind_of(frame[column]) for column, count in columns[name].items() if count == 1}
             roles = {word for word in ("label", "client", *named) if isinstance(word, str)}
-            held[name] = {column for column, kind in kinds.items() if kind != "text" or column in roles}
+            read = {column for column, kind in kinds.items() if kind != "text" and not UNNAMED.fullmatch(column)}
+            held[name] = read | (roles & kinds.keys())
     if modalities is None:
         every = sorted(set().union(*held.values()))
         for name in held:
@@ -73,6 +74,12 @@ def join_arrays(arrays: Sequence[Any], name: str, problems: Problems) -> Any:
         problems.add(DataError(f"data: modality '{name}' has samples of shape {found} in different splits"))
         return arrays[0]
     return np.concatenate([np.asarray(array) for array in arrays])
+
+
+def has_columns(data: Any) -> bool:
+    """Whether data in memory is a table with columns, or consists of such tables, one for each split."""
+    parts = list(data.values()) if isinstance(data, Mapping) else [data]
+    return bool(parts) and all(is_frame(part) or is_hugging_face(part) for part in parts)
 
 
 def is_frame(data: Any) -> bool:

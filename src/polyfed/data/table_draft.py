@@ -16,7 +16,7 @@ from polyfed.core.problems import Problems
 from polyfed.data.columns import Column, Columns, standardised
 from polyfed.data.layout import laid_out, tensor_of
 from polyfed.data.leaked_labels import refuse_leaked_labels
-from polyfed.data.missing_rows import without_nan_rows
+from polyfed.data.missing_rows import refuse_bare_rows, without_nan_rows
 from polyfed.data.row_facts import Labels, clients_of, ids_of, labels_of, splits_of, unlabelled
 from polyfed.data.splits import drawn
 
@@ -34,6 +34,8 @@ class Draft:
         clients: Natural client of each row (N,), or None.
         split: Split of each row (N,), or None.
         present: Modality -> bool (N,), for modalities that some rows lack.
+        cut: Modality -> bool (N,), the rows whose values were left out, because the row has only some of them.
+        faulty: Modalities that could not be read. Their faults are known.
         class_names: Names of the classes or targets, or None.
         ids: Sample ids of the rows, distinct integers (N,). With "rows", or in a table of records, row numbers are the
             ids. None means that there are none.
@@ -48,6 +50,8 @@ class Draft:
     clients: Any = None
     split: Any = None
     present: Mapping[str, Any] = field(default_factory=dict)
+    cut: Mapping[str, Any] = field(default_factory=dict)
+    faulty: tuple[str, ...] = ()
     class_names: Sequence[str] | None = None
     ids: Any = "rows"
     layout: Mapping[str, str] = field(default_factory=dict)
@@ -209,12 +213,6 @@ def _check_rows(
         )
     if num == 0:
         problems.add(DataError(f"{draft.where} has no rows. Check where it comes from"))
-    if not unequal and len(present) == len(draft.modalities) and present:
-        bare = ~torch.stack(list(present.values())).any(0)
-        if bool(bare.any()):
-            problems.add(
-                DataError(
-                    f"{draft.where}: {counted(int(bare.sum()), 'row lacks', 'rows lack')} every modality, first row "
-                    f"{int(bare.nonzero()[0, 0])}. Leave these rows out"
-                )
-            )
+    if not unequal and not draft.faulty and len(present) == len(draft.modalities):
+        with problems.noting():
+            refuse_bare_rows(present, draft.where, draft.cut)

@@ -11,9 +11,9 @@ from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.problems import Problems
 from polyfed.data import Columns
 from polyfed.data.column_grouping import column_names
+from polyfed.data.column_guess import guessed, row_ids
 from polyfed.data.columns import moments, standardised
 from polyfed.data.files import Arrays, existing
-from polyfed.data.frames import guessed, row_ids
 from polyfed.data.sources.npz import Npz
 from polyfed.data.sources.table import SUFFIXES, Table, read
 from polyfed.experiment.defaults import vocabulary_of
@@ -90,7 +90,7 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
         reader: Table = build("[data]", Table, table)
         source, columns = reader, reader.columns_of(frame, found, problems)
     notes += columns.notes
-    if "standardise" not in table and (uneven := _uneven(columns)):
+    if "standardise" not in table and (uneven := uneven_features(columns)):
         table["standardise"] = uneven
         text = f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled (standardise)"
         notes.append(text)
@@ -151,7 +151,7 @@ def _of_table(
             table["ids"] = ids
         guess = guessed(frame, {*special, table.get("ids", "")})
         notes += guess.notes
-        remarks += [f"'{path}': {guess.left_out}"] if guess.texts else []
+        remarks += [f"'{path}': {sentence}" for sentence in guess.left_out]
         table["modalities"] = {name: _pattern(group, columns) for name, group in guess.groups.items()}
     if "partial" not in table:
         words = {name: [group] if isinstance(group, str) else group for name, group in table["modalities"].items()}
@@ -183,8 +183,8 @@ def _roles(names: Sequence[str], options: Mapping[str, Any], where: str, needs_l
     return {"label": ""} | table
 
 
-def _uneven(columns: Columns) -> list[str]:
-    """Modalities of float vectors whose features are far from mean 0 and deviation 1."""
+def uneven_features(columns: Columns) -> list[str]:
+    """Return the modalities of float vectors whose features are far from mean 0 and deviation 1 in training rows."""
     found = []
     rows = columns.rows(0)
     for name, column in columns.modalities.items():

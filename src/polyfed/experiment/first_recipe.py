@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 import numpy as np
 
+from polyfed.core.errors import PolyfedWarning
 from polyfed.core.json_and_toml import parse_toml
 from polyfed.data import Columns
 from polyfed.data.sources.npz import Npz
@@ -15,6 +17,7 @@ from polyfed.experiment.defaults import encoder_for, encoder_text, kind_of
 from polyfed.experiment.file_reading import read_file
 from polyfed.experiment.recipe import parse_recipe
 from polyfed.experiment.task_choice import needs_labels
+from polyfed.objective.targets import doubtful_targets
 
 FEW = 20
 """Training rows that a client should have: fewer clients are suggested if the rows do not suffice."""
@@ -47,6 +50,8 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     reading = read_file(path, options, needs_labels=needs_labels(task))
     source, columns, table = reading.source, reading.columns, dict(reading.table)
     notes = list(columns.notes)
+    if task is None and (remark := doubtful_targets(columns)):
+        warn(remark, PolyfedWarning, stacklevel=3)
     if "split" not in table:
         table["test_share"] = source.test_share
     name = "npz" if isinstance(source, Npz) else "table"

@@ -14,14 +14,16 @@ from polyfed.core.errors import PolyfedWarning, RecipeError, did_you_mean
 from polyfed.core.schema import checked
 from polyfed.data import Source
 from polyfed.data.columns import Columns
-from polyfed.data.objects import Given, table_of
+from polyfed.data.given import Given
+from polyfed.data.objects import table_of
 from polyfed.data.sources.memory import Memory
-from polyfed.experiment.file_reading import read_file
+from polyfed.data.split_objects import has_columns
+from polyfed.experiment.file_reading import read_file, uneven_features
 from polyfed.experiment.overrides import SECTIONS, homes
 from polyfed.experiment.recipe import Recipe, parse_recipe
 from polyfed.model import ModelSpec
 from polyfed.objective import Objective
-from polyfed.objective.targets import float_classes
+from polyfed.objective.targets import doubtful_targets
 
 
 class DataOptions(TypedDict, total=False):
@@ -116,7 +118,8 @@ def make_recipe(data: Any, **options: Unpack[DataOptions]) -> Recipe:
         section.setdefault("partition", "by-client")
     made = parse_recipe(table, name="memory")  # faults of the options come before those of the data
     source, columns = _source(data, read, natural, made.task)
-    if made.task is None and (remark := float_classes(columns)):
+    # for data in files, each run warns anew, because a recipe's file can name them
+    if made.task is None and isinstance(source, Memory) and (remark := doubtful_targets(columns)):
         warn(remark, PolyfedWarning, stacklevel=3)
     if columns.client is not None and "partition" not in section and "num" not in section:
         section["partition"] = "by-client"
@@ -247,4 +250,8 @@ def _source(data: Any, read: Mapping[str, Any], natural: Any, task: Objective | 
     described = {name: value for name, value in read.items() if name not in ("test_share", "standardise")}
     held = Given(clients=natural, needs_labels=needs_labels, **described)
     columns = table_of(data, held, test_share=share, standardise=standardise)
+    if "standardise" not in read and has_columns(data) and (uneven := uneven_features(columns)):
+        text = f"{', '.join(uneven)}: features differ in size, which slows or prevents learning"
+        cure = "standardise=True shifts and scales them; standardise=False keeps them without this warning"
+        warn(f"data: {text}. {cure}", PolyfedWarning, stacklevel=5)
     return Memory.of(columns), columns

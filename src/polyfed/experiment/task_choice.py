@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 from typing import Any
+from warnings import warn
 
 from polyfed.algorithms import ALGORITHMS
-from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.core.registry import find, name_of
 from polyfed.data import Columns, Population
+from polyfed.data.sources import Memory
 from polyfed.experiment.recipe import Recipe, as_table
 from polyfed.objective import CLASSES, OBJECTIVES, Classification, Objective, guessed
+from polyfed.objective.targets import doubtful_targets
 
 
 def with_task(recipe: Recipe, columns: Columns) -> Recipe:
@@ -39,6 +42,8 @@ def prepared(recipe: Recipe, columns: Columns) -> Columns:
     Raises:
         DataError: the labels do not fit the task.
     """
+    if recipe.task is None and not isinstance(recipe.data, Memory) and (remark := doubtful_targets(columns)):
+        warn(remark, PolyfedWarning, stacklevel=3)  # `make_recipe` warned about data in memory
     objective = with_task(recipe, columns).task
     assert objective is not None
     if objective.LABELLED and not columns.labelled:

@@ -26,15 +26,26 @@ def looks_like(label: Tensor) -> str:
     return "multi-label" if bool(((known == 0) | (known == 1)).all()) else "regression"
 
 
-def float_classes(columns: Columns) -> str:
-    """Return a remark on one label a row that is a whole number of a float type, or an empty text for other labels.
+def doubtful_targets(columns: Columns) -> str:
+    """Return a remark on targets that may be class numbers in another form, or an empty text for other labels.
 
-    Such labels may be class numbers that were stored as floats. `looks_like` takes them for targets.
+    One such form is one whole number a row, of a float type. Another is one-hot: T numbers a row, one of them 1 and the
+    others 0. `looks_like` takes both for targets.
     """
     label = columns.label
-    if not label.is_floating_point() or (label.dim() == 2 and label.shape[1] > 1):
+    if not label.is_floating_point():
         return ""
     known = label[~label.isnan()]
+    if label.dim() == 2 and label.shape[1] > 1:
+        one_hot = len(known) == label.numel() and looks_like(label) == "multi-label" and bool((label.sum(1) == 1).all())
+        if not one_hot:
+            return ""
+        return (
+            f"data '{columns.name}': exactly one of the {label.shape[1]} labels of each row is 1, as in one-hot "
+            "labels. Labels of several columns are targets, so the task is 'multi-label'. If the labels are classes, give "
+            "one class number for each row, as in labels.argmax(1). Otherwise, name the task, as in [task] name = "
+            "'multi-label'"
+        )
     if not len(known) or bool((known != known.round()).any()):
         return ""
     return (

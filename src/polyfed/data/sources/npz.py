@@ -17,6 +17,7 @@ from polyfed.data.files import Arrays, stored_name
 from polyfed.data.labels import num_targets
 from polyfed.data.layout import Layout, laid_out
 from polyfed.data.leaked_labels import refuse_leaked_labels
+from polyfed.data.missing_rows import refuse_bare_rows, zero_nan_rows
 from polyfed.data.row_facts import Labels, clients_of, ids_of, labels_of, splits_of, unlabelled
 from polyfed.data.sources.base import Facts, Source
 from polyfed.data.splits import drawn
@@ -30,15 +31,16 @@ class Npz(Source):
     """Your own data, without code: an array for each modality, an array of labels, and optional arrays named below.
 
     A folder of `<array>.npy` files can replace an `.npz`. Its arrays are memory-mapped, for data larger than memory. A
-    boolean array `<modality>_present` marks the rows that have the modality; without this array, all rows have it.
+    boolean array `<modality>_present` marks the rows that have the modality; without this array, all rows have it. A
+    row whose values are all NaN lacks the modality too.
 
     Attributes:
         path: The `.npz` file, or the folder of `.npy` files.
         modalities: Names of the arrays that are modalities, in this order.
         label: Array of the labels. Class numbers 0..C-1 (N,); words (N,), which are numbered in sorted order and kept
             as names; or targets (N,) or (N, T) for objectives other than classification. Targets are floats, with NaN
-            for an unknown target, or integers (N, T). A boolean array `<label>_known` of the same shape may mark the
-            known targets. Empty if there are no labels, for a task that needs none.
+            for an unknown target, or integers (N, T) with at least two columns. A boolean array `<label>_known` of the
+            same shape may mark the known targets. Empty if there are no labels, for a task that needs none.
         client: Array of the natural client of each row: integers or strings, numbered in sorted order.
         split: Array of split codes: 0 train, 1 test, 2 validation, 3 left out; or the words train, test, validation.
         split_personal: Array of split codes within each natural client: 0 train, 1 test, 2 guard row.
@@ -100,7 +102,10 @@ class Npz(Source):
         problems = Problems()
         label = problems.attempt(lambda: self._labels(arrays))
         found = {name: problems.attempt(lambda name=name: self._column(arrays, name)) for name in self.modalities}  # type: ignore[misc]
-        present = problems.attempt(lambda: self._presence(arrays))
+        columns_of = {name: made[0] for name, made in found.items() if made is not None}
+        present = problems.attempt(
+            lambda: self._presence(arrays, {name: made[1] for name, made in found.items() if made is not None})
+        )
         client = problems.attempt(lambda: self._client(arrays))
         ids = problems.attempt(lambda: self._ids(arrays))
         codes = {key: problems.attempt(lambda key=key: self._codes(arrays, key)) for key in ("split", "split_personal")}  # type: ignore[misc]
@@ -109,7 +114,7 @@ class Npz(Source):
         split = codes["split"]
         columns = Columns(
             name=stored_name(arrays.path),
-            modalities={name: column for name, column in found.items() if column is not None},
+            modalities=columns_of,
             label=label.values,
             num_classes=label.num_classes,
             split=drawn(label.values, self.test_share, self.seed) if split is None else split,
@@ -123,6 +128,9 @@ class Npz(Source):
             split_personal=codes["split_personal"],
             notes=(label.note,) if label.note else (),
         )
+        empty = {name: made[1] for name, made in found.items() if made is not None and made[1] is not None}
+        if len(empty) == len(columns.modalities):
+            refuse_bare_rows(empty, f"'{arrays.path}'", {})
         refuse_leaked_labels(columns)
         return standardised(columns, self.standardise)
 
@@ -136,6 +144,8 @@ class Npz(Source):
         if mask not in arrays:
             return found
         known, shape = arrays[mask], tuple(found.values.shape)
+        if known.shape == (*shape, 1):  # labels (N, 1) became (N,)
+            known = known[:, 0]
         if known.dtype != np.bool_ or known.shape != shape:
             raise DataError(
                 f"'{arrays.path}': array '{mask}' says which labels are known; it must be bool {shape}, "
@@ -181,12 +191,22 @@ class Npz(Source):
         name = self._named(arrays, "client")
         return None if name is None else clients_of(arrays[name], f"'{arrays.path}': array '{name}'")
 
-    def _presence(self, arrays: Arrays) -> dict[str, Tensor]:
-        found = (name for name in self.modalities if f"{name}_present" in arrays)
-        return {name: arrays.integers(f"{name}_present").bool() for name in found}
+    def _presence(self, arrays: Arrays, held: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Return which rows have each modality: a row needs a value that is not NaN, and no mark that it lacks it."""
+        found = {name: there for name, there in held.items() if there is not None}
+        for name in self.modalities:
+            if f"{name}_present" in arrays:
+                marked = arrays.integers(f"{name}_present").bool()
+                there = found.get(name)
+                fits = there is not None and there.shape == marked.shape  # `Columns` refuses another length
+                found[name] = marked & there if fits and there is not None else marked
+        return found
 
-    def _column(self, arrays: Arrays, name: str) -> Column:
-        return laid_out(arrays.features(name), self.layout.get(name), f"'{arrays.path}': array '{name}'")
+    def _column(self, arrays: Arrays, name: str) -> tuple[Column, Tensor | None]:
+        """Return the column of a modality, and which rows have it, or None if no row is all NaN."""
+        where, values = f"'{arrays.path}': array '{name}'", arrays.features(name)
+        there = zero_nan_rows(values, where)
+        return laid_out(values, self.layout.get(name), where), there
 
     @classmethod
     def describe(cls) -> Facts:

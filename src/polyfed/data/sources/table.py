@@ -13,9 +13,10 @@ from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
 from polyfed.core.problems import Problems
 from polyfed.core.schema import BELOW_ONE, check_ranges
 from polyfed.data.checks import require
+from polyfed.data.column_guess import guessed
 from polyfed.data.columns import Columns
 from polyfed.data.files import existing
-from polyfed.data.frames import Partial, Roles, drafted, guessed
+from polyfed.data.frames import Partial, Roles, drafted
 from polyfed.data.layout import Layout
 from polyfed.data.sources.base import Facts, Source
 from polyfed.data.table_draft import columns_of as checked_columns
