@@ -49,9 +49,10 @@ class NodeConfig:
         client: the device's client number in the federation, from 0. No two devices may have the same number.
         modalities: the arrays with which the device takes part, separated by commas.
         policy: the policy file, a TOML file with the [egress.*] tables. Without a file, the default policy applies. A
-            recipe can forbid more. The section [allow] lists the code and the saved models that a recipe may use on
-            this device. Without this section, a recipe may use none. The section [limits] sets the least rows and
-            steps, and the most rounds and requests. The section [require] demands protection.
+            recipe can forbid more than the policy. The section [allow] lists the code and the saved models that a
+            recipe may use on this device. Without this section, a recipe may use neither. The section [limits] sets the
+            least rows and steps, and the most rounds and requests. The section [require] names the protection that a
+            recipe must have.
         state: folder for local state and ledger. The default is `polyfed-state` in the same folder as the data.
         silo: number of the device's silo, or -1 if the device belongs to no silo.
         relay: `server-sees` allows messages within the silo to pass through the server.
@@ -215,7 +216,7 @@ def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Popu
 
     Args:
         node: the device's configuration.
-        recipe: the recipe. If its [data] is an `.npz`, it names the array of the labels.
+        recipe: the recipe. If its data source is `npz`, the section [data] says which arrays hold labels and ids.
         facts: shapes and classes of the federation, or None if they are not known yet.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Health and metrics of a device, on a port of loopback.
+"""Health and metrics of a device, on a port of the loopback interface.
 
 One process handles tasks and this port in turn, without threads. It has no threads because it forks a process for each
 task, and a fork of a process with threads may hang. A request must therefore arrive in one piece. Other requests are

@@ -29,14 +29,14 @@ class ServerPorts:
 
 
 def listens(port: int) -> bool:
-    """Return whether a process listens on this port of loopback."""
+    """Return whether a process listens on this port of the loopback interface."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex((HOST, port)) == 0
 
 
 def free_ports(count: int) -> list[int]:
-    """Find ports of loopback on which no process listens."""
+    """Find ports of the loopback interface on which no process listens."""
     sockets = [socket.socket() for _ in range(count)]
     for probe in sockets:
         probe.bind((HOST, 0))
@@ -64,7 +64,7 @@ def lives(group: int) -> bool:
 
 
 def groups_of(pid: int) -> set[int]:
-    """Return the process groups of a process and of all its descendants; without /proc, only its own group."""
+    """Return the process groups of a process and of its descendants; on a system without /proc, only its own group."""
     children: dict[int, list[tuple[int, int]]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -18,7 +18,7 @@ LONGEST = 2**20
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect, because the token is only for this server."""
+    """An HTTP redirect handler that follows no redirect, because the token is only for this server."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         """Refuse every redirect."""

@@ -74,5 +74,7 @@ class MeteredClientData(ClientData):
 
     @property
     def test(self) -> ClientData:
-        """The client's test rows, without counting: evaluation takes no simulated time. See `ClientData.test`."""
+        """The client's test rows; see `ClientData.test`. Their use is not counted, because evaluation takes no
+        simulated time.
+        """
         return self._view.test

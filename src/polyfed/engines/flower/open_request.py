@@ -20,7 +20,7 @@ class OpenRequest:
         patience: how long to wait.
         waiting: id of each unanswered message -> client.
         answers: client -> its answer, or the reason why there is no answer.
-        again: clients whose message was lost with their node, and Flower's reason.
+        again: client whose message was lost with its node -> Flower's reason.
         away: client -> the time at which its node went offline.
         settled: the time at which all clients with the full deadline had answered.
     """

@@ -114,7 +114,7 @@ async def _body(receive: Any) -> bytes | None:
 
 
 def _again(body: bytes, receive: Any) -> Any:
-    """Return a `receive` function that first returns a body that has been read, and then calls `receive`."""
+    """Return a function in place of `receive` that first returns the body already read, and then calls `receive`."""
     left = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def handed() -> Any:
@@ -196,7 +196,7 @@ def run_superlink(
         control_port: port on loopback for `flwr` and for the processes of an app.
         host: address of the public port, for SuperNodes.
         port: number of the public port, for SuperNodes.
-        services: further web applications.
+        services: additional web applications.
 
     Raises:
         RecipeError: Flower does not accept a public key, or a newer release of Flower has written the database.
@@ -250,7 +250,7 @@ def _words(credentials: Path, database: str, control_port: int) -> Sequence[str]
 
 
 def _patient(pragmas: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return Flower's settings of SQLite, with polyfed's waiting time `LOCK_SECONDS`."""
+    """Return Flower's settings of SQLite, but with polyfed's waiting time `LOCK_SECONDS`."""
     assert any(name == "busy_timeout" for name, _ in pragmas), "Flower 1.41 sets busy_timeout"
     return tuple((name, str(LOCK_SECONDS * 1000) if name == "busy_timeout" else value) for name, value in pragmas)
 
