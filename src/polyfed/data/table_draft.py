@@ -35,8 +35,8 @@ class Draft:
         split: Split of each row (N,), or None.
         present: Modality -> bool (N,), for modalities that some rows lack.
         class_names: Names of the classes or targets, or None.
-        ids: Sample ids of the rows, distinct integers (N,). If "rows", or if each row is a record of its own, the row
-            numbers are the ids. If None, the data has no ids.
+        ids: Sample ids of the rows, distinct integers (N,). If "rows", as in a data frame without ids, the row numbers
+            are the ids. If None, the data has no ids.
         layout: Modality -> axes of a sample, for modalities where `laid_out` guesses wrong.
         notes: Sentences about what was guessed, converted or left out so far.
     """

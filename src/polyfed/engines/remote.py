@@ -87,9 +87,7 @@ class Remote(Engine):
         self._refuse_silos()
 
     def _refuse_silos(self) -> None:
-        """Refuse algorithms that send messages within silos, unless the recipe says that the server may see these
-        messages.
-        """
+        """Refuse algorithms that send messages within silos, unless the recipe lets the server see these messages."""
         inner = [name for name, task in tasks_of(self.algorithm).items() if info_of(task).scope == "silo"]
         if inner and not self.terms.relay:
             raise RecipeError(

@@ -117,8 +117,9 @@ class Vectorised(InProcess):
         return math.ceil(len(group) / stacks)
 
     def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
-        """Run the task of these clients under one `vmap`. If the task raises, return None; the clients then run one by
-        one.
+        """Run the task of these clients under one `vmap`, or return None if this raises.
+
+        After None, the clients run one by one.
         """
         context = self.context(group[0])
         node = self.node(tuple(group), context)
@@ -284,7 +285,7 @@ def _refuse_kept_padding(request: Request, after: Tree, before: Tree, counts: Se
 
 
 def _may_be_padded(value: Tensor, counts: Sequence[int]) -> bool:
-    """Return whether clients have different numbers of rows, and the tensor's second axis is as long as the largest
-    number.
+    """Return whether clients differ in their number of rows, and the tensor's second axis has the largest number as
+    length.
     """
     return len(set(counts)) > 1 and value.dim() > 1 and value.shape[1] == max(counts)

@@ -74,7 +74,5 @@ class MeteredClientData(ClientData):
 
     @property
     def test(self) -> ClientData:
-        """The client's test rows; see `ClientData.test`. Their use is not counted, because evaluation takes no
-        simulated time.
-        """
+        """The client's test rows; see `ClientData.test`. Evaluation takes no simulated time, so it is not counted."""
         return self._view.test

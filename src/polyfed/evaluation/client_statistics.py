@@ -38,9 +38,7 @@ def personal(scores: Mapping[int, float], rows: Mapping[int, float], *, rising: 
 
 
 def mean_groups(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Return the mean of every metric over the models that have this metric. The result is empty if there are no
-    models.
-    """
+    """Return the mean of every metric over the models that have this metric, or an empty result without models."""
     found: dict[str, dict[str, list[float]]] = {}
     for one in measured:
         for group, numbers in one.items():

@@ -1,5 +1,4 @@
-"""Scores of models: the models that an algorithm has trained, and the scores that clients and evaluation clients
-report.
+"""Scores of models: the models that an algorithm trains, and the scores that clients and evaluation clients report.
 
 In server evaluation, the server sends the global model to the evaluation clients, which hold the server's test and
 validation rows. They answer with `Scores`. In personal evaluation, clients answer with an `OwnScore` on their own test
@@ -141,8 +140,8 @@ class Predictor:
     """Predicts with a client's own model. This class uses the logits of the recipe's model; subclasses override it."""
 
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
-        """Return the logits (B, C) of the model with parameters `w`, or other scores. The class with the largest is
-        predicted.
+        """Return logits (B, C) of the model with parameters `w`, or other scores. The largest one is the predicted
+        class.
 
         This method runs under vmap.
         """

@@ -49,7 +49,7 @@ class Assembly:
         ledger: the ledger, which records every message.
         engine: the engine, which runs tasks on the clients.
         fed: the federation, which the algorithm uses.
-        was_guessed: whether polyfed chose the task by the labels, because the recipe names no task.
+        was_guessed: whether polyfed chose the task according to the labels, because the recipe names no task.
         guesses: sentences about guesses that polyfed made while it read the data, and about encoders that the recipe
             does not name.
         guarantee: the guarantee of differential privacy, or None without the section [privacy].
@@ -100,13 +100,13 @@ def model_of(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], num_classes:
 
 
 def initial_of(recipe: Recipe, model: Model) -> Tree:
-    """The initial parameters, drawn from the run's seed, on the run's device."""
+    """Return the initial parameters, which are drawn from the run's seed, on the run's device."""
     device = device_of(recipe)
     return {name: value.to(device) for name, value in model.init(_init_key(recipe)).items()}
 
 
 def _init_key(recipe: Recipe) -> int:
-    """Return the key of initial and frozen parameters. Both have one key, because one call may draw them together."""
+    """Return the key of initial and frozen parameters. The two share a key, because one call may draw them together."""
     return keys.key(recipe.seed, "init")
 
 
@@ -128,7 +128,7 @@ def assemble(
         engine: the engine's constructor. By default, the recipe names the engine.
 
     Raises:
-        PolyfedError: recipe, data or model are wrong, or do not fit each other.
+        PolyfedError: the recipe, the data or the model is wrong, or they do not fit each other.
     """
     emit = emit or Emitter()
     population = population or population_of(recipe)
@@ -174,7 +174,7 @@ def assemble(
 
 
 def _protected(recipe: Recipe, fed: Federation, engine: Engine) -> tuple[Recipe, Guarantee | None]:
-    """Apply [privacy] to engine and federation. The returned recipe ends with the round that spends the budget."""
+    """Apply [privacy] to engine and federation. The returned recipe's last round is the one that spends the budget."""
     guarantee = guarantee_of(recipe, fed, engine)
     if guarantee is None:
         return recipe, None
@@ -184,7 +184,7 @@ def _protected(recipe: Recipe, fed: Federation, engine: Engine) -> tuple[Recipe,
 
 
 def _completed(recipe: Recipe, population: Population) -> tuple[Recipe, Policy, tuple[str, ...]]:
-    """Return the recipe with its task and all encoders, its policy, and the guesses. All faults are raised together."""
+    """Return the recipe with task and all encoders, the policy and the guesses. All faults are raised together."""
     columns, problems = population.columns, Problems()
     policy = problems.attempt(lambda: Policy.parse(recipe.egress, columns.modalities))
     filled = problems.attempt(lambda: with_encoders(recipe, columns))
@@ -200,14 +200,14 @@ def _completed(recipe: Recipe, population: Population) -> tuple[Recipe, Policy, 
 
 
 def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
-    """The clock of simulated time if the recipe has a section [network], otherwise None."""
+    """Return the clock of simulated time if the recipe has a section [network], otherwise None."""
     if recipe.network is None:
         return None
     return Clock(recipe.network.links(num_clients, recipe.seed), ledger)
 
 
 def engine_of(recipe: Recipe) -> Callable[..., Engine]:
-    """The constructor of the recipe's engine, with the engine's own options bound to it.
+    """Return the constructor of the recipe's engine, with the engine's own options bound to it.
 
     Raises:
         RecipeError: the recipe asks for worker processes, but they cannot work here.
@@ -222,7 +222,7 @@ def engine_of(recipe: Recipe) -> Callable[..., Engine]:
 
 
 def workers_of(recipe: Recipe) -> int:
-    """The number of worker processes, with 0 resolved.
+    """Return the number of worker processes. If the recipe says 0, the number of cores decides.
 
     Raises:
         RecipeError: the recipe asks for several worker processes, but they cannot work here.
@@ -257,9 +257,9 @@ def device_of(recipe: Recipe) -> torch.device:
 
 
 def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
-    """The facts of run.json: data, clients (at most `limit`), bytes of each block, the resolved policy.
+    """Return the facts of run.json: data, clients (at most `limit`), bytes of each block, and the resolved policy.
 
-    With the partitions `classes-per-client` and `main-class`, the facts include the classes of each of these clients
+    If the partition is `classes-per-client` or `main-class`, the facts include the classes of each of these clients
     (docs/partitions.md).
     """
     registry, modalities = assembly.fed.clients, assembly.fed.clients.modalities
@@ -290,7 +290,7 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
 
 
 def block_sizes(assembly: Assembly) -> dict[str, int]:
-    """The size of each block of the model in bytes, without frozen parameters."""
+    """Return the size of each block of the model in bytes, without frozen parameters."""
     names = (*assembly.model.modalities, SHARED)
     return {block: size_bytes(select(assembly.initial, [block])) for block in names}
 
@@ -303,7 +303,7 @@ def private_sizes(assembly: Assembly) -> dict[str, int]:
 
 
 def frozen_facts(model: Model) -> dict[str, Any]:
-    """The number of frozen parameters in each block and the digest of their values; empty if nothing is frozen."""
+    """Return the number of frozen parameters by block, and a digest of their values; empty if nothing is frozen."""
     frozen = model.frozen
     if not frozen:
         return {}

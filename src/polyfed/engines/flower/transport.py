@@ -252,9 +252,7 @@ class GridTransport:
         return answers
 
     def _place(self, client: Any, node: int) -> str:
-        """Record the node of a client. Return the reason if the client's number is invalid or another online node has
-        this number.
-        """
+        """Record the node of a client. Return the reason if its number is invalid or belongs to another online node."""
         if type(client) is not int or client < 0:
             return "it enrolled without a client number"
         if self.node_of.get(client, node) != node and self.node_of[client] in set(online(self.grid)):
