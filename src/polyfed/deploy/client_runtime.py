@@ -240,7 +240,7 @@ class ClientRuntime:
 
 
 def enrolment(population: Population, policy: Policy, client: int, limits: Limits = NO_LIMITS) -> Packet:
-    """Return a client's enrolment, with the facts that the server needs before its first request, or a refusal.
+    """Return a client's enrolment with the facts that the server needs before its first request, or else a refusal.
 
     Args:
         population: the data, with the client under its number.

@@ -114,7 +114,7 @@ def policy_on(node: NodeConfig, recipe: Recipe, modalities: tuple[str, ...]) -> 
     if not node.policy:
         return Policy().for_client(node.held).stricter(told)
     table = _policy_table(node)
-    # several sites may use the same file, so it may have rows for modalities that this device lacks
+    # several sites may use the same policy file, so it may have rows for modalities that this device lacks
     rows = {**dict.fromkeys(recipe.model.modalities), **dict.fromkeys(modalities), **dict.fromkeys(node.held)}
     own = Policy.parse(table.get("egress", {}), rows, f"policy {node.policy}: [egress]")
     return own.for_client(node.held).stricter(told)
@@ -223,7 +223,7 @@ def population_on(node: NodeConfig, recipe: Recipe, facts: Facts | None) -> Popu
         DataError: the data cannot be read, is damaged, or does not fit the federation.
     """
     base = recipe.data if isinstance(recipe.data, Npz) else ELSEWHERE
-    if base.ids == ROWS:  # true in the recipe's one table, but not between the files of several devices
+    if base.ids == ROWS:  # row numbers identify samples in a single table, but not across the files of several devices
         base = replace(base, ids=Npz.ids)
     source = replace(base, path=node.data, modalities=_in_order(node, facts), test_share=0.0)
     columns: Columns = task_of(recipe).prepared(source.load())

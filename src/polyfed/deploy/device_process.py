@@ -25,7 +25,7 @@ from polyfed.federation.wire_format import Packet
 
 
 def handler_for(fab: bytes, folder: Path) -> Deployed:
-    """Return a handler that answers messages for the recipe of an app, with the installed polyfed.
+    """Return a handler that runs an app's recipe with the installed polyfed.
 
     Args:
         fab: the bytes of the app in Flower's format.

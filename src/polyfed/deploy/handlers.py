@@ -50,7 +50,7 @@ _RUNTIMES: dict[str, ClientRuntime] = {}
 
 @dataclass(frozen=True)
 class Simulated:
-    """Answers for every client of a recipe.
+    """A handler that answers for every client of a recipe.
 
     Each process that holds a copy of this handler loads and partitions the data.
 
@@ -88,7 +88,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Deployed:
-    """Answers for the client of one device. The node's configuration names the device's data and policy.
+    """A handler that answers for the client of one device. The node's configuration names the device's data and policy.
 
     Attributes:
         recipe_path: path of the recipe that came with the app.

@@ -63,8 +63,8 @@ class Local:
     def start(self) -> None:
         """Start the SuperLink and the SuperNodes.
 
-        This method deletes the SuperLink's database of an earlier call, because this database still lists SuperNodes as
-        alive that have ended. A run resumes from the folders of the server and of the nodes.
+        This method deletes the SuperLink's database of an earlier call, because that database still lists ended
+        SuperNodes as alive. A run resumes from the folders of the server and of the nodes.
         """
         for old in self.folder.glob("link.db*"):
             old.unlink()

@@ -26,7 +26,7 @@ SCORES = ("accuracy", "mae", "recall1", "loss")
 """Scores of the global model that a round's log line shows if they are available."""
 
 KEPT_REASONS = 20
-"""Most clients for which the status holds the newest reason for a missing reply."""
+"""Largest number of clients for which the status holds the newest reason for a missing reply."""
 
 
 def log_run(event: str, **facts: Any) -> None:

@@ -20,7 +20,7 @@ from polyfed.federation.secure_aggregation.messages import PublicKeys, RevealedS
 from polyfed.federation.secure_aggregation.state import SECRETS
 
 USED = "used-secrets.json"
-"""File with the digests of the secrets that a client has used, and of the requests that it used them for."""
+"""File with the digests of the secrets that a client has used, and of the requests for which the client used them."""
 
 UNMASKED = "unmasked"
 """Key of the newest request for which the client has revealed shares, with its round and its

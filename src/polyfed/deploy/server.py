@@ -184,7 +184,7 @@ def told_in(out: Path, status: RunStatus | None = None) -> Iterator[None]:
     except Exception as error:  # an error in polyfed: its traceback follows in the log
         _write_error(out, {"error": type(error).__name__, "text": str(error), "exit_code": 1})
         raise
-    (out / ERROR).unlink(missing_ok=True)  # a server that could not get the folder may have written this file
+    (out / ERROR).unlink(missing_ok=True)  # another server, which could not lock the folder, may have written this file
 
 
 def _tell(out: Path, error: PolyfedError, status: RunStatus | None) -> None:

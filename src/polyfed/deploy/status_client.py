@@ -14,7 +14,7 @@ SECONDS = 15.0
 """How many seconds an answer may take (inferred)."""
 
 LONGEST = 2**20
-"""Most bytes that are read of an answer."""
+"""Largest number of bytes that are read of an answer."""
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):

@@ -84,7 +84,7 @@ class Engine(ABC):
     limits: Limits = NO_LIMITS
     """Resource limits of the device on which this engine runs its client."""
     required: Requirements = NO_REQUIREMENTS
-    """Protection that the device demands on which this engine runs its client."""
+    """The protection demanded by the device on which this engine runs its client."""
     on_device: bool = False
     """Whether this engine runs on a device of a deployment; see `ClientContext.on_device`."""
     privacy: Mechanism | None = None

@@ -30,7 +30,7 @@ ENROLLED, REPLY, REFUSED, FAILED = "enrolled", "reply", "refused", "failed"
 """The verdicts in a client's answer: `refused` if its policy forbids the reply, `failed` for every other error."""
 
 MAX_REASON = 2000
-"""Most characters of a reason. Longer reasons are cut to this length, which suits one line of a log (inferred)."""
+"""Largest length of a reason. Longer reasons are cut to this length, which suits one line of a log (inferred)."""
 
 MAX_CLIENTS, MAX_ROWS, MAX_SAMPLE, MAX_AXES = 10**6, 2**40, 2**24, 8
 """Upper bounds in an enrolment: client number, rows, numbers in one sample, axes of a sample. They are far above any

@@ -285,7 +285,5 @@ def _refuse_kept_padding(request: Request, after: Tree, before: Tree, counts: Se
 
 
 def _may_be_padded(value: Tensor, counts: Sequence[int]) -> bool:
-    """Return whether clients differ in their number of rows, and the tensor's second axis has the largest number as
-    length.
-    """
+    """Return whether clients have different numbers of rows, and axis 1 of `value` is as long as the largest number."""
     return len(set(counts)) > 1 and value.dim() > 1 and value.shape[1] == max(counts)

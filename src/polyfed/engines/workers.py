@@ -213,7 +213,7 @@ class _Worker:
 
 
 _stdins: list[Any] = []
-"""While this process forks a worker: its standard input. Otherwise empty."""
+"""Holds the standard input of this process while the process forks a worker. Otherwise empty."""
 
 
 @contextmanager
@@ -233,7 +233,7 @@ def _stdin_dropped() -> Iterator[None]:
 
 def _drop_stdin() -> None:
     if _stdins:
-        sys.stdin = None  # `_stdins` keeps the object, whose end would close it too
+        sys.stdin = None  # `_stdins` keeps the object, because its deletion would close the stream
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, where there are no forks

@@ -140,8 +140,7 @@ class Predictor:
     """Predicts with a client's own model. This class uses the logits of the recipe's model; subclasses override it."""
 
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
-        """Return logits (B, C) of the model with parameters `w`, or other scores. The largest one is the predicted
-        class.
+        """Return the logits (B, C) of the model with parameters `w`, or other scores whose largest one is predicted.
 
         This method runs under vmap.
         """

@@ -193,7 +193,7 @@ def warn_unmeasured(assembly: Assembly) -> None:
     fed.begin(fed.rounds)
     try:
         measured = assembly.algorithm.evaluate(SimpleNamespace(params=assembly.initial), fed)
-    except Exception:  # it sent a request, or it read the state to prepare one
+    except Exception:  # `evaluate` sent a request, or read the state to prepare one
         return
     if measured.metrics:
         return

@@ -13,7 +13,7 @@ from polyfed.model import EncoderSpec, TokenTransformer, default_encoder, pretra
 from polyfed.model.hugging_face import HuggingFace
 
 _WHOLE = (torch.int16, torch.int32, torch.int64)
-"""Types of token ids. Bytes are taken for pixels."""
+"""Types of token ids. Tensors of bytes are treated as pixels."""
 
 
 def with_encoders(recipe: Recipe, columns: Columns) -> Recipe:

@@ -210,7 +210,7 @@ def _shortened(population: Population, most: int) -> Population:
 
 
 def _size(observed: Sequence[ObservedPart]) -> Size:
-    """Return the size of one client's part of a reply, from all replies that contain this part."""
+    """Return the size of one part of a client's reply, computed from all replies that contain this part."""
     counted = [s for s in observed if s.counted]
     if counted:
         return Size(0, max(s.bytes / s.counted for s in counted if s.counted))

@@ -36,7 +36,7 @@ CLIENTS = (
     "site",
 )
 SPLITS = ("split", "subset", "partition")
-"""Names under which labels, natural clients and splits are looked for, in this order."""
+"""In `LABELS`, `CLIENTS` and `SPLITS`: the names that polyfed looks for in a file, in this order."""
 
 
 @dataclass(frozen=True)

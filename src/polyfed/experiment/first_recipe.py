@@ -17,7 +17,7 @@ from polyfed.experiment.recipe import parse_recipe
 from polyfed.experiment.task_choice import needs_labels
 
 FEW = 20
-"""Training rows that a client should have: fewer clients are suggested if the rows do not suffice."""
+"""The least training rows that a client should have. If the data has too few rows, fewer clients are suggested."""
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ class DataOptions(TypedDict, total=False):
     Attributes:
         labels: labels of the rows (N,): words, class numbers or floats. For data frames, datasets and files, this is
             the name of a column or key, by default `label`.
-        clients: natural client of each row (N,), or for data frames, datasets and files the name of a column or key;
-            then each natural client becomes a client. Otherwise the number of clients, or the section [clients] as a
-            dictionary.
+        clients: the number of clients, the section [clients] as a dictionary, or the natural client of each row (N,),
+            so that each natural client becomes a client. For data frames, datasets and files, the natural clients may
+            also be the name of a column or key.
         split: split of each row (`train`, `test`, `validation`, or their codes), or the name of a column or key.
         modalities: modality -> columns of a data frame or file; or names of the parts of a dataset's samples. If these
             samples are dictionaries, their other keys are not read.
@@ -79,7 +79,7 @@ class DataOptions(TypedDict, total=False):
 
 
 OF_THE_DATA = ("split", "modalities", "present", "class_names", "ids", "layout", "standardise", "partial", "test_share")
-"""Options that say how the data is read; `labels` and `clients` are two more."""
+"""Options that say how the data is read, in addition to `labels` and `clients`."""
 
 
 OBJECTS = ("module", "fusion")
@@ -203,7 +203,7 @@ def _algorithm(algorithm: Any, table: Mapping[str, Any]) -> dict[str, Any]:
         written = [name for name in ("train", "selection", "server", "evaluate") if name in table]
         if written:
             raise RecipeError(f"{written[0]} is given beside an algorithm object, whose fields hold it. Give it there")
-        return {"name": "fedavg"}  # a place holder: the object itself takes its place
+        return {"name": "fedavg"}  # a placeholder, which the object itself replaces
     if isinstance(algorithm, str):
         return {"name": algorithm}
     if isinstance(algorithm, Mapping):

@@ -48,8 +48,8 @@ class Table(Source):
             matters.
         shapes: Modality -> shape of a sample, if its columns are the pixels of an image, such as [1, 8, 8], or the
             steps of a series, such as [20, 3] for 20 steps of 3 features.
-        layout: Modality -> axes of a sample in lists or pictures. Give them if polyfed guesses them wrong; it guesses
-            as in the source `npz`.
+        layout: Modality -> axes of a sample in lists or pictures. Give the axes if polyfed guesses them wrong. The
+            guess is the same as in the source `npz`.
         partial: What to do with a row that has only some cells of a modality: "refuse" it, or treat the modality as
             "absent" in this row.
         standardise: Shift and scale every feature by its mean and deviation over the training rows. A list names the

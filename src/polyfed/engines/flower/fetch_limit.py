@@ -12,7 +12,7 @@ from typing import Any
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 
 SLACK = 2**24
-"""Bytes that a message may take besides its body: a header of at most 4 MiB, and Flower's overhead for every piece."""
+"""Additional bytes that a message may take: a header of at most 4 MiB, and Flower's overhead for every piece."""
 
 FEW_PIECES, LEAST_PIECE = 64, 2**20
 """A message may have `FEW_PIECES` pieces, plus one for every `LEAST_PIECE` bytes of the limit."""

@@ -45,7 +45,7 @@ from polyfed.engines.flower.link_facts import database_of_this_release, link_fac
 LOOPBACK = "127.0.0.1"
 
 NOT_PUBLIC = {"/v1/fleet/register-node", "/v1/fleet/unregister-node"}
-"""Paths that the public port refuses, because only the server's operator registers SuperNodes, by public keys."""
+"""Paths that the public port refuses, because only the operator registers SuperNodes, with their public keys."""
 
 PUBLIC = frozenset(vars(route)["path"] for route in fleet.routes) - NOT_PUBLIC
 """Paths that SuperNodes call. Every path requires a signature by a registered key."""
@@ -55,7 +55,7 @@ LOCK_SECONDS = 600
 written (inferred): a write would fail with "database is locked" and end the run."""
 
 LARGEST_BODY, LARGEST_HEAD = 2**23, 2**15
-"""Most bytes of a call's body, and of its headers. Flower 1.41 sends a message in pieces of 5 MiB."""
+"""Largest sizes in bytes of a call's body and of its headers. Flower 1.41 sends a message in pieces of 5 MiB."""
 
 Scope = MutableMapping[str, Any]
 

@@ -42,7 +42,7 @@ from polyfed.federation.wire_format import Packet
 
 PROJECT = "pyproject.toml"
 LONGEST_TEXT = 2**20
-"""Most bytes of a text that this process reads from an app."""
+"""Largest size in bytes of a text that this process reads from an app."""
 
 LOOK_SECONDS, BUSY_SECONDS = 0.2, 1.0
 """Seconds between two queries for a task, while no task runs and while a task runs."""
