@@ -1,4 +1,4 @@
-"""The configuration of a device by its owner: its data, its policy, and the code that recipes may use on the device."""
+"""What a device's owner configures: the data, the policy, and the code that recipes may use on the device."""
 
 import re
 import tomllib
@@ -41,7 +41,7 @@ _PAIR = re.compile(r"""([\w-]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:
-    """The configuration of a device: the option `--node-config` of `polyfed supernode`.
+    """The configuration of a device, as the option `--node-config` of `polyfed supernode` gives it.
 
     Attributes:
         data: an `.npz` file, or a folder of `.npy` files. The device trains on rows of split 0. If the data has an
@@ -282,7 +282,7 @@ def _check_fits(columns: Columns, facts: Facts, node: NodeConfig, of_classes: bo
 
 
 def _only(client: int, rows: torch.Tensor) -> Shards:
-    """Give all rows to one client, and none to the clients before it."""
+    """Give all rows to one client, and none to the clients with smaller numbers."""
     offsets = torch.zeros(client + 2, dtype=torch.int64)
     offsets[-1] = len(rows)
     return Shards(offsets, rows)

@@ -3,7 +3,7 @@
 The server cannot see the clients' data, so it cannot verify an enrolment. No single client may therefore determine a
 setting of the run. Shapes and the number of classes come from the recipe, the server's own rows or more than half of
 the clients. The server limits each client's number of rows to a multiple of the median. The server leaves out a client
-that contradicts these values, and reports the reason. The run continues with the other clients.
+whose shapes or classes contradict the others, and reports the reason. The run continues with the other clients.
 """
 
 import statistics
@@ -143,7 +143,7 @@ class Admission:
 
     @classmethod
     def of(cls, recipe: Recipe, known: Sequence[Enrolment], wanted: int, emit: Emitter) -> "Admission":
-        """Decide which clients take part, by the rules at the top of this module."""
+        """Decide which clients take part, according to the rules at the top of this module."""
         out: dict[int, str] = {}
         own = _own_rows(recipe, emit)
         highest = max(FEW_CLIENTS, SPREAD * wanted) - 1

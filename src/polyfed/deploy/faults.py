@@ -64,7 +64,7 @@ def log_problem(text: str) -> None:
 
 
 def log_event(event: str, **facts: Any) -> None:
-    """Write a failed task with its traceback to this device's log. This function is a listener of events."""
+    """Write a failed task with its traceback to this device's log. Register this function as a listener of events."""
     if event == "client-failed":
         extra = {"trace": facts["trace"]}
         LOGGER.error("client %s: task %s failed", facts["client"], facts["task"], extra=extra)

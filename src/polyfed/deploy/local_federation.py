@@ -259,7 +259,7 @@ def _held(nodes: list[Path]) -> list[tuple[str, ...]]:
 
 
 def _polyfed(*words: str) -> tuple[str, ...]:
-    """Return the words of a `polyfed` command, without the installed script. -P makes Python ignore local modules."""
+    """Return a `polyfed` command that does not need the installed script. -P makes Python ignore local modules."""
     return (sys.executable, "-P", "-m", "polyfed", *words)
 
 

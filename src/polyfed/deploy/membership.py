@@ -1,4 +1,4 @@
-"""Stores which device has which client number in the run of a folder, and the number of the server's session.
+"""Stores, in a run folder, which device has which client number, and the number of the server's session.
 
 A SuperNode signs every call with its private key, and the server gets each node's public key from the SuperLink. So a
 client number belongs to the key of the device that enrolled with the number first.
@@ -48,7 +48,7 @@ class Membership:
 
         Args:
             packet: the enrolment, which has not been checked yet.
-            device: the name of the device: the fingerprint of its key, in the format of `ssh-keygen -l`.
+            device: the name of the device, which is the fingerprint of its key in the format of `ssh-keygen -l`.
         """
         try:
             enrolment = Enrolment.read(packet.header)

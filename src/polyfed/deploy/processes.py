@@ -18,7 +18,7 @@ class ServerPorts:
         port: port for devices.
         control_port: port on loopback, for `flwr` and the processes of an app.
         metrics_port: port on loopback, for health and metrics, or 0 for no such port.
-        status_port: port for other machines with the token, for health, metrics and status, or 0 for no such port.
+        status_port: port for health, metrics and status, for other machines that have the token, or 0 for no such port.
     """
 
     host: str = "0.0.0.0"

@@ -2,8 +2,8 @@
 
 A resumed server may repeat requests, and a device then starts from the local state that it had before the repeated
 request. Because this state holds the secrets, a dishonest server could otherwise get two different replies under the
-same masks, or both kinds of shares of one client. The device therefore stores for which request it has used which
-secrets. If the same request arrives again, the device answers it, which reveals nothing new. The device refuses any
+same masks, or both kinds of shares of one client. The device therefore stores which secrets it has used for which
+request. If the same request arrives again, the device answers it, which reveals nothing new. The device refuses any
 other request that needs the same secrets.
 """
 

@@ -136,8 +136,8 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
     Args:
         recipe_path: path of the recipe that came with the app.
         transport: carries packets.
-        config: the run's configuration: `out`, a folder on the server, and `data`, the path of the server's own rows,
-            if the recipe's [data] has a path.
+        config: the run's configuration. `out` is a folder on the server. If the recipe's [data] has a path, `data` is
+            the path of the server's own rows.
         execute: `polyfed.experiment.loop.execute`.
 
     Raises:

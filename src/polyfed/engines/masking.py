@@ -26,7 +26,7 @@ def masked(request: Request, reply: Message, local: Tree, secrets: Tree) -> tupl
     """Return the message that leaves the client, and its new local state. Secure aggregation masks the reply.
 
     If the reply has another type than the task declares, this function does not change it. The egress gate then refuses
-    it.
+    the reply.
 
     Raises:
         Refusal: the reply cannot be masked. The client then sends nothing.

@@ -213,7 +213,7 @@ class Transport(Protocol):
     """Carries packets to clients in other processes, and their replies back.
 
     Attributes:
-        discarded: by client, how many replies arrived after their request had been closed.
+        discarded: client -> the number of its replies that arrived after their request had been closed.
     """
 
     discarded: Counter[int]

@@ -117,10 +117,7 @@ class Vectorised(InProcess):
         return math.ceil(len(group) / stacks)
 
     def run_stack(self, request: Request, group: Unit, send: Send) -> ReplyStack | None:
-        """Run the task of these clients under one `vmap`, or return None if this raises.
-
-        After None, the clients run one by one.
-        """
+        """Run these clients' task under one `vmap`. If it raises, return None; the clients then run one by one."""
         context = self.context(group[0])
         node = self.node(tuple(group), context)
         messages = [send] if isinstance(send, Message) else [send[client] for client in group]

@@ -1,4 +1,4 @@
-"""Calls of a Flower grid. If a call fails, it raises a `TransportError` with a clear text."""
+"""Calls of a Flower grid. A call that fails raises a `TransportError` with a clear text."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
