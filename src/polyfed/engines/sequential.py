@@ -1,5 +1,6 @@
-"""The sequential engine: it runs one client after another. This engine is the reference for the others, and it is
-useful for debugging.
+"""The sequential engine: it runs one client after another.
+
+This engine is the reference for the others, and it is useful for debugging.
 """
 
 from collections.abc import Iterator, Sequence

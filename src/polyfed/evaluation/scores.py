@@ -213,7 +213,7 @@ def scores(context: ClientContext, got: ModelToEvaluate, data: ClientData, unimo
         got: the parameters, and class means under `unimodal = "prototype"`. If the parameters come from a client that
             lacks modalities, the model predicts from that client's modalities.
         data: the client dataset.
-        unimodal: how to predict from a single modality, see `Evaluation`.
+        unimodal: how to predict from a single modality; see `Evaluation`.
     """
     model, objective, w = context.model, context.objective, got.params
     near = {m: Prototypes(mean, got.known[m]) for m, mean in got.prototypes.items()}

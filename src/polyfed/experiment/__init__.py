@@ -27,7 +27,7 @@ The files:
 
 Many runs:
 
-- `study`: runs every combination of algorithms, scenarios, settings and seeds. `polyfed.sweep` runs a study.
+- `study`: every combination of some algorithms, scenarios, settings and seeds. `polyfed.sweep` runs a study.
 
 The result:
 

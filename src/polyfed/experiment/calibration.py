@@ -1,10 +1,10 @@
 """Calibration: whether the confidence of a model matches its accuracy.
 
-The definitions are from Guo et al., "On Calibration of Modern Neural Networks", ICML 2017. The confidence of the model
-in a row is its largest probability. Rows are sorted into bins of equal width according to this confidence. Each bin has
-an accuracy and a mean confidence. The expected calibration error is the weighted mean, over the bins, of the absolute
-difference between these two values. The weight of a bin is its number of rows. The counts of several parts of a data
-set can be added.
+The definitions are from Guo et al., "On Calibration of Modern Neural Networks", ICML 2017. The confidence of a model
+for a row is the largest probability that the model gives to a class. Rows are sorted into bins of equal width according
+to this confidence. Each bin has an accuracy and a mean confidence. The expected calibration error is the weighted mean,
+over the bins, of the absolute difference between these two values. The weight of a bin is its number of rows. The
+numbers that `bins_of` returns can be added over several parts of a data set.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ ROWS_AT_ONCE = 4096
 
 
 def bins_of(logits_BC: Tensor, y_B: Tensor) -> Tensor:
-    """Return three sums for each bin of confidence, float64 (BINS, 3): rows, confidence, and correct predictions.
+    """Return three numbers for each bin, float64 (BINS, 3): rows, summed confidence, and correct predictions.
 
     Args:
         logits_BC: logits of each row.

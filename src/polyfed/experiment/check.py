@@ -1,4 +1,4 @@
-"""Finds, before a run, which parts of messages a recipe lets leave its clients."""
+"""Lists, before a run, which parts of messages can leave the clients."""
 
 import itertools
 import json
