@@ -156,7 +156,7 @@ class Averaging(Algorithm):
         return State(params, self.server.moments(fed.context.model.trainable(params)), self.selector.start(params))
 
     def round(self, state: Any, fed: Federation) -> Any:
-        """Choose a cohort, ask it to train, and merge the replies. Without any reply, the model does not change."""
+        """Choose a cohort, ask it to train, and merge the replies. If nobody replies, the model does not change."""
         cohort, memory = self.selector.choose(state.memory, state.params, fed)
         state = state.with_(memory=memory)
         replies = fed.ask(self.update, cohort, self.outgoing(state, cohort, fed), enough=self.selector.enough(fed))
@@ -184,7 +184,7 @@ class Averaging(Algorithm):
     def direction(
         self, context: ClientContext, data: ClientData, got: Any, local: Tree
     ) -> tuple[Direction, Tree] | None:
-        """Return a function that changes the gradient of every step, and its first carry, or None for no change.
+        """Return a function that changes the gradient of every step, with its first carry. None means no change.
 
         Args:
             context: the client context.
@@ -222,7 +222,7 @@ class Averaging(Algorithm):
         return dict.fromkeys(replies, 1.0) if self.aggregation == "uniform" else fed.clients.rows_of(replies)
 
     def weight_of(self, field: str, kind: type[Message]) -> str | None:
-        """Return the weight of a field in a sum. Parameters have none if `aggregation` is `uniform`."""
+        """Return the weight of a field in a sum. If `aggregation` is `uniform`, parameters have no weight."""
         return None if field == "params" and self.aggregation == "uniform" else super().weight_of(field, kind)
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
@@ -298,7 +298,7 @@ class Averaging(Algorithm):
         return "clients" if self.private or self.fine_tune or overridden else "none"
 
     def global_params(self, state: Any) -> Tree | None:
-        """Return the global model, or None with private blocks, because the server then has only a part of a model."""
+        """Return the global model, or None if there are private blocks, because the server then lacks these blocks."""
         if self.fine_tune and not self.private:
             return state.params  # type: ignore[no-any-return]
         return super().global_params(state)
@@ -315,6 +315,6 @@ class Averaging(Algorithm):
 
 
 def mean_loss(replies: Replies, fed: Federation) -> float:
-    """Return the mean training loss of a cohort, weighted by the registry's rows; NaN if clients withhold the loss."""
+    """Return the mean training loss of a cohort, weighted by rows in the registry; NaN if clients withhold the loss."""
     hidden = fed.privacy is not None and fed.privacy.withholds("loss")
     return float("nan") if hidden else replies.mean_number("loss", fed.clients.rows_of(replies))

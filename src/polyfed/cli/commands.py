@@ -103,7 +103,7 @@ def check(
         typer.Option(metavar="CONFIG", help="Check this device: the value of its --node-config, or its policy file."),
     ] = None,
 ) -> None:
-    """Validate a recipe; print its clients, blocks and sizes, and what can cross. Nothing leaves a client."""
+    """Validate a recipe, and print its clients, its blocks and what can leave a client. The command sends nothing."""
     from polyfed.cli import deployment, tables
     from polyfed.deploy.device_check import inspect
     from polyfed.experiment.check import check as check_recipe
@@ -143,7 +143,7 @@ def report(
 
 @contextmanager
 def event_lines(target: str | None) -> Iterator[list["Listener"]]:
-    """Yield the listeners that write the events of a run to a file or to standard output, or none without a target."""
+    """Yield the listeners that write the events of a run to a file or to standard output; none if `target` is None."""
     from polyfed.experiment.events import EventLines
 
     if target is None:

@@ -39,7 +39,7 @@ class Choice:
         return {*self.train_all, *self.train_alone}
 
     def share(self, modality: str, num_modalities: int) -> float:
-        """Return the modality's share of all selected pairs of a client and a modality (Fig. 6)."""
+        """Return the modality's share of all selected (client, modality) pairs (Fig. 6)."""
         own = len(self.train_all) + sum(trained == modality for trained in self.train_alone.values())
         return own / max(num_modalities * len(self.train_all) + len(self.train_alone), 1)
 
@@ -119,7 +119,7 @@ class SelectionProblem:
                 yield k2, k2_alone
 
     def _absorb(self, client: int, alone: bool, first: Cover, second: Cover | None) -> None:
-        """Add a client to the covers. In the released code, each problem knows only its own clients."""
+        """Tell the problems which client joined. In the released code, each problem counts only its own clients."""
         if not alone or not self._complete(client):  # its gradient covers all that it owns
             first.add(client)
         if second is not None and (alone or self.resolution == "paper"):

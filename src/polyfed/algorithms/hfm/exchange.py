@@ -47,7 +47,7 @@ class Embedded(Message):
 
 @message
 class Exchange(Message):
-    """The message Phi from an edge to its devices: the head, the latest embeddings of all devices, and their rows."""
+    """The message Phi from an edge to a device: the head, all latest embeddings, and the rows of the embeddings."""
 
     head: Tree = carries("parameters", whole=True)
     embeddings: Tree = carries("embeddings", whole=True, shape=(None, "encoded"))
@@ -76,7 +76,7 @@ class Slopes(Message):
 
 @message
 class Guidance(Message):
-    """What a device without labels receives: the gradients (B_m, E) of its embeddings, and its rows."""
+    """What a device without labels receives: the gradients (B_m, E) of its embeddings, and their rows."""
 
     gradients: Tree = carries("embeddings", shape=(None, "encoded"))
     rows: Tensor = carries("ids", shape=(None,))
@@ -125,7 +125,7 @@ def shuffled_peers(exchange: Exchange, own: Sequence[str], key: int) -> Exchange
 
 
 def whole_batch(asked: Mapping[int, Sample]) -> Accept:
-    """Accept embeddings only if each device sent as many rows as it was asked for."""
+    """Accept embeddings of a device only if it sent as many rows as it was asked for."""
 
     def flaw(client: int, reply: Embedded) -> str:
         sent, wanted = {m: len(h) for m, h in reply.embeddings.items()}, len(asked[client].rows)

@@ -30,7 +30,8 @@ class VerticalOptions(Algorithm):
         inner_batch: rows of a step with `local_unit = "epoch"`; replaces [train] batch_size.
         mu: strength of the proximal term (Eq. 4) towards the received blocks; 0 disables the term.
         keep_optimiser: whether a device keeps its optimiser's moments from one exchange to the next. Otherwise every
-            exchange starts a fresh optimiser. The report does not say. It needs `head_update = "device_average"`.
+            exchange starts a fresh optimiser. The report does not say which. This option needs `head_update =
+            "device_average"`.
         overlap: which samples of a silo take part. `exact` refuses devices that do not hold the same samples in the
             same order. `common` uses the samples that every modality of the silo has. `all` uses every sample, and an
             embedding that no device has counts as zero. Under `common` and `all`, several devices may hold one
@@ -38,8 +39,9 @@ class VerticalOptions(Algorithm):
         labels_at: the modality whose devices hold the labels. The other devices train on the gradients of their
             embeddings, which the devices with labels compute once in an exchange (FedBCD, Liu et al., IEEE Transactions
             on Signal Processing 70, 2022). Empty means that all devices hold the labels, as in the report.
-        placebo: `shuffled` is a control that has the same cost. Each device receives the other devices' embeddings of
-            other rows of the mini-batch, so they are unrelated to its samples. `none` is the method.
+        placebo: `shuffled` is a control that has the same cost. The embeddings that each device receives from other
+            devices come from other rows of the mini-batch, so they are unrelated to its own samples. `none` is the
+            method.
     """
 
     local_rounds: Annotated[int, AT_LEAST_ONE] = 5

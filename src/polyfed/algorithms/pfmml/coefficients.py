@@ -159,7 +159,7 @@ def learned(
 
 
 def _dots(uploads: Tensor, mine: Tensor, record: Record, rows: Tensor, num_trainable: int) -> tuple[Tensor, Tensor]:
-    """Return the inner products (G, S) of the devices' drifts and the record's uploads, and the drifts' lengths (G,).
+    """Return the inner products (G, S) of the devices' drifts with the record's uploads, and the drifts' lengths (G,).
 
     Both are summed piece by piece. Writing the drifts of a thousand devices to memory and reading them again would take
     longer than the products.
@@ -201,7 +201,7 @@ def shuffled(logits: Tensor, key: int) -> Tensor:
 
 
 def own_coefficients(logits: Tensor, among: Tensor) -> Tensor:
-    """Return each device's coefficient for itself, (K,): the softmax of its row over `among`, bool (K,) (Eq. 4)."""
+    """Return each device's coefficient for itself, (K,): the softmax of its row over the devices `among` (Eq. 4)."""
     total = logits.masked_fill(~among, -torch.inf).logsumexp(1)
     return (logits.diagonal() - total).exp()
 
@@ -210,11 +210,12 @@ def scheduled(scores: Tensor, able: Tensor, ages: Tensor, count: int, max_age: i
     """Run step 2: choose the devices that upload, bool (K,).
 
     Args:
-        scores: the score of every device, (K,). Of two equal scores, the device with the lower number comes first.
+        scores: the score of every device, (K,). If two devices have the same score, the device with the lower number
+            comes first.
         able: devices that can upload, bool (K,).
         ages: rounds since the last upload, (K,).
         count: how many devices with the largest scores upload.
-        max_age: devices that reach this age upload as well; 0 never forces an upload.
+        max_age: devices that reach this age also upload; 0 never forces an upload.
     """
     order = scores.masked_fill(~able, -torch.inf).argsort(descending=True, stable=True)
     chosen = torch.zeros_like(able)
