@@ -13,7 +13,7 @@ The hooks, in the order in which they are called (`Algorithm` in `base.py` has m
 | `loss` | client | in every step of local training | `context.loss`; for classes, the cross-entropy of the logits |
 | `reply` | client | after local training | `Update` with the trained parameters; the local state does not change |
 | `merge` | server | after the replies have arrived | weighted mean per block, then a step of the server optimiser |
-| `weights` | server | in `merge` | number of rows of each client, or 1 with `aggregation = "uniform"` |
+| `weights` | server | in `merge` | number of rows of each client, or 1 if `aggregation = "uniform"` |
 
 A method whose `outgoing` or `reply` returns another message class names that class in `sends` or `replies`. The
 template reads the field `params` of the message sent, and the fields `params`, `loss` and `num_rows` of the replies.
@@ -98,8 +98,8 @@ class Averaging(Algorithm):
         server: how the server uses the mean; the [server] section.
         private: blocks that every client keeps and never sends: `shared`, a modality, `head` (everything after the
             encoders) or `encoders`. Every client then has its own model; see docs/algorithms/private-blocks.md.
-        private_epochs: epochs in which a client trains only its private blocks. It then trains only the other blocks,
-            as in FedRep. 0 trains all blocks together, as in FedPer.
+        private_epochs: epochs in which a client trains only its private blocks. After them, it trains only the other
+            blocks, as in FedRep. 0 trains all blocks together, as in FedPer.
         fine_tune: epochs in which every client trains a copy of its whole model after the last round, before the last
             personal evaluation. 0 disables fine-tuning.
     """
@@ -209,7 +209,7 @@ class Averaging(Algorithm):
         return Update(fit.params, fit.loss, data.num_rows), local
 
     def merge(self, state: Any, replies: Replies, fed: Federation) -> Any:
-        """Return the next state: a step of the server optimiser towards the combined replies, per block."""
+        """Return the next state: in each block, the server optimiser takes a step towards the combined replies."""
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
         private = fed.private_mean(state.moments)
         mean = aggregate(replies, "params", weights, state.params, self.server, private)
@@ -218,7 +218,7 @@ class Averaging(Algorithm):
         return state.with_(params=params, moments=moments)
 
     def weights(self, replies: Replies, fed: Federation) -> Mapping[int, float]:
-        """Return each client's weight in the mean: 1, or its row count in the client registry, not in its reply."""
+        """Return each client's weight in the mean: 1, or its row count in the registry (not the one in its reply)."""
         return dict.fromkeys(replies, 1.0) if self.aggregation == "uniform" else fed.clients.rows_of(replies)
 
     def weight_of(self, field: str, kind: type[Message]) -> str | None:
@@ -250,7 +250,7 @@ class Averaging(Algorithm):
 
     @task()
     def update(self, context: ClientContext, data: ClientData, local: Tree, got: Message) -> tuple[Message, Tree]:
-        """Train the received model, with the client's private blocks, on the client's rows."""
+        """Train the received model and the client's private blocks on the client's rows."""
         kept, own = private_blocks.parted(local)
         whole = private_blocks.completed(got, kept)
 
@@ -310,7 +310,7 @@ class Averaging(Algorithm):
         return super().evaluation_message(state, fed, clients)
 
     def own_params(self, got: Any, local: Tree) -> Tree:
-        """Return the received model with the client's private blocks, or the fine-tuned model if there is one."""
+        """Return the fine-tuned model if there is one, else the received model with the client's private blocks."""
         return private_blocks.personal(got.params, local)
 
 

@@ -149,7 +149,7 @@ def draw_uploads(fed: Federation, count: int, blocks: Mapping[str, Layout]) -> d
 
 
 def wanted(chosen: Mapping[str, Tensor]) -> dict[int, Wanted]:
-    """Return the message to each client that the server asks for at least one block.
+    """Return a message for each client from which the server requests at least one block.
 
     Args:
         chosen: block -> the clients from which the server requests it, bool (K,).

@@ -120,8 +120,8 @@ class CreamFL(Algorithm):
     """Contrastive representation ensemble. The default weights are the weights of the authors' code.
 
     Attributes:
-        inter: weight of the inter-modal contrast, with the other modality's global representations.
-        intra: weight of the intra-modal contrast, with the client's previous representations.
+        inter: weight of the inter-modal contrast, which uses the other modality's global representations.
+        intra: weight of the intra-modal contrast, which uses the client's previous representations.
         temperature: temperature of both contrastive terms.
         distil: weight of the server's mean squared distance to the aggregated representations.
         server_epochs: epochs of the server over the public set in a round.

@@ -247,7 +247,7 @@ class FedFomo(Algorithm):
     def _preferred(
         self, preferences: Tensor, members: Tensor, others: Tensor, who: tuple[int, str], fed: Federation
     ) -> Tensor:
-        """Choose `candidates` of the others: each at random with probability epsilon, else the most preferred one.
+        """Choose `candidates` other clients: each at random with probability epsilon, else the most preferred one.
 
         Args:
             preferences: the client's preferences (K,) in the block.

@@ -68,7 +68,7 @@ class FedMSplit(Averaging):
         """Check the options.
 
         Raises:
-            RecipeError: `mode = "personal"` with a [server] section, which would have no effect.
+            RecipeError: `mode = "personal"` is combined with a [server] section, which would have no effect.
         """
         super().__post_init__()
         if self.mode == "personal":

@@ -254,8 +254,8 @@ def prototype_distance(near: Prototypes, z_BD: Tensor, batch: Batch, modality: s
 def prototype_scores(near: Mapping[str, Prototypes], z: Mapping[str, Tensor], batch: Batch) -> Tensor:
     """Return scores (B, C): the negative distance to each class's prototype, summed over the modalities that a row has.
 
-    A class that lacks a prototype in one of these modalities gets the smallest float32, so it is never predicted and
-    the scores stay finite.
+    A class that lacks a prototype in one of these modalities gets the lowest finite float32, so it is never predicted
+    and the scores stay finite.
     """
     least = torch.finfo(torch.float32).min
     parts = [

@@ -123,7 +123,7 @@ class Local(Algorithm):
         return Measured(measured | own.metrics, own.personal)
 
     def _evaluate_on_server(self, fed: Federation) -> dict[str, dict[str, float]]:
-        """Evaluate the model of every client that answers on the server's test rows; see `over_clients`."""
+        """Evaluate, on the server's test rows, the model of every client that answers; see `over_clients`."""
         scores: dict[int, dict[str, float]] = {}
         everyone = list(fed.clients.eligible)
         for first in range(0, len(everyone), MODELS_AT_ONCE):

@@ -1,7 +1,7 @@
 """The verbs about recipes and runs: `run`, `check` and `report`.
 
-Each verb parses its arguments, calls one function of the package and prints the result. A user's error ends with the
-exit code of its class, without a traceback.
+Each verb parses its arguments, calls one function of the package and prints the result. If the user made an error, the
+command prints no traceback and ends with the exit code of the error's class.
 """
 
 import dataclasses

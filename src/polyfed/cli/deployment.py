@@ -39,7 +39,7 @@ class Written:
         folder: the folder of the app.
         credentials: the folder of the credentials.
         warnings: what the app warns about.
-        keys: the number of keys of devices that were asked for; None if no credentials were asked for.
+        keys: the number of device keys that were asked for; None if no credentials were asked for.
         kept: whether the folder of the credentials had files before.
         new: the new files in this folder.
     """
@@ -83,7 +83,7 @@ def write_app(recipe: Path, folder: Path, keys: int | None, hosts: Sequence[str]
         recipe: the recipe.
         folder: the folder for the app. Credentials go to a folder beside it, which has the same name with
             `-credentials` added.
-        keys: how many keys of devices to write, or None.
+        keys: how many device keys to write, or None.
         hosts: names and addresses for the server's certificate.
     """
     credentials = folder.with_name(f"{folder.name}-credentials")

@@ -7,9 +7,9 @@ problems: S_M represents the gradients of all clients. S_M and S_w together repr
 If the weak modality lags behind in a batch, the loss gets a second term, the prototypical cross-entropy (PCE). This
 term uses the distances to the global class prototypes.
 
-With more than two modalities, the method compares the weakest with the strongest. A client that lacks a modality has no
-imbalance ratio and is never in S_M. If such a client is chosen, it trains only its weakest modality. Page:
-docs/algorithms/cmsfed.md.
+If there are more than two modalities, the method compares the weakest with the strongest. A client that lacks a
+modality has no imbalance ratio and is never in S_M. If such a client is chosen, it trains only its weakest modality.
+Page: docs/algorithms/cmsfed.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -192,7 +192,7 @@ class CmsFed(CmsFedOptions):
     # local training
 
     def local_loss(self, scope: TrainingScope, near: Mapping[str, Prototypes]) -> Callable[[Tree, Batch], Any]:
-        """Make the loss L = CE + sum of beta * PCE over the helped modalities (Eq. 9), with the value of each term.
+        """Make a function of the loss L = CE + sum of beta * PCE over the helped modalities (Eq. 9) and of its terms.
 
         If gradients are exact, the loss returns its terms separately, so that g and h can be summed over the steps.
         """
@@ -281,9 +281,10 @@ class CmsFed(CmsFedOptions):
         return self.modality_selection and self.gradient_split == "exact"
 
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        """Return whether a task sends a field: never for `update`, nor for `explore` without modality selection.
+        """Return whether a task sends a field.
 
-        For the other tasks of CMSFed, the options determine which fields are sent.
+        The task `update` sends no field. Without modality selection, `explore` also sends none. For the other tasks of
+        CMSFed, the options determine which fields are sent.
         """
         if task == "update" or (task == "explore" and not self.modality_selection):
             return False

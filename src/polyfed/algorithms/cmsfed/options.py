@@ -15,8 +15,8 @@ from polyfed.selection import Uniform
 class CmsFedOptions(Averaging):
     """CMSFed and its ablations.
 
-    `prototypes = "local"` gives the ablation CMSFed-local. With `modality_selection = false` as well, it is FedAvg+PCE.
-    With `[selection] name = "divfl"` in addition, it is DivFL+PCE.
+    `prototypes = "local"` gives the ablation CMSFed-local. If `modality_selection = false` is also set, the method is
+    FedAvg+PCE. If `[selection] name = "divfl"` is set in addition, the method is DivFL+PCE.
 
     Attributes:
         ratio_rule: the rule that makes a client train only the weak modality. `threshold` (paper) applies to clients
@@ -56,7 +56,8 @@ class CmsFedOptions(Averaging):
             classifier diverges. docs/algorithms/cmsfed.md describes when this ends a run.
         placebo: a control that has the same cost but removes one idea. `random-picks` draws both candidates of a pass
             at random instead of by facility location. `random-modality` draws the weak modality of a round.
-            `random-prototypes` sends random vectors with the lengths of the prototypes, the same in every round.
+            `random-prototypes` sends random vectors of the same lengths as the prototypes. These vectors do not change
+            between rounds.
     """
 
     ratio_rule: Literal["threshold", "quantile"] = "quantile"

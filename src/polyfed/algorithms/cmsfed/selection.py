@@ -152,9 +152,9 @@ def all_alike(similarity: AnySimilarity) -> bool:
 def logged(choice: Choice, ratios: ImbalanceRatios) -> dict[str, float]:
     """Numbers of a round for the log.
 
-    `imbalance_ratio` is the global ratio of the first modality over the second. With more than two modalities, it is
-    the ratio of the strongest over the weakest. `share_<modality>` is each modality's share of the selected pairs.
-    `picked_all` is |S_M|, and `picked_weak` is |S_w|. `picked_alone` is the number of all clients that train one
+    `imbalance_ratio` is the global ratio of the first modality over the second. If there are more than two modalities,
+    it is the ratio of the strongest over the weakest. `share_<modality>` is each modality's share of the selected
+    pairs. `picked_all` is |S_M|, and `picked_weak` is |S_w|. `picked_alone` is the number of all clients that train one
     modality.
     """
     mean = ratios.mean()

@@ -51,7 +51,7 @@ class SiloScores(Devices):
     """The tasks of the devices, and the evaluation of silos. `VerticalOptions` lists the options."""
 
     def devices(self, fed: Federation) -> dict[int, list[int]]:
-        """Return the devices of each silo that have rows; see `devices_of_silos`."""
+        """Return, for each silo, the devices that have rows; see `devices_of_silos`."""
         return devices_of_silos(fed.clients, self.overlap)
 
     def client_modalities(self, client: int, fed: Federation) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class Vfl(Vertical):
         return head
 
     def devices(self, fed: Federation) -> dict[int, list[int]]:
-        """Return the devices of each silo that have rows.
+        """Return, for each silo, the devices that have rows.
 
         Raises:
             RecipeError: two devices of a silo hold the same modality. Their encoders would never be averaged.

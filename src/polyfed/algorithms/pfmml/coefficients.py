@@ -1,8 +1,8 @@
 """Aggregation coefficients of personalised copies: scheduling of uploads, mixing, and learning of the coefficients.
 
 This file computes the paper's Eq. 4 to 7 for all devices at once; see docs/algorithms/pfmml.md. Shape letters: `K`
-devices, `S` devices that uploaded, `G` uploading devices whose copies were built in the same round, `P` numbers of a
-block. The first `num_trainable` numbers of a block are parameters.
+devices, `S` devices that uploaded, `G` uploading devices whose copies were built in the same round, `P` entries of a
+block. The first `num_trainable` entries of a block are parameters.
 """
 
 from collections.abc import Mapping
@@ -102,7 +102,7 @@ class Step:
 
 
 def aggregate(logits: Tensor, members: Tensor, uploads: Tensor) -> Record:
-    """Run step 4: mix a copy for each device that uploaded, with the softmax of its row over these devices (Eq. 5)."""
+    """Run step 4: mix a copy for each device that uploaded, weighted by the softmax of its row over them (Eq. 5)."""
     mix = torch.softmax(logits[members][:, members], 1)
     return Record(members, uploads, mix, mix.to(uploads) @ uploads)
 
@@ -130,7 +130,7 @@ def learned(
         built: the round of every device's newest copy, (K,).
         records: aggregations by round.
         now: the devices that uploaded in this round, (S,), and their blocks, (S, P).
-        num_trainable: how many numbers of a block are parameters.
+        num_trainable: how many entries of a block are parameters.
         step: settings of the update.
     """
     members, uploads = now

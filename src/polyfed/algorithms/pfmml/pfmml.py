@@ -191,7 +191,7 @@ class Pfmml(Algorithm):
         return times.chains(times.by_client() if self.waits_for == "all" else state.waited_for)
 
     def observe(self, state: PfmmlState) -> dict[str, float]:
-        """Return for each block the owners' mean own coefficient, the number of uploads and the largest age."""
+        """Return each block's mean coefficient of owners for themselves, number of uploads, and largest age."""
         seen: dict[str, float] = {}
         for block, entry in state.blocks.items():
             own = own_coefficients(entry.logits, torch.ones_like(entry.owners))[entry.owners]
