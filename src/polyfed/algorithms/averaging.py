@@ -94,8 +94,8 @@ class Averaging(Algorithm):
     Attributes:
         aggregation: the weights of the mean. `weighted` weights each client by its number of rows (McMahan et al.,
             2017, Algorithm 1). `uniform` gives every client the same weight.
-        selector: the rule that chooses which clients take part; the [selection] section.
-        server: how the server uses the mean; the [server] section.
+        selector: the rule from the [selection] section that chooses which clients take part.
+        server: how the server uses the mean, as set in the [server] section.
         private: blocks that every client keeps and never sends: `shared`, a modality, `head` (everything after the
             encoders) or `encoders`. Every client then has its own model; see docs/algorithms/private-blocks.md.
         private_epochs: epochs in which a client trains only its private blocks. After them, it trains only the other

@@ -88,8 +88,8 @@ class Algorithm(Summing, ModelHooks, PrivacyHooks, TrainedModels):
     The module's docstring lists the hooks in the order in which they are called.
 
     Attributes:
-        train: options of local training; the [train] section.
-        evaluation: when and how to evaluate; the [evaluate] section.
+        train: options of local training, from the [train] section.
+        evaluation: when and how to evaluate, as set in the [evaluate] section.
     """
 
     train: Train = Train()

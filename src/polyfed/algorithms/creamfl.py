@@ -125,7 +125,8 @@ class CreamFL(Algorithm):
         temperature: temperature of both contrastive terms.
         distil: weight of the server's mean squared distance to the aggregated representations.
         server_epochs: epochs of the server over the public set in a round.
-        selector: the rule that chooses which clients take part in a round, the [selection] section; only `uniform`.
+        selector: the rule from the [selection] section that chooses which clients take part in a round. Only `uniform`
+            is allowed.
     """
 
     objectives_because: ClassVar[str] = "the server trains on the class numbers of its public set"

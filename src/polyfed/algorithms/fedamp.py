@@ -187,7 +187,7 @@ class FedAmp(Algorithm):
         return self.alpha * self.alpha_decay ** ((round - 1) // self.alpha_every)
 
     def attention(self, w_SP: Tensor, round: int) -> Tensor:
-        """Return weights (S, S) of the uploaded models in the cloud models, row i for client i; rows sum to 1.
+        """Return the weights (S, S) of the uploaded models. Row i is for the cloud model of client i and sums to 1.
 
         Args:
             w_SP: flattened parameters of a block, one row for each upload.

@@ -115,7 +115,8 @@ class FedGKT(Algorithm):
         server_epochs: epochs of the server over the features of a round.
         server_hidden: hidden sizes of the server's towers.
         server_embedding: output size of the server's towers.
-        selector: the rule that chooses which clients take part in a round, the [selection] section; only `uniform`.
+        selector: the rule from the [selection] section that chooses which clients take part in a round. Only `uniform`
+            is allowed.
     """
 
     objectives_because: ClassVar[str] = "client and server distil the probabilities of classes"

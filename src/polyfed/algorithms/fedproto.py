@@ -156,7 +156,7 @@ class FedProto(Averaging):
         return ProtoState(**vars(super().init(fed, params)))
 
     def local(self, context: ClientContext, key: int) -> Tree:
-        """Return the client's own model under `original`, at first the common initial model; otherwise nothing."""
+        """Under `original`, return the common initial model as the client's own model; otherwise, return nothing."""
         return dict(context.initial) if self.mode == "original" else {}
 
     def outgoing(self, state: ProtoState, cohort: list[int], fed: Federation) -> Shared:
