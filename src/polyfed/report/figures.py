@@ -1,4 +1,5 @@
-"""Figures for a paper, as SVG and PDF: scores against cost, paired differences, mean ranks. They need Matplotlib."""
+"""Figures for a paper, as SVG and PDF: scores against cost, paired differences, mean ranks. Drawing needs
+Matplotlib."""
 
 import re
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ def write_figures(
         comparison: the comparison.
         proof: the tests of the comparison.
         folder: the folder for the files, which is created.
-        metric: the metric of the curves. None chooses it as in `evidence`.
+        metric: the metric of the curves. If None, it is chosen as in `evidence`.
         dark: whether to draw for a dark background.
 
     Returns:

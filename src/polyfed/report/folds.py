@@ -48,7 +48,8 @@ def confusion_of(folder: Folder) -> Tensor | None:
 def pooled_uars(folders: Sequence[Folder]) -> list[float]:
     """For each seed, the UAR of the sum of its folds' confusion matrices.
 
-    A seed counts only if it has each fold exactly once, with a matrix. The list is empty if there is only one fold.
+    A seed counts only if each fold has exactly one run with this seed, and this run has a matrix. The list is empty if
+    there is only one fold.
     """
     folds = {fold_of(folder) for folder in folders}
     if len(folds) < 2:
